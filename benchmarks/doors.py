@@ -54,11 +54,11 @@ NOT_UTF8 = os.fsdecode(b"n\xff\xc3(")
 INPUTS = (
     ("inspect", "trace", "trace.safetensors", "inspect @"),
     ("validate", "traces", "trace.safetensors", "validate @"),
-    ("convert", "source, a trace", "trace.safetensors", "convert @ out --to raw"),
-    ("convert", "source, an answer", "answer.json", "convert @ out --model {good}/config.json"),
-    ("convert", "--model, a config", "config.json", "convert {good}/answer.json out --model @"),
+    ("convert", "source, a trace", "trace.safetensors", "convert @ out --to ordered"),
+    ("convert", "source, an answer", "answer.json", "convert @ out {trace}"),
+    ("convert", "--model, a folder", "model", "convert {good}/answer.json out --model @"),
     ("convert", "--model, a trace", "trace.safetensors", "convert {good}/answer.json out --model @"),
-    ("convert", "--tokens", "tokens.json", "convert {good}/no-tokens.json out --model {good}/config.json --tokens @"),
+    ("convert", "--tokens", "tokens.json", "convert {good}/no-tokens.json out {trace} --tokens @"),
     ("diff", "reference", "trace.safetensors", "diff @ {good}/trace.safetensors"),
     ("diff", "other", "trace.safetensors", "diff {good}/trace.safetensors @"),
     ("doctor", "--model, a folder", "model", "doctor --model @ --generation {good}/generation.safetensors"),
@@ -81,11 +81,11 @@ INPUTS = (
         "logprobs.npy",
         "doctor --logprobs {good}/logprobs.npy --trainer-logprobs {good}/logprobs.npy --replayed-logprobs @",
     ),
-    ("plan", "--topology", "cluster.toml", "plan --counts {good}/counts.npz {few} --topology @"),
+    ("plan", "--topology", "cluster.toml", "plan --counts {good}/counts.safetensors {few} --topology @"),
     ("plan", "traces", "trace.safetensors", "plan @ --topology {good}/cluster.toml {few}"),
-    ("plan", "--counts", "counts.npz", "plan --topology {good}/cluster.toml {few} --counts @"),
+    ("plan", "--counts", "counts.safetensors", "plan --topology {good}/cluster.toml {few} --counts @"),
     ("plan", "--previous-plan", "plan.safetensors", "plan {step} {few} --previous-plan @"),
-    ("plan", "--previous-step, counts", "counts.npz", "plan {step} {few} --previous-step @"),
+    ("plan", "--previous-step, counts", "counts.safetensors", "plan {step} {few} --previous-step @"),
     ("plan", "--previous-step, a trace", "trace.safetensors", "plan {step} {few} --previous-step @"),
     ("simulate", "config", "simulate.toml", "simulate @ --output out"),
     ("simulate", "--fit", "measured.jsonl", "simulate {good}/simulate.toml --output out --rate layer_s --fit @"),
@@ -96,7 +96,7 @@ INPUTS = (
 )
 """Verb, argument, what is valid for it, and the command line: @ is the argument."""
 OUTPUTS = (
-    ("convert", "target", "file", "convert {good}/trace.safetensors @ --to raw"),
+    ("convert", "target", "file", "convert {good}/trace.safetensors @ --to ordered"),
     ("plan", "--output", "file", "plan {step} --no-baselines --output @"),
     ("doctor", "--output", "file", "doctor {passes} --output @"),
     ("report", "--output", "file", "report {good}/run --output @"),
@@ -107,13 +107,14 @@ OUTPUTS = (
 )  # fmt: skip
 PARTS = {
     "{passes}": "--trace {good}/engine.safetensors --trainer-trace {good}/engine.safetensors",
+    "{trace}": "--model {good}/trace.safetensors",
     "{few}": "--no-baselines",
-    "{step}": "--topology {good}/cluster.toml --counts {good}/counts.npz",
+    "{step}": "--topology {good}/cluster.toml --counts {good}/counts.safetensors",
     "{engine}": "--model {good}/model --trace {good}/engine.safetensors",
 }
-WRONG = {"run": "model", "model": "run/traces", ".toml": "trace.safetensors"}
+WRONG = {"run": "model", ".toml": "trace.safetensors"}
 """By name or suffix of what is right."""
-BESIDE = {"generation.safetensors": "generation*.trace.safetensors", "measured.jsonl": "counts.npz"}
+BESIDE = {"generation.safetensors": "generation*.trace.safetensors", "measured.jsonl": "counts.safetensors"}
 """Files that name another one beside them."""
 REFUSED, FINE, ANY = frozenset({2}), frozenset({0, 1}), frozenset({0, 1, 2})
 
@@ -263,8 +264,9 @@ def _inputs(verb: str, door: str, words: str, valid: str) -> Iterator[Case]:
     yield case("below an unreadable folder", given=f"private/given{suffix}", unprivileged=True)
     yield case("valid", FINE)
     yield case("valid, hostile name", FINE, given=f"{HOSTILE}{suffix}")
-    # the safetensors library, which reads models, takes no such name
-    yield case("valid, name not UTF-8", REFUSED if valid == "model" else FINE, given=f"{NOT_UTF8}{suffix}")
+    # the safetensors library, which reads weights, takes no such name
+    codes = REFUSED if verb == "doctor" and valid == "model" else FINE
+    yield case("valid, name not UTF-8", codes, given=f"{NOT_UTF8}{suffix}")
 
 
 def _outputs(verb: str, door: str, words: str, kind: str) -> Iterator[Case]:

@@ -45,7 +45,7 @@ from foreroute.capture import load_generation
 from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError
 from foreroute.files import TensorFile
-from foreroute.plan import load_plan
+from foreroute.plan import load_plan, save_counts
 from foreroute.records import read_runs
 from foreroute.trace import RoutedLayer, RoutingSpec, load, save
 from foreroute.trace.synthetic import synthetic_trace
@@ -62,7 +62,7 @@ TOPOLOGY = f"[topology]\nnum_ranks = 8\nredundant_slots = 2\n{MODEL}"
 SIMULATION = f"methods = ['ours']\n[cluster]\ngpus = 8\nexpert_parallel = 8\n{MODEL}"
 OTHERS = ("convert", "plan", "report")
 KILLS_OF_RUN, KILLS_OF_OTHER = 6, 3
-PRELOADED = ("adapters.hf", "planner.balancers", "cli.convert", "cli.plan", "cli.train")
+PRELOADED = ("adapters.hf", "planner", "cli.convert", "cli.plan", "cli.train")
 Process = Any
 
 
@@ -152,7 +152,7 @@ class Home:
         self.path, self.steps = path, steps
         self.values = {**VALUES, **OFTEN, "rl": {**VALUES["rl"], "steps": steps}}
         self.train, self.topology, self.simulate = (path / f"{n}.toml" for n in ("train", "topology", "simulate"))
-        self.trace, self.counts, self.whole = path / "trace.safetensors", path / "counts.npz", path / "whole"
+        self.trace, self.counts, self.whole = path / "trace.safetensors", path / "counts.safetensors", path / "whole"
         self.seconds: dict[str, float] = {}
 
     def prepare(self, pool: ThreadPoolExecutor) -> None:
@@ -165,7 +165,7 @@ class Home:
         spec = RoutingSpec(num_experts=128, top_k=8, layers=tuple(RoutedLayer(each) for each in range(24)))
         save(synthetic_trace(spec, [500] * 16, seed=0, weight_version=0), self.trace)
         rng = np.random.default_rng(0)
-        np.savez(self.counts, counts=rng.integers(0, 400, (16, 24, 8, 128), np.int32))
+        save_counts(rng.integers(0, 400, (16, 24, 8, 128), np.int32), self.counts)
         planned = self.path / "planned"
         others = [
             pool.submit(self._timed, "convert", self.converting(self.path / "converted")),

@@ -21,14 +21,15 @@ from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness import planner_against, planner_oracles
-from foreroute.costs.figures import least_seconds
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.pricing import least_seconds
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
-from foreroute.planner.balancers import BALANCERS, BalancerInput
-from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.planner.homes import place_homes
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import MethodFigures, compare, figures_of
+from foreroute.simulate.methods import BALANCERS
 from foreroute.simulate.workload import WORKLOADS
 
 CELLS = ("G8", "G16", "G32", "G64", "E256")
@@ -101,7 +102,7 @@ def _mode(
 ) -> dict[str, float]:
     cells = counts.shape[0] * counts.shape[1]
     found: dict[str, StepPlan] = {}
-    records: dict[str, BalancerRecord] = {}
+    records: dict[str, MethodFigures] = {}
     us: dict[str, float] = {}
     for slots in ("shared", "layer"):
         options = PlanOptions(tolerance=tolerance, slots=slots)
@@ -111,20 +112,21 @@ def _mode(
 
         found[slots] = planned()
         us[slots] = _least(planned, repeats) * 1e6 / cells
-        records[slots] = record_of(found[slots], counts, costs, label=slots, planning_s=us[slots] * cells / 1e6)
+        records[slots] = figures_of(found[slots], counts, costs, label=slots, planning_s=us[slots] * cells / 1e6)
     empty, kept = records["shared"], records["layer"]
+    (mean, p99, worst), of_kept = _imbalance(empty), _imbalance(kept)
     figures = {
-        "mean": empty.imbalance_mean,
-        "p99": empty.imbalance_p99,
-        "worst": empty.imbalance_worst,
+        "mean": mean,
+        "p99": p99,
+        "worst": worst,
         "replicas": empty.fetches_per_cell,
         "us_per_cell": us["shared"],
         "step_ms": us["shared"] * counts.shape[0] * STEP_LAYERS / 1e3,
         "seconds": empty.seconds,
         "cross_node_share": empty.cross_node_share,
-        "persistent_mean": kept.imbalance_mean,
-        "persistent_p99": kept.imbalance_p99,
-        "persistent_worst": kept.imbalance_worst,
+        "persistent_mean": of_kept[0],
+        "persistent_p99": of_kept[1],
+        "persistent_worst": of_kept[2],
         "transfers_persistent": kept.fetches_per_cell,
         "persistent_us_per_cell": us["layer"],
         "persistent_seconds": kept.seconds,
@@ -138,15 +140,22 @@ def _mode(
     return {name: round(value, 5) for name, value in figures.items()}
 
 
-def _figures(record: BalancerRecord) -> dict[str, float]:
+def _imbalance(record: MethodFigures) -> tuple[float, float, float]:
+    """Mean, 99th percentile and worst over cells."""
+    ratio_ML = record.imbalance_ML
+    return float(ratio_ML.mean()), float(np.quantile(ratio_ML, 0.99)), float(ratio_ML.max())
+
+
+def _figures(record: MethodFigures) -> dict[str, float]:
+    mean, p99, worst = _imbalance(record)
     return {
-        "mean": round(record.imbalance_mean, 5),
-        "p99": round(record.imbalance_p99, 5),
-        "worst": round(record.imbalance_worst, 5),
+        "mean": round(mean, 5),
+        "p99": round(p99, 5),
+        "worst": round(worst, 5),
         "moves": round(record.fetches_per_cell, 2),
         "cross_node_share": round(record.cross_node_share, 4),
         "seconds": round(record.seconds, 4),
-        "us_per_cell": round(record.planning_s / record.cells * 1e6, 1),
+        "us_per_cell": round(record.planning_s / record.fetches_ML.size * 1e6, 1),
     }
 
 

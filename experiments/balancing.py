@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from benchmarks.balancers import OTHER_BALANCERS
 from experiments.premise import BASE_RANKS, SEQUENCES
 from experiments.unevenness import Ints, Steps, dealt, drawn, sequence_counts
-from foreroute.plan import PlanOptions, StepPlan
-from foreroute.plan.step_plan import CellHosts
+from foreroute.plan import PlanOptions, StepPlan, save_counts
+from foreroute.plan.hosts import CellPlan
 from foreroute.planner import plan
-from foreroute.planner.balancers import BALANCERS, Balancer, BalancerInput, Method
-from foreroute.planner.balancers.eplb import eplb_hosts, even_split
-from foreroute.planner.balancers.problem import SlotContents
-from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.simulate import parse_config, simulate
+from foreroute.simulate.balancers import Balancer, BalancerInput, HeldExperts, Method
+from foreroute.simulate.compare import MethodFigures, compare, figures_of
+from foreroute.simulate.eplb import eplb_hosts, even_split
+from foreroute.simulate.methods import BALANCERS
 from foreroute.trace import RoutingTrace
 
 OLMOE = {
@@ -74,7 +74,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
         steps: counts_MLGE of steps that follow each other.
     """
     cluster = parse_config(_cluster(), source="the experiments").described()
-    records: dict[str, list[BalancerRecord]] = {}
+    records: dict[str, list[MethodFigures]] = {}
     for before, counts in pairwise(steps):
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
@@ -84,12 +84,12 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)
         ours: StepPlan = plan(counts, cluster.topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
-        found.append(record_of(ours, counts, cluster.costs, label="ours", planning_s=0.0))
+        found.append(figures_of(ours, counts, cluster.costs, label="ours", planning_s=0.0))
         for record in found:
             records.setdefault(record.name, []).append(record)
     return {
         name: {
-            "imbalance": _rounded([record.imbalance_mean for record in several]),
+            "imbalance": _rounded([float(record.imbalance_ML.mean()) for record in several]),
             "fetches": _rounded([record.fetches_per_cell for record in several]),
         }
         for name, several in records.items()
@@ -99,13 +99,13 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
 def after(loads_LE: NDArray[np.integer]) -> Method:
     """EPLB for every micro-step by the loads of the one before it, of which the first's are given, integers [L, E]."""
 
-    def method(problem: BalancerInput) -> Iterator[CellHosts]:
-        contents = SlotContents(problem)
+    def method(problem: BalancerInput) -> Iterator[CellPlan]:
+        held = HeldExperts(problem)
         seen_LE = loads_LE.astype(np.int64)
         for layer, counts_GE in problem.cells():
             expert_H, rank_H, copies_H = eplb_hosts(seen_LE[layer], problem)
             seen_LE[layer] = counts_GE.sum(axis=0)
-            yield contents.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
+            yield held.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
 
     return method
 
@@ -117,9 +117,9 @@ def simulated(steps: Steps) -> dict[str, float]:
     """
     factor = max(1, round(TOKENS * OLMOE["top_k"] / (steps[-1].sum(axis=(2, 3)).mean() / BASE_RANKS)))
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{number}.npz" for number in range(2)]
+        paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]
         for path, counts in zip(paths, steps[-2:], strict=True):
-            np.savez_compressed(path, counts=counts * factor)
+            save_counts(counts * factor, path)
         workload = {"previous_counts": str(paths[0]), "counts": str(paths[1])}
         config = parse_config({**_cluster(), "workload": workload, "methods": SIMULATED}, source="the experiments")
         found = simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})

@@ -15,23 +15,23 @@ from typing import Any
 import numpy as np
 
 from foreroute.kernels import kernel
-from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers.eplb import by_heap, by_key
-from foreroute.planner.balancers.problem import BalancerInput, SlotContents
+from foreroute.plan.hosts import CellPlan
+from foreroute.simulate.balancers import BalancerInput, HeldExperts
+from foreroute.simulate.eplb import by_heap, by_key
 
 COMMUNICATION, COMPUTE = 4, 3
 """Weights of the two terms of the published score."""
 
 
-def laer_style(problem: BalancerInput) -> Iterator[CellHosts]:
+def laer_style(problem: BalancerInput) -> Iterator[CellPlan]:
     """Placed anew in every cell by its own loads."""
-    contents = SlotContents(problem)
+    held = HeldExperts(problem)
     node_G = problem.topology.node_G.astype(np.int64)
     for layer, counts_GE in problem.cells():
         expert_H, rank_H, tokens_HG = best_layout(
-            counts_GE, node_G, problem.slots, problem.crossing_s / problem.assignment_s
+            counts_GE, node_G, problem.experts_per_rank, problem.crossing_s / problem.assignment_s
         )
-        yield contents.host(layer, expert_H, rank_H, tokens_HG)
+        yield held.host(layer, expert_H, rank_H, tokens_HG)
 
 
 @kernel

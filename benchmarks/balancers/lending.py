@@ -18,20 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.kernels import kernel
-from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers.problem import BalancerInput, SlotContents
+from foreroute.plan.hosts import CellPlan
+from foreroute.simulate.balancers import BalancerInput, HeldExperts
 
 
-def fastermoe_style(problem: BalancerInput) -> Iterator[CellHosts]:
+def fastermoe_style(problem: BalancerInput) -> Iterator[CellPlan]:
     """Shadows chosen anew in every cell, by its own loads."""
-    contents = SlotContents(problem)
+    held = HeldExperts(problem)
     held_LE = np.zeros(problem.home_LE.shape, np.bool_)
     for layer, counts_GE in problem.cells():
         home_E = problem.home_LE[layer]
         chosen = _shadows(counts_GE, home_E, held_LE[layer], problem)
         held_LE[layer] = False
         held_LE[layer, chosen] = True
-        yield contents.host(layer, *_hosts(counts_GE, home_E, chosen))
+        yield held.host(layer, *_hosts(counts_GE, home_E, chosen))
 
 
 def _shadows(
@@ -72,15 +72,15 @@ def _hosts(
     return np.concatenate(expert_H).astype(np.int32), np.concatenate(rank_H).astype(np.int32), np.concatenate(tokens)
 
 
-def feplb_style(problem: BalancerInput) -> Iterator[CellHosts]:
+def feplb_style(problem: BalancerInput) -> Iterator[CellPlan]:
     """Experts lent anew in every cell, by its own loads."""
-    contents = SlotContents(problem)
+    held = HeldExperts(problem)
     expert_H = np.arange(problem.num_experts, dtype=np.int32)
     for layer, counts_GE in problem.cells():
         home_E = problem.home_LE[layer]
         rank_E = lend(counts_GE.sum(axis=0), home_E, problem.topology.node_G, problem.topology.redundant_slots)
-        contents.clear(layer, home_E)
-        yield contents.host(layer, expert_H, rank_E, counts_GE.T.copy())
+        held.clear(layer)
+        yield held.host(layer, expert_H, rank_E, counts_GE.T.copy())
 
 
 @kernel

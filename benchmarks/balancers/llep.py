@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 
 from foreroute.kernels import kernel
-from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers.problem import BalancerInput, SlotContents
+from foreroute.plan.hosts import CellPlan
+from foreroute.simulate.balancers import BalancerInput, HeldExperts
 
 
-def llep(problem: BalancerInput) -> Iterator[CellHosts]:
+def llep(problem: BalancerInput) -> Iterator[CellPlan]:
     """Spilled anew in every cell, by its own loads."""
-    contents = SlotContents(problem)
+    held = HeldExperts(problem)
     for layer, counts_GE in problem.cells():
         home_E = problem.home_LE[layer]
-        contents.clear(layer, home_E)
-        yield contents.host(layer, *least_loaded(counts_GE, home_E, problem.topology.redundant_slots))
+        held.clear(layer)
+        yield held.host(layer, *least_loaded(counts_GE, home_E, problem.topology.redundant_slots))
 
 
 @kernel

@@ -14,33 +14,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.balancers.splits import level_quotas, split_by_quota
-from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers import BalancerInput
-from foreroute.planner.balancers.eplb import eplb_hosts, eplb_placement
-from foreroute.planner.balancers.problem import SlotContents
+from foreroute.plan.hosts import CellPlan
+from foreroute.simulate.balancers import BalancerInput, HeldExperts
+from foreroute.simulate.eplb import eplb_hosts, eplb_placement
 
 Hosts = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Expert and rank of every host."""
 
 
-def eplb_step_lp(problem: BalancerInput) -> Iterator[CellHosts]:
+def eplb_step_lp(problem: BalancerInput) -> Iterator[CellPlan]:
     """EPLB's placement by the loads of this step; tokens are split as well as those copies allow, in every cell."""
     return _split_by_program(problem, [eplb_hosts(loads_E, problem)[:2] for loads_E in problem.loads_LE()])
 
 
-def lplb_style(problem: BalancerInput) -> Iterator[CellHosts]:
+def lplb_style(problem: BalancerInput) -> Iterator[CellPlan]:
     """Fixed homes and copies, tokens split by the linear program of each cell."""
     return _split_by_program(problem, [_lplb_hosts(loads_E, problem) for loads_E in problem.loads_LE()])
 
 
-def _split_by_program(problem: BalancerInput, hosts_L: list[Hosts]) -> Iterator[CellHosts]:
-    contents = SlotContents(problem)
+def _split_by_program(problem: BalancerInput, hosts_L: list[Hosts]) -> Iterator[CellPlan]:
+    held = HeldExperts(problem, rehomes=True)
     topology = problem.topology
     for layer, counts_GE in problem.cells():
         expert_H, rank_H = hosts_L[layer]
         quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), topology.num_ranks)
         tokens_HG = split_by_quota(expert_H, rank_H, quota_H, topology.ranks_per_node, counts_GE)
-        yield contents.host(layer, expert_H, rank_H, tokens_HG)
+        yield held.host(layer, expert_H, rank_H, tokens_HG)
 
 
 def linked_ranks(num_ranks: int, degree: int) -> NDArray[np.int64]:

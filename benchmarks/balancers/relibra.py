@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from benchmarks.balancers.splits import level_quotas, split_by_quota
 from foreroute.kernels import kernel
-from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers.problem import BalancerInput, SlotContents
+from foreroute.plan.hosts import CellPlan
+from foreroute.simulate.balancers import BalancerInput, HeldExperts
 
 SWAPS = 20_000
 """Proposals per layer."""
@@ -25,7 +25,7 @@ HEAT = 1e-2
 """First temperature, as a part of the sum of squared loads of a rank."""
 
 
-def relibra_style(problem: BalancerInput) -> Iterator[CellHosts]:
+def relibra_style(problem: BalancerInput) -> Iterator[CellPlan]:
     """Homes annealed for the step, node-local replicas by the loads of each cell."""
     num_ranks, node_G = problem.topology.num_ranks, problem.topology.node_G
     loads_MLE = problem.counts_MLGE.sum(axis=2, dtype=np.int64)
@@ -35,7 +35,7 @@ def relibra_style(problem: BalancerInput) -> Iterator[CellHosts]:
         swap_T2, luck_T = rng.integers(problem.num_experts, size=(SWAPS, 2)), rng.random(SWAPS)
         loads_ME = np.ascontiguousarray(loads_MLE[:, layer])
         home_LE.append(anneal_layer(loads_ME, before_E.astype(np.int32), node_G, swap_T2, luck_T))
-    contents, moved = SlotContents(problem), [False] * len(home_LE)
+    held = HeldExperts(problem, rehomes=True)
     for layer, counts_GE in problem.cells():
         home_E: NDArray[np.int32] = home_LE[layer]
         loads_E = counts_GE.sum(axis=0)
@@ -44,10 +44,8 @@ def relibra_style(problem: BalancerInput) -> Iterator[CellHosts]:
         rank_H = np.concatenate([home_E, rank_R])
         quota_H, _ = level_quotas(expert_H, rank_H, loads_E, num_ranks)
         tokens_HG = split_by_quota(expert_H, rank_H, quota_H, problem.topology.ranks_per_node, counts_GE)
-        if moved[layer]:
-            contents.clear(layer, home_E)
-        moved[layer] = True
-        yield contents.host(layer, expert_H, rank_H, tokens_HG)
+        held.clear(layer)
+        yield held.host(layer, expert_H, rank_H, tokens_HG)
 
 
 @kernel

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from foreroute.kernels import kernel
-from foreroute.planner.balancers.eplb import by_key
 from foreroute.planner.split import take_near
+from foreroute.simulate.eplb import by_key
 
 
 @kernel

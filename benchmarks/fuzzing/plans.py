@@ -1,8 +1,7 @@
-"""Plan files, which are sealed, and counts, which are not."""
+"""Plan files and counts files."""
 
 from __future__ import annotations
 
-import io
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 
 from benchmarks.fuzzing.mutations import forge
 from benchmarks.fuzzing.target import Target, written
-from foreroute.files import seal_file
+from foreroute.files import checksum
 from foreroute.layout import Packing
 from foreroute.plan import Links, StepPlan, Topology
-from foreroute.plan.counts import check_counts, load_counts
-from foreroute.plan.plan_file import encode_plan, load_plan
+from foreroute.plan.counts import COUNTS_FILE, load_counts
+from foreroute.plan.plan_file import PLAN_FILE, encode_plan, load_plan
 
 
 def plan_targets(folder: Path) -> list[Target]:
@@ -27,7 +26,7 @@ def plan_targets(folder: Path) -> list[Target]:
         make=plan_bytes,
         read=lambda raw: load_plan(written(raw, folder / "plan")),
         same=same_plan,
-        forge=lambda raw, rng: forge(raw, rng, seal_plan),
+        forge=lambda raw, rng: forge(raw, rng, right_checksum),
         check=lambda raw, plan: require_executable(plan),
         sealed=True,
         weight=3.0,
@@ -35,9 +34,11 @@ def plan_targets(folder: Path) -> list[Target]:
     counts = Target(
         name="counts",
         make=_counts_bytes,
-        read=lambda raw: check_counts(load_counts(written(raw, folder / "counts.npz"))),
+        read=lambda raw: load_counts(written(raw, folder / "counts")),
         same=lambda a, b: a.shape == b.shape and bool((a == b).all()),
+        forge=lambda raw, rng: forge(raw, rng, right_checksum),
         check=lambda raw, counts: require_counts(counts),
+        sealed=True,
         weight=1.0,
     )
     return [plan, counts]
@@ -70,13 +71,13 @@ def require_executable(plan: StepPlan) -> None:
         assert len(set(taken)) == len(taken), taken
 
 
-def seal_plan(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
-    """The right digest."""
-    ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.digest"}
+def right_checksum(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
+    """Put the checksum right, of a file of any format."""
+    ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.checksum"}
     try:
-        metadata["foreroute.digest"] = seal_file(ours, tensors)
+        metadata["foreroute.checksum"] = checksum(ours, tensors)
     except UnicodeEncodeError:  # a lone surrogate, which no file can hold
-        metadata["foreroute.digest"] = ""
+        metadata["foreroute.checksum"] = ""
 
 
 def require_counts(counts_MLGE: NDArray[Any]) -> None:
@@ -90,16 +91,11 @@ def require_counts(counts_MLGE: NDArray[Any]) -> None:
 def _counts_bytes(rng: np.random.Generator) -> bytes:
     micro_steps, layers, ranks, each = (int(n) for n in rng.integers(1, 5, 4))
     shape = (micro_steps, layers, ranks, ranks * each)
-    file = io.BytesIO()
-    save = np.savez_compressed if rng.random() < 0.5 else np.savez
-    save(file, counts=rng.integers(0, 500, shape).astype(rng.choice(["i2", "i4", "i8", "u2"])))
-    return file.getvalue()
+    return COUNTS_FILE.to_bytes({}, {"counts_MLGE": rng.integers(0, 500, shape, np.int32)})
 
 
 def plan_bytes(rng: np.random.Generator) -> bytes:
     """The file of a plan of random homes, with a replica of the next expert in the first slot of some ranks."""
-    from safetensors.numpy import save
-
     num_ranks = int(rng.choice([1, 2, 4, 6]))
     num_micro_steps, num_layers, num_experts = (*(int(n) for n in rng.integers(1, 4, 2)), 2 * num_ranks)
     home_LE = np.stack([rng.permutation(np.arange(num_experts) % num_ranks) for _ in range(num_layers)])
@@ -118,7 +114,7 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
         slot_R=np.zeros(len(rank_R), np.int16),
         fetched_R=np.ones(len(rank_R), np.bool_),
         tokens_RG=tokens_RG.astype(np.int32),
-        max_load_ML=rng.integers(0, 1000, shape),
+        max_load_ML=rng.integers(1, 1000, shape),
         bound_ML=rng.random(shape),
         counts_digest=rng.bytes(16).hex(),
         slots="shared",
@@ -127,9 +123,7 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
         ),
         tokens_digest=rng.bytes(16).hex(),
     )
-    metadata, tensors = encode_plan(plan)
-    raw: bytes = save(tensors, metadata=metadata)
-    return raw
+    return PLAN_FILE.to_bytes(*encode_plan(plan))
 
 
 def same_plan(a: StepPlan, b: StepPlan) -> bool:

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from benchmarks.fuzzing.mutations import damage, forge, forge_text
+from benchmarks.fuzzing.plans import right_checksum
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
-from foreroute.files import seal_file
 from foreroute.records import Run, read_run
 from foreroute.train import TrainConfig, load_config, parse_config
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -74,7 +73,7 @@ def run_targets(folder: Path) -> list[Target]:
             make=lambda rng: _checkpoint_bytes(rng, folder / "made"),
             read=lambda raw: read_checkpoint(written(raw, folder / "checkpoint")),
             same=_same_state,
-            forge=lambda raw, rng: forge(raw, rng, _seal_checkpoint),
+            forge=lambda raw, rng: forge(raw, rng, right_checksum),
             check=_require_state,
             sealed=True,
             weight=2.0,
@@ -231,11 +230,3 @@ def _require_state(raw: bytes, checkpoint: Checkpoint) -> None:
     assert type(checkpoint.state["step"]) is int
     assert checkpoint.state["step"] >= 0
     assert isinstance(checkpoint.state["model"], dict)
-
-
-def _seal_checkpoint(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
-    try:
-        ours = {name: value for name, value in metadata.items() if name != "foreroute.seal"}
-        metadata["foreroute.seal"] = seal_file(ours, tensors)
-    except UnicodeEncodeError:  # a lone surrogate, which no file can hold
-        metadata["foreroute.seal"] = ""

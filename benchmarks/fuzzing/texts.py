@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from benchmarks.fuzzing.mutations import damage, forge_text, forge_values
+from benchmarks.fuzzing.mutations import damage, forge_values
 from benchmarks.fuzzing.target import Target, written
-from foreroute.capture import ModelFacts, facts_of_config
 from foreroute.cli.doctor_inputs import read_array
 from foreroute.costs.cluster_file import Cluster, load_cluster
-from foreroute.errors import CaptureError
-from foreroute.files import parse_json
 from foreroute.simulate.config import SimulateConfig, load_config
 
 TOPOLOGY = {
@@ -37,39 +34,11 @@ SIMULATION = {
 }
 
 
-MODELS: list[dict[str, Any]] = [
-    {"model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2},
-    {
-        "model_type": "qwen2_moe",
-        "num_hidden_layers": 6,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [1],
-    },
-    {
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": 5,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
-    },
-]
-
-
 def text_targets(folder: Path) -> list[Target]:
     """Their readers."""
     return [
         toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder),
         toml_target("simulation", SIMULATION, load_config, _require_simulation, folder),
-        Target(
-            name="model configuration",
-            make=lambda rng: json.dumps(MODELS[int(rng.integers(len(MODELS)))]).encode(),
-            read=lambda raw: facts_of_config(parse_json(raw, CaptureError, name="config.json")),
-            same=lambda a, b: a == b,
-            forge=lambda raw, rng: forge_text(raw.decode(), rng).encode("utf-8", "surrogatepass"),
-            check=_require_facts,
-        ),
         Target(
             name="array of log-probs",
             make=_array_bytes,
@@ -149,15 +118,6 @@ def _require_simulation(given: dict[str, Any], config: SimulateConfig) -> None:
     require_unchanged(given.get("execution", {}), config.execution)
     require_unchanged(given.get("sweep", {}), config.sweep)
     assert config.cluster.gpus % config.cluster.expert_parallel == 0
-
-
-def _require_facts(raw: bytes, facts: ModelFacts) -> None:
-    given, spec = json.loads(raw), facts.spec
-    assert spec.num_experts in [value for value in given.values() if type(value) is int]
-    assert 1 <= spec.top_k <= spec.num_experts
-    numbers = [layer.index for layer in spec.layers]
-    assert numbers == sorted(set(numbers))
-    assert 0 <= numbers[0] <= numbers[-1] < given["num_hidden_layers"]
 
 
 def _array_bytes(rng: np.random.Generator) -> bytes:

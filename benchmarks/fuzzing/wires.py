@@ -73,22 +73,16 @@ def targets() -> list[FuzzTarget]:
     npy = wires.npy(r.all_layers().astype(np.uint8))
     return [
         _target("vllm-http", wires.vllm_http(r), base64.b64encode(npy[:120]).decode()),
-        _target("vllm-split-json", wires.vllm_split_json(r), "[[[", ", [[", "]]]"),
         _target("npy", npy, "'descr': '|u", "'shape': (11, 5, 3)"),
         _target("sglang", wires.sglang(r)),
         _target("sglang-openai", wires.sglang_openai(r)),
-        _target("sglang-jax", wires.sglang_jax(r)),
-        _target("nemo-rl", wires.nemo_rl(r), "nrlre1:int8:12x4x3:"),
-        _target("prime-rl", wires.prime_rl(r), '"shape": [11, 5, 3]', '"dtype": "uint8"', '"start": 0'),
-        _target("skyrl", wires.skyrl(r), '"shape":[11,5,3]', '"dtype":"uint8"'),
-        _target("lists", str(r.routes_RLK.tolist()), "[[["),
     ]
 
 
 def expected() -> RoutingTrace:
     """The routes of every valid sample."""
     r = _SAMPLE
-    return RoutingTrace.from_sequences(r.facts.spec, [r.tokens], [r.routes_RLK])
+    return RoutingTrace.from_sequences(r.spec, [r.tokens], [r.routes_RLK])
 
 
 def _target(name: str, valid: str | bytes, *redundant: str) -> FuzzTarget:
@@ -99,7 +93,7 @@ def _target(name: str, valid: str | bytes, *redundant: str) -> FuzzTarget:
         return [(start, start + length) for start, length in found if start >= 0]
 
     def read(data: bytes) -> RoutingTrace:
-        return decode(data, model=_SAMPLE.facts, token_ids=_SAMPLE.tokens)
+        return decode(data, model=_SAMPLE.spec, token_ids=_SAMPLE.tokens)
 
     return FuzzTarget(name, lambda rng: sample, read, spans)
 

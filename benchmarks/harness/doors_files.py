@@ -66,7 +66,7 @@ def write_files(folder: Path, *, light: bool = False) -> None:
     """
     import foreroute as fr
     from foreroute.costs.cluster_file import load_cluster
-    from foreroute.plan import save_plan
+    from foreroute.plan import save_counts, save_plan
     from foreroute.planner import plan
     from foreroute.trace import synthetic_trace
 
@@ -76,12 +76,12 @@ def write_files(folder: Path, *, light: bool = False) -> None:
     trace = synthetic_trace(fr.RoutingSpec(EXPERTS, PICKS, layers), [9, 7], seed=0)
     fr.save(trace, folder / "trace.safetensors")
     counts = np.random.default_rng(0).poisson(20, (1, LAYERS, 2, EXPERTS))
-    np.savez(folder / "counts.npz", counts=counts)
+    save_counts(counts, folder / "counts.safetensors")
     save_plan(plan(counts, load_cluster(folder / "cluster.toml").topology), folder / "plan.safetensors")
-    line: dict[str, Any] = {"counts": "counts.npz", "plan": None, "stage": "recompute", "seconds": 0.004}
+    line: dict[str, Any] = {"counts": "counts.safetensors", "plan": None, "stage": "recompute", "seconds": 0.004}
     (folder / "measured.jsonl").write_text("".join(json.dumps(line | {"seconds": s}) + "\n" for s in (0.004, 0.011)))
-    config: dict[str, Any] = {"model_type": "qwen3_moe", "num_hidden_layers": LAYERS, "num_experts": EXPERTS}
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": PICKS}))
+    (folder / "model").mkdir()  # whose configuration is enough to know its layers
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | MODEL))
     request = wires.rollout(np.random.default_rng(0), experts=EXPERTS, top_k=PICKS, layers=LAYERS, dense=0)
     (folder / "answer.json").write_text(wires.vllm_http(request))
     (folder / "no-tokens.json").write_text(wires.sglang_openai(request))

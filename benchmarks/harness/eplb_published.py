@@ -1,7 +1,7 @@
 """EPLB in the form in which it is published: torch tensors and Python loops over every layer, group and pack.
 
 Written anew from the algorithm of github.com/deepseek-ai/EPLB, with the same steps, tensor types and data structures,
-so that `foreroute.planner.balancers` has something to be equal to and to be timed against.
+so that `foreroute.simulate.eplb` has something to be equal to and to be timed against.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from foreroute.capture import Generation, load_generation
+from foreroute.capture.generation import trace_of
 from foreroute.costs.cluster_file import load_cluster
-from foreroute.errors import ForerouteError, RunFolderError
-from foreroute.files import TensorFile
+from foreroute.errors import ForerouteError
 from foreroute.plan import load_counts, load_plan
 from foreroute.records import read_runs
 from foreroute.simulate.config import load_config as load_simulation
@@ -38,8 +38,8 @@ class Kind:
     Attributes:
         path: of a whole one.
         read: what its reader makes of it, as something that can be compared; reads whatever lies at `path`.
-        same: sealed files are read with the same content, or not at all. What else may be read has passed the reader's
-            own rules.
+        same: files with a checksum are read with the same content, or not at all. What else may be read has passed the
+            reader's own rules.
     """
 
     path: Path
@@ -100,8 +100,7 @@ def kinds_of(run: Path, config: TrainConfig, others: Mapping[str, Path]) -> dict
     assert last is not None, "the run has checkpoints"
     checkpoint = read_checkpoint(last)
     rollout = sorted((run / "rollouts").glob("step-??????.safetensors"))[-1]
-    with TensorFile(rollout, RunFolderError) as file:
-        beside = rollout.with_name(file.metadata["foreroute.trace"])
+    beside = trace_of(rollout)
 
     def metrics() -> Any:
         folder.metrics.take_up(checkpoint.state["step"], checkpoint.metrics)
@@ -121,7 +120,7 @@ def kinds_of(run: Path, config: TrainConfig, others: Mapping[str, Path]) -> dict
         "TOML of training": Kind(others["train"], lambda: load_config(others["train"]), same=False),
         "TOML of a topology": Kind(others["topology"], lambda: load_cluster(others["topology"]), same=False),
         "TOML of a simulation": Kind(others["simulate"], lambda: load_simulation(others["simulate"]), same=False),
-        "counts": Kind(others["counts"], lambda: load_counts(others["counts"]), same=False),
+        "counts": Kind(others["counts"], lambda: load_counts(others["counts"]).tolist()),
     }
 
 

@@ -15,8 +15,9 @@ from benchmarks.harness.eplb_published import published_placement
 from foreroute.costs.model import CostModel
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
-from foreroute.planner.balancers import BALANCERS, BalancerInput
-from foreroute.planner.compare import compare, record_of
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import compare, figures_of
+from foreroute.simulate.methods import BALANCERS
 from foreroute.simulate.workload import WORKLOADS, Workload
 
 PUBLISHED_CELLS = 4
@@ -42,8 +43,9 @@ def eplb(
     before = time.process_time()
     theirs = list(method(problem))
     fast_us = (time.process_time() - before) * 1e6 / cells
-    worse = sum(most > int(other.loads_G.max()) for most, other in zip(found.max_load_ML.ravel(), theirs, strict=True))
-    moves = sum(int(other.fetched_H.sum()) for other in theirs)
+    pairs = zip(found.max_load_ML.ravel(), theirs, problem.cells(), strict=True)
+    worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
+    moves = sum(int(other.fetched_R.sum()) for other in theirs)
     ours_moves = int(found.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
     published_us = _published_us(counts, topology)
     return {
@@ -85,7 +87,7 @@ def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
         priced = replace(costs, sequence_tokens=min(4096.0, float(tokens)))
         balanced, _ = _planned(counts, PlanOptions(slots="shared", traffic=False, pay_off=False), 2, priced)
         short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
-        seconds = [record_of(one, counts, priced, label="", planning_s=0.0).seconds for one in (balanced, short)]
+        seconds = [figures_of(one, counts, priced, label="", planning_s=0.0).seconds for one in (balanced, short)]
         problem = BalancerInput(counts, short.topology, short.home_LE)
         (laer,) = compare(problem, priced, {"laer": OTHER_BALANCERS["laer"]})
         suffix = "" if label == "8k" else f"_{label}"

@@ -20,7 +20,6 @@ from examples.pipeline import on_cpu, weights
 from foreroute.adapters import hf, megatron
 from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.adapters.megatron import RoutedMegatron
-from foreroute.capture import facts_of_config
 
 VOCABULARY, WIDTH = 64, 25
 """Tokens; positions of a prompt with its longest response. The last is no input, and tensor ranks share the others."""
@@ -77,8 +76,7 @@ def make_checkpoint(folder: Path) -> None:
 
 def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Qwen3-MoE in Megatron, with the weights that it makes itself."""
-    spec = facts_of_config(config).spec
-    routed = {layer.index for layer in spec.layers}
+    dense = set(config["mlp_only_layers"])
     settings = TransformerConfig(
         **{**on_cpu.CONFIG, "params_dtype": dtype, "pipeline_dtype": dtype, "normalization": "RMSNorm"},
         num_layers=config["num_hidden_layers"],
@@ -89,10 +87,10 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         ffn_hidden_size=config["intermediate_size"],
         layernorm_epsilon=config["rms_norm_eps"],
         qk_layernorm=True,
-        num_moe_experts=spec.num_experts,
-        moe_router_topk=spec.top_k,
+        num_moe_experts=config["num_experts"],
+        moe_router_topk=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["moe_intermediate_size"],
-        moe_layer_freq=[int(layer in routed) for layer in range(config["num_hidden_layers"])],
+        moe_layer_freq=[int(layer not in dense) for layer in range(config["num_hidden_layers"])],
         moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",

@@ -1,36 +1,14 @@
 """Every error that foreroute raises on purpose.
 
-    ForerouteError
-    ├── InputError (also ValueError)      what was handed in is wrong; the command line exits with code 2
-    │   ├── ConfigError                   a configuration key or value
-    │   ├── TraceError                    a routing trace
-    │   │   ├── TraceContentError         ids out of range, duplicate picks, wrong lengths
-    │   │   ├── TraceFileError            a file that is no trace, is damaged, or would be overwritten
-    │   │   ├── SpecMismatchError         a trace of another model
-    │   │   ├── CaptureError              engine output that holds no routes, or routes that cannot be trusted
-    │   │   ├── BatchMismatchError        a trace that does not fit the batch it should be replayed on
-    │   │   └── StaleTraceError           a trace recorded under other weights than expected
-    │   ├── LayoutError                   a parallel layout that these sequences, layers or ranks cannot have
-    │   ├── TopologyError                 ranks, nodes, links or slots that cannot be
-    │   ├── CountsError                   counts of assignments that cannot be planned, or are not those of a plan
-    │   ├── PlanError                     a plan that is damaged, breaks its own limits, or belongs to other counts
-    │   ├── DatasetError                  a line of a data set
-    │   └── RunFolderError                a run folder or checkpoint
-    ├── AttachError (also TypeError)      a model whose routing cannot be recorded and replayed
-    ├── PlacementError (also RuntimeError) a model spread over ranks is used as if it were whole
-    ├── EngineError (also RuntimeError)   a rollout engine that cannot be started, does not answer, or fails
-    ├── PlanLateError (also TimeoutError) a part of a plan that is not there yet
-    ├── TransferError (also RuntimeError) weights or gradients that did not get from rank to rank
-    ├── RankError (also RuntimeError)     another process of the run failed
-    ├── FunctionError (also RuntimeError) a user's function raised, hung, died, or returned nonsense
-    ├── DivergedError (also ArithmeticError)  training whose numbers are no longer finite
-    ├── CollapseError (also RuntimeError) a run that its alarms ended
-    └── ReplayError (also RuntimeError)   replay was asked for and did not take effect
+Whoever catches `ForerouteError` catches all of them. `InputError`, which is a `ValueError` too, is for what was handed
+in: the user can mend it, and the command line exits with code 2. The others tell of a model, an engine, a rank or a
+run.
 
 A message says what was seen, what was expected, and what to do. It may quote a file, a model or a path, so it is
 `printable`: what a terminal would obey is escaped.
 """
 
+from collections.abc import Iterable
 from reprlib import Repr
 
 _SHORT = Repr()
@@ -68,8 +46,14 @@ def shown(value: object) -> str:
         return f"of type {type(value).__name__}"
 
 
+def few(names: Iterable[str]) -> str:
+    """Names in order, the first of many, and each cut where it is very long."""
+    listed = sorted(names)
+    return ", ".join(f"{name:.40}" for name in listed[:16]) + (", ..." if len(listed) > 16 else "")
+
+
 def how_to_install(extra: str) -> str:
-    """What brings the libraries of an extra. foreroute is in no package index: a name there would not be ours."""
+    """What brings the libraries of an extra. foreroute is not on PyPI, so it is installed from a clone."""
     return f"pip install '.[{extra}]' in a clone of foreroute brings it"
 
 

@@ -1,24 +1,13 @@
-"""Rows without a route: only at the end where a form fills with zeros, anywhere where it says -1, never all of them."""
-
-import base64
-import json
+"""Rows without a route: told by `valid` where routes come alone, zeros at the end in verl's batch, never all."""
 
 import numpy as np
 import pytest
 
 from benchmarks.harness import wires
-from foreroute.capture import ModelFacts, WireKind, decode, encode
+from foreroute.capture import decode
 from foreroute.errors import CaptureError
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 R = wires.rollout(np.random.default_rng(9))
-
-
-def prime_rl(absent):
-    table = json.loads(wires.prime_rl(R))
-    rows = R.all_layers().astype(np.uint8)
-    rows[absent] = 0
-    return {**table, "data": base64.b64encode(rows.tobytes()).decode()}
 
 
 def verl(absent):
@@ -27,84 +16,78 @@ def verl(absent):
     return batch
 
 
-def minus_one(absent):
-    rows = R.routes_RLK.copy()
-    rows[absent] = -1
-    return rows
+def valid_but(absent, count=11):
+    valid = np.ones(count, bool)
+    valid[absent] = False
+    return valid
 
 
-FILLED = {"prime-rl": prime_rl, "verl": verl}
+def test_rows_of_zeros_at_the_end_of_a_verl_batch_are_absent():
+    assert np.flatnonzero(~decode(verl([8, 9, 10]), model=R.spec).valid_N).tolist() == [8, 9, 10, 11]
 
 
-def decoded(output):
-    return decode(output, model=R.facts, token_ids=[R.tokens])
-
-
-@pytest.mark.parametrize("form", FILLED)
-def test_rows_of_zeros_at_the_end_are_absent(form):
-    assert np.flatnonzero(~decoded(FILLED[form]([8, 9, 10])).valid_N).tolist() == [8, 9, 10, 11]
-
-
-@pytest.mark.parametrize("form", FILLED)
 @pytest.mark.parametrize("absent", [[0], [4], [0, 1, 2, 3, 4], [3, 5, 10], list(range(10))])
-def test_rows_of_zeros_before_a_routed_row_are_refused(form, absent):
+def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
     first = absent[0]
     with pytest.raises(CaptureError, match=rf"no route at position {first}, and one at position \d+.*only at the end"):
-        decoded(FILLED[form](absent))
+        decode(verl(absent), model=R.spec)
 
 
-@pytest.mark.parametrize("form", FILLED)
-def test_nothing_but_zeros_is_refused(form):
-    with pytest.raises(CaptureError, match=r"nothing but zeros|none of its 11 rows"):
-        decoded(FILLED[form](slice(0, 11)))
-
-
-def test_a_table_of_zeros_beside_others_is_refused_too():
-    with pytest.raises(CaptureError, match=r"sequence 1 .*nothing but zeros"):
-        decode([prime_rl([]), prime_rl(slice(0, 11))], model=R.facts, token_ids=[R.tokens] * 2)
+def test_a_verl_batch_of_nothing_but_zeros_is_refused():
+    with pytest.raises(CaptureError, match="no row of the output has a route"):
+        decode(verl(slice(0, 11)), model=R.spec)
 
 
 def test_a_sequence_that_fills_a_verl_batch_up_is_absent_as_a_whole():
     batch = wires.verl([R, R])
     batch["routed_experts"][1] = 0
-    trace = decode(batch, model=R.facts)
+    trace = decode(batch, model=R.spec)
     assert trace.select([0]).valid_N.sum() == 11
     assert not trace.select([1]).valid_N.any()
 
 
-@pytest.mark.parametrize("absent", [[0], [4, 5], [10]])
-def test_rows_of_minus_one_may_be_absent_anywhere(absent):
-    for output in (minus_one(absent), minus_one(absent).tolist()):
-        assert np.flatnonzero(~decoded(output).valid_N).tolist() == [*absent, 11]
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
+@pytest.mark.parametrize("absent", [[0], [4, 5], [10], list(range(10))])
+def test_valid_says_of_routes_alone_which_rows_are_absent_anywhere(absent, dtype):
+    rows = R.routes_RLK.astype(dtype)
+    rows[absent] = 99  # not looked at
+    for given in (valid_but(absent), [valid_but(absent)], valid_but(absent)[None], valid_but(absent).tolist()):
+        trace = decode(rows, model=R.spec, token_ids=R.tokens, valid=given)
+        assert np.flatnonzero(~trace.valid_N).tolist() == [*absent, 11]
+        kept = np.flatnonzero(trace.valid_N)
+        assert np.array_equal(trace.expert_ids_NLK[kept], R.routes_RLK[kept])
+        assert not trace.expert_ids_NLK[~trace.valid_N].any()
 
 
-def test_a_capture_without_any_route_is_refused():
-    for output in (minus_one(slice(None)), minus_one(slice(None)).tolist(), wires.nemo_rl(R, np.ones(12, bool))):
-        with pytest.raises(CaptureError, match="none of its 11 rows has a route"):
-            decoded(output)
-    assert decode(np.zeros((0, 4, 3), int), model=R.facts, token_ids=[[1]]).num_rows == 1
+@pytest.mark.parametrize(
+    ("valid", "match"),
+    [
+        (valid_but([2], 10), r"has 11 rows, and valid has the shape \(10,\)"),
+        (np.ones(11), "valid of sequence 0 is float64"),
+        (np.ones(11, int), "valid of sequence 0 is int64"),
+        ([None] * 11, "valid of sequence 0 is object"),
+        ([valid_but([2])] * 2, "got valid of 2 sequences for the routes of 1"),
+        (True, "valid is a bool; expected bools"),
+        (valid_but(slice(None)), "no row of the output has a route"),
+    ],
+)
+def test_valid_that_does_not_fit_is_refused(valid, match):
+    with pytest.raises(CaptureError, match=match):
+        decode(R.routes_RLK, model=R.spec, token_ids=R.tokens, valid=valid)
 
 
-def with_gaps(valid, top_k=2):
-    spec = RoutingSpec(4, top_k, (RoutedLayer(0), RoutedLayer(1)))
-    valid = np.array(valid)
-    ids = np.argsort(np.random.default_rng(0).random((len(valid), 2, 4)), axis=-1)[..., :top_k]
-    return RoutingTrace.from_rows(
-        spec, [list(range(len(valid)))], [ids], valid=[valid], weight_versions=[np.where(valid, 3, -1)]
-    )
+@pytest.mark.parametrize("writer", [wires.vllm_http, wires.sglang, lambda r: wires.verl([r])])
+def test_valid_is_for_routes_alone(writer):
+    with pytest.raises(CaptureError, match="valid is for routes alone"):
+        decode(writer(R), model=R.spec, token_ids=[R.tokens], valid=np.ones(11, bool))
 
 
-def test_gaps_are_written_only_where_they_are_read_back():
-    trailing, middle = with_gaps([True, True, False, False]), with_gaps([True, False, True, False])
-    (table,) = encode(trailing, WireKind.PRIME_RL)
-    assert decode(table, model=trailing.spec, token_ids=[[0, 1, 2, 3]], weight_version=3).equals(trailing)
-    with pytest.raises(CaptureError, match=r"no route at position 1, which prime-rl cannot say.*nemo-rl or skyrl"):
-        encode(middle, WireKind.PRIME_RL)
-    none = with_gaps(np.zeros(4, bool))
-    with pytest.raises(CaptureError, match="no route at position 0"):
-        encode(none, WireKind.PRIME_RL)
-    facts = ModelFacts(none.spec)
-    for kind in (WireKind.NEMO_RL, WireKind.SKYRL):
-        payloads = [*encode(none, kind), *encode(trailing, kind)]
-        both = decode(payloads, model=facts, token_ids=[[0, 1, 2, 3]] * 2)
-        assert both.valid_N.tolist() == [False] * 4 + [True, True, False, False]
+def test_minus_one_is_no_absent_row():
+    rows = R.routes_RLK.copy()
+    rows[4] = -1
+    with pytest.raises(CaptureError, match="rows that were never routed are told by valid"):
+        decode(rows, model=R.spec, token_ids=R.tokens)
+
+
+def test_one_token_needs_no_row():
+    assert decode(np.zeros((0, 4, 3), int), model=R.spec, token_ids=[[1]]).num_rows == 1

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from safetensors.numpy import save as to_bytes
 
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import TensorFile, seal_file
+from foreroute.files import TensorFile, checksum, tensors_to_bytes, write_atomically
 from foreroute.trace import digest
 from tests.traces import random_trace
 
@@ -18,6 +17,12 @@ def generation():
     trace = trace.select(np.flatnonzero(trace.lengths > 1))
     prompts = np.ones(len(trace), np.int64)
     return Generation(trace, prompts, -np.arange(int((trace.lengths - 1).sum()), dtype=np.float32))
+
+
+def forge(path, metadata, tensors):
+    """A file with a right checksum."""
+    metadata = {key: value for key, value in metadata.items() if key != "foreroute.checksum"}
+    path.write_bytes(tensors_to_bytes({**metadata, "foreroute.checksum": checksum(metadata, tensors)}, tensors))
 
 
 def test_round_trip(tmp_path, generation):
@@ -47,11 +52,12 @@ def test_a_writer_that_dies_between_the_two_files_leaves_a_whole_generation(tmp_
     path, other = save_generation(generation, tmp_path / "rollout.safetensors"), generation.select([0])
 
     def die(target, *rest, **options):
-        raise KeyboardInterrupt
+        if target.name.endswith(".trace.safetensors") == (moment == "trace"):
+            raise KeyboardInterrupt
+        write_atomically(target, *rest, **options)
 
-    where = "foreroute.files.format" if moment == "trace" else "foreroute.capture.generation"
     with monkeypatch.context() as patched:
-        patched.setattr(f"{where}.write_atomically", die)
+        patched.setattr("foreroute.files.format.write_atomically", die)
         with pytest.raises(KeyboardInterrupt):
             save_generation(other, path, overwrite=True)
         with pytest.raises(KeyboardInterrupt):
@@ -87,19 +93,17 @@ def test_prompts_are_whole_numbers_of_tokens(generation, lengths):
         ({"logprobs": np.zeros(3)}, {}, "logprobs is float64"),
         ({"prompt_lengths": np.zeros(3, np.int32)}, {}, "prompt_lengths is int32"),
         ({"sampled": np.full(3, 2, np.uint8)}, {}, "neither 0 nor 1"),
-        ({"more": np.zeros(3)}, {}, "other tensors"),
-        ({}, {"foreroute.more": "1"}, "other metadata"),
-        ({}, {"foreroute.generation": "2"}, "not a generation"),
+        ({"more": np.zeros(3)}, {}, "its tensors are"),
+        ({}, {"foreroute.more": "1"}, "its metadata are"),
+        ({}, {"foreroute.generation": "3"}, "is a generation file of version 3"),
     ],
 )
 def test_what_breaks_the_format_is_refused(tmp_path, generation, tensors, header, message):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
     with TensorFile(path, TraceFileError) as file:
         all_header = {**file.metadata, **header}
-        all_tensors = {**{name: file.read(name) for name in file.names}, **tensors}
-    del all_header["foreroute.digest"]
-    all_header["foreroute.digest"] = seal_file(all_header, all_tensors)
-    path.write_bytes(to_bytes(all_tensors, metadata=all_header))
+        all_tensors = {**{name: file.read(name) for name in file.tensors}, **tensors}
+    forge(path, all_header, all_tensors)
     with pytest.raises(TraceFileError, match=message):
         load_generation(path)
 
@@ -123,7 +127,7 @@ def test_a_trace_that_was_exchanged_is_refused(tmp_path, generation):
 
 def test_what_is_no_generation_is_refused(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
-    with pytest.raises(TraceFileError, match="goes with --trace"):
+    with pytest.raises(TraceFileError, match="a trace file alone goes with --trace"):
         load_generation(next(tmp_path.glob("*.trace.safetensors")))
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(TraceFileError, match="not a whole safetensors file"):
@@ -134,10 +138,9 @@ def test_what_is_no_generation_is_refused(tmp_path, generation):
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", ""])
 def test_a_trace_is_never_looked_for_elsewhere(tmp_path, name):
-    header = {"foreroute.generation": "1", "foreroute.trace": name, "foreroute.trace_digest": ""}
+    header = {"foreroute.generation": "2", "foreroute.trace": name, "foreroute.trace_digest": ""}
     tensors = {"logprobs": np.zeros(1, np.float32), "prompt_lengths": np.ones(1, np.int64)}
-    header["foreroute.digest"] = seal_file(header, tensors)
-    (tmp_path / "g").write_bytes(to_bytes(tensors, metadata=header))
+    forge(tmp_path / "g", header, {**tensors, "sampled": np.ones(2, np.uint8)})
     with pytest.raises(TraceFileError, match="in the same folder"):
         load_generation(tmp_path / "g")
 

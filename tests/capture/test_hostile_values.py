@@ -1,6 +1,5 @@
 """Hostile values for every argument of every public function of the room: one clear error each, or the right answer."""
 
-import contextlib
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -9,13 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import wires
-from foreroute.capture import ModelFacts, Sampling, decode, encode, recognise, refuse_constant_layers
+from foreroute.capture import Sampling, decode, refuse_constant_layers
 from foreroute.errors import CaptureError, ConfigError, InputError
-from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute.trace import RoutedLayer, RoutingTrace
 
 R = wires.rollout(np.random.default_rng(10))
 ROUTES = R.routes_RLK
-TRACE = RoutingTrace.from_sequences(R.facts.spec, [R.tokens], [ROUTES])
+TRACE = RoutingTrace.from_sequences(R.spec, [R.tokens], [ROUTES])
 
 
 def deep(depth=100_000):
@@ -131,8 +130,6 @@ CONTAINERS = [
     {"routed_experts": deep()},
     {"routed_experts": Raises()},
     {"routed_experts": {"data": deep(), "shape": deep(), "dtype": deep()}},
-    {"data": "", "shape": [deep()] * 3, "dtype": "uint8"},
-    {"data": "AAAA", "shape": [3, 1, 1], "dtype": deep()},
     {"meta_info": deep()},
     {"meta_info": {"routed_experts": "AAAA", "routed_experts_dtype": deep(), "routed_experts_start_len": deep()}},
     LyingMapping(),
@@ -144,7 +141,7 @@ CONTAINERS = [
     [[[{1: deep()}]]],
     [[[10**5000]]],
     {"outputs": np.zeros(3)},
-    {"sglext": np.zeros(3), "sgl_ext": np.zeros(3)},
+    {"sglext": np.zeros(3)},
     [[[1, 2]], LastingList([1])],
     [[LastingList([1])]],
     [[LyingList([1])]],
@@ -164,8 +161,6 @@ CONTAINERS = [
     '{"a":' * 60_000,
     "[[[" + "1" * 5000 + "]]]",
     "\ud800",
-    "nrlre1:",
-    "nrlre1:int8:" + "9" * 5000,
     [np.zeros((11, 4, 3), int), [[[1]]]],
     [{"meta_info": {"routed_experts": "AAAA"}}, [{"meta_info": {}}]],
 ]
@@ -175,25 +170,8 @@ IDS = {"ids": lambda value: type(value).__name__}
 @pytest.mark.parametrize("output", [*SCALARS, *CONTAINERS], **IDS)
 def test_hostile_output(output):
     with pytest.raises(CaptureError) as error:
-        decode(output, model=R.facts, token_ids=R.tokens)
+        decode(output, model=R.spec, token_ids=R.tokens)
     assert len(str(error.value)) < 600
-    with contextlib.suppress(CaptureError):
-        recognise(output)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        form % ("[" * depth + "1" + "]" * depth)
-        for depth in (1, 2, 4, 5, 50, 900, 60_000)
-        for form in ("%s", '{"routed_experts": %s}', '{"choices": [{"routed_experts": %s}]}')
-    ],
-    ids=lambda text: text[:12],
-)
-def test_lists_of_another_depth_than_three_are_not_recognised(text):
-    for output in (text, text.encode()):
-        with pytest.raises(CaptureError):
-            recognise(output)
 
 
 HOSTILE = [2.5, float("nan"), "1", b"1", [], {}, object(), Raises(), np.array([1, 2]), deep()]
@@ -202,17 +180,17 @@ HOSTILE = [2.5, float("nan"), "1", b"1", [], {}, object(), Raises(), np.array([1
 @pytest.mark.parametrize("start", [*HOSTILE, True, np.bool_(True), 1.0, np.float64(1), 10**5000, -1, 12], **IDS)
 def test_hostile_start(start):
     with pytest.raises(CaptureError, match=r"start|position"):
-        decode(ROUTES[1:], model=R.facts, token_ids=R.tokens, start=start)
+        decode(ROUTES[1:], model=R.spec, token_ids=R.tokens, start=start)
 
 
 @pytest.mark.parametrize("version", [*HOSTILE, None, True, np.bool_(True), 1.0, 10**5000, -2, 2**31], **IDS)
 def test_hostile_weight_version(version):
     with pytest.raises(CaptureError, match="weight_version is"):
-        decode(ROUTES, model=R.facts, token_ids=R.tokens, weight_version=version)
+        decode(ROUTES, model=R.spec, token_ids=R.tokens, weight_version=version)
 
 
 def test_integers_of_numpy_are_integers():
-    trace = decode(ROUTES[1:], model=R.facts, token_ids=R.tokens, start=np.int64(1), weight_version=np.uint8(7))
+    trace = decode(ROUTES[1:], model=R.spec, token_ids=R.tokens, start=np.int64(1), weight_version=np.uint8(7))
     assert trace.versions == (7,)
     assert trace.valid_N.sum() == 10
 
@@ -253,73 +231,36 @@ def test_integers_of_numpy_are_integers():
 )
 def test_hostile_tokens(tokens):
     with pytest.raises(CaptureError, match="token") as error:
-        decode(ROUTES, model=R.facts, token_ids=tokens)
+        decode(ROUTES, model=R.spec, token_ids=tokens)
     assert len(str(error.value)) < 400
     with pytest.raises(CaptureError):
-        decode({"routed_experts": ROUTES, "prompt_token_ids": [], "token_ids": tokens}, model=R.facts)
+        decode({"routed_experts": ROUTES, "prompt_token_ids": [], "token_ids": tokens}, model=R.spec)
 
 
 def test_what_the_tokens_were_is_said():
     with pytest.raises(CaptureError, match="token 11 of sequence 0 is the str 'x'; expected an integer"):
-        decode(ROUTES, model=R.facts, token_ids=[*R.tokens[:-1], "x"])
+        decode(ROUTES, model=R.spec, token_ids=[*R.tokens[:-1], "x"])
     with pytest.raises(CaptureError, match=r"token_ids is a dict; expected integers \[T\], or a list of S such"):
-        decode(ROUTES, model=R.facts, token_ids=dict.fromkeys(R.tokens))
+        decode(ROUTES, model=R.spec, token_ids=dict.fromkeys(R.tokens))
     with pytest.raises(CaptureError, match="the tokens of sequence 1 are a str; expected a list of integers"):
-        decode([ROUTES, ROUTES], model=R.facts, token_ids=[R.tokens, "x"])
+        decode([ROUTES, ROUTES], model=R.spec, token_ids=[R.tokens, "x"])
 
 
 def test_tokens_of_several_sequences_may_be_rows_of_an_array():
-    trace = decode([ROUTES, ROUTES], model=R.facts, token_ids=np.array([R.tokens, R.tokens]))
+    trace = decode([ROUTES, ROUTES], model=R.spec, token_ids=np.array([R.tokens, R.tokens]))
     assert trace.lengths.tolist() == [12, 12]
 
 
 @pytest.mark.parametrize("model", SCALARS, **IDS)
 def test_hostile_model(model):
-    with pytest.raises(InputError, match=r"expected a RoutingSpec or ModelFacts"):
+    with pytest.raises(InputError, match="expected a RoutingSpec"):
         decode(ROUTES, model=model, token_ids=R.tokens)
 
 
-@pytest.mark.parametrize("count", [*HOSTILE, True, 3, 0, -1, 10**5000], **IDS)
-def test_hostile_counts_of_model_facts(count):
-    with pytest.raises(InputError, match=r"num_hidden_layers is|layers"):
-        ModelFacts(R.facts.spec, num_hidden_layers=count).axis_lengths.index(count)
-    if not isinstance(count, int) or count is True or count < 1:
-        with pytest.raises(InputError, match="vocabulary_size is"):
-            ModelFacts(R.facts.spec, vocabulary_size=count)
-
-
-def test_two_routers_of_one_layer_have_no_place_on_an_axis_of_layers():
-    layers = tuple(RoutedLayer(i, kind) for i in range(2) for kind in (LayerKind.ATTENTION, LayerKind.DECODER))
-    spec = RoutingSpec(8, 2, layers)
-    assert ModelFacts(spec).axis_lengths == (4,)
-    with pytest.raises(CaptureError, match="two routers in layer 0"):
-        ModelFacts(spec, num_hidden_layers=2)
-
-
-@pytest.mark.parametrize("kind", [*SCALARS, [], {}, deep(), "NPY", "lmdeploy", "verl"], **IDS)
-def test_hostile_kind_to_encode(kind):
-    with pytest.raises(CaptureError, match=r"routes cannot be written as .*choose one of npy"):
-        encode(TRACE, kind)
-
-
 @pytest.mark.parametrize("trace", [*SCALARS, ROUTES, [TRACE]], **IDS)
-def test_hostile_trace_to_encode_or_to_examine(trace):
-    with pytest.raises(CaptureError, match="expected a RoutingTrace"):
-        encode(trace, "npy")
+def test_hostile_trace_to_examine(trace):
     with pytest.raises(CaptureError, match="expected a RoutingTrace"):
         refuse_constant_layers(trace)
-
-
-@pytest.mark.parametrize("count", [*HOSTILE, True, 3], **IDS)
-def test_hostile_layer_counts_to_encode(count):
-    with pytest.raises(CaptureError, match="num_hidden_layers is"):
-        encode(TRACE, "npy", num_hidden_layers=count)
-
-
-def test_layers_that_no_form_has_are_not_written():
-    spec = dataclasses.replace(R.facts.spec, layers=(*R.facts.spec.layers[:3], RoutedLayer(0, LayerKind.MTP)))
-    with pytest.raises(CaptureError, match="MTP or draft"):
-        encode(RoutingTrace.from_sequences(spec, [R.tokens], [ROUTES]), "npy")
 
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "temperature"])
@@ -348,32 +289,33 @@ def test_masks_of_verl_with_holes_or_other_numbers_are_refused(spoil):
     batch = wires.verl([R])
     MASKS[spoil](batch["attention_mask"])
     with pytest.raises(CaptureError, match="attention_mask"):
-        decode(batch, model=R.facts)
+        decode(batch, model=R.spec)
 
 
 def test_masks_of_verl_may_be_bool_and_not_fractions():
     batch = wires.verl([R])
     for mask in (batch["attention_mask"].astype(bool), batch["attention_mask"].astype(np.uint8)):
-        assert decode({**batch, "attention_mask": mask}, model=R.facts).valid_N.sum() == 11
+        assert decode({**batch, "attention_mask": mask}, model=R.spec).valid_N.sum() == 11
     with pytest.raises(CaptureError, match="attention_mask"):
-        decode({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=R.facts)
+        decode({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=R.spec)
 
 
 @pytest.mark.parametrize("kind", [Field, FieldLikeAnArray])
 def test_a_tensor_dictionary_is_a_batch_and_not_an_array(kind):
     batch = kind(wires.verl([R]))
-    assert recognise(batch).kind == "verl"
-    assert decode(batch, model=R.facts).valid_N.sum() == 11
+    trace = decode(batch, model=R.spec)
+    assert trace.valid_N.sum() == 11
+    assert trace.provenance["wire"] == "verl"
 
 
 def test_what_is_no_output_at_all_is_said_to_be_none():
     with pytest.raises(CaptureError, match="the int 5 is no engine output; expected a response"):
-        recognise(5)
+        decode(5, model=R.spec)
     with pytest.raises(CaptureError, match=r"no routed_experts in \['text'\]"):
-        recognise(json.dumps({"text": ""}))
+        decode(json.dumps({"text": ""}), model=R.spec)
 
 
 def test_a_layer_of_zeros_may_be_a_wrong_layer_table():
-    wrong = ModelFacts(dataclasses.replace(R.facts.spec, layers=tuple(map(RoutedLayer, range(5)))))
+    wrong = dataclasses.replace(R.spec, layers=tuple(map(RoutedLayer, range(5))))
     with pytest.raises(CaptureError, match=r"zeros in 1 of 5 layers .first: decoder 0.*layer is dense.*stated wrong"):
         decode(R.all_layers(), model=wrong, token_ids=R.tokens)

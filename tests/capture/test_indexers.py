@@ -2,7 +2,6 @@
 
 import base64
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def returned(seed=0, *, num_layers=3, indexers=INDEXERS):
 def test_choices_are_those_of_the_layers_with_an_indexer(as_text):
     arrays = returned()
     given = [base64.b64encode(each.tobytes()).decode() for each in arrays] if as_text else arrays
-    stream = with_indexer_choices(TRACE, given, INDEXERS, num_layers=3).streams["indexer"]
+    stream = with_indexer_choices(TRACE, given, INDEXERS).streams["indexer"]
     assert stream.valid_N.tolist() == [True] * 6 + [False] * 2 + [True] * 4 + [False]
     for s, array in enumerate(arrays):
         for p in range(len(array)):
@@ -50,9 +49,8 @@ def test_choices_are_those_of_the_layers_with_an_indexer(as_text):
 
 def test_compressed_entries_come_by_layers_with_an_indexer_alone():
     entries = IndexerSpec(1, LAYERS, unit=2)
-    stream = with_indexer_choices(TRACE, returned(num_layers=2, indexers=entries), entries, num_layers=2).streams[
-        "indexer"
-    ]
+    chosen = returned(num_layers=2, indexers=entries)
+    stream = with_indexer_choices(TRACE, chosen, entries).streams["indexer"]
     assert stream.counts_ND[:6].tolist() == [[0, 0]] * 3 + [[1, 1]] * 3
 
 
@@ -67,12 +65,12 @@ REFUSED = {
     "not seen yet": (changed((1, 0), [0, 5, -1]), "some that it does not see.*SGLANG_DSA_FUSE_TOPK=0"),
     "twice": (changed((5, 0), [2, 2, 0]), "twice"),
     "too few": (changed((5, 0), [2, 0, -1]), "has 2 choices.*SGLANG_DSA_FUSE_TOPK=0"),
-    "one row less": ([returned()[0][:-1], *returned()[1:]], "expected integers .6, 3, k."),
+    "one row less": ([returned()[0][:-1], *returned()[1:]], "the shape .5, 3, 3.; expected integers .6, layers, k."),
     "one sequence less": (returned()[:2], "choices of 2 sequences for 3"),
-    "no base64": (["!", *returned()[1:]], "no base64 of int32"),
-    "cut": ([base64.b64encode(b"\0" * 68).decode(), *returned()[1:]], "17 numbers; expected a multiple of 6 rows x 3"),
+    "no base64": (["!", *returned()[1:]], "are not base64"),
+    "cut": ([base64.b64encode(b"\0" * 68).decode(), *returned()[1:]], "17 numbers; expected 6 rows of 3 a layer"),
     "of one token": ([returned()[0], base64.b64encode(b"\0" * 8).decode(), returned()[2]], "sequence 1 are 2 numbers"),
-    "floats": ([returned()[0].astype(float), *returned()[1:]], "float64 of shape"),
+    "floats": ([returned()[0].astype(float), *returned()[1:]], "dtype float64; expected integers"),
 }
 
 
@@ -80,14 +78,19 @@ REFUSED = {
 def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
     given, message = REFUSED[broken]
     with pytest.raises(CaptureError, match=message):
-        with_indexer_choices(TRACE, given, INDEXERS, num_layers=3)
+        with_indexer_choices(TRACE, given, INDEXERS)
 
 
-def test_layers_that_an_engine_does_not_return_are_refused():
-    with pytest.raises(CaptureError, match=r"returns 1 layers, .* indexers of 1 heads in layers \[0, 2\]"):
-        with_indexer_choices(TRACE, returned(), INDEXERS, num_layers=1)
-    with pytest.raises(CaptureError, match=r"returns 3 layers, .* in layers \[\]"):
-        with_indexer_choices(TRACE, returned(), IndexerSpec(3, ()), num_layers=3)
+@pytest.mark.parametrize("layers", [1, 0], ids=["one", "none"])
+def test_layers_that_an_engine_does_not_return_are_refused(layers):
+    with pytest.raises(CaptureError, match=r"expected integers \[6, layers, k\] with the 2 layers .*, 3 or more"):
+        with_indexer_choices(TRACE, [each[:, :layers] for each in returned()], INDEXERS)
+
+
+@pytest.mark.parametrize("indexers", [None, 3, IndexerSpec(3, ()), IndexerSpec(3, LAYERS, heads=2)])
+def test_indexers_that_sglang_has_no_form_for_are_refused(indexers):
+    with pytest.raises(CaptureError, match="expected an IndexerSpec of one head, with a layer or more"):
+        with_indexer_choices(TRACE, returned(), indexers)
 
 
 R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)
@@ -113,14 +116,10 @@ def drawn(num_layers, seed=0):
     return array
 
 
-def facts(indexers=INDEXERS):
-    return replace(R.facts, indexers=indexers)
-
-
-@pytest.mark.parametrize("num_layers", [R.facts.num_hidden_layers, len(LAYERS)], ids=["all", "own"])
+@pytest.mark.parametrize("num_layers", [R.num_layers, len(LAYERS)], ids=["all", "own"])
 def test_an_answer_of_sglang_brings_its_choices(num_layers):
     array = drawn(num_layers)
-    trace = decode(json.dumps(sglang(array)), model=facts())
+    trace = decode(json.dumps(sglang(array)), model=R.spec, indexers=INDEXERS)
     columns = [0, 2] if num_layers > len(LAYERS) else [0, 1]
     stream = trace.streams["indexer"]
     assert stream.valid_N.tolist() == [True] * (LENGTH - 1) + [False]
@@ -128,23 +127,23 @@ def test_an_answer_of_sglang_brings_its_choices(num_layers):
         for p in range(INDEXERS.top_k, LENGTH - 1):
             start, stop = stream.offsets[p * len(LAYERS) + place :][:2]
             assert stream.ids[start:stop].tolist() == sorted(array[p, column].tolist())
-    assert trace.without_streams().equals(decode(sglang(None), model=R.facts))
+    assert trace.without_streams().equals(decode(sglang(None), model=R.spec))
     in_process = sglang(None)
     in_process["meta_info"]["indexer_topk"] = array
-    assert decode(in_process, model=facts()).equals(trace)
+    assert decode(in_process, model=R.spec, indexers=INDEXERS).equals(trace)
 
 
 NOT_READ = {
-    "of unknown indexers": (sglang(drawn(2)), R.facts, r"not known; pass model=ModelFacts\(spec, indexers="),
-    "of some": ([sglang(drawn(2)), sglang(None)], facts(), "sequence 1 has no choices of indexers"),
+    "of unknown indexers": (sglang(drawn(2)), None, r"not known; pass indexers="),
+    "of some": ([sglang(drawn(2)), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
     "a number": (
         sglang(None) | {"meta_info": sglang(None)["meta_info"] | {"indexer_topk": 3}},
-        facts(),
+        INDEXERS,
         "base64 of int32",
     ),
-    "no base64": (sglang("!"), facts(), "no base64"),
-    "half": (sglang(drawn(2)[:-1]), facts(), "expected a multiple"),
-    "of the pool": (sglang(drawn(2) + 100), facts(), "SGLANG_DSA_FUSE_TOPK=0"),
+    "no base64": (sglang("!"), INDEXERS, "are not base64"),
+    "half": (sglang(drawn(2)[:-1]), INDEXERS, "expected 11 rows of 3 a layer"),
+    "of the pool": (sglang(drawn(2) + 100), INDEXERS, "SGLANG_DSA_FUSE_TOPK=0"),
 }
 
 
@@ -152,9 +151,4 @@ NOT_READ = {
 def test_choices_that_cannot_be_read_are_refused(broken):
     answer, known, message = NOT_READ[broken]
     with pytest.raises(CaptureError, match=message):
-        decode(answer, model=known)
-
-
-def test_facts_know_indexers_by_their_spec_alone():
-    with pytest.raises(CaptureError, match="expected an IndexerSpec"):
-        facts(indexers=3)
+        decode(answer, model=R.spec, indexers=known)

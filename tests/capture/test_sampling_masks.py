@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.harness import wires
-from foreroute.capture import ModelFacts, decode
+from foreroute.capture import decode
 from foreroute.errors import CaptureError
 from foreroute.trace import SAMPLING
 
 VOCABULARY = 50_000
 R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)
-FACTS = replace(R.facts, vocabulary_size=VOCABULARY)
+MODEL = {"model": R.spec, "vocabulary_size": VOCABULARY}
 
 
 def sets_for(response, seed=0):
@@ -61,34 +61,34 @@ def masks_of(trace):
 @pytest.mark.parametrize("form", FORMS)
 def test_row_p_has_the_set_that_token_p_1_was_drawn_from(form):
     sets = sets_for(R.response)
-    trace = decode(form(R, sets), model=FACTS)
+    trace = decode(form(R, sets), **MODEL)
     assert trace.streams[SAMPLING].valid_N.tolist() == [False] * 6 + [True] * 5 + [False]
     assert masks_of(trace) == [[]] * 6 + [sorted(ids) for ids in sets] + [[]]
     assert trace.streams[SAMPLING].num_choices == VOCABULARY
-    bare = decode(wires.vllm_narrow(R), model=R.facts)
+    bare = decode(wires.vllm_narrow(R), model=R.spec)
     assert trace.without_streams().equals(bare)
 
 
 def test_several_choices_have_masks_of_their_own():
     others = [wires.rollout(np.random.default_rng(seed), prompt=4, response=seed) for seed in (2, 6)]
     sets = [sets_for(r.response, seed) for seed, r in enumerate(others)]
-    trace = decode([vllm(r, each) for r, each in zip(others, sets, strict=True)], model=FACTS)
+    trace = decode([vllm(r, each) for r, each in zip(others, sets, strict=True)], **MODEL)
     expected = [[*[[]] * 3, *map(sorted, each), []] for each in sets]
     assert masks_of(trace) == expected[0] + expected[1]
 
 
 def test_a_set_of_all_tokens_left_nothing_out():
-    facts = ModelFacts(FACTS.spec, FACTS.num_hidden_layers, max(R.tokens) + 1)
+    model = {"model": R.spec, "vocabulary_size": max(R.tokens) + 1}
     sets = sets_for(R.response)
-    sets = [[min(token, facts.vocabulary_size - 1) for token in ids] for ids in sets]
+    sets = [[min(token, model["vocabulary_size"] - 1) for token in ids] for ids in sets]
     sets = [list({*ids, token}) for ids, token in zip(sets, R.response, strict=True)]
-    sets[2] = list(range(facts.vocabulary_size))
-    stream = decode(sglang(R, sets), model=facts).streams[SAMPLING]
+    sets[2] = list(range(model["vocabulary_size"]))
+    stream = decode(sglang(R, sets), **model).streams[SAMPLING]
     assert stream.valid_N[8]
     assert stream.counts_ND[8, 0] == 0
     sets[2][0] = 1  # twice now
     with pytest.raises(CaptureError, match="twice"):
-        decode(sglang(R, sets), model=facts)
+        decode(sglang(R, sets), **model)
 
 
 def changed(position, value):
@@ -106,8 +106,8 @@ REFUSED = {
     "empty": (changed(1, []), "the mask of generated token 1 of sequence 0 is empty"),
     "an id twice": (lambda sets: changed(1, [sets[1][0], *sets[1]])(sets), "twice"),
     "an id of no token": (lambda sets: changed(1, [VOCABULARY, *sets[1]])(sets), "expected 0 to 49999"),
-    "a negative id": (lambda sets: changed(1, [-1, *sets[1]])(sets), "ids from -1"),
-    "a huge id": (lambda sets: changed(1, [2**70, *sets[1]])(sets), "expected a list of token ids|ids from"),
+    "a negative id": (lambda sets: changed(1, [-1, *sets[1]])(sets), "ids go from -1"),
+    "a huge id": (lambda sets: changed(1, [2**70, *sets[1]])(sets), "expected a list of token ids for each"),
     "fractions": (changed(1, [1.5]), "expected a list of token ids"),
     "truth values": (changed(1, [True]), "expected a list of token ids"),
     "texts": (changed(1, ["3"]), "expected a list of token ids"),
@@ -122,15 +122,15 @@ REFUSED = {
 def test_masks_that_cannot_be_are_refused(form, broken):
     change, message = REFUSED[broken]
     with pytest.raises(CaptureError, match=message):
-        decode(form(R, change(sets_for(R.response))), model=FACTS)
+        decode(form(R, change(sets_for(R.response))), **MODEL)
 
 
 def test_masks_of_some_sequences_or_of_no_vocabulary_are_refused():
     sets = sets_for(R.response)
     with pytest.raises(CaptureError, match="the size of the vocabulary is not known"):
-        decode(vllm(R, sets), model=R.facts)
+        decode(vllm(R, sets), model=R.spec)
     with pytest.raises(CaptureError, match="sequence 1 has no sampling mask"):
-        decode([vllm(R, sets), wires.vllm_narrow(R)], model=FACTS)
+        decode([vllm(R, sets), wires.vllm_narrow(R)], **MODEL)
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -139,11 +139,52 @@ def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
     bare = replace(R, prompt=[], response=R.tokens)
     answers = [vllm(R, sets_for(R.response))] * others + [vllm(bare, sets_for(bare.response))]
     with pytest.raises(CaptureError, match=f"sequence {others} has 12 sampling masks and 12 tokens.*expected a prompt"):
-        decode(answers, model=FACTS)
+        decode(answers, **MODEL)
 
 
 def test_a_sequence_without_tokens_has_masks_for_none():
     empty = replace(R, prompt=[], response=[], routes_RLK=R.routes_RLK[:0])
     sets = sets_for(R.response)
     for answers in ([vllm(empty, []), vllm(R, sets)], [vllm(R, sets), vllm(empty, [])]):
-        assert masks_of(decode(answers, model=FACTS)) == masks_of(decode(vllm(R, sets), model=FACTS))
+        assert masks_of(decode(answers, **MODEL)) == masks_of(decode(vllm(R, sets), **MODEL))
+
+
+def test_masks_are_read_without_a_step_of_python_for_each_token(monkeypatch):
+    """A rollout has millions of sampled tokens; numpy is called some times for a sequence, and not for a token."""
+    calls = []
+    for name in ("asarray", "array", "fromiter", "concatenate"):
+        own = getattr(np, name)
+        monkeypatch.setattr(np, name, lambda *args, own=own, **kwargs: calls.append(1) or own(*args, **kwargs))
+    counts = []
+    for response in (200, 400):
+        r = wires.rollout(np.random.default_rng(1), prompt=7, response=response)
+        sets = [[token] for token in r.response]
+        for form in (vllm_arrays, vllm_http):
+            output = form(r, sets)
+            calls.clear()
+            decode(output, model=r.spec, vocabulary_size=VOCABULARY)
+            counts.append(len(calls))
+    assert counts[:2] == counts[2:]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [np.array([3.0]), np.array([[3]]), np.array([True]), np.array(3), np.ma.array([3], mask=[1])],
+    ids=["floats", "two axes", "bools", "no axis", "masked"],
+)
+def test_arrays_that_are_no_sets_are_refused(mask):
+    output = vllm_arrays(R, sets_for(R.response))
+    output.outputs[0].sampling_mask.token_ids[2] = mask
+    with pytest.raises(CaptureError, match="expected a list of token ids for each"):
+        decode(output, **MODEL)
+
+
+def test_ids_of_several_types_are_not_rounded():
+    """numpy makes floats of uint64 and int64 together."""
+    output = vllm_arrays(R, sets_for(R.response))
+    masks = output.outputs[0].sampling_mask.token_ids
+    masks[0], masks[1] = masks[0].astype(np.uint64), masks[1].astype(np.int64)
+    assert masks_of(decode(output, **MODEL)) == masks_of(decode(vllm(R, sets_for(R.response)), **MODEL))
+    masks[1] = np.array([2**64 - 1], np.uint64)
+    with pytest.raises(CaptureError, match="ids go from -1"):
+        decode(output, **MODEL)

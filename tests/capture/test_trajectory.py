@@ -58,11 +58,11 @@ def test_turns_match_the_oracle(data):
 
 def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
     r = wires.rollout(np.random.default_rng(0), prompt=6, response=6)
-    half = wires.Rollout(r.facts, r.prompt, r.response[:3], r.routes_RLK[:8])
-    resumed = wires.Rollout(r.facts, r.tokens[:9], r.response[3:], (r.routes_RLK + 1) % 16)
-    trajectory = Trajectory(r.facts.spec)
-    trajectory.add(decode(wires.vllm_http(half), model=r.facts, weight_version=1))
-    trajectory.add(decode(wires.vllm_http(resumed), model=r.facts, weight_version=2))
+    half = wires.Rollout(r.spec, r.num_layers, r.prompt, r.response[:3], r.routes_RLK[:8])
+    resumed = wires.Rollout(r.spec, r.num_layers, r.tokens[:9], r.response[3:], (r.routes_RLK + 1) % 16)
+    trajectory = Trajectory(r.spec)
+    trajectory.add(decode(wires.vllm_http(half), model=r.spec, weight_version=1))
+    trajectory.add(decode(wires.vllm_http(resumed), model=r.spec, weight_version=2))
     trace = trajectory.trace()
     assert trace.weight_versions_N.tolist() == [1] * 8 + [2] * 3 + [NO_VERSION]
     assert np.array_equal(trace.expert_ids_NLK[:8], half.routes_RLK)
@@ -101,6 +101,18 @@ def test_what_does_not_continue_is_refused():
     with pytest.raises(SpecMismatchError):
         start.add(RoutingTrace.unrouted(spec_of(num_experts=16), [[1, 2, 3]]))
     assert start.trace().num_rows == 3
+
+
+@pytest.mark.parametrize("capture", [None, "x", 3, [], {}, {"routed_experts": []}])
+def test_what_is_no_trace_is_named(capture):
+    with pytest.raises(CaptureError, match=r"the capture is .*; expected a RoutingTrace"):
+        Trajectory(SPEC).add(capture)
+
+
+@pytest.mark.parametrize("start", [None, "0", 1.0, True, -1, 4, np.bool_(True)])
+def test_a_start_that_is_no_position_is_refused(start):
+    with pytest.raises(CaptureError, match=r"start is .*expected a whole number from 0 to 3"):
+        Trajectory(SPEC).add_turn([1, 2, 3], routes(np.random.default_rng(0), 2), start=start)
 
 
 def test_extended_works_on_whole_batches():

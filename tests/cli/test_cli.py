@@ -276,15 +276,14 @@ def test_diff_and_inspect_name_choices_of_indexers(tmp_path):
     assert "with the token 2 earlier" in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize("form", ["sets", "ordered", "npy", "raw-int32", "nemo-rl", "prime-rl", "skyrl"])
+@pytest.mark.parametrize("form", ["sets", "ordered"])
 def test_convert_there_and_back(tmp_path, form):
     trace = random_trace(5, num_experts=64, top_k=3)
     trace = trace.select(np.flatnonzero(trace.lengths > 1)).with_weight_version(3)
     source = fr.save(trace, tmp_path / "trace", encoding="ordered")
     there = foreroute("convert", source, tmp_path / "there", "--to", form)
     assert there.returncode == 0, there.stderr
-    options = ("--model", source, "--weight-version", 3, "--to", "ordered")
-    back = foreroute("convert", tmp_path / "there", tmp_path / "back", *options)
+    back = foreroute("convert", tmp_path / "there", tmp_path / "back", "--to", "ordered")
     assert back.returncode == 0, back.stderr
     read = fr.load(tmp_path / "back")
     assert read.equals(trace.without_pick_order() if form == "sets" else trace)
@@ -295,9 +294,9 @@ def test_convert_reads_what_an_engine_answered(tmp_path):
     (tmp_path / "answer.json").write_text(wires.vllm_http(r))
     config = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
     (tmp_path / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": 1}))
-    result = foreroute("convert", tmp_path / "answer.json", tmp_path / "trace", "--model", tmp_path / "config.json")
+    result = foreroute("convert", tmp_path / "answer.json", tmp_path / "trace", "--model", tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "vLLM" in result.stdout
+    assert "output of the form vllm" in result.stdout
     trace = fr.load(tmp_path / "trace")
     assert np.array_equal(trace.expert_ids_NLK[:-1], np.sort(r.routes_RLK, axis=-1))  # the sets, unless told otherwise
     assert trace.token_ids_N.tolist() == r.tokens

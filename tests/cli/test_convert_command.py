@@ -12,18 +12,19 @@ from tests.cli.command import foreroute
 from tests.traces import random_trace
 
 R = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
-CONFIG = {"model_type": "deepseek_v3", "n_routed_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
+CONFIG = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "answer.json").write_text(wires.vllm_http(R))
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "first_k_dense_replace": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "mlp_only_layers": [0]}))
+    fr.save(fr.RoutingTrace.unrouted(R.spec, [[1]]), tmp_path / "model")
     fr.save(random_trace(5), tmp_path / "trace")
     return tmp_path
 
 
-def converted(folder, source="answer.json", target="out", *more, model="config.json"):
+def converted(folder, source="answer.json", target="out", *more, model="model"):
     before = sorted(folder.rglob("*"))
     result = foreroute("convert", folder / source, folder / target, "--model", folder / model, *more)
     assert "Traceback" not in result.stderr
@@ -84,18 +85,20 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["source", "model", "model.json", "tokens"])
+@pytest.mark.parametrize("place", ["source", "model", "config.json", "tokens"])
 def test_every_input_may_be_anything(folder, kind, place):
     path = special(folder, kind)
-    if place == "model.json":
-        path = path.rename(folder / "special.json") if os.path.lexists(path) else folder / "special.json"
+    if place == "config.json":
+        (folder / "below").mkdir()
+        below = folder / "below" / "config.json"
+        path = path.rename(below) if os.path.lexists(path) else below
     names = {"source": (path, "out"), "tokens": ("answer.json", "out", "--tokens", path)}
-    model = path if place.startswith("model") else "config.json"
+    model = {"model": path, "config.json": path.parent}.get(place, "model")
     result = refused(folder, "error: ", *names.get(place, ()), model=model)
     assert path.name in result.stderr or kind in ("deep", "digits", "not UTF-8", "empty", "cut header")
 
 
-@pytest.mark.parametrize("to", ["sets", "npy"])
+@pytest.mark.parametrize("to", ["sets", "ordered"])
 @pytest.mark.parametrize("target", ["below", "folder", "FIFO", "device", "long", "there"])
 def test_what_cannot_be_written_is_one_message(folder, to, target):
     path = {
@@ -123,16 +126,15 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    refused(folder, "No space left", "answer.json", "out", "--to", "npy")
+    refused(folder, "No space left", "answer.json", "out")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "lmdeploy"], "--to is 'lmdeploy'; expected one of sets, ordered"),
+        (["--to", "npy"], "--to is 'npy'; expected one of sets, ordered"),
         (["--engine", "vlm"], "engine is 'vlm'; expected one of vllm, sglang"),
-        (["--engine", "sglang"], "engine is 'sglang', but the output has the form vllm-npy"),
-        (["--engine-version", "new"], "engine_version is 'new'"),
+        (["--engine", "sglang"], "engine is 'sglang', but the output has the form vllm"),
         (["--weight-version", "-2"], "weight_version is -2"),
         (["--start", "-1"], "start is -1"),
         (["--start", "3"], "has 11 rows for 12 tokens"),
@@ -146,20 +148,19 @@ def test_options_are_checked(folder, options, message):
     "tokens", ["5", "{}", '"x"', "[1.5]", "[[1.5]]", "[true]", "[null]", "[[true]]", "[", "[[[1]]]"]
 )
 def test_a_file_of_tokens_is_not_cast(folder, tokens):
-    (folder / "rows.json").write_text(json.dumps(R.all_layers().tolist()))
+    (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
     (folder / "tokens.json").write_text(tokens)
-    refused(folder, "token", "rows.json", "out", "--tokens", folder / "tokens.json")
+    refused(folder, "token", "rows.npy", "out", "--tokens", folder / "tokens.json")
     (folder / "tokens.json").write_text(json.dumps([R.tokens]))
-    assert converted(folder, "rows.json", "out", "--tokens", folder / "tokens.json").returncode == 0
+    assert converted(folder, "rows.npy", "out", "--tokens", folder / "tokens.json").returncode == 0
 
 
-def test_dense_layers_of_the_configuration_are_not_taken_for_routed(folder):
-    config = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 3, "num_hidden_layers": 5}
-    (folder / "config.json").write_text(json.dumps({**config, "mlp_only_layers": [0]}))
-    assert converted(folder).returncode == 0
+@pytest.mark.parametrize("name", [".", "config.json"])
+def test_a_folder_says_which_layers_are_dense(folder, name):
+    assert converted(folder, model=name).returncode == 0
     assert [layer.index for layer in fr.load(folder / "out").spec.layers] == [1, 2, 3, 4]
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "of_nobody"}))
-    refused(folder, "config.json: the configuration has model_type 'of_nobody'", "answer.json", "other")
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "model_type": "of_nobody"}))
+    refused(folder, "config.json cannot be loaded by transformers", "answer.json", "other", model=name)
 
 
 def test_text_that_looks_like_a_header_is_not_taken_for_a_trace(folder):
@@ -171,15 +172,6 @@ def test_text_that_looks_like_a_header_is_not_taken_for_a_trace(folder):
     assert converted(folder).returncode == 0
 
 
-def test_lines_are_named_where_they_are_wrong(folder):
-    assert converted(folder, "trace", "lines", "--to", "prime-rl", model="trace").returncode == 0
-    lines = (folder / "lines").read_text().splitlines()
-    (folder / "lines").write_text("\n".join([lines[0], "{}", *lines[1:]]))
-    refused(folder, "line 2 of", "lines", "back", model="trace")
-    (folder / "lines").write_text("\n".join([lines[0], lines[1][:-9]]))
-    refused(folder, "line 2 of", "lines", "back", model="trace")
-
-
 def test_large_input_is_parsed_once(folder, monkeypatch):
     calls = []
     loads = json.loads
@@ -188,14 +180,10 @@ def test_large_input_is_parsed_once(folder, monkeypatch):
     assert calls.count(len(wires.vllm_http(R))) == 1
 
 
-def test_every_line_is_bounded_in_length(folder, monkeypatch):
-    assert converted(folder, "trace", "lines", "--to", "prime-rl", model="trace").returncode == 0
-    lines = sorted((folder / "lines").read_bytes().splitlines(), key=len)
-    (folder / "lines").write_bytes(b"\n".join(lines))
-    for line, name in ((lines[0], ""), (lines[-1], f"lines has {len(lines[-1])} ")):
-        most = len(line) - 1
-        monkeypatch.setattr("foreroute.capture.recognition.MAX_TEXT", most)
-        refused(folder, f"{name}characters; expected at most {most}", "lines", "back", model="trace")
+def test_input_is_bounded_in_length(folder, monkeypatch):
+    most = len(wires.vllm_http(R)) - 1
+    monkeypatch.setattr("foreroute.capture.arrays.MAX_TEXT", most)
+    refused(folder, f"characters; expected at most {most}")
 
 
 def test_names_are_shown_and_not_obeyed(folder):

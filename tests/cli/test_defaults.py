@@ -13,7 +13,7 @@ from foreroute.cli.plan_inputs import DEFAULT_BUDGET, PlanInputs
 from foreroute.doctor.examine import examine
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
-from foreroute.planner.methods import OURS
+from foreroute.simulate.methods import PRESETS
 from foreroute.train import TrainConfig, parse_config, train
 
 SHOWN_OTHERWISE = {
@@ -78,5 +78,5 @@ def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     for name in ("paths", "prefetch", "deadline_s", "checksums", "timeout_s"):
         assert getattr(config.parallel, name) == getattr(transfers, name), name
     assert config.parallel.shared_memory == str(transfers.directory)
-    assert OURS["ours"].options == default
+    assert PRESETS["ours"].options == default
     assert DEFAULT_BUDGET == 16_384

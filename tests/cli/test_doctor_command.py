@@ -51,6 +51,13 @@ def files(tmp_path_factory):
     return folder
 
 
+def save_unrouted(files):
+    """The trainer's tokens without a route."""
+    trace = fr.load(files / "native.safetensors")
+    unrouted = fr.RoutingTrace.unrouted(trace.spec, [trace.tokens(s) for s in range(len(trace))])
+    fr.save(unrouted, files / "unrouted.safetensors", overwrite=True)
+
+
 def doctor(*arguments, **options):
     return foreroute("doctor", *arguments, **options)
 
@@ -201,6 +208,14 @@ def test_diff_and_the_diagnosis_of_two_traces_name_each_other_in_commands_that_r
     assert foreroute(*compare, cwd=tmp_path).stdout == result.stdout
 
 
+def test_a_diff_without_a_common_routed_row_is_refused(files):
+    save_unrouted(files)
+    for other in ("native", "unrouted"):
+        result = foreroute("diff", files / "unrouted.safetensors", files / f"{other}.safetensors")
+        assert result.returncode == 2, result.stdout
+        assert "no row is routed in both traces" in result.stderr.replace("\n", " ")
+
+
 def test_a_configuration_without_its_checkpoint_is_a_problem_that_names_it(run):
     rollout = run / "rollouts" / "step-000020.safetensors"
     result = doctor("--model", run.parent / "run.toml", "--generation", rollout, "--weight-version", "20")
@@ -305,15 +320,40 @@ def wrong_type(files):
     return ["--logprobs", files / "prompts.npy", "--trainer-logprobs", files / "native.npy"], "expected floats"
 
 
+def impossible(files):
+    return ["--logprobs", files / "above.npy", "--trainer-logprobs", files / "native.npy"], "the engine hold 7.0"
+
+
+def unrouted(files):
+    return ["--trace", files / "unrouted.safetensors", "--trainer-trace", files / "native.safetensors"], "to compare"
+
+
+def one_sided(files):
+    return ["--trace", files / "bf16.trace.safetensors", "--trainer-logprobs", files / "native.npy"], "to compare"
+
+
+def no_tokens(files):
+    return ["--logprobs", files / "empty.npy", "--trainer-logprobs", files / "empty.npy"], "to compare"
+
+
 def not_a_generation(files):
     return ["--model", files / "model", "--generation", files / "bf16.trace.safetensors"], "is not a generation"
 
 
 @pytest.mark.parametrize(
-    "case", [nothing, no_engine, both, no_config, name_on_the_hub, no_array, wrong_size, wrong_type, not_a_generation]
+    "case",
+    [
+        *(nothing, no_engine, both, no_config, name_on_the_hub, no_array, wrong_size, wrong_type, not_a_generation),
+        *(impossible, unrouted, one_sided, no_tokens),
+    ],
 )
 def test_wrong_input_is_one_message_and_exit_code_2(files, case):
     np.save(files / "short.npy", np.zeros(3, np.float32))
+    np.save(files / "empty.npy", np.zeros(0, np.float32))
+    engine = np.load(files / "engine.npy")
+    engine[3] = 7.0
+    np.save(files / "above.npy", engine)
+    save_unrouted(files)
     arguments, message = case(files)
     result = doctor(*arguments)
     assert result.returncode == 2, result.stdout

@@ -22,6 +22,7 @@ from foreroute.cli.main import main
 from foreroute.cli.terminal import CommandProgress, Console, heartbeat, working
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
+from foreroute.plan import save_counts
 from foreroute.train import parse_config
 from tests.traces import random_trace
 
@@ -45,7 +46,7 @@ skew = [2.0]
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
-    np.savez(tmp_path / "counts.npz", counts=np.ones((2, 3, 4, 8), np.int32))
+    save_counts(np.ones((2, 3, 4, 8), np.int32), tmp_path / "counts.safetensors")
     (tmp_path / "cluster.toml").write_text(TOPOLOGY)
     (tmp_path / "simulate.toml").write_text(SIMULATION)
     (tmp_path / "run.toml").write_text('name = "slow"\n')
@@ -67,7 +68,7 @@ def command(files, monkeypatch, capfd):
     return run
 
 
-PLAN = "plan --counts counts.npz --topology cluster.toml --output plan.safetensors"
+PLAN = "plan --counts counts.safetensors --topology cluster.toml --output plan.safetensors"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ PLAN = "plan --counts counts.npz --topology cluster.toml --output plan.safetenso
         (PLAN, "plan.plan", "planning the first micro-step"),
         (PLAN, "plan.verify", "verifying and writing the plan"),
         (PLAN, "plan.compare", r"comparing with other balancers: 0 of \d+"),
-        (f"{PLAN} --no-baselines", "plan.summarize", "pricing every cell"),
+        (f"{PLAN} --no-baselines", "plan.figures_of", "pricing every cell"),
         (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),
         ("simulate simulate.toml", "simulate.simulate", "simulating"),
         ("doctor --trainer-trace t --trace t", "doctor.read_engine", "reading the engine's side"),

@@ -12,7 +12,7 @@ from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import InputError
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, verify
-from foreroute.plan.counts import packed_counts
+from foreroute.plan.counts import COUNTS_FILE, packed_counts, save_counts
 from foreroute.trace import synthetic_trace
 from tests.cli.command import foreroute
 from tests.traces import random_trace, spec_of
@@ -45,8 +45,8 @@ def files(tmp_path_factory):
     """A topology, counts, and two traces of one step, as `foreroute demo` writes them."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "cluster.toml").write_text(TOML)
-    np.savez_compressed(folder / "counts.npz", counts=counts())
-    np.savez_compressed(folder / "before.npz", counts=counts(1))
+    save_counts(counts(), folder / "counts.safetensors")
+    save_counts(counts(1), folder / "before.safetensors")
     for n in range(2):
         trace = synthetic_trace(spec_of(), [20, 12, 12, 12, 12, 20, 12, 20], seed=n, correlation=0.7)
         fr.save(trace, folder / f"step-{n:06d}.safetensors")
@@ -55,7 +55,16 @@ def files(tmp_path_factory):
 
 def test_counts_to_table_plan_and_page(files, tmp_path):
     output = tmp_path / "out.safetensors"
-    options = ("--counts", "counts.npz", "--previous-step", "before.npz", "--output", output, "--home-moves", "2")
+    options = (
+        "--counts",
+        "counts.safetensors",
+        "--previous-step",
+        "before.safetensors",
+        "--output",
+        output,
+        "--home-moves",
+        "2",
+    )
     result = plan("--topology", "cluster.toml", *options, folder=files)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
@@ -67,10 +76,10 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
     assert "foreroute plan" in output.with_suffix(".html").read_text()
-    again = plan("--topology", "cluster.toml", "--counts", "counts.npz", "--output", output, folder=files)
+    again = plan("--topology", "cluster.toml", "--counts", "counts.safetensors", "--output", output, folder=files)
     assert again.returncode == 2
     assert "already exists" in again.stderr
-    warm = ("--counts", "before.npz", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
+    warm = ("--counts", "before.safetensors", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
     chosen = ("--baseline", "eplb_step", "--threads", "2")
     result = plan("--topology", "cluster.toml", *warm, *chosen, folder=files)
     assert result.returncode == 0, result.stderr
@@ -116,8 +125,8 @@ def test_packing_by_length_alone(files):
 
 def test_the_step_before_from_traces(files):
     traces = sorted(files.glob("step-*.safetensors"))
-    np.savez(files / "three.npz", counts=np.ones((1, 3, 4, 8), np.int64))
-    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "three.npz", previous_step=traces)
+    save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
+    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "three.safetensors", previous_step=traces)
     step = read_step(inputs)
     expected = np.zeros((3, 8), np.int64)
     for path in traces:
@@ -131,31 +140,43 @@ def test_the_step_before_from_traces(files):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--counts", "none.npz"), "none.npz does not exist"),
+        (("--counts", "none.safetensors"), "none.safetensors does not exist"),
+        (
+            ("--counts", "step-000000.safetensors"),
+            "step-000000.safetensors is no counts file: its metadata lack foreroute.counts",
+        ),
+        (("step-000000.safetensors", "--token-budget", "9" * 20), "the token budget is 99999999999999999999; expected"),
         ((), "give either trace files or --counts"),
         (("none.safetensors",), "none.safetensors"),
-        (("--counts", "counts.npz", "--pack", "routes"), "--pack are for traces"),
-        (("--counts", "counts.npz", "--tolerance", "2"), "tolerance is 2.0"),
-        (("--counts", "counts.npz", "--home-moves", "many"), "expected a number from 0, or all"),
-        (("--counts", "counts.npz", "--baseline", "eplp"), "there is no baseline called eplp"),
-        (("--counts", "counts.npz", "--baseline", "eplb_previous"), "give it with --previous-step"),
-        (("--counts", "counts.npz", "--traffic"), "use slots='shared'"),
-        (("--counts", "counts.npz", "--baseline", "eplb_step", "--no-baselines"), "contradict each other"),
-        (("--counts", "counts.npz", "--previous-step", "three.npz"), "three.npz has 3 layers of 8 experts"),
+        (("--counts", "counts.safetensors", "--pack", "routes"), "--pack are for traces"),
+        (("--counts", "counts.safetensors", "--tolerance", "2"), "tolerance is 2.0"),
+        (("--counts", "counts.safetensors", "--home-moves", "many"), "expected a number from 0, or all"),
+        (("--counts", "counts.safetensors", "--baseline", "eplp"), "there is no baseline called eplp"),
+        (("--counts", "counts.safetensors", "--baseline", "eplb_previous"), "give it with --previous-step"),
+        (("--counts", "counts.safetensors", "--traffic"), "use slots='shared'"),
+        (("--counts", "counts.safetensors", "--baseline", "eplb_step", "--no-baselines"), "contradict each other"),
+        (
+            ("--counts", "counts.safetensors", "--previous-step", "three.safetensors"),
+            "three.safetensors has 3 layers of 8 experts",
+        ),
         (("step-000000.safetensors", "other.safetensors"), "other.safetensors"),
-        (("--counts", "counts.npz", "--output", "plan.html"), "is the name of the page"),
-        (("--counts", "counts.npz", "--previous-plan", "counts.npz"), "counts.npz is not a whole safetensors file"),
-        (("--counts", "odd.npz"), "cannot be placed evenly"),
-        (("--counts", "ranks.npz"), "counts have 8 source ranks and the topology 4"),
-        (("--counts", "large.npz"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
+        (("--counts", "counts.safetensors", "--output", "plan.html"), "is the name of the page"),
+        (
+            ("--counts", "counts.safetensors", "--previous-plan", "counts.safetensors"),
+            "counts.safetensors is no plan file: its metadata lack foreroute.plan",
+        ),
+        (("--counts", "odd.safetensors"), "cannot be placed evenly"),
+        (("--counts", "ranks.safetensors"), "counts have 8 source ranks and the topology 4"),
+        (("--counts", "large.safetensors"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
     ],
 )
 def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message):
-    np.savez(files / "three.npz", counts=np.ones((1, 3, 4, 8), np.int64))
+    save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
     fr.save(random_trace(0, num_layers=2), files / "other.safetensors", overwrite=True)
-    np.savez(files / "odd.npz", counts=np.ones((1, 1, 4, 6), np.int64))
-    np.savez(files / "ranks.npz", counts=np.ones((1, 1, 8, 8), np.int64))
-    np.savez(files / "large.npz", counts=np.ones((1, 1, 4, 16), np.int64))
+    odd = {"counts_MLGE": np.ones((1, 1, 4, 6), np.int32)}
+    COUNTS_FILE.write(files / "odd.safetensors", {}, odd, overwrite=True)
+    save_counts(np.ones((1, 1, 8, 8), np.int64), files / "ranks.safetensors", overwrite=True)
+    save_counts(np.ones((1, 1, 4, 16), np.int64), files / "large.safetensors", overwrite=True)
     result = plan("--topology", "cluster.toml", *arguments, folder=files)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
@@ -166,21 +187,21 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message)
 
 def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
     (tmp_path / "two.toml").write_text(TOML.replace("num_ranks = 4", "num_ranks = 2"))
-    np.savez(tmp_path / "two.npz", counts=np.ones((1, 2, 2, 8), np.int64))
-    two = PlanInputs(topology=tmp_path / "two.toml", counts=tmp_path / "two.npz")
+    save_counts(np.ones((1, 2, 2, 8), np.int64), tmp_path / "two-counts.safetensors")
+    two = PlanInputs(topology=tmp_path / "two.toml", counts=tmp_path / "two-counts.safetensors")
     run_plan(two, PlanOptions(), tmp_path / "two.safetensors", baselines=(), overwrite=False)
     with pytest.raises(InputError, match=r"on 2 ranks; expected \[2, 8\] on 4"):
         read_step(
             PlanInputs(
                 topology=files / "cluster.toml",
-                counts=files / "counts.npz",
+                counts=files / "counts.safetensors",
                 previous_plan=tmp_path / "two.safetensors",
             )
         )
 
 
 def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
-    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "counts.npz")
+    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "counts.safetensors")
     (tmp_path / "plan.html").write_text("mine")
     with pytest.raises(InputError, match=r"plan.html already exists; pass another --output, or --overwrite"):
         run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=False)

@@ -11,6 +11,7 @@ import pytest
 
 from foreroute.cli.main import main
 from foreroute.costs.cluster_file import load_cluster
+from foreroute.plan import save_counts
 from foreroute.simulate import load_config, parse_config
 from foreroute.simulate.fit import fit
 from foreroute.simulate.measurements import load_measurements
@@ -60,9 +61,9 @@ def run(tmp_path, monkeypatch, capsys):
 def measure(folder):
     """Two timed steps, as a user would write them down."""
     for number, count in enumerate((100, 400)):
-        np.savez_compressed(folder / f"counts-{number}.npz", counts=np.full((2, 6, 4, 8), count, np.int32))
+        save_counts(np.full((2, 6, 4, 8), count, np.int32), folder / f"counts-{number}.safetensors")
     lines = [
-        {"counts": f"counts-{number}.npz", "plan": None, "stage": "recompute", "seconds": seconds}
+        {"counts": f"counts-{number}.safetensors", "plan": None, "stage": "recompute", "seconds": seconds}
         for number, seconds in enumerate((0.004, 0.011))
     ]
     (folder / "measured.jsonl").write_text("\n".join(json.dumps(line) for line in lines))

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.costs.figures import price_cell
+from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.pricing import price_cell
 from foreroute.errors import CountsError
-from foreroute.plan import CellHosts, Topology
+from foreroute.plan import CellHosts, CellPlan, Topology
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import expected_messages, messages, seconds
-from tests.costs.token_hosts import CellRoutes, assign_picks, price_tokens, tokens_reaching
+from tests.costs.token_hosts import CellRoutes, assign_picks, price_tokens, rows_of_tokens, tokens_reaching
 from tests.plan.random_plans import LINKS, random_plan
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
@@ -32,37 +33,31 @@ def _routes(seed, num_ranks, num_experts, top_k, most=40):
 
 
 def _case(seed, num_ranks=4, ranks_per_node=2, slots=2, top_k=2, **kinds):
-    """Routes, and an assignment of no merit."""
+    """Routes, and hosts of no merit."""
     routes = _routes(seed, num_ranks, 8, top_k)
     topology = Topology(num_ranks, ranks_per_node, slots, LINKS)
     counts_GE = routes.counts_GE(8)
     cell = random_plan(counts_GE[None, None], topology, seed=seed).cell(0, 0)
     costs = replace(COSTS, model=replace(SMALL, top_k=top_k), **kinds)
-    return routes, CellHosts.of(cell, counts_GE), cell.home_E, topology, costs
+    return routes, cell, counts_GE, topology, costs
 
 
-def _oracle(assignment, home_E, rows, topology, costs, squares_G=None):
-    hosts = list(
-        zip(
-            assignment.expert_H.tolist(),
-            assignment.rank_H.tolist(),
-            assignment.tokens_HG.sum(axis=1).tolist(),
-            assignment.fetched_H.tolist(),
-            strict=True,
-        )
-    )
-    tokens_G = assignment.tokens_HG.sum(axis=0) / costs.model.top_k
+def _oracle(cell, counts_GE, rows, topology, costs, squares_G=None):
+    home_E, at_home_E = cell.home_E, cell.home_tokens_GE(counts_GE).sum(axis=0)
+    hosts = [(e, int(home_E[e]), int(at_home_E[e]), False) for e in range(8)]
+    for expert, rank, _, fetched, tokens_G in zip(*cell[1:], strict=True):
+        hosts.append((int(expert), int(rank), int(tokens_G.sum()), bool(fetched)))
+    tokens_G = counts_GE.sum(axis=1) / costs.model.top_k
     squares_G = tokens_G * costs.sequence_tokens if squares_G is None else squares_G
     return seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs)
 
 
-def _agree(figures, expected, rows, topology, costs):
-    for stage in ("recompute", "update"):
-        assert getattr(figures, stage)._asdict() == pytest.approx(expected[stage], rel=1e-12)
-    row_bytes = costs.model.hidden * costs.model.activation_bytes
+def _agree(figures, rows_G4, expected, rows):
+    for parts_P, stage in zip(figures.parts_SP, ("recompute", "update"), strict=True):
+        assert parts_P.tolist() == pytest.approx(list(expected[stage].values()), rel=1e-12)
     for link, direction in itertools.product(("cluster", "node"), ("out", "in")):
-        by_hand = [row_bytes * rows.get((link, direction, g), 0) for g in range(topology.num_ranks)]
-        assert getattr(figures, f"{link}_{direction}_G") == pytest.approx(by_hand, rel=1e-12)
+        by_hand = [rows.get((link, direction, g), 0) for g in range(len(rows_G4))]
+        assert rows_G4[:, getattr(links, f"{link}_{direction}".upper())] == pytest.approx(by_hand, rel=1e-12)
 
 
 @pytest.mark.parametrize("paths", ["host", "direct"])
@@ -70,66 +65,75 @@ def _agree(figures, expected, rows, topology, costs):
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(4, 2), (8, 2), (4, 4), (4, 1)])
 def test_figures_equal_the_slow_oracle_token_by_token(dispatcher, paths, num_ranks, ranks_per_node):
     for seed in range(8):
-        routes, assignment, home_E, topology, costs = _case(
+        routes, cell, counts_GE, topology, costs = _case(
             seed, num_ranks, ranks_per_node, top_k=1 + seed % 3, dispatcher=dispatcher, paths=paths
         )
         squares_G = np.arange(1, num_ranks + 1) * 1e6 if seed % 2 else None
-        host_TK = assign_picks(assignment, routes, ranks_per_node)
+        hosts = CellHosts.of(cell, counts_GE)
+        host_TK = assign_picks(hosts, routes, ranks_per_node)
         source_T = np.repeat(np.arange(num_ranks), np.diff(routes.offsets))
-        sends = [(int(g), [int(assignment.rank_H[h]) for h in row]) for g, row in zip(source_T, host_TK, strict=True)]
+        sends = [(int(g), [int(hosts.rank_H[h]) for h in row]) for g, row in zip(source_T, host_TK, strict=True)]
         rows = messages(sends, ranks_per_node, dispatcher)
-        figures = price_tokens(assignment, home_E, topology, costs, routes=routes, squares_G=squares_G)
-        _agree(figures, _oracle(assignment, home_E, rows, topology, costs, squares_G), rows, topology, costs)
+        figures = price_tokens(cell, counts_GE, topology, costs, routes=routes, squares_G=squares_G)
+        rows_G4 = rows_of_tokens(cell, counts_GE, topology, costs, routes)
+        _agree(figures, rows_G4, _oracle(cell, counts_GE, rows, topology, costs, squares_G), rows)
+        if dispatcher == "copies":  # which needs no estimate
+            figures = price_cell(cell, counts_GE, topology, costs)
+            if squares_G is None:
+                _agree(figures, rows_G4, _oracle(cell, counts_GE, rows, topology, costs), rows)
         loads_G = [sum(rank == g for _, ranks in sends for rank in ranks) for g in range(num_ranks)]
         assert figures.loads_G.tolist() == loads_G
         crossing = sum(rank // ranks_per_node != g // ranks_per_node for g, ranks in sends for rank in ranks)
         assert figures.cross_node_share == pytest.approx(crossing / max(1, sum(loads_G)))
-        fetches = [sum(assignment.fetched_H[assignment.rank_H == g]) for g in range(num_ranks)]
-        assert figures.fetches_G.tolist() == fetches
 
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_the_estimate_is_the_expectation_of_independent_picks(ranks_per_node):
     for seed in range(5):
-        _, assignment, home_E, topology, costs = _case(seed, 8, ranks_per_node, top_k=2, dispatcher="dedup")
+        _, cell, counts_GE, topology, costs = _case(seed, 8, ranks_per_node, top_k=2, dispatcher="dedup")
         pairs_GG = np.zeros((8, 8), np.int64)
-        np.add.at(pairs_GG.T, assignment.rank_H, assignment.tokens_HG)
+        np.add.at(pairs_GG.T, cell.home_E, cell.home_tokens_GE(counts_GE).T)
+        np.add.at(pairs_GG.T, cell.rank_R, cell.tokens_RG)
         rows = expected_messages(pairs_GG, 2, ranks_per_node)
-        figures = price_cell(assignment, home_E, topology, costs)
-        _agree(figures, _oracle(assignment, home_E, rows, topology, costs), rows, topology, costs)
+        rows_G4 = links.rows_sent(pairs_GG, costs.prices(topology))
+        expected = _oracle(cell, counts_GE, rows, topology, costs)
+        _agree(price_cell(cell, counts_GE, topology, costs), rows_G4, expected, rows)
 
 
 def test_rows_out_are_rows_in_and_one_node_sends_nothing_out():
     for seed in range(10):
-        routes, assignment, home_E, topology, costs = _case(seed, 8, 4 if seed % 2 else 8)
-        estimate = price_cell(assignment, home_E, topology, costs)
-        for figures in (estimate, price_tokens(assignment, home_E, topology, costs, routes=routes)):
-            assert figures.cluster_out_G.sum() == pytest.approx(figures.cluster_in_G.sum())
-            assert figures.node_out_G.sum() == pytest.approx(figures.node_in_G.sum())
-            assert (figures.cluster_out_G.sum() == 0) == (topology.num_nodes == 1)
+        routes, cell, counts_GE, topology, costs = _case(seed, 8, 4 if seed % 2 else 8)
+        hosts = CellHosts.of(cell, counts_GE)
+        pairs_GG = links.pairs_between(hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG))
+        estimate_G4 = links.rows_sent(pairs_GG, costs.prices(topology))
+        for rows_G4 in (estimate_G4, rows_of_tokens(cell, counts_GE, topology, costs, routes)):
+            rows_4 = rows_G4.sum(axis=0)
+            assert rows_4[links.CLUSTER_OUT] == pytest.approx(rows_4[links.CLUSTER_IN])
+            assert rows_4[links.NODE_OUT] == pytest.approx(rows_4[links.NODE_IN])
+            assert (rows_4[links.CLUSTER_OUT] == 0) == (topology.num_nodes == 1)
 
 
 @given(st.integers(0, 10_000), st.sampled_from(["copies", "dedup"]), st.sampled_from(["host", "direct"]), st.data())
 @settings(max_examples=60, deadline=None)
 def test_better_machines_are_never_slower(seed, dispatcher, paths, data):
-    _, assignment, home_E, topology, costs = _case(seed, 8, 4, dispatcher=dispatcher, paths=paths)
+    _, cell, counts_GE, topology, costs = _case(seed, 8, 4, dispatcher=dispatcher, paths=paths)
     name = data.draw(st.sampled_from([*vars(LINKS), "gemm_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s"]))
     factor = data.draw(st.floats(1.0, 100.0))
-    slow = price_cell(assignment, home_E, topology, costs)
+    slow = price_cell(cell, counts_GE, topology, costs)
     if name in vars(LINKS):
         factor = 1 / factor if name.endswith("latency_s") else factor
         topology = replace(topology, links=replace(LINKS, **{name: getattr(LINKS, name) * factor}))
     else:
         costs = replace(costs, hardware=replace(costs.hardware, **{name: getattr(costs.hardware, name) * factor}))
-    fast = price_cell(assignment, home_E, topology, costs)
+    fast = price_cell(cell, counts_GE, topology, costs)
     # What is exposed may grow as the rest shrinks, its sum with the rest may not.
-    assert fast.recompute.total <= slow.recompute.total * (1 + 1e-12)
-    assert fast.update.total <= slow.update.total * (1 + 1e-12)
+    assert (fast.parts_SP.sum(axis=1) <= slow.parts_SP.sum(axis=1) * (1 + 1e-12)).all()
 
 
 def test_deals_use_each_host_as_often_as_the_assignment_says():
     for seed in range(20):
-        routes, assignment, _, topology, _ = _case(seed, 8, 2, slots=3, top_k=3)
+        routes, cell, counts_GE, topology, _ = _case(seed, 8, 2, slots=3, top_k=3)
+        assignment = CellHosts.of(cell, counts_GE)
         host_TK = assign_picks(assignment, routes, topology.ranks_per_node)
         assert (assignment.expert_H[host_TK] == routes.ids_TK).all()
         source_T = np.repeat(np.arange(8), np.diff(routes.offsets))
@@ -190,19 +194,15 @@ def test_deals_cross_nodes_hardly_more_often_than_the_best_of_all_deals():
 
 
 def test_routes_of_other_counts_are_refused():
-    routes, assignment, home_E, topology, costs = _case(3, 8, 4)
-    moved = replace(assignment, tokens_HG=assignment.tokens_HG + np.eye(len(assignment.rank_H), 8, dtype=np.int64))
+    routes, cell, counts_GE, topology, costs = _case(3, 8, 4)
     with pytest.raises(CountsError, match=r"the hosts serve \d+ picks of expert 0 from rank 0"):
-        price_tokens(moved, home_E, topology, costs, routes=routes)
+        price_tokens(cell, counts_GE + 1, topology, costs, routes=routes)
     with pytest.raises(CountsError, match="the hosts are of 8 source ranks and the routes 4"):
-        price_tokens(assignment, home_E, topology, costs, routes=_routes(0, 4, 8, 2))
-    negative = np.where(np.arange(8) == 0, -1, assignment.tokens_HG)
-    with pytest.raises(CountsError, match="a host serves -1 assignments"):
-        price_cell(replace(assignment, tokens_HG=negative), home_E, topology, costs)
-    with pytest.raises(CountsError, match="a host is on rank 8"):
-        price_cell(replace(assignment, rank_H=assignment.rank_H + 1), home_E, topology, costs)
+        price_tokens(cell, counts_GE, topology, costs, routes=_routes(0, 4, 8, 2))
+    with pytest.raises(CountsError, match=r"a host is to serve -\d+ assignments"):
+        price_cell(cell, 0 * counts_GE, topology, costs)
     with pytest.raises(CountsError, match="the topology has 16 ranks"):
-        price_cell(assignment, home_E, Topology(16, 8, 2, LINKS), costs)
+        price_cell(cell, counts_GE, Topology(16, 8, 2, LINKS), costs)
 
 
 @pytest.mark.parametrize("name", ["G16", "G32", "G64"])
@@ -216,11 +216,12 @@ def test_the_estimate_is_near_the_count_on_generated_routes(name):
     routes = CellRoutes(ids_TK[order].astype(np.int16), offsets)
     topology = HARDWARE["h100"].topology(workload.num_ranks, 0)
     home_E = topology.contiguous_home_E(128)
-    tokens_HG = step.counts()[0, 0].T.astype(np.int64)
-    homes = CellHosts(np.arange(128, dtype=np.int32), home_E.astype(np.int32), tokens_HG, np.zeros(128, bool))
+    homes, counts_GE = CellPlan.homes_only(home_E, workload.num_ranks), step.counts()[0, 0]
     costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
-    exact = price_tokens(homes, home_E, topology, costs, routes=routes)
-    estimate = price_cell(homes, home_E, topology, costs)
-    assert 0.92 < estimate.cluster_out_G.sum() / exact.cluster_out_G.sum() < 1.005
-    assert 0.89 < estimate.node_out_G.sum() / exact.node_out_G.sum() < 0.95
-    assert 0.965 < estimate.seconds / exact.seconds < 1.005
+    pairs_GG = counts_GE.astype(np.int64) @ (home_E[:, None] == np.arange(workload.num_ranks))
+    exact_4 = rows_of_tokens(homes, counts_GE, topology, costs, routes).sum(axis=0)
+    estimate_4 = links.rows_sent(pairs_GG, costs.prices(topology)).sum(axis=0)
+    assert 0.92 < estimate_4[links.CLUSTER_OUT] / exact_4[links.CLUSTER_OUT] < 1.005
+    assert 0.89 < estimate_4[links.NODE_OUT] / exact_4[links.NODE_OUT] < 0.95
+    exact = price_tokens(homes, counts_GE, topology, costs, routes=routes)
+    assert 0.965 < price_cell(homes, counts_GE, topology, costs).seconds / exact.seconds < 1.005

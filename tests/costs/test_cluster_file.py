@@ -95,7 +95,7 @@ def test_what_is_not_understood_is_refused(table, values, message):
         (
             "topology",
             {"num_ranks": 65_536, "redundant_slots": 2},
-            "num_ranks is 65536; expected a whole number, 32767 at most",
+            "num_ranks is 65536; expected a whole number from 1 to 32767",
         ),
         (
             "topology",
@@ -103,7 +103,11 @@ def test_what_is_not_understood_is_refused(table, values, message):
             "slots is .* expected at most 131072 in all",
         ),
         ("topology", {"num_ranks": 2**62, "redundant_slots": 2}, "num_ranks is"),
-        ("topology", {"num_ranks": 64, "redundant_slots": 2, "ranks_per_node": 0}, "do not fill nodes of 0"),
+        (
+            "topology",
+            {"num_ranks": 64, "redundant_slots": 2, "ranks_per_node": 0},
+            "ranks_per_node is 0; expected a whole number from 1",
+        ),
         ("topology", {"num_ranks": 64, "redundant_slots": 2, "slot_memory_bytes": -1}, "slot_memory_bytes is -1"),
         ("hardware", {"preset": "h100", "ranks_per_node": 2**62}, "ranks_per_node is"),
         ("hardware", {"preset": "h100", "memory_bytes_per_s": 1e-300}, "memory_bytes_per_s is 1e-300; expected 1 to"),

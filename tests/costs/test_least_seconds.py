@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.costs.figures import least_seconds, price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
+from foreroute.costs.pricing import least_seconds, price_cell
 from foreroute.plan import Topology
-from foreroute.plan.step_plan import CellHosts
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
@@ -18,9 +17,7 @@ COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset(
 def taken(plan, counts_MLGE, costs):
     seconds_ML = np.empty(plan.shape[:2])
     for m, layer in np.ndindex(seconds_ML.shape):
-        cell = plan.cell(m, layer)
-        assignment = CellHosts.of(cell, counts_MLGE[m, layer])
-        seconds_ML[m, layer] = price_cell(assignment, cell.home_E, plan.topology, costs).seconds
+        seconds_ML[m, layer] = price_cell(plan.cell(m, layer), counts_MLGE[m, layer], plan.topology, costs).seconds
     return seconds_ML
 
 

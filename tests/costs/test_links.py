@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.plan import CellHosts
+from foreroute.costs.pricing import ALL_TO_ALL, price_cell
+from foreroute.plan import CellPlan
 
 H100 = HARDWARE["h100"]
 EXPERT_BYTES = 3 * 2048 * 768 * 2
@@ -19,13 +19,9 @@ EXPERT_BYTES = 3 * 2048 * 768 * 2
 def test_a_replica_comes_from_host_memory_within_its_node_and_over_nics_from_another(rank, bytes_per_s, shares_links):
     """Two nodes of eight; expert 0 lives on rank 0, and a replica serves one assignment of it."""
     topology, costs = H100.topology(16, 1), CostModel(model=MODELS["qwen3-30b-a3b"], hardware=H100)
-    hosts = CellHosts(
-        np.array([0, 0], np.int32),
-        np.array([0, rank], np.int32),
-        np.eye(2, 16, dtype=np.int64),
-        np.array([False, True]),
-    )
-    seconds = price_cell(hosts, np.zeros(1, np.int64), topology, costs).recompute
+    replica, serves = np.array([rank], np.int16), np.eye(1, 16, dtype=np.int32)
+    cell = CellPlan(np.zeros(1, np.int16), 0 * replica, replica, 0 * replica, np.array([True]), serves)
+    parts_P = price_cell(cell, 2 * serves.T, topology, costs).parts_SP[0]
     # a copy from host memory runs beside everything, a message while no all-to-all is on the links
-    hidden_s = seconds.attention + seconds.experts + seconds.fixed + (0 if shares_links else seconds.all_to_all)
-    assert hidden_s + seconds.exposed == pytest.approx(EXPERT_BYTES / bytes_per_s, rel=1e-12)
+    beside_s = parts_P.sum() - (parts_P[ALL_TO_ALL] if shares_links else 0)
+    assert beside_s == pytest.approx(EXPERT_BYTES / bytes_per_s, rel=1e-12)

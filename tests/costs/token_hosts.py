@@ -13,7 +13,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from foreroute.costs import links
-from foreroute.costs.figures import price_rows
+from foreroute.costs.model import BACKWARD, FORWARD
+from foreroute.costs.pricing import CellFigures, cell_seconds
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
 from foreroute.plan.step_plan import CellHosts
@@ -95,17 +96,34 @@ def tokens_reaching(
     return _reach(host_TK, routes.offsets, hosts.rank_H.astype(np.int64), ranks_per_node)  # type: ignore[no-any-return]
 
 
-def price_tokens(hosts, home_E, topology, costs, *, routes, squares_G=None):
-    """As `price_cell`, with deduplicated rows counted."""
-    prices = costs.prices(topology)
-    rank_H, tokens_HG = hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG, np.int64)
-    host_TK = assign_picks(hosts, routes, topology.ranks_per_node)
-    reaches = tokens_reaching(hosts, routes, host_TK, topology.ranks_per_node)
-    pairs_GG = links.pairs_between(rank_H, tokens_HG)
-    rows_G4 = links.rows_of_reach(*reaches, topology.ranks_per_node)
-    if not prices.dedup:
-        rows_G4 = links.rows_sent(pairs_GG, prices)
-    return price_rows(hosts, rows_G4, pairs_GG, home_E, topology, costs, squares_G)
+def rows_of_tokens(cell, counts_GE, topology, costs, routes):
+    """float64 [G, 4], rows of one dispatch over the links of each rank, counted."""
+    hosts = CellHosts.of(cell, counts_GE)
+    per_node = topology.ranks_per_node
+    host_TK = assign_picks(hosts, routes, per_node)
+    if costs.dispatcher == "dedup":
+        return links.rows_of_reach(*tokens_reaching(hosts, routes, host_TK, per_node), per_node)
+    pairs_GG = links.pairs_between(hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG, np.int64))
+    return links.rows_sent(pairs_GG, costs.prices(topology))
+
+
+def price_tokens(cell, counts_GE, topology, costs, *, routes, squares_G=None):
+    """As `price_cell`, with deduplicated rows counted, and attention of sequences whose lengths are known."""
+    hosts = CellHosts.of(cell, counts_GE)
+    tokens_G = np.asarray(counts_GE).sum(axis=1) / costs.model.top_k
+    parts_SP = cell_seconds(
+        rows_of_tokens(cell, counts_GE, topology, costs, routes),
+        hosts.expert_H.astype(np.int64),
+        hosts.rank_H.astype(np.int64),
+        hosts.tokens_HG.sum(axis=1, dtype=np.int64),
+        hosts.fetched_H,
+        cell.home_E.astype(np.int64),
+        np.array([costs.attention_seconds(tokens_G, squares_G, one).max() for one in (FORWARD, BACKWARD)]),
+        costs.prices(topology),
+    )
+    node_HG = hosts.rank_H[:, None] // topology.ranks_per_node == np.arange(len(counts_GE)) // topology.ranks_per_node
+    share = hosts.tokens_HG[~node_HG].sum() / max(hosts.tokens_HG.sum(), 1)
+    return CellFigures(hosts.loads_G, float(share), parts_SP)
 
 
 @kernel

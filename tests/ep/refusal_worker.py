@@ -90,6 +90,18 @@ def plans_differ(s):
     s.begin(split_plan(5 + s.rank, s.counts_MLGE, s.placed.home_LE))
 
 
+def no_plan_on_one_rank(s):
+    s.placed.begin_step(0, None if s.rank else s.plan, s.counts_MLGE)
+
+
+def a_number_for_a_plan_on_one_rank(s):
+    s.placed.begin_step(0, 5 if s.rank else s.plan, s.counts_MLGE)
+
+
+def a_number_for_traces_on_one_rank(s):
+    s.placed.begin_step(0, s.plan, 5 if s.rank else s.counts_MLGE)
+
+
 def other_homes(s):
     home_LE = np.roll(s.placed.home_LE, 1, axis=1)
     s.begin(static_plan(s.counts_MLGE, home_LE))
@@ -232,6 +244,9 @@ CASES = {
         right,
         other_world_size,
         plans_differ,
+        no_plan_on_one_rank,
+        a_number_for_a_plan_on_one_rank,
+        a_number_for_traces_on_one_rank,
         other_homes,
         other_layers,
         other_counts_on_one_rank,

@@ -13,6 +13,12 @@ from tests.processes import Workers
 EARLY = {
     "other_world_size": ("PlanError", "the plan is for 4 ranks, and 2 are here"),
     "plans_differ": ("PlanError", "ranks hold different plans"),
+    "no_plan_on_one_rank": ("PlanError", "rank 1: the plan is None; expected a plan or the path of its file"),
+    "a_number_for_a_plan_on_one_rank": ("PlanError", "rank 1: the plan is 5; expected a plan or the path of its file"),
+    "a_number_for_traces_on_one_rank": (
+        "PlanError",
+        "rank 1: what was planned is given as 5; expected counts or traces",
+    ),
     "other_homes": ("PlanError", "by the plan; move homes first"),
     "other_layers": ("PlanError", "the plan is for 2 routed layers of 8 experts, the model has 3 of 8"),
     "other_counts_on_one_rank": ("CountsError", "rank 1: counts have digest"),

@@ -31,8 +31,7 @@ class Case:
                 side=self.side,
                 order=self.form,
                 sequences=sequences,
-                to=max((self.lengths[s] for s in sequences), default=0) + self.width,
-                multiple_of=self.align,
+                to=self.grid_width(sequences),
             )
         slots = slots.split_context(self.cp, cp_rank)
         if self.form == "thd":
@@ -46,10 +45,7 @@ class Case:
             lanes = oracle.packed_lanes(self.lengths, sequences, self.align)
             lanes.append(oracle.tail_to_multiple(oracle.one_line(lanes), self.total[0]))
         else:
-            width = max((self.lengths[s] for s in sequences), default=0) + self.width
-            while width % self.align != 0:
-                width += 1
-            lanes = oracle.padded_lanes(self.lengths, sequences, self.side, width)
+            lanes = oracle.padded_lanes(self.lengths, sequences, self.side, self.grid_width(sequences))
         lanes = [oracle.context_share(lane, self.cp, cp_rank) for lane in lanes]
         if self.form == "thd":
             line = oracle.one_line(lanes)
@@ -57,6 +53,10 @@ class Case:
             return oracle.sequence_share(line, self.tp, tp_rank)
         lanes = [oracle.sequence_share(lane, self.tp, tp_rank) for lane in lanes]
         return oracle.one_line(lanes) if self.form == "bshd" else oracle.sequence_first(lanes)
+
+    def grid_width(self, sequences):
+        width = max((self.lengths[s] for s in sequences), default=0) + self.width
+        return -(-width // self.align) * self.align
 
     def ranks(self):
         return [(c, t) for c in range(self.cp) for t in range(self.tp)]

@@ -39,7 +39,7 @@ def test_zigzag_gives_a_rank_a_chunk_from_either_end():
 
 def test_a_sequence_split_cuts_the_line_or_the_grid_along_t():
     assert slots_of(layout.pack([3, 2]).align_total(6).split_sequence(2, 1)) == [3, 4, -1]
-    grid = {"side": "right", "multiple_of": 4}
+    grid = {"side": "right", "to": 4}
     assert slots_of(layout.pad([3, 2], order="bshd", **grid).split_sequence(2, 1)) == [2, -1, -1, -1]
     assert slots_of(layout.pad([3, 2], order="sbhd", **grid).split_sequence(2, 0)) == [0, 3, 1, 4]
 
@@ -88,12 +88,11 @@ def test_indices_widen_only_when_rows_need_it():
         (lambda: layout.pack([3], sequences=[0.0]), "sequences are float64"),
         (lambda: layout.pad([3], side="top", order="bshd"), "expected 'left' or 'right'"),
         (lambda: layout.pad([3], side="left", order="thd"), "expected 'bshd'"),
-        (lambda: layout.pad([3], side="left", order="bshd", multiple_of=0), "multiple_of is 0"),
         (lambda: layout.pad([3, 9], side="left", order="bshd", to=8), "sequence 1 has 9 tokens"),
-        (lambda: layout.pad([3], side="left", order="bshd").align_total(8), "give `pad` a `multiple_of`"),
+        (lambda: layout.pad([3], side="left", order="bshd").align_total(8), "give `pad` a width `to`"),
         (lambda: layout.pack([3]).align_total(0), "multiple is 0"),
         (lambda: layout.pack([4, 6]).split_context(2, 0), "sequence 1 of the batch has 6 slots.*Give pack.align=. 4"),
-        (lambda: layout.pad([6], side="left", order="bshd").split_context(2, 0), "Give pad.multiple_of=. 4"),
+        (lambda: layout.pad([6], side="left", order="bshd").split_context(2, 0), "Give pad.to=. 4"),
         (lambda: layout.pack([4]).align_total(6).split_context(2, 0), "the tail of the line has 2 slots"),
         (
             lambda: layout.pack([4]).split_context(2, 2),

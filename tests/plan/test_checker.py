@@ -124,7 +124,11 @@ CORRUPTIONS = {
     "rank of a kept one": (lambda p: _changed(p, "rank_R", _kept(p), (p.rank_R[_kept(p)] + 1) % 4), "micro-step"),
     "dropped replica": (_dropped_replica, "micro-step 0|the slot does not hold it"),
     "max load above": (lambda p: _changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
-    "max load below": (lambda p: _changed(p, "max_load_ML", (1, 0), 0), "micro-step 1, layer 0.*states 0"),
+    "max load below": (
+        lambda p: _changed(_changed(p, "bound_ML", (1, 0), 0), "max_load_ML", (1, 0), 0),
+        "micro-step 1, layer 0.*states 0",
+    ),
+    "max load below the bound": (lambda p: _changed(p, "max_load_ML", (1, 0), 0), "above the largest load 0"),
     "bound above": (lambda p: _changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound 1000000000.0"),
     "bound below the mean": (lambda p: _changed(p, "bound_ML", (2, 0), 0), "the bound 0.0 is not between"),
     "bound is no number": (lambda p: _changed(p, "bound_ML", (0, 0), np.nan), "the bound nan"),

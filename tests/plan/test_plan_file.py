@@ -3,20 +3,21 @@
 import json
 import os
 import resource
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save as to_bytes
 
 import foreroute as fr
 from foreroute.errors import PlanError, TopologyError, TraceFileError
-from foreroute.files import seal_file
+from foreroute.files import checksum, tensors_to_bytes
 from foreroute.layout import Packing
 from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.plan_file import encode_plan, load_plan, save_plan
+from foreroute.plan.plan_file import PLAN_FILE, encode_plan, load_plan, plan_from_bytes, plan_to_bytes, save_plan
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
 from tests.trace.forging import STAIRCASE
 
@@ -75,7 +76,7 @@ def test_other_files_are_refused(tmp_path):
     plan_path, trace_path = save_plan(plan, tmp_path / "plan"), tmp_path / "trace"
     spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
     fr.save(fr.trace.synthetic_trace(spec, [5], seed=0), trace_path)
-    with pytest.raises(PlanError, match="not a plan"):
+    with pytest.raises(PlanError, match="is no plan file: its metadata lack"):
         load_plan(trace_path)
     with pytest.raises(TraceFileError, match="not a routing trace"):
         fr.load(plan_path)
@@ -107,39 +108,41 @@ def test_what_the_system_refuses_is_a_plan_error(tmp_path):
     assert equal(load_plan(path), plan)
 
 
-def _forged(tmp_path, change):
-    """A file with right seals of changed content."""
-    metadata, tensors = encode_plan(small_case(1)[0])
-    metadata.pop("foreroute.digest")
-    change(metadata, tensors)
-    metadata["foreroute.digest"] = seal_file(metadata, tensors)
+def _forged(tmp_path, change, **metadata):
+    """A file of changed content with a right checksum."""
+    held, tensors = encode_plan(small_case(1)[0])
+    change(held, tensors)
+    named = {"foreroute.plan": str(PLAN_FILE.version), **{f"foreroute.{key}": value for key, value in held.items()}}
+    named |= {f"foreroute.{key}": value for key, value in metadata.items()}
+    content = tensors_to_bytes({**named, "foreroute.checksum": checksum(named, tensors)}, tensors)
     path = tmp_path / "forged"
-    path.write_bytes(to_bytes(tensors, metadata=metadata))
+    path.write_bytes(content)
     return path
 
 
-def _set(name, value):
-    def change(metadata, tensors):
-        (metadata if name.startswith("foreroute.") else tensors)[name] = value
+def _metadata(name, value):
+    return lambda metadata, tensors: metadata.update({name: value})
 
-    return change
+
+def _tensor(name, value):
+    return lambda metadata, tensors: tensors.update({name: value})
 
 
 def _edit_topology(**values):
     def change(metadata, tensors):
-        metadata["foreroute.topology"] = json.dumps({**json.loads(metadata["foreroute.topology"]), **values})
+        metadata["topology"] = json.dumps({**json.loads(metadata["topology"]), **values})
 
     return change
 
 
 FORGERIES = {
-    "newer": (_set("foreroute.plan_version", "3"), "has plan format 3; this foreroute reads 2"),
-    "unknown key": (_set("foreroute.extra", "1"), "metadata are"),
-    "unknown tensor": (_set("extra", np.zeros(1)), "its tensors are"),
-    "huge shape": (_set("foreroute.shape", "[1000000000000, 2, 8]"), "expected int64"),
-    "text shape": (_set("foreroute.shape", '["3", 2, 8]'), "expected .M, L, E."),
-    "no json": (_set("foreroute.shape", "[[[["), "not a readable plan"),
-    "deep json": (_set("foreroute.topology", "[" * 100_000), "not a readable plan"),
+    "newer": (_metadata("plan", "4"), "is a plan file of version 4; this foreroute reads version 3"),
+    "unknown key": (_metadata("extra", "1"), "metadata are"),
+    "unknown tensor": (_tensor("extra", np.zeros(1)), "its tensors are"),
+    "huge shape": (_metadata("shape", "[1000000000000, 2, 8]"), "expected int64"),
+    "text shape": (_metadata("shape", '["3", 2, 8]'), "expected .M, L, E."),
+    "no json": (_metadata("shape", "[[[["), "no readable plan file"),
+    "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
     "more ranks": (_edit_topology(num_ranks=16, ranks_per_node=1), "used_bits has"),
     "slots beyond int16": (_edit_topology(redundant_slots=2**15 + 1), "redundant_slots is 32769"),
     "memory below 0": (_edit_topology(slot_memory_bytes=-1), "slot_memory_bytes is -1"),
@@ -159,30 +162,43 @@ FORGERIES = {
         _edit_topology(links={**vars(LINKS), "node_latency_s": 10**400}),
         "expected more than 0, and 3600 at most",
     ),
-    "no topology": (_set("foreroute.topology", "[]"), "the topology is"),
-    "a negative shape": (_set("foreroute.shape", "[-1, 2, 8]"), "expected .M, L, E."),
-    "counts without a digest": (_set("foreroute.counts", "0" * 31), "expected 32 hexadecimal digits"),
-    "letters": (_set("foreroute.counts", "é" * 32), "letters that no plan has"),
-    "a load below 0": (_set("max_load_ML", np.full((3, 2), -1)), "the largest load -1 is no number"),
-    "a bound below 0": (_set("bound_ML", np.full((3, 2), -1.0)), "micro-step 0, layer 0: the bound -1.0 is no"),
-    "a bound that is no number": (_set("bound_ML", np.full((3, 2), np.nan)), "no number"),
-    "an infinite bound": (_set("bound_ML", np.full((3, 2), np.inf)), "no number"),
-    "offsets from 1": (_set("offsets", np.array([1, 4, 8, 13, 17, 22, 28])), "offsets must ascend"),
-    "homes on no rank": (_set("home_LE", np.full((2, 8), 99, np.int16)), "home_LE has ranks 99"),
-    "bits past the last": (_set("used_bits", np.full(14, 255, np.uint8)), "splits"),
-    "fetched twice": (_set("fetched_R", np.full(20, 2, np.uint8)), "expected 0 and 1"),
-    "fewer splits": (_set("tokens", np.ones(3, np.uint8)), "3 are there"),
-    "wide splits": (_set("tokens", np.ones(3, np.uint64)), "tensor tokens is uint64"),
+    "no topology": (_metadata("topology", "[]"), "the topology is"),
+    "a negative shape": (_metadata("shape", "[-1, 2, 8]"), "expected .M, L, E."),
+    "counts without a digest": (_metadata("counts_digest", "0" * 31), "expected 32 hexadecimal digits"),
+    "letters": (_metadata("counts_digest", "é" * 32), "expected 32 hexadecimal digits"),
+    "a load below 0": (_tensor("max_load_ML", np.full((3, 2), -1)), "the largest load -1 is no number"),
+    "a bound below 0": (_tensor("bound_ML", np.full((3, 2), -1.0)), "micro-step 0, layer 0: the bound -1.0 is no"),
+    "a bound that is no number": (_tensor("bound_ML", np.full((3, 2), np.nan)), "no number"),
+    "an infinite bound": (_tensor("bound_ML", np.full((3, 2), np.inf)), "no number"),
+    "offsets from 1": (_tensor("offsets", np.array([1, 4, 8, 13, 17, 22, 28])), "offsets must ascend"),
+    "homes on no rank": (_tensor("home_LE", np.full((2, 8), 99, np.int16)), "home_LE has ranks 99"),
+    "bits past the last": (_tensor("used_bits", np.full(14, 255, np.uint8)), "splits"),
+    "fetched twice": (_tensor("fetched_R", np.full(28, 2, np.uint8)), "expected 0 and 1"),
+    "fewer splits": (_tensor("tokens", np.ones(3, np.uint8)), "3 are there"),
+    "a bound above the load": (
+        _tensor("bound_ML", np.full((3, 2), 376.5)),
+        "the bound 376.5 is above the largest load",
+    ),
+    "a load of none": (_tensor("max_load_ML", np.zeros((3, 2), np.int64)), "is above the largest load 0"),
+    "memory of 400 digits": (_edit_topology(slot_memory_bytes=10**400), "slot_memory_bytes is 1000"),
+    "a packing of two sizes": (
+        _tensor("micro_step_S", np.zeros(2, np.int32)),
+        "0 along S, and micro_step_S has 2",
+    ),
+    "wide splits": (_tensor("tokens", np.ones(3, np.uint64)), "tensor tokens is uint64"),
     "wrapping staircase": (
-        _set("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)),
+        _tensor("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)),
         "offsets must ascend from 0 to the 28 replicas",
     ),
-    "axes": (_set("offsets", np.zeros((1, 1), np.int64)), "tensor offsets is int64"),
+    "axes": (
+        _tensor("offsets", np.zeros((1, 1), np.int64)),
+        r"tensor offsets has the shape \[1, 1\]",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", FORGERIES)
-def test_forgeries_with_right_seals_are_refused(kind, tmp_path):
+def test_forgeries_with_a_right_checksum_are_refused(kind, tmp_path):
     change, message = FORGERIES[kind]
     with pytest.raises(PlanError, match=message):
         load_plan(_forged(tmp_path, change))
@@ -195,7 +211,7 @@ def test_no_memory_is_taken_for_ranks_that_no_expert_is_on(tmp_path):
         tensors.update(offsets=np.zeros(1, np.int64), home_LE=np.zeros((3, 0), np.int16))
         tensors.update(previous_home_LE=np.zeros((3, 0), np.int16), max_load_ML=np.zeros((0, 3), np.int64))
         tensors.update(bound_ML=np.zeros((0, 3)))
-        metadata["foreroute.shape"] = "[0, 3, 0]"
+        metadata["shape"] = "[0, 3, 0]"
         _edit_topology(num_ranks=30_000, ranks_per_node=1)(metadata, tensors)
 
     with pytest.raises(PlanError, match="3 layers with 0 experts"):
@@ -257,7 +273,7 @@ def test_splits_take_a_bit_and_few_bytes_each(tmp_path):
     assert size < 0.5 * raw
 
 
-VERSION_1, VERSION_2 = (Path(__file__).parent / "data" / f"plan-v{version}.safetensors" for version in (1, 2))
+VERSION_3 = Path(__file__).parent / "data" / "plan-v3.safetensors"
 
 
 def archived():
@@ -284,10 +300,22 @@ def archived():
     )
 
 
-def test_version_2_is_read():
-    assert equal(load_plan(VERSION_2), archived())
+def test_version_3_is_read_and_written():
+    assert equal(load_plan(VERSION_3), archived())
+    assert plan_to_bytes(archived()) == VERSION_3.read_bytes()
 
 
-def test_version_1_is_refused_by_name():
-    with pytest.raises(PlanError, match=r"has plan format 1; this foreroute reads 2\. Plan again with it"):
-        load_plan(VERSION_1)
+def test_the_same_plan_is_the_same_file_whoever_writes_it(tmp_path):
+    code = "import sys; from tests.plan.random_plans import small_case; from foreroute.plan import save_plan; "
+    code += "save_plan(small_case(3)[0], sys.argv[1])"
+    paths = [tmp_path / seed for seed in ("1", "2", "3")]
+    for path in paths:
+        subprocess.run([sys.executable, "-c", code, path], env=os.environ | {"PYTHONHASHSEED": path.name}, check=True)
+    assert len({path.read_bytes() for path in paths}) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\2" + bytes(7) + b"{}", b"\x10" + bytes(7) + b"[" * 16])
+def test_bytes_that_are_no_plan_are_refused(content):
+    with pytest.raises(PlanError, match="a plan from another rank"):
+        plan_from_bytes(content)
+    assert equal(plan_from_bytes(plan_to_bytes(archived())), archived())

@@ -18,15 +18,15 @@ from tests.ep.transfer.plans import random_homes, random_plan
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4]), st.sampled_from([0, 1, 6]))
-def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_promised(seed, num_ranks, least, most):
+def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_promised(seed, num_ranks, multiple, most):
     rng = np.random.default_rng(seed)
     counts_GE = rng.integers(0, most + 1, (num_ranks, 8))
     home_LE = random_homes(rng, 8, num_ranks)[None]
     plan = split_plan(seed, counts_GE[None, None], home_LE, slots=3)
     cell = plan.cell(0, 0)
-    ranks = [CellSchedule.of(cell, counts_GE, rank, least_rows=least) for rank in range(num_ranks)]
+    ranks = [CellSchedule.of(cell, counts_GE, rank, row_multiple=multiple) for rank in range(num_ranks)]
     for rank, alone in enumerate(ranks):
-        whole = ExecutionSchedule(plan, counts_GE[None, None], rank, least_rows_L=[least]).cell(0, 0)
+        whole = ExecutionSchedule(plan, counts_GE[None, None], rank, row_multiple_L=[multiple]).cell(0, 0)
         assert all(np.array_equal(a, b) for a, b in zip(vars(whole).values(), vars(alone).values(), strict=True))
     named = [[(e, g, i) for e in range(8) for i in range(counts_GE[g, e])] for g in range(num_ranks)]
 
@@ -42,7 +42,8 @@ def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_prom
             assert [name[0] for name in members] == [expert] * len(members)
             assert members == sorted(members, key=lambda name: name[1:])
             assert [sum(name[1] == g for name in members) for g in range(num_ranks)] == tokens_G
-            assert not members or len(group) >= least
+            whole = -(-len(members) // multiple) * multiple
+            assert len(group) in ([whole] if members else [0, multiple])
         assert _taken(computed, rows.returned) == arrived
         assert len(computed)
 

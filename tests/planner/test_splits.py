@@ -5,7 +5,7 @@ import pytest
 from scipy.optimize import linprog
 
 from benchmarks.balancers.splits import level_quotas, split_by_quota
-from foreroute.planner.balancers.eplb import even_split
+from foreroute.simulate.eplb import even_split
 
 
 def random_hosts(rng, num_ranks, num_experts, more):

@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from foreroute.costs.figures import price_cell
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.pricing import price_cell
 from foreroute.errors import ConfigError
-from foreroute.plan import CellHosts, CellPlan, PlanOptions, Topology
+from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.hosts import REPLICA_ARRAYS
 from foreroute.planner import plan
@@ -26,7 +26,7 @@ COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"], dispatcher="dedup")
 
 
 def _seconds(cell, counts_GE, topology, costs, price=price_cell):
-    return price(CellHosts.of(cell, counts_GE), cell.home_E, topology, costs).seconds
+    return price(cell, counts_GE, topology, costs).seconds
 
 
 def _check_valid(cell, counts_GE, topology):
@@ -117,14 +117,10 @@ def _best_seconds(counts_GE, home_E, topology, costs):
     best = np.inf
     for chosen in itertools.product(*choices):
         pairs = [(e, rank) for rank, guests in chosen for e in guests]
-        expert_H = np.array([*range(num_experts), *(e for e, _ in pairs)], np.int32)
-        rank_H = np.array([*home_E, *(rank for _, rank in pairs)], np.int32)
-        tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
-        tokens_HG[:num_experts] = counts_GE.T
-        for h, (e, rank) in enumerate(pairs, num_experts):
-            tokens_HG[h, rank], tokens_HG[e, rank] = counts_GE[rank, e], 0
-        assignment = CellHosts(expert_H, rank_H, tokens_HG, np.arange(len(expert_H)) >= num_experts)
-        best = min(best, price_cell(assignment, home_E, topology, costs).seconds)
+        expert_R, rank_R = np.array(pairs, np.int16).reshape(-1, 2).T
+        tokens_RG = np.where(np.arange(num_ranks) == rank_R[:, None], counts_GE[:, expert_R].T, 0).astype(np.int32)
+        cell = CellPlan(home_E, expert_R, rank_R, 0 * rank_R, np.ones(len(pairs), np.bool_), tokens_RG)
+        best = min(best, price_cell(cell, counts_GE, topology, costs).seconds)
     return best
 
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from benchmarks.balancers import OTHER_BALANCERS
-from foreroute.planner.methods import METHODS, OURS
 from foreroute.simulate import MethodRecord, SimulationRecord, SweepRecord, Timeline, parse_config
 from foreroute.simulate.engine import PARTS
+from foreroute.simulate.methods import METHODS, PRESETS
 from foreroute.simulate.records import StageSeconds
 from foreroute.simulate.timelines import Span
 
@@ -47,7 +47,7 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
     return MethodRecord(
         name=name,
         label=LABELS[name],
-        not_executed=() if name == "static" or name in OURS else ("plans of other balancers",),
+        not_executed=() if name == "static" or name in PRESETS else ("plans of other balancers",),
         stages=stages,
         recompute_parts=parts[0],
         update_parts=parts[1],

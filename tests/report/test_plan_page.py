@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from jinja2 import UndefinedError
 
-from foreroute.costs.figures import summarize
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import InputError
 from foreroute.plan import Topology
-from foreroute.planner.balancers import BALANCERS, BalancerInput
-from foreroute.planner.compare import compare, record_of
 from foreroute.report import TableRow, method_rows, plan_finding, plan_summary, write_plan_page
 from foreroute.report import plan as plan_room
 from foreroute.report.figure import integer_ticks, ticks_above_one
 from foreroute.report.format import duration, over_mean, step_time, time_unit
 from foreroute.report.plan import COLUMNS
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import compare, facts_of, figures_of
+from foreroute.simulate.methods import BALANCERS
 from foreroute.trace import RoutedLayer
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
@@ -29,11 +29,11 @@ def case(topology=None, shape=(3, 2, 4, 8), *, known=True, empty=False):
     topology = topology or Topology(4, 2, 2, LINKS)
     counts = random_counts(0, shape, most=1 if empty else 900)
     plan = random_plan(counts, topology, seed=1, moves=4)
-    seen = summarize(plan, counts, COSTS, previous_LE=np.ones((shape[1], shape[3]), np.int64) if known else None)
+    step = facts_of(plan, counts, COSTS, previous_LE=np.ones((shape[1], shape[3]), np.int64) if known else None)
     problem = BalancerInput(counts, topology, plan.previous_home_LE)
     others = compare(problem, COSTS, {name: BALANCERS[name] for name in ("static", "eplb_micro_step")})
-    ours = record_of(plan, counts, COSTS, label="foreroute", planning_s=0.0123)
-    return plan, seen, [*others, ours]
+    ours = figures_of(plan, counts, COSTS, label="foreroute", planning_s=0.0123)
+    return plan, step, [*others, ours]
 
 
 def text_of(html):
@@ -41,14 +41,14 @@ def text_of(html):
 
 
 def test_everything_is_on_the_page(tmp_path):
-    plan, seen, records = case()
-    html = write_plan_page(plan, seen, records, {"step": "3 micro-steps"}, tmp_path / "page.html").read_text()
+    plan, step, records = case()
+    html = write_plan_page(plan, step, records, {"step": "3 micro-steps"}, tmp_path / "page.html").read_text()
     text = text_of(html)
     assert html.count("data:image/svg+xml;base64,") == 4
     assert "is not shown" not in html
-    for sentence in (plan_finding(seen, records), *plan_summary(plan, seen)):
+    for sentence in (plan_finding(records), *plan_summary(plan, step, records)):
         assert re.sub(r"\s+", " ", sentence) in text
-    for row in method_rows(records, seen):
+    for row in method_rows(records, step):
         assert list(row.cells) == list(COLUMNS)
         assert re.sub(r"\s+", " ", " ".join([row.label, *row.cells.values()])).strip() in text
     assert html.count('class="ours"') == 1
@@ -64,26 +64,26 @@ def test_the_same_plan_gives_the_same_page(tmp_path):
 
 
 def test_rows_say_what_records_say():
-    plan, seen, records = case()
-    static, _, ours, bound = method_rows(records, seen)
+    plan, step, records = case()
+    static, _, ours, bound = method_rows(records, step)
     assert static.label == "static"
     assert static.cells["Speedup over static"] == "1.00\N{MULTIPLICATION SIGN}"
     assert static.cells["Planning time"] == ""
-    assert static.cells["Slowest rank over mean"] == f"{seen.before.imbalance_ML.mean():.3f}"
+    assert static.cells["Slowest rank over mean"] == f"{records[0].imbalance_ML.mean():.3f}"
     assert ours.ours
     assert ours.cells["Experts fetched per cell"] == f"{plan.fetched_R.sum() / 6:.1f}"
-    assert ours.cells["Speedup over static"] == f"{seen.before.seconds / seen.after.seconds:.2f}\N{MULTIPLICATION SIGN}"
+    assert ours.cells["Speedup over static"] == f"{records[0].seconds / records[-1].seconds:.2f}\N{MULTIPLICATION SIGN}"
     assert ours.cells["Planning time"] == "12.3\N{NO-BREAK SPACE}ms"
-    assert bound.cells["Step, modelled"] == step_time(seen.least_seconds)
-    assert bound.cells["In the worst cell"] == f"{seen.bound_ML.max():.3f}"
+    assert bound.cells["Step, modelled"] == step_time(step.least_seconds)
+    assert bound.cells["In the worst cell"] == f"{step.least_over_mean_ML.max():.3f}"
 
 
 def test_the_tile_of_time_names_the_strongest_rival_and_short_times_are_in_milliseconds(tmp_path):
-    plan, seen, records = case()
-    html = write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text()
+    plan, step, records = case()
+    html = write_plan_page(plan, step, records, {}, tmp_path / "page.html").read_text()
     rival = records[1]
     text = text_of(html).replace("\N{NO-BREAK SPACE}", " ")
-    times = [step_time(s).replace("\N{NO-BREAK SPACE}", " ") for s in (seen.after.seconds, seen.before.seconds)]
+    times = [step_time(s).replace("\N{NO-BREAK SPACE}", " ") for s in (records[-1].seconds, records[0].seconds)]
     assert all(time.endswith(" ms") for time in times), times
     with_rival = step_time(rival.seconds).replace("\N{NO-BREAK SPACE}", " ")
     assert (
@@ -92,24 +92,24 @@ def test_the_tile_of_time_names_the_strongest_rival_and_short_times_are_in_milli
 
 
 def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
-    plan, seen, records = case()
+    plan, step, records = case()
     layers = (RoutedLayer(3), RoutedLayer(5))
-    named = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "a.html", layers=layers).read_text())
-    assert f"in {layers[seen.most_uneven_layer]}, the most uneven layer" in named
-    counted = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "b.html").read_text())
-    assert f"in routed layer {seen.most_uneven_layer}, counted from 0, the most uneven layer" in counted
+    named = text_of(write_plan_page(plan, step, records, {}, tmp_path / "a.html", layers=layers).read_text())
+    assert f"in {layers[most_uneven(records)]}, the most uneven layer" in named
+    counted = text_of(write_plan_page(plan, step, records, {}, tmp_path / "b.html").read_text())
+    assert f"in routed layer {most_uneven(records)}, counted from 0, the most uneven layer" in counted
 
 
 def test_what_there_is_none_of_has_no_tile_and_no_words(tmp_path):
-    plan, seen, records = case(Topology(4, 4, 0, LINKS), known=False)
-    text = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text())
+    plan, step, records = case(Topology(4, 4, 0, LINKS), known=False)
+    text = text_of(write_plan_page(plan, step, records, {}, tmp_path / "page.html").read_text())
     assert "served on another node" not in text
-    assert "step before by" not in " ".join(plan_summary(plan, seen))
+    assert "step before by" not in " ".join(plan_summary(plan, step, records))
 
 
 def test_one_empty_cell(tmp_path):
-    plan, seen, records = case(shape=(1, 1, 4, 8), known=False, empty=True)
-    text = text_of(write_plan_page(plan, seen, records, {}, tmp_path / "page.html").read_text())
+    plan, step, records = case(shape=(1, 1, 4, 8), known=False, empty=True)
+    text = text_of(write_plan_page(plan, step, records, {}, tmp_path / "page.html").read_text())
     assert "the slowest rank has 1.000 times the mean load, and 1.000 times without balancing" in text
 
 
@@ -122,17 +122,20 @@ def test_one_empty_cell(tmp_path):
     ],
 )
 def test_the_finding_is_beside_static_and_the_strongest_rival(plan_s, static_s, rival_s, words):
-    _, seen, (static, rival, ours) = case()
-    seen = replace(seen, before=priced(seen.before, static_s), after=priced(seen.after, plan_s))
-    others = [] if rival_s is None else [replace(rival, seconds=rival_s, label="EPLB")]
-    finding = plan_finding(seen, [replace(static, seconds=static_s), *others, replace(ours, seconds=plan_s)])
+    _, _, (static, rival, ours) = case()
+    others = [] if rival_s is None else [replace(priced(rival, rival_s), label="EPLB")]
+    finding = plan_finding([priced(static, static_s), *others, priced(ours, plan_s)])
     assert words in finding
     assert finding.startswith("By the cost model, the step under this plan is ")
     assert ("strongest" in finding) is (rival_s is not None)
 
 
-def priced(side, seconds):
-    return replace(side, parts_MLSP=side.parts_MLSP * (seconds / side.seconds))
+def priced(record, seconds):
+    return replace(record, parts_MLSP=record.parts_MLSP * (seconds / record.seconds))
+
+
+def most_uneven(records):
+    return int(records[0].imbalance_ML.mean(axis=0).argmax())
 
 
 def test_a_row_without_a_column_is_an_error(tmp_path, monkeypatch):

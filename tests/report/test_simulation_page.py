@@ -244,7 +244,7 @@ def test_fitted_rates(tmp_path):
     found = FitRecord(
         hardware=hardware_preset("h100"),
         parameters={"gemm_flops_per_s": 3.21e14, "host_bytes_per_s": 2.5e10, "layer_s": 9e-5},
-        names=("a.npz, update", "b.npz, recompute"),
+        names=("a.safetensors, update", "b.safetensors, recompute"),
         measured_s=(1.5, 0.25),
         predicted_s=(1.45, 0.26),
         median_error=0.035,

@@ -8,11 +8,11 @@ import pytest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
-from foreroute.plan.step_plan import CellHosts
+from foreroute.plan.hosts import CellPlan
 from foreroute.planner import plan
 from foreroute.simulate.cell_costs import StagePass, fetched_replicas, transfers_of
 from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
-from foreroute.simulate.methods import PlannedStep
+from foreroute.simulate.methods import ServedStep
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
@@ -23,18 +23,11 @@ REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
 
 
 def planned(slots):
-    assignments = []
+    cells = []
     for replicas in REPLICAS:
-        for _ in range(2):
-            expert, rank, fetched = zip(*replicas, strict=True)
-            one = CellHosts(
-                np.concatenate([HOME_E, expert]).astype(np.int32),
-                np.concatenate([HOME_E, rank]).astype(np.int32),
-                np.ones((5, 4), np.int64),
-                np.concatenate([np.zeros(4, bool), fetched]),
-            )
-            assignments.append(one)
-    return PlannedStep(assignments, np.tile(HOME_E, (2, 1)), np.empty((0, 4), np.int64), slots, 0.0)
+        expert_R, rank_R, fetched_R = map(np.array, zip(*replicas, strict=True))
+        cells += 2 * [CellPlan(HOME_E, expert_R, rank_R, 0 * rank_R, fetched_R, np.ones((1, 4), np.int32))]
+    return ServedStep(np.ones((3, 2, 4, 4), np.int64), np.tile(HOME_E, (2, 1)), slots, cells)
 
 
 def fetched(slots, order):
@@ -105,10 +98,8 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     counts = rng.multinomial(2000, rng.dirichlet(np.full(32, 0.1), (2, 3, 1)), (2, 3, 8)).astype(np.int32)
     found = plan(counts, topology, PlanOptions(slots="shared"))
     assert found.num_replicas_ML.min() > 4
-    step = PlannedStep(
-        [CellHosts.of(found.cell(*c), counts[c]) for c in np.ndindex(2, 3)],
-        found.home_LE.astype(np.int64), found.home_moves, "shared", 0.0,
-    )  # fmt: skip
+    cells = [found.cell(*cell) for cell in np.ndindex(2, 3)]
+    step = ServedStep(counts, found.home_LE, "shared", cells)
     costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
     moved = transfers_of(step, np.arange(3), forward_only(2), topology, costs, prefetch=1)
     by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)

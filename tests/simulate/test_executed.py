@@ -14,16 +14,14 @@ from foreroute.adapters import hf
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.ep import BatchRows
-from foreroute.ep.transfer.consensus import require_ranks
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.plan.capabilities import EXECUTES, Ability, lacking
+from foreroute.plan.capabilities import EXECUTES, Ability, lacking, warn_of_lacks
 from foreroute.planner import plan
-from foreroute.planner.balancers import BalancerInput
-from foreroute.planner.methods import METHODS, OURS, Ours
 from foreroute.simulate import parse_config, simulate, timeline
-from foreroute.simulate.methods import plan_with
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.methods import METHODS, PRESETS, PlannerPreset, serve
 from foreroute.trace import RoutingTrace
 from tests.processes import Workers
 from tests.simulate.simulate_cases import small_config
@@ -43,6 +41,7 @@ TESTS = {
         Ability.HOST_PATH: ENGINE + "test_one_pass_moves_the_fewest_bytes_that_the_plan_needs",
         Ability.DIRECT_PATH: "tests/ep/transfer/test_direct.py::test_weights_come_and_gradients_return",
         Ability.PREFETCH: ENGINE + "test_all_but_the_first_fetch_had_begun_before_it_was_asked_for",
+        Ability.DEEP_PREFETCH: ENGINE + "test_one_pass_moves_the_fewest_bytes_that_the_plan_needs",
         Ability.KNOWN_COUNTS: TRAINING + "test_training_is_that_of_one_process",
         Ability.EARLY_CELLS: SHARED,
         Ability.COPIED_DISPATCH: TRAINING + "test_training_is_that_of_one_process",
@@ -52,6 +51,7 @@ TESTS = {
         Ability.SHARED_SLOTS: STATIC,
         Ability.HOME_MOVES: "tests/adapters/megatron/test_home_placement.py::test_so_they_are_on_four_ranks",
         Ability.DIRECT_PATH: STATIC,
+        Ability.PREFETCH: MEGATRON + "test_fetches_are_begun_ahead_in_the_order_of_the_step_before",
         Ability.KNOWN_COUNTS: MEGATRON + "test_counts_are_known_ahead",
         Ability.COPIED_DISPATCH: STATIC,
         Ability.EXPERT_DATA_PARALLEL: STATIC,
@@ -70,7 +70,7 @@ SIZES = {
     "moe_intermediate_size": 16,
 }
 RANKS, MICRO_STEPS = 4, 2
-ROWS = ("static", *OURS)
+ROWS = ("static", *PRESETS)
 COSTS = CostModel(
     # transfers that cost next to nothing, so that none is left out
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
@@ -100,7 +100,7 @@ def executed():
 
 def planned(counts_MLGE, name, home_LE):
     method = METHODS[name]
-    is_ours = isinstance(method, Ours)
+    is_ours = isinstance(method, PlannerPreset)
     topology = Topology(RANKS, RANKS, (is_ours and method.redundant_slots) or 2, COSTS.hardware.links)
     options = method.options if is_ours else PlanOptions(replicas=False)
     return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
@@ -148,8 +148,10 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     step_plan, _, loss = found[name]
     assert (len(step_plan.expert_R) > 0) == (name != "static")
     assert (len(step_plan.home_moves) > 0) == (name == "ours_rehomed")
-    simulated = plan_with(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
-    simulated_MLG = np.stack([one.loads_G for one in simulated.assignments]).reshape(*counts_MLGE.shape[:2], RANKS)
+    simulated = serve(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
+    counts_CGE = counts_MLGE.reshape(-1, RANKS, 16)
+    loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.kept, counts_CGE, strict=True)]
+    simulated_MLG = np.reshape(loads_CG, (*counts_MLGE.shape[:2], RANKS))
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
     assert loss == pytest.approx(found["static"][2], rel=1e-6)
 
@@ -183,21 +185,19 @@ def test_what_no_executor_does_is_marked(change, missing):
 
 
 def test_one_executor_must_do_all():
-    assert lacking({Ability.REPLICAS, Ability.PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
+    assert lacking({Ability.REPLICAS, Ability.DEEP_PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
     assert lacking({Ability.REPLICAS, Ability.PIPELINE}) == ()
-    pipelined = small_config(
-        gpus=8, pipeline=2, methods=["ours_traffic"], costs={"paths": "direct"}, prefetch=0, early_cells=False
-    )
+    pipelined = small_config(gpus=8, pipeline=2, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
     assert simulate(pipelined)["ours_traffic"].not_executed == ()
 
 
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
     counts = np.ones((1, 1, RANKS, 16), np.int64)
     across = plan(counts, Topology(RANKS, 2, 1, COSTS.hardware.links))
-    with pytest.warns(UserWarning, match=r"several nodes \(2\), on which this executor was never run"):
-        require_ranks(across, RANKS)
+    with pytest.warns(UserWarning, match="the plan asks for expert-parallel ranks on several nodes, which no test"):
+        warn_of_lacks(across, "hf")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        require_ranks(planned(counts, "static", None), RANKS)
+        warn_of_lacks(planned(counts, "ours", None), "hf")
         monkeypatch.setitem(EXECUTES, "hf", EXECUTES["hf"] | {Ability.NODES})
-        require_ranks(across, RANKS)
+        warn_of_lacks(across, "hf")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, CountsError, PlanError
-from foreroute.plan import PlanOptions, save_plan
+from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
 from foreroute.simulate.fit import fit, fit_record, predict, rank_correlation
 from foreroute.simulate.measurements import Measurement, load_measurements
@@ -92,14 +92,14 @@ def folder(tmp_path):
     """Counts, their plan, and the plan of other counts."""
     rng, topology = np.random.default_rng(0), small_config().described().topology
     counts, others = (rng.integers(0, 50, (2, 4, 4, 8)).astype(np.int32) for _ in range(2))
-    np.savez_compressed(tmp_path / "counts.npz", counts=counts)
+    save_counts(counts, tmp_path / "counts.safetensors")
     save_plan(plan(counts, topology), tmp_path / "plan.safetensors")
     save_plan(plan(others, topology), tmp_path / "other.safetensors")
     return tmp_path
 
 
 def line(**changes):
-    values = {"counts": "counts.npz", "plan": "plan.safetensors", "stage": "update", "seconds": 0.5}
+    values = {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 0.5}
     return json.dumps(values | changes)
 
 
@@ -108,8 +108,8 @@ def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
     (folder / "m.json").write_text(form.format(line(), line(plan=None, stage="recompute", seconds=0.25)))
     planned, at_home = load_measurements(folder / "m.json", small_config().described().topology)
     assert (planned.stage, planned.seconds) == (1, 0.5)
-    assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.npz, recompute")
-    assert len(at_home.planned.assignments[0].expert_H) == 8 < len(planned.planned.assignments[0].expert_H)
+    assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
+    assert len(at_home.served.kept[0].expert_R) == 0 < len(planned.served.kept[0].expert_R)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from foreroute.planner.methods import METHODS
+from foreroute.plan import CellHosts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.methods import plan_with
+from foreroute.simulate.methods import METHODS, serve
 from foreroute.simulate.optimizer_step import reduction_bytes
 from foreroute.simulate.steps import group_steps
 
@@ -35,11 +35,12 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths):
     model, record = cluster.costs.model, simulate(config)
     totals = []
     for step in group_steps(config, cluster.topology, model):
-        planned = plan_with(METHODS["ours_traffic"], step.problem, cluster.costs)
+        planned = serve(METHODS["ours_traffic"], step.problem, cluster.costs)
         assert planned.slots == "shared"
         rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)
-        for cell, one in enumerate(planned.assignments):
-            layer = cell % LAYERS
+        for c, cell in enumerate(planned.kept):
+            layer = c % LAYERS
+            one = CellHosts.of(cell, step.problem.counts_MLGE[divmod(c, LAYERS)])
             times = sum(model_layer % LAYERS == layer for model_layer in range(48))
             for expert, host, tokens_G in zip(one.expert_H, one.rank_H, one.tokens_HG, strict=True):
                 for source, tokens in enumerate(tokens_G):

@@ -1,5 +1,7 @@
 """What surrounds the stages, by hand on 64 H100 of the 30B model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,15 +51,18 @@ def test_the_optimizer_reads_and_writes_its_share():
 
 def test_homes_move_with_their_state_over_the_busiest_link():
     _, topology, costs = described(16)
-    moves = np.array([[0, 1, 0, 3], [0, 2, 5, 3], [1, 9, 2, 8]])  # two into rank 3 of the node, one to the other node
+    before_LE = np.array([[0, 0, 5], [2, 2, 2]])
+    home_LE = np.array([[0, 3, 3], [2, 2, 8]])  # two into rank 3 of the node, one to the other node
     size = EXPERT * 14
     near_s, far_s = 2 * size / 340e9, size / 45e9
-    assert move_seconds(moves, 12.0, topology, costs) == pytest.approx(12 * max(near_s, far_s))
-    assert move_seconds(moves[:2], 1.0, topology, costs) == pytest.approx(near_s)
-    assert move_seconds(moves[:0], 1.0, topology, costs) == 0
+    assert move_seconds(before_LE, home_LE, 12.0, topology, costs) == pytest.approx(12 * max(near_s, far_s))
+    assert move_seconds(before_LE[:1], home_LE[:1], 1.0, topology, costs) == pytest.approx(near_s)
+    assert move_seconds(home_LE, home_LE, 1.0, topology, costs) == 0
 
 
 def test_every_rank_publishes_its_own_experts():
     assert publish_seconds(*described(8)) == pytest.approx(48 * 16 * EXPERT * 2 / 50e9)
     assert publish_seconds(*described(64)) == pytest.approx(48 * 2 * EXPERT * 2 / 50e9)
     assert publish_seconds(*described(8, pipeline=2)) == pytest.approx(24 * 16 * EXPERT * 2 / 50e9)
+    cluster, topology, costs = described(8)
+    assert publish_seconds(cluster, topology, replace(costs, paths="direct")) == 0

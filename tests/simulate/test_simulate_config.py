@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from foreroute.errors import ConfigError, TopologyError
-from foreroute.planner.methods import METHODS
 from foreroute.simulate import load_config, parse_config, sweep, timeline
 from foreroute.simulate.config import varied
+from foreroute.simulate.methods import METHODS
 from tests.simulate.simulate_cases import small_config
 
 SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}
@@ -39,14 +39,18 @@ def test_the_file_of_the_simulators_page_is_read():
         ({"cluster": {"gpus": 64}}, ConfigError, "cluster.expert_parallel: required and not given"),
         ({"workload": {"token_per_rank": 1}}, ConfigError, "unknown key; did you mean tokens_per_rank"),
         ({"workload": {"preset": "G7"}}, ConfigError, "no workload is called 'G7'"),
-        ({"workload": {"counts": "c.npz", "preset": "G8"}}, ConfigError, "counts come from a file, and preset would"),
         (
-            {"workload": {"counts": "c.npz", "skew": 2.0, "seed": 1}},
+            {"workload": {"counts": "c.safetensors", "preset": "G8"}},
+            ConfigError,
+            "counts come from a file, and preset would",
+        ),
+        (
+            {"workload": {"counts": "c.safetensors", "skew": 2.0, "seed": 1}},
             ConfigError,
             "a file, and seed, skew would draw them",
         ),
         (
-            {"workload": {"counts": "c.npz"}, "sweep": {"skew": [2.0]}},
+            {"workload": {"counts": "c.safetensors"}, "sweep": {"skew": [2.0]}},
             ConfigError,
             "sweep.skew draws other counts, and workload.counts is a file",
         ),

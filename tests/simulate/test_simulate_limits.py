@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError, InputError
+from foreroute.plan import save_counts
 from foreroute.simulate import load_config, parse_config, simulate
 from foreroute.simulate.workload import WORKLOADS
 from tests.simulate.simulate_cases import small_config
@@ -77,11 +78,11 @@ def test_the_largest_that_anyone_simulates_is_let_through():
 
 
 def test_counts_from_a_file_are_bounded_like_drawn_ones(tmp_path):
-    np.savez_compressed(tmp_path / "counts.npz", counts=np.zeros((200_000, 1, 1, 2), np.int8))
+    save_counts(np.zeros((200_000, 1, 1, 2), np.int8), tmp_path / "counts.safetensors")
     values = small_config(experts=2, gpus=1, expert_parallel=1).model_dump()
-    values["workload"] = {"counts": str(tmp_path / "counts.npz")}
+    values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
     values["model"] |= {"num_layers": 1000, "top_k": 1}
-    with pytest.raises(ConfigError, match=r"counts\.npz: .*would take about .* GB of memory"):
+    with pytest.raises(ConfigError, match=r"counts\.safetensors: .*would take about .* GB of memory"):
         simulate(parse_config(values, source="here"))
 
 

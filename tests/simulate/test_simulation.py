@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS
-from foreroute.costs.figures import least_seconds, price_cell
 from foreroute.costs.model import BACKWARD, FORWARD
+from foreroute.costs.pricing import least_seconds, price_cell
 from foreroute.errors import ConfigError
-from foreroute.planner.methods import METHODS
+from foreroute.plan import save_counts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup, plan_ready
-from foreroute.simulate.methods import PlannedStep, all_at_home, forced_balance, plan_with
+from foreroute.simulate.methods import METHODS, ServedStep, all_at_home, forced_balance, serve
 from foreroute.simulate.steps import GroupStep, group_steps
 from tests.simulate.simulate_cases import small_config
 
@@ -82,20 +82,14 @@ def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"])
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
-    planned = all_at_home(step.problem)
-    replicas = [
-        replace(
-            one,
-            expert_H=np.append(one.expert_H, 7).astype(np.int32),
-            rank_H=np.append(one.rank_H, 0).astype(np.int32),
-            tokens_HG=np.vstack([one.tokens_HG, np.zeros((1, 4), np.int64)]),
-            fetched_H=np.append(one.fetched_H, True),
-        )
-        for one in planned.assignments
+    at_home = all_at_home(step.problem)
+    replica = {name: np.array([value], np.int16) for name, value in (("expert_R", 7), ("rank_R", 0), ("slot_R", 0))}
+    cells = [
+        cell._replace(**replica, fetched_R=np.array([True]), tokens_RG=np.zeros((1, 4), np.int32))
+        for cell in at_home.kept
     ]
-    group = EPGroup.of(
-        PlannedStep(replicas, planned.home_LE, planned.home_moves, "shared", 0.0), step, config, *vars(cluster).values()
-    )
+    served = ServedStep(at_home.counts_MLGE, at_home.before_LE, "shared", cells)
+    group = EPGroup.of(served, step, config, *vars(cluster).values())
     recompute, _ = group.run()
     cells = group.compute.all_to_all_ML.size
     copy_s = cluster.costs.model.expert_bytes / 1e6
@@ -115,13 +109,12 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
     )
     cluster = config.described()
     step = GroupStep(next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem, None)
-    planned = plan_with(METHODS[method], step.problem, cluster.costs)
+    planned = serve(METHODS[method], step.problem, cluster.costs)
     group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs)
     group = replace(group, recompute=without_cost(group.recompute), update=without_cost(group.update))
     parts = np.zeros((2, 4))
-    for one, (layer, _) in zip(planned.assignments, step.problem.cells(), strict=True):
-        figures = price_cell(one, planned.home_LE[layer], cluster.topology, cluster.costs)
-        parts += [list(figures.recompute)[:4], list(figures.update)[:4]]
+    for cell, (_, counts_GE) in zip(planned.kept, step.problem.cells(), strict=True):
+        parts += price_cell(cell, counts_GE, cluster.topology, cluster.costs).parts_SP[:, :4]
     for run, expected in zip(group.run(), parts, strict=True):
         assert run.parts_PX[0, :4] == pytest.approx(2 * expected)  # two layers stand for four
     head_s = sum(float(run.parts_PX[0, PARTS.index("output head")]) for run in group.run())
@@ -177,10 +170,12 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
     config = small_config(gpus=16, expert_parallel=16, experts=32)
     cluster = config.described()
     problem = next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem
-    for one, (_, counts_GE) in zip(forced_balance(problem).assignments, problem.cells(), strict=True):
-        assert np.array_equal(one.tokens_HG.sum(axis=0), counts_GE.sum(axis=1))
-        assert np.ptp(one.tokens_HG.sum(axis=1)) <= 1
-        assert np.ptp(one.tokens_HG, axis=0).max() <= 1
+    forced = forced_balance(problem)
+    assert all(len(cell.expert_R) == 0 for cell in forced.kept)
+    for even_GE, (_, counts_GE) in zip(forced.counts_MLGE.reshape(-1, 16, 32), problem.cells(), strict=True):
+        assert np.array_equal(even_GE.sum(axis=1), counts_GE.sum(axis=1))
+        assert np.ptp(even_GE.sum(axis=0)) <= 1
+        assert np.ptp(even_GE, axis=1).max() <= 1
 
 
 def test_plans_are_waited_for_block_by_block():
@@ -214,9 +209,9 @@ def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(t
             for _ in range(4)
         ]
     )
-    np.savez_compressed(tmp_path / "counts.npz", counts=np.broadcast_to(picks, (2, 2, 4, 8)).astype(np.int32))
+    save_counts(np.broadcast_to(picks, (2, 2, 4, 8)).astype(np.int32), tmp_path / "counts.safetensors")
     values = small_config().model_dump()
-    values["workload"] = {"counts": str(tmp_path / "counts.npz")}
+    values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
     everything = parse_config(values | {"methods": list(METHODS)}, source="here")
     assert [record.name for record in simulate(everything).methods] == [m for m in METHODS if "previous" not in m]
     values["methods"] = ["eplb_previous", "ours"]

@@ -278,7 +278,7 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
 def test_another_version_is_refused_before_anything_else(tmp_path):
     path = tmp_path / "t"
     path.write_bytes(to_bytes({"anything": np.zeros(2)}, metadata={"foreroute.trace": "4", "foreroute.other": "x"}))
-    with pytest.raises(TraceFileError, match="is a trace of version 4; this foreroute reads version 3"):
+    with pytest.raises(TraceFileError, match="is a trace file of version 4; this foreroute reads version 3"):
         fr.load(path)
     path.write_bytes(to_bytes({"anything": np.zeros(2)}, metadata={"foreroute.version": "2"}))
     with pytest.raises(TraceFileError, match="what an earlier foreroute wrote must be recorded again"):

@@ -14,6 +14,7 @@ import pytest
 
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError, RunFolderError
+from foreroute.files import writing
 from foreroute.trace import load
 from foreroute.train import RunFolder, Watcher, train
 from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
@@ -137,7 +138,7 @@ DAMAGES = {
     ),
     "the last checkpoint is damaged": (
         edited("checkpoints/step-000009.safetensors", lambda content: content[:-1]),
-        r"step-000009\.safetensors cannot be read .*remove it to use the one before",
+        r"step-000009\.safetensors is not a whole safetensors file.*remove it to use the one before",
     ),
     "the last checkpoint is another one": (
         lambda folder: shutil.copy(*(folder / "checkpoints" / f"step-00000{n}.safetensors" for n in (6, 9))),
@@ -276,6 +277,7 @@ def test_a_rollouts_trace_is_among_those_of_the_run_and_stored_once_where_it_can
 
     if not links:
         monkeypatch.setattr(os, "link", link)
+        monkeypatch.setattr(writing, "OPEN_FILES", "/nowhere")  # no links, and so no names for files without one
     generation = load_generation(whole.path / "rollouts" / "step-000008.safetensors")
     for _ in range(2):  # as by a step that runs again
         RunFolder(tmp_path).save_rollout(3, generation)
@@ -362,7 +364,7 @@ def test_a_file_system_without_locks_is_trained_on_all_the_same(tmp_path, monkey
 
 def test_a_folder_is_new_with_what_a_kill_left_and_with_nothing_else(tmp_path):
     run = RunFolder(tmp_path, config_of())
-    for name in (".lock", ".config.json.0a1b2c3d"):
+    for name in (".lock", ".config.json.0a1b2c3d", ".config.json.foreroute"):
         (tmp_path / name).touch()
     run.require_new()
     for name in ("config.json", ".config.json.mine", "notes.lock", ".config.json.0a1b2c3d4"):

@@ -1,9 +1,10 @@
 """What an engine must know of the model that it serves, and the checkpoints that bring it new weights.
 
-    ServedModel.of(hf.attach(model))        a model of transformers in this process
-    ServedModel.at(Path("Qwen3-30B-A3B"))   a checkpoint folder: a trainer on another framework needs no such model
+    ServedModel.of(hf.attach(model))                  a model of transformers in this process
+    ServedModel.at(Path("Qwen3-30B-A3B"))             a checkpoint folder, whose layers transformers tells
+    ServedModel.at(folder, spec=routed.spec)          the same where a trainer knows its layers: no transformers needed
 
-transformers is imported only where one of its models is written.
+transformers is imported only where it tells layers, or one of its models is written.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,18 +22,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foreroute.capture import ModelFacts, facts_of_config
-from foreroute.capture.model_config import text_section
-from foreroute.capture.model_facts import MOST
-from foreroute.capture.recognition import field_of, whole_number
-from foreroute.errors import CaptureError, ConfigError
+from foreroute.errors import ConfigError
 from foreroute.files import parse_json, read_file, writing_named
-from foreroute.trace import RoutingSpec
+from foreroute.trace import IndexerSpec, RoutingSpec
+from foreroute.trace.spec import whole_number
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf import RoutedTransformer
 
-__all__ = ["CheckpointWriter", "FolderWriter", "ModelWriter", "ServedModel", "Weights", "facts_of"]
+__all__ = ["CheckpointWriter", "FolderWriter", "ModelWriter", "ServedModel", "Weights"]
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Tensors by name, or names and tensors one after the other, where all at once would not fit in memory."""
@@ -42,6 +40,8 @@ COPIED = (CONFIG, "generation_config.json")
 """What is taken over from a checkpoint folder; code is not."""
 WEIGHTS = "*.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST = (1 << 31) - 1
+"""Tokens of a vocabulary or of a sequence: their ids and positions are int32."""
 SHARD_BYTES = 4 << 30
 """A little less than the 5 GB that the hub splits checkpoints into. A shard is held in memory while it is filled."""
 
@@ -62,51 +62,64 @@ class ServedModel:
     """The model that an engine serves.
 
     Attributes:
-        facts: what its routes and tokens are read by.
+        spec: which layers route, among how many experts.
         writer: of its checkpoints.
+        vocabulary_size: tokens that it can be given; None when that is not known.
+        indexers: of its sparse attention; None where it has none, or they are not known.
         max_positions: tokens of the longest sequence that it takes; None when that is not known.
     """
 
-    facts: ModelFacts
+    spec: RoutingSpec
     writer: CheckpointWriter
+    vocabulary_size: int | None = None
+    indexers: IndexerSpec | None = None
     max_positions: int | None = None
 
     @classmethod
     def of(cls, routed: RoutedTransformer) -> ServedModel:
         """An attached model of transformers. Weights are named as in its `state_dict()`."""
-        config: Any = routed.model.config
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return cls(facts_of(routed), ModelWriter(routed.model), None if positions is None else int(positions))
+        model: Any = routed.model
+        vocabulary_size, positions = _counts(model.config.get_text_config().to_dict())
+        return cls(routed.spec, ModelWriter(model), vocabulary_size, routed.indexers, positions)
 
     @classmethod
     def at(cls, folder: Path, *, spec: RoutingSpec | None = None) -> ServedModel:
-        """The model whose checkpoint lies in a folder. Weights are named as in its files.
+        """The model whose checkpoint lies in a folder. Weights are named as in its files, and are not read.
 
         Args:
             folder: with a `config.json` and, for engines that foreroute starts, weights in safetensors.
-            spec: which layers route. By default it is read off the configuration.
+            spec: which layers route. By default transformers makes the model without memory, and its routers are
+                looked at; nothing of the folder is executed.
 
         Raises:
-            ConfigError: when the configuration or the weights cannot be read.
-            CaptureError: when the configuration does not say which layers route, or contradicts the spec.
+            ConfigError: when the configuration or the weights cannot be read, or transformers does not know the model.
+            ModuleNotFoundError: when transformers is needed and not installed.
         """
-        path = folder / CONFIG
-        config = parse_json(read_file(path, ConfigError), ConfigError, name=str(path))
-        try:
-            section = text_section(config)
-            counts = ("num_hidden_layers", "vocab_size", "max_position_embeddings")
-            layers, vocabulary_size, positions = (_count(section, name) for name in counts)
-            facts = facts_of_config(config) if spec is None else ModelFacts(spec, layers)
-        except CaptureError as error:
-            raise CaptureError(f"{path}: {error}") from error
-        return cls(replace(facts, vocabulary_size=vocabulary_size), FolderWriter(folder), positions)
+        path, writer = folder / CONFIG, FolderWriter(folder)
+        if spec is None:
+            from foreroute.adapters.hf.without_weights import structure_of
+
+            found = structure_of(path)
+            vocabulary_size, positions = _counts(found.config)
+            return cls(found.spec, writer, vocabulary_size, found.indexers, positions)
+        stated = parse_json(read_file(path, ConfigError), ConfigError, name=str(path))
+        for name in ("thinker_config", "text_config"):  # where a model of images or sound keeps its decoder
+            stated = stated.get(name, stated) if isinstance(stated, dict) else stated
+        if not isinstance(stated, dict):
+            raise ConfigError(f"{path} holds {type(stated).__name__}, not an object; expected a configuration")
+        vocabulary_size, positions = _counts(stated)
+        return cls(spec, writer, vocabulary_size, None, positions)
 
 
-def facts_of(routed: RoutedTransformer) -> ModelFacts:
-    """The spec of an attached model, how many decoder layers an engine counts, its vocabulary and its indexers."""
-    config: Any = routed.model.config
-    text = config.get_text_config()
-    return ModelFacts(routed.spec, int(text.num_hidden_layers), int(text.vocab_size), routed.indexers)
+def _counts(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """The size of the vocabulary and the longest sequence of a decoder; None where its configuration says nothing."""
+    vocabulary_size, positions = (
+        None
+        if config.get(name) is None
+        else whole_number(config[name], name=f"{name} of the configuration", most=MOST, kind=ConfigError)
+        for name in ("vocab_size", "max_position_embeddings")
+    )
+    return vocabulary_size, positions
 
 
 class ModelWriter:
@@ -219,11 +232,6 @@ def _tensor_names(source: Path) -> set[str]:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read as weights in safetensors ({error})") from error
     return names
-
-
-def _count(section: Any, name: str) -> int | None:
-    value = field_of(section, name)
-    return None if value is None else whole_number(value, f"{name} of the configuration", 1, MOST)
 
 
 @contextmanager

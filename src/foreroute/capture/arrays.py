@@ -1,7 +1,7 @@
-"""Bytes, text and lists to arrays. All of it may be hostile: sizes are checked before anything is allocated.
+"""Values from outside: fields of foreign objects, arrays of any library, text and bytes. All of it may be hostile.
 
-No function allocates more than a small multiple of its input: declared shapes must account for the bytes at hand.
-Nothing is executed, and no pickle is read.
+A foreign object's attributes may raise, and its lists may be no lists, so that it is asked through the functions here
+alone. Sizes are checked before anything is allocated, nothing is executed, and no pickle is read.
 """
 
 from __future__ import annotations
@@ -9,122 +9,164 @@ from __future__ import annotations
 import binascii
 import re
 from collections.abc import Mapping
-from itertools import chain
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.recognition import MAX_TEXT, NPY_MAGIC, field_of, items_of, shown
-from foreroute.errors import CaptureError
+from foreroute.errors import CaptureError, shown
+from foreroute.files import parse_json
 
-_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int8", "uint16", "int16", "int32", "int64")}
+MAX_TEXT = 1 << 28
+"""Characters of one text, JSON or base64: 256 Mi, some ten million tokens of a model of 48 layers in base64."""
+MAX_INT32 = 2**31 - 1
+NPY_MAGIC = b"\x93NUMPY"
+RAW_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int8", "uint16", "int16", "int32", "int64")}
 # `numpy.save` writes exactly this; its own reader evaluates the header as a Python literal, which is not needed here.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<|][iu][1248])', 'fortran_order': (True|False), "
     rb"'shape': \((\d{1,12}), (\d{1,12}), (\d{1,12})\), \} *\n"
 )
-_ENVELOPE = re.compile(r"nrlre1:(int8|int16|int32):(\d{1,12})x(\d{1,12})x(\d{1,12}):")
 
 
-def read_base64(text: str) -> bytes:
-    """Read standard base64 with padding; stray characters, line breaks and missing padding are refused."""
-    if len(text) > MAX_TEXT:
-        raise CaptureError(f"the base64 text has {len(text)} characters; expected at most {MAX_TEXT}")
+def field_of(record: Any, name: str) -> Any:
+    """Return a field of a mapping, or of another object its attribute or else its item; None when it has none.
+
+    Raises:
+        CaptureError: when the record does not let itself be asked.
+    """
     try:
-        return binascii.a2b_base64(text, strict_mode=True)
-    except (ValueError, UnicodeEncodeError) as error:
-        raise CaptureError(f"the routes are not base64 ({error}, {len(text)} characters); was the text cut?") from error
+        if isinstance(record, Mapping):
+            return record.get(name)
+        value = getattr(record, name, None)
+        return _item_of(record, name) if value is None and hasattr(type(record), "__getitem__") else value
+    except Exception as error:
+        raise CaptureError(f"{name} of a {type(record).__name__} cannot be read ({shown(error)})") from error
+
+
+def _item_of(record: Any, name: str) -> Any:
+    try:
+        return record[name]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def items_of(values: Any, name: str) -> list[Any]:
+    """Return the entries of a list or tuple.
+
+    Raises:
+        CaptureError: when it does not give them.
+    """
+    try:
+        return [*values]
+    except Exception as error:
+        raise CaptureError(f"{name} cannot be read ({shown(error)}); expected a list") from error
+
+
+def is_array(value: Any) -> bool:
+    """Say whether it is an array of some library. A tensor dictionary may have a shape and a dtype, but has keys."""
+    kind = type(value)
+    return hasattr(kind, "__array__") and not hasattr(kind, "keys") and not isinstance(value, np.generic)
+
+
+def num_axes(array: Any) -> int:
+    """Return how many axes an array of any library has.
+
+    Raises:
+        CaptureError: when it has no shape.
+    """
+    try:
+        return len(array.shape)
+    except Exception as error:
+        raise CaptureError(f"a {type(array).__name__} has no shape ({shown(error)}); expected an array") from error
+
+
+def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
+    """Return what numpy makes of an array of any library.
+
+    Raises:
+        CaptureError: when it makes none, or entries are masked, which a plain array cannot say.
+    """
+    try:
+        array = np.asarray(values)
+    except Exception as error:
+        raise CaptureError(
+            f"{name}, a {type(values).__name__}, cannot be read as an array ({shown(error)}); "
+            "copy it to host memory first"
+        ) from error
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise CaptureError(f"{name} is an array with masked entries; expected a value everywhere")
+    return array
+
+
+def as_integers(values: Any, name: str) -> NDArray[Any]:
+    """Return an array of any library as one of numpy.
+
+    Raises:
+        CaptureError: as `as_array`, and when its numbers are no integers.
+    """
+    array = as_array(values, name)
+    if array.dtype.kind not in "iu":
+        raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
+    return array
 
 
 def read_npy(data: bytes) -> NDArray[Any]:
-    """Read an integer array [R, layers, K] from a version 1 `.npy` file."""
+    """Read an integer array [rows, layers, K] from a version 1 `.npy` file.
+
+    Raises:
+        CaptureError: when it is another file, or has more or fewer bytes than its header states.
+    """
     header_end = 10 + int.from_bytes(data[8:10], "little")
     header = _NPY_HEADER.fullmatch(data[10:header_end])
     if data[:8] != NPY_MAGIC + b"\x01\x00" or len(data) < 10 or header is None:
         raise CaptureError(
             f"the .npy file starts with {bytes(data[:80])!r}; expected version 1 with an integer array of three axes"
         )
-    shape = tuple(int(n) for n in header.groups()[2:])
-    order = "F" if header[2] == b"True" else "C"
-    return _shaped(data[header_end:], np.dtype(header[1].decode()), shape, what=".npy file", order=order)
-
-
-def read_envelope(text: str) -> NDArray[Any]:
-    """Read a signed array [S, L, K] from the NeMo RL envelope."""
-    head = _ENVELOPE.match(text)
-    if head is None:
+    dtype, shape, numbers = np.dtype(header[1].decode()), tuple(map(int, header.groups()[2:])), data[header_end:]
+    if prod(shape) * dtype.itemsize != len(numbers) or (not numbers and shape[0]):
         raise CaptureError(
-            f"the envelope starts with {text[:60]!r}; expected nrlre1:<int8|int16|int32>:<S>x<L>x<K>:<base64>"
+            f"the .npy file states shape {shape} of {dtype}, which is {prod(shape) * dtype.itemsize} bytes; "
+            f"{len(numbers)} bytes follow. Was it cut?"
         )
-    shape = tuple(int(n) for n in head.groups()[1:])
-    return _shaped(read_base64(text[head.end() :]), _DTYPES[head[1]], shape, what="envelope")
-
-
-def read_table(table: Mapping[str, Any]) -> NDArray[Any]:
-    """Read an array [R, layers, K] from a table of data (base64 text or bytes), shape and dtype."""
-    dtype, shape, data = (field_of(table, name) for name in ("dtype", "shape", "data"))
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise CaptureError(f"the table has dtype {shown(dtype)}; expected one of {', '.join(_DTYPES)}")
-    if not isinstance(shape, list | tuple) or not _three_counts(items_of(shape, "the shape")):
-        raise CaptureError(f"the table has shape {shown(shape)}; expected three counts [rows, layers, picks]")
-    if not isinstance(data, str | bytes):
-        raise CaptureError(f"the table has data of type {type(data).__name__}; expected base64 text or bytes")
-    return _shaped(read_base64(data) if isinstance(data, str) else data, _DTYPES[dtype], tuple(shape), what="table")
-
-
-def read_raw(text: str, dtype: str | None) -> NDArray[Any]:
-    """Read a flat array from base64 of raw bytes; int32 unless the engine advertises another dtype."""
-    name = "int32" if dtype is None else dtype
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise CaptureError(f"the engine advertises dtype {shown(name)}; expected one of {', '.join(_DTYPES)}")
-    data = read_base64(text)
-    if len(data) % _DTYPES[name].itemsize:
-        raise CaptureError(f"the routes have {len(data)} bytes, which is no whole number of {name}; was the text cut?")
-    return np.frombuffer(data, _DTYPES[name])
-
-
-def read_lists(nested: Any) -> NDArray[np.int64]:
-    """Read an array [R, layers, K] from nested lists of integers. Floats, booleans and ragged rows are refused."""
-    rows = nested if type(nested) is list else items_of(nested, "the nested lists")
-    if not rows:
-        return np.zeros((0, 0, 0), np.int64)
-    _expect_lists([rows[0]], None)
-    layers = len(rows[0])
-    _expect_lists(rows, layers)
-    cells = list(chain.from_iterable(rows))
-    _expect_lists(cells, len(cells[0]) if cells and isinstance(cells[0], list | tuple) else None)
-    picks = list(chain.from_iterable(cells))
-    if not all(type(pick) is int for pick in picks):
-        wrong = next(pick for pick in picks if type(pick) is not int)
-        raise CaptureError(f"the lists hold {type(wrong).__name__} {shown(wrong)}; expected integers")
-    try:
-        flat = np.array(picks, dtype=np.int64)
-    except OverflowError as error:
-        raise CaptureError("the lists hold an integer beyond 64 bits; expected expert ids") from error
-    return flat.reshape(len(rows), layers, -1) if picks else np.zeros((len(rows), layers, 0), np.int64)
-
-
-def _three_counts(values: list[Any]) -> bool:
-    return len(values) == 3 and all(type(n) is int and 0 <= n < 1 << 48 for n in values)
-
-
-def _expect_lists(values: list[Any], length: int | None) -> None:
-    for value in values:
-        plain = type(value) in (list, tuple)
-        if not plain or (length is not None and len(value) != length):
-            seen = f"{len(value)} entries" if plain else f"{type(value).__name__}"
-            wanted = "a list" if length is None else f"a list of {length}"
-            raise CaptureError(f"the nested lists are uneven: found {seen} where {wanted} belongs")
-
-
-def _shaped(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], *, what: str, order: Any = "C") -> NDArray[Any]:
-    if prod(shape) * dtype.itemsize != len(data) or (not data and shape[0]):
-        raise CaptureError(
-            f"the {what} states shape {shape} of {dtype}, which is {prod(shape) * dtype.itemsize} bytes; "
-            f"{len(data)} bytes follow. Was it cut?"
-        )
-    if not data:
+    if not numbers:
         return np.zeros((0, 0, 0), dtype)  # the axes of an empty array are unchecked numbers
-    return np.frombuffer(data, dtype).reshape(shape, order=order)
+    return np.frombuffer(numbers, dtype).reshape(shape, order="F" if header[2] == b"True" else "C")
+
+
+def read_raw(text: str, dtype: object, name: str) -> NDArray[Any]:
+    """Read a flat array from base64 of bytes without a header.
+
+    Args:
+        text: base64.
+        dtype: the name of one of `RAW_DTYPES`, as an engine states it; int32 for None.
+        name: what the numbers are, for the message.
+
+    Raises:
+        CaptureError: for another dtype, damaged base64, or bytes that are no whole number of entries.
+    """
+    known = "int32" if dtype is None else dtype
+    if not isinstance(known, str) or known not in RAW_DTYPES:
+        raise CaptureError(f"the engine advertises dtype {shown(dtype)}; expected one of {', '.join(RAW_DTYPES)}")
+    data = read_base64(text, name)
+    if len(data) % RAW_DTYPES[known].itemsize:
+        raise CaptureError(f"{name} are {len(data)} bytes, which is no whole number of {known}; was the text cut?")
+    return np.frombuffer(data, RAW_DTYPES[known])
+
+
+def read_base64(text: str, name: str) -> bytes:
+    """Read standard base64 with padding; stray characters, line breaks and missing padding are refused."""
+    if len(text) > MAX_TEXT:
+        raise CaptureError(f"{name} are base64 of {len(text)} characters; expected at most {MAX_TEXT}")
+    try:
+        return binascii.a2b_base64(text, strict_mode=True)
+    except (ValueError, UnicodeEncodeError) as error:
+        raise CaptureError(f"{name} are not base64 ({error}, {len(text)} characters); was the text cut?") from error
+
+
+def parse_text(text: str | bytes, *, name: str = "the text, which may have been cut,") -> Any:
+    """Return the value of a JSON text, bounded in length and depth. `name` says which, for the message."""
+    if len(text) > MAX_TEXT:
+        raise CaptureError(f"{name} has {len(text)} characters; expected at most {MAX_TEXT}")
+    return parse_json(text, CaptureError, name=name)

@@ -2,12 +2,8 @@
 
 A generation on disk is a trace file, and beside it the log-probs of its response tokens.
 
-    rollout.safetensors          log-probs [R] float32, prompt lengths [S] int64; where text of tools stands between
-                                 turns, sampled [N] uint8, 1 for tokens of responses. Metadata: foreroute.generation =
-                                 "1", foreroute.trace = the name of the trace file, foreroute.trace_digest = the digest
-                                 of the trace, foreroute.digest = that of the rest, as in a trace file
-    rollout.safetensors-0123456789abcdef.trace.safetensors
-                                 the trace, as `foreroute.save` writes it
+    rollout.safetensors                                            what `GENERATION_FILE` declares
+    rollout.safetensors-0123456789abcdef.trace.safetensors         the trace, as `foreroute.save` writes it
 
 The name of the trace file holds the first half of the trace's digest, so that a new trace never takes the place of the
 one that an older generation needs. The trace is looked for in the same folder only; its name holds no path.
@@ -18,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
@@ -28,16 +24,25 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.capture.recognition import MAX_INT32, shown, whole_number
-from foreroute.errors import ConfigError, TraceContentError, TraceFileError
-from foreroute.files import TensorFile, seal_file, write_atomically, writing_named
+from foreroute.capture.arrays import MAX_INT32
+from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
+from foreroute.files import FileFormat, TensorSchema, writing_named
 from foreroute.trace import RoutingTrace, concatenate, digest, load, save
 from foreroute.trace.checks import as_array, as_sequence_numbers
+from foreroute.trace.spec import whole_number
 
-GENERATION_VERSION = "1"
-MOST_HEADER_BYTES = 1 << 20
-METADATA = tuple("foreroute." + name for name in ("generation", "trace", "trace_digest", "digest"))
-TENSORS = {"logprobs": np.dtype("<f4"), "prompt_lengths": np.dtype("<i8"), "sampled": np.dtype("|u1")}
+GENERATION_FILE = FileFormat(
+    name="generation",
+    version=2,
+    kind=TraceFileError,
+    metadata=("trace", "trace_digest"),
+    tensors={
+        "logprobs": TensorSchema("F32", "R"),
+        "prompt_lengths": TensorSchema("I64", "S"),
+        "sampled": TensorSchema("U8", "N"),
+    },
+    made_by="capture.save_generation writes generations; a trace file alone goes with --trace",
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
-            value = whole_number(getattr(self, name), name, least, MAX_INT32, kind=ConfigError)
+            value = whole_number(getattr(self, name), name=name, least=least, most=MAX_INT32, kind=ConfigError)
             object.__setattr__(self, name, value)
         for name in ("temperature", "top_p", "min_p"):
             given: object = getattr(self, name)
@@ -117,7 +122,7 @@ class Generation:
                 f"{prompts.reshape(-1)[:8].tolist()}; expected whole numbers, a prompt and a response of at least one "
                 "token each"
             )
-        behind_prompts_N = _positions_N(lengths) >= np.repeat(prompts, lengths)
+        behind_prompts_N = self.trace.positions_N >= np.repeat(prompts, lengths)
         if cast(Any, self.sampled_N) is None:
             object.__setattr__(self, "sampled_N", behind_prompts_N)
         else:
@@ -210,32 +215,24 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
         TraceFileError: when `path` exists and `overwrite` is False, or a file cannot be written.
         TraceContentError: as `foreroute.save`.
     """
-    from safetensors.numpy import save as to_bytes
-
     target = Path(path)
     with writing_named(target, TraceFileError):
         if target.exists() and not overwrite:
             raise TraceFileError(f"{target} already exists; pass another path, or overwrite=True to replace it")
-        before = _named_trace(target)
-        of_trace = digest(generation.trace)
-        name = f"{target.name}-{of_trace[:16]}.trace.safetensors"
-        save(generation.trace, target.with_name(name), encoding="ordered", overwrite=True)
-        tensors: dict[str, NDArray[Any]] = {
-            "logprobs": np.ascontiguousarray(generation.logprobs_R, np.float32),
-            "prompt_lengths": np.ascontiguousarray(generation.prompt_lengths, np.int64),
-        }
-        if int(generation.sampled_N.sum()) < int((generation.trace.lengths - generation.prompt_lengths).sum()):
-            tensors["sampled"] = generation.sampled_N.astype(np.uint8)
-        header = {
-            "foreroute.generation": GENERATION_VERSION,
-            "foreroute.trace": name,
-            "foreroute.trace_digest": of_trace,
-        }
-        header["foreroute.digest"] = seal_file(header, tensors)
-        write_atomically(target, to_bytes(tensors, metadata=header), overwrite=overwrite)
-    if before not in (None, name):
+    before = _named_trace(target)
+    trace_digest = digest(generation.trace)
+    beside = target.with_name(f"{target.name}-{trace_digest[:16]}.trace.safetensors")
+    save(generation.trace, beside, encoding="ordered", overwrite=True)
+    tensors = {
+        "logprobs": np.asarray(generation.logprobs_R, np.float32),
+        "prompt_lengths": np.asarray(generation.prompt_lengths, np.int64),
+        "sampled": generation.sampled_N.astype(np.uint8),
+    }
+    metadata = {"trace": beside.name, "trace_digest": trace_digest}
+    GENERATION_FILE.write(target, metadata, tensors, overwrite=overwrite)
+    if before is not None and before != beside:
         with suppress(OSError):
-            target.with_name(str(before)).unlink()
+            before.unlink()
     return target
 
 
@@ -246,60 +243,37 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
         TraceFileError: when a file is missing, damaged or no generation, or the trace is another one.
         TraceContentError: when log-probs and sequences do not fit together.
     """
-    source = Path(path)
-    header, tensors = _read(source)
-    name = header["foreroute.trace"]
+    metadata, tensors = GENERATION_FILE.read(path)
+    beside = _beside(Path(path), metadata["trace"])
+    trace = load(beside)
+    if digest(trace) != metadata["trace_digest"]:
+        raise TraceFileError(f"{beside} is not the trace that {path} was written with; copy both")
+    if tensors["sampled"].max(initial=0) > 1:
+        raise TraceFileError(f"{path} has sampled tokens that are neither 0 nor 1; it is damaged")
+    return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"], tensors["sampled"].astype(np.bool_))
+
+
+def trace_of(path: str | os.PathLike[str]) -> Path:
+    """The trace file of a generation on disk.
+
+    Raises:
+        TraceFileError: when `path` is missing, damaged or no generation.
+    """
+    return _beside(Path(path), GENERATION_FILE.read(path)[0]["trace"])
+
+
+def _beside(generation: Path, name: str) -> Path:
     if not name or Path(name).name != name:
-        raise TraceFileError(f"{source} names the trace {name!r:.80}; expected the name of a file in the same folder")
-    trace = load(source.with_name(name))
-    if digest(trace) != header["foreroute.trace_digest"]:
-        raise TraceFileError(f"{source.with_name(name)} is not the trace that {source} was written with; copy both")
-    sampled = tensors.get("sampled")
-    if sampled is not None and sampled.max(initial=0) > 1:
-        raise TraceFileError(f"{source} has sampled tokens that are neither 0 nor 1; it is damaged")
-    if sampled is None:
-        return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"])
-    return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"], sampled.astype(np.bool_))
+        raise TraceFileError(
+            f"{generation} names the trace {name!r:.80}; expected the name of a file in the same folder"
+        )
+    return generation.with_name(name)
 
 
-def _read(source: Path) -> tuple[Mapping[str, str], dict[str, NDArray[Any]]]:
-    """Read metadata and tensors, and check their digest."""
-    with TensorFile(source, TraceFileError, most_header_bytes=MOST_HEADER_BYTES) as file:
-        version = file.metadata.get("foreroute.generation")
-        if version != GENERATION_VERSION:
-            raise TraceFileError(
-                f"{source} is not a generation (foreroute.generation = {version!r:.40}, expected "
-                f"{GENERATION_VERSION!r}). A trace file alone goes with --trace; capture.save_generation writes "
-                "generations"
-            )
-        ours = {key: value for key, value in file.metadata.items() if key.startswith("foreroute.")}
-        if set(ours) != set(METADATA) or not all(value.isprintable() for value in ours.values()):
-            raise TraceFileError(f"{source} has other metadata than {', '.join(METADATA)}; it is damaged")
-        if not {"logprobs", "prompt_lengths"} <= set(file.names) <= set(TENSORS):
-            raise TraceFileError(f"{source} has other tensors than {', '.join(TENSORS)}; it is damaged")
-        for name in file.names:
-            if file.dtype(name) != TENSORS[name] or len(file.shape(name)) != 1:
-                raise TraceFileError(
-                    f"{source}: {name} is {file.dtype(name)} {list(file.shape(name))}, expected {TENSORS[name]} with "
-                    "one axis; it is damaged"
-                )
-        tensors = {name: file.read(name) for name in file.names}
-    stated = ours.pop("foreroute.digest")
-    if seal_file(ours, tensors) != stated:
-        raise TraceFileError(f"{source} is damaged: its digest is not the one that it states. Copy it again")
-    return ours, tensors
-
-
-def _named_trace(target: Path) -> str | None:
-    """Return the trace file that a generation at `target` names, if there is one and we gave it that name."""
+def _named_trace(target: Path) -> Path | None:
+    """The trace file that a generation at `target` names, if there is one and we gave it that name."""
     with suppress(TraceFileError):
-        name = _read(target)[0]["foreroute.trace"]
-        if re.fullmatch(re.escape(target.name) + r"-[0-9a-f]{16}\.trace\.safetensors", name):
-            return name
+        beside = trace_of(target)
+        if re.fullmatch(re.escape(target.name) + r"-[0-9a-f]{16}\.trace\.safetensors", beside.name):
+            return beside
     return None
-
-
-def _positions_N(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of each token in its sequence, int64 [N]."""
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

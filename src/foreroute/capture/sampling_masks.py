@@ -7,13 +7,15 @@ vLLM (from 0.28) and SGLang (0.5.23) return one list of ids for each generated t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.recognition import MAX_INT32, RawSequence, as_array, field_of, is_array, items_of, shown
-from foreroute.errors import CaptureError, TraceContentError
+from foreroute.capture.arrays import field_of, items_of
+from foreroute.capture.recognition import RawSequence
+from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import DecisionStream
 
 
@@ -41,34 +43,28 @@ def decode_masks(
         )
     if vocabulary_size is None:
         raise CaptureError(
-            "the output has sampling masks, and the size of the vocabulary is not known; pass "
-            "model=ModelFacts(spec, vocabulary_size=...)"
+            "the output has sampling masks, and the size of the vocabulary is not known; pass vocabulary_size="
         )
-    valid = np.zeros(sum(map(len, tokens)), np.bool_)
-    counts, next_ids = np.zeros((2, len(valid)), np.int64)
+    num_rows = sum(map(len, tokens))
+    valid_N, counts_N, next_ids_N = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64), np.zeros(num_rows, int)
     ids, start = [np.zeros(0, np.int64)], 0
     for s, (raw, own) in enumerate(zip(sequences, tokens, strict=True)):
-        sets = _sets(raw, s, len(own))
+        counts_R, flat = _sets(raw, s, len(own))
         after = start + max(len(own) - 1, 0)
-        first = after - len(sets)
-        valid[first:after] = True
-        next_ids[start:after] = own[1:]
-        sizes = np.array([len(each) for each in sets], np.int64)
-        if sets and not sizes.all():
-            raise CaptureError(f"the mask of generated token {int(sizes.argmin())} of sequence {s} is empty")
-        ids += sets
-        counts[first:after] = sizes
+        first = after - len(counts_R)
+        valid_N[first:after], counts_N[first:after], next_ids_N[start:after] = True, counts_R, own[1:]
+        ids.append(flat)
         start += len(own)
     try:
-        stream = DecisionStream.from_sets(vocabulary_size, valid, counts, np.concatenate(ids))
+        stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, np.concatenate(ids))
     except TraceContentError as error:
         raise CaptureError(f"the sampling masks cannot be true: {error}") from error
-    outside = valid & ~stream.contains(next_ids)
-    if outside.any():
-        row = int(outside.argmax())
+    outside_N = valid_N & ~stream.contains(next_ids_N)
+    if outside_N.any():
+        row = int(outside_N.argmax())
         raise CaptureError(
-            f"token {int(next_ids[row])} was sampled and is not in its mask ({int(outside.sum())} such tokens); the "
-            "masks belong to other tokens, or the sampler drew from another set than it kept"
+            f"token {int(next_ids_N[row])} was sampled and is not in its mask ({int(outside_N.sum())} such tokens); "
+            "the masks belong to other tokens, or the sampler drew from another set than it kept"
         )
     return stream
 
@@ -99,8 +95,8 @@ def masks_of_steps(
     return DecisionStream.from_sets(vocabulary_size, counts > 0, counts, ids[belongs][order])
 
 
-def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> list[NDArray[np.int64]]:
-    """Return the sets of one sequence, one for each of its last tokens."""
+def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the sets of one sequence, one for each of its last tokens: their sizes, and the ids of all joined."""
     held = field_of(raw.sampling_mask, "token_ids") if not isinstance(raw.sampling_mask, list | tuple) else None
     masks = raw.sampling_mask if held is None else held
     if not isinstance(masks, list | tuple):
@@ -108,30 +104,43 @@ def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> list[NDArray[np.i
             f"the sampling mask of sequence {sequence} is a {type(masks).__name__}; expected a list of token ids for "
             "each generated token"
         )
-    sets = [_ids(each, sequence) for each in items_of(masks, "the sampling mask")]
+    masks = items_of(masks, "the sampling mask")
     response = raw.response_token_ids
     rows = max(num_tokens - 1, 0)
     generated = rows if response is None else len(items_of(response, "the response"))
-    if len(sets) > generated or (response is not None and len(sets) < generated):
+    if len(masks) > generated or (response is not None and len(masks) < generated):
         raise CaptureError(
-            f"sequence {sequence} has {len(sets)} sampling masks for {generated} "
+            f"sequence {sequence} has {len(masks)} sampling masks for {generated} "
             f"{'tokens behind its first' if response is None else 'generated tokens'}; expected one for each generated "
             "token"
         )
-    if len(sets) > rows:
+    if len(masks) > rows:
         raise CaptureError(
-            f"sequence {sequence} has {len(sets)} sampling masks and {num_tokens} tokens, and a mask stands on the row "
-            "before its token; expected a prompt of one token at least"
+            f"sequence {sequence} has {len(masks)} sampling masks and {num_tokens} tokens, and a mask stands on the "
+            "row before its token; expected a prompt of one token at least"
         )
-    return sets
+    counts_R, flat = _joined(masks, sequence)
+    if not counts_R.all():
+        raise CaptureError(f"the mask of generated token {int(counts_R.argmin())} of sequence {sequence} is empty")
+    return counts_R, flat
 
 
-def _ids(values: Any, sequence: int) -> NDArray[np.int64]:
-    array = as_array(values, "a sampling mask") if is_array(values) else None
-    if isinstance(values, list | tuple) and all(type(value) is int for value in items_of(values, "a sampling mask")):
-        array = np.asarray(values)  # integers beyond 64 bits come as objects
-    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise CaptureError(f"a sampling mask of sequence {sequence} is {shown(values)}; expected a list of token ids")
-    if array.size and (array.min() < 0 or array.max() > MAX_INT32):
-        raise CaptureError(f"a sampling mask of sequence {sequence} has ids from {array.min()} to {array.max()}")
-    return array.astype(np.int64)
+def _joined(masks: list[Any], sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Join lists or arrays of ids, all ids at once: a step of Python for each sampled token would take minutes.
+
+    Lists, tuples and arrays of numpy are read, and no classes derived from them, which may do anything.
+    """
+    kinds = set(map(type, masks))
+    try:
+        if kinds <= {list, tuple} and set(map(type, chain.from_iterable(masks))) <= {int}:
+            counts_R = np.fromiter(map(len, masks), np.int64, len(masks))
+            return counts_R, np.fromiter(chain.from_iterable(masks), np.int64, int(counts_R.sum()))
+        if kinds == {np.ndarray} and all(mask.ndim == 1 and mask.dtype.kind in "iu" for mask in masks):
+            counts_R = np.fromiter(map(len, masks), np.int64, len(masks))
+            return counts_R, np.concatenate(masks, dtype=np.int64, casting="same_kind")
+    except OverflowError:
+        pass  # an id beyond 64 bits, which is no token either
+    raise CaptureError(
+        f"the sampling mask of sequence {sequence} holds {shown(masks)}; expected a list of token ids for each "
+        "generated token"
+    )

@@ -7,9 +7,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from foreroute.errors import CaptureError
+from foreroute.errors import CaptureError, shown
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, extended
 from foreroute.trace.checks import as_array
+from foreroute.trace.spec import whole_number
 
 
 class Trajectory:
@@ -36,10 +37,12 @@ class Trajectory:
             replace_routed: take rows that were routed before from `capture`.
 
         Raises:
-            CaptureError: when the capture is not of one sequence.
+            CaptureError: when the capture is no trace of one sequence.
             BatchMismatchError: when it does not begin with the tokens so far (text that was tokenised again).
             SpecMismatchError: when it is of another model.
         """
+        if not isinstance(capture, RoutingTrace):
+            raise CaptureError(f"the capture is {shown(capture)}; expected a RoutingTrace, such as decode returns")
         if len(capture) != 1:
             raise CaptureError(f"a trajectory is one sequence, the capture has {len(capture)}; select one of them")
         self._trace = extended(self._trace, capture, replace_routed=replace_routed)
@@ -71,7 +74,8 @@ class Trajectory:
         tokens, routed = as_array(token_ids_so_far, name="token_ids").reshape(-1), as_array(rows, name="rows")
         versions = as_array(weight_version, name="weight_version")
         spec = self._trace.spec
-        if type(start) is not int or routed.ndim != 3 or start < 0 or start + len(routed) > len(tokens):
+        start = whole_number(start, name="start", least=0, most=len(tokens), kind=CaptureError)
+        if routed.ndim != 3 or start + len(routed) > len(tokens):
             raise CaptureError(
                 f"rows of shape {routed.shape} from position {start} do not fit {len(tokens)} tokens; expected [R, "
                 f"{spec.num_layers}, {spec.top_k}] with start + R of at most {len(tokens)}"

@@ -143,19 +143,19 @@ def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")])
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="A trace file, or output of an engine or framework.")],
+    source: Annotated[Path, typer.Argument(help="A trace file, output of an engine, or routes in a .npy file.")],
     target: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
-    to: Annotated[
-        str, typer.Option(help="sets; ordered (keeps pick order); npy, raw-int32, nemo-rl, prime-rl, skyrl.")
-    ] = ("sets"),
-    model: Annotated[Path | None, typer.Option(help="For engine output: config.json or a trace of the model.")] = None,
+    to: Annotated[str, typer.Option(help="sets, or ordered to keep pick order.")] = "sets",
+    model: Annotated[
+        Path | None, typer.Option(help="For engine output: a trace of the model, or its folder (needs the extra hf).")
+    ] = None,
     tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
-    start: Annotated[int | None, typer.Option(help="Position of the first row, if not 0.")] = None,
+    start: Annotated[int, typer.Option(help="Position of the first row.")] = 0,
     weight_version: Annotated[int, typer.Option(help="Of the routes; -1: unknown.")] = -1,
-    engine: Annotated[str, typer.Option(help="vllm, sglang, ... if the source does not tell.")] = "",
+    engine: Annotated[str, typer.Option(help="vllm or sglang, if the source does not tell.")] = "",
     engine_version: Annotated[str, typer.Option(help="Such as 0.5.12.")] = "",
 ) -> None:
-    """Convert engine output and traces. Writes a trace, or another framework's form."""
+    """Convert engine output and traces. Writes a trace."""
     from foreroute.cli.convert import Origin, convert_file
 
     convert_file(source, target, to, Origin(model, tokens, start, weight_version, engine, engine_version))
@@ -177,9 +177,7 @@ def diff(
 def plan(
     topology: Annotated[Path, typer.Option(help="TOML (docs/planner.md).")],
     traces: Annotated[list[Path] | None, typer.Argument(help="Trace files of one step.")] = None,
-    counts: Annotated[
-        Path | None, typer.Option(help="Instead of traces: .npz with integers counts [M, L, G, E].")
-    ] = None,
+    counts: Annotated[Path | None, typer.Option(help="Instead of traces: a counts file, [M, L, G, E].")] = None,
     output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
     tolerance: Annotated[
@@ -197,7 +195,7 @@ def plan(
     ] = None,
     previous_plan: Annotated[Path | None, typer.Option(help="Plan of the step before.")] = None,
     previous_step: Annotated[
-        list[Path] | None, typer.Option(help="Traces (repeat it) or one .npz of the step before.")
+        list[Path] | None, typer.Option(help="Traces (repeat it) or one counts file of the step before.")
     ] = None,
     token_budget: Annotated[
         int | None, typer.Option(min=1, help="For traces: most tokens of a rank in a micro-step; 16384 by default.")

@@ -13,16 +13,17 @@ from rich.text import Text
 
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
 from foreroute.cli.terminal import Console, working, write_page
-from foreroute.costs.figures import summarize
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
-from foreroute.files import TensorFile, check_writable, writing_named
+from foreroute.files import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
+from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.planner import plan, start
-from foreroute.planner.balancers import BALANCERS, BalancerInput
-from foreroute.planner.compare import BalancerRecord, compare, record_of
 from foreroute.report import TableRow, check_page, method_rows, plan_finding, plan_summary, write_plan_page
 from foreroute.report.format import TIMES, duration
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import MethodFigures, compare, facts_of, figures_of
+from foreroute.simulate.methods import BALANCERS
 
 
 def run_plan(
@@ -57,11 +58,11 @@ def run_plan(
     console.print(f"{'plan':<9} {output}, {output.stat().st_size:,} bytes, verified", soft_wrap=True, markup=False)
     records = _others(step, baselines, console)
     with working("pricing every cell", console):
-        records.append(record_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
-        seen = summarize(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
+        records.append(figures_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
+        seen = facts_of(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
     rows = method_rows(records, seen)
     console.print(_table(rows))
-    for sentence in (plan_finding(seen, records), *plan_summary(found, seen)):
+    for sentence in (plan_finding(records), *plan_summary(found, seen, records)):
         console.print(sentence, highlight=False, markup=False)
     write_page(console, lambda: write_plan_page(found, seen, records, facts, page, layers=step.layers))
 
@@ -88,16 +89,8 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
                 raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
             check_writable(path)
     check_page(page)
-    if output.exists() and output.stat().st_size and "foreroute.plan_version" not in _metadata(output):
+    if output.exists() and output.stat().st_size and not PLAN_FILE.is_in(output):
         raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
-
-
-def _metadata(path: Path) -> Mapping[str, str]:
-    try:
-        with TensorFile(path, PlanError) as file:
-            return file.metadata
-    except PlanError:
-        return {}
 
 
 def _check_baselines(baselines: Sequence[str] | None, inputs: PlanInputs) -> None:
@@ -166,7 +159,7 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
     return found, {level.replace("_", "-"): why for level, why in progress.levels.items()}, planning_s
 
 
-def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[BalancerRecord]:
+def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[MethodFigures]:
     """Compare with the baselines: their records, static first."""
     chosen = BALANCERS if baselines is None else ["static", *baselines]
     balancers = {name: BALANCERS[name] for name in chosen}

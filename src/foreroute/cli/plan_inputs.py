@@ -14,7 +14,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError
 from foreroute.layout import Packing, pack_sequences
 from foreroute.plan import load_plan
-from foreroute.plan.counts import check_counts, load_counts, packed_counts, tokens_digest
+from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.topology import Topology
 from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
 
@@ -30,9 +30,9 @@ class PlanInputs:
     Attributes:
         topology: a TOML file, see `foreroute.costs.cluster_file`.
         traces: of one step. Either these or `counts`.
-        counts: an .npz file.
+        counts: a counts file.
         previous_plan: the plan of the step before, whose homes are where the experts are now.
-        previous_step: traces, or one .npz file, of the step before.
+        previous_step: traces, or one counts file, of the step before.
         token_budget: most tokens of a rank in a micro-step, for traces.
         pack: "routes" packs with the routes in view, "lengths" without; for traces.
         seed: of packing.
@@ -52,7 +52,7 @@ class PlanInputs:
     def __post_init__(self) -> None:
         """Refuses combinations that say nothing, or two things at once."""
         if bool(self.traces) == (self.counts is not None):
-            raise InputError("give either trace files or --counts FILE.npz: one of the two says what is to be planned")
+            raise InputError("give either trace files or --counts FILE: one of the two says what is to be planned")
         if self.counts is not None and (self.token_budget is not None or self.pack is not None):
             raise InputError("--token-budget and --pack are for traces; --counts are packed already")
         if self.pack not in (None, "routes", "lengths"):
@@ -194,9 +194,9 @@ def _traces(paths: Sequence[Path]) -> list[RoutingTrace]:
 
 
 def _loads(paths: Sequence[Path], shape: tuple[int, int]) -> NDArray[np.int64]:
-    """Read assignments [L, E] of the step before, from an .npz file or from traces."""
-    if len(paths) == 1 and paths[0].suffix == ".npz":
-        loads_LE: NDArray[np.int64] = check_counts(load_counts(paths[0])).sum(axis=(0, 2), dtype=np.int64)
+    """Read assignments [L, E] of the step before, from a counts file or from traces."""
+    if len(paths) == 1 and COUNTS_FILE.is_in(paths[0]):
+        loads_LE: NDArray[np.int64] = load_counts(paths[0]).sum(axis=(0, 2), dtype=np.int64)
     else:
         parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in _traces(paths)]
         loads_LE = np.sum(parts, axis=0)

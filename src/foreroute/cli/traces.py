@@ -66,12 +66,21 @@ def validate_traces(paths: list[Path]) -> bool:
 
 
 def print_difference(reference: Path, other: Path) -> bool:
-    """Print overlap by layer and position, other sets, and the defect that explains it; False when there is one."""
+    """Print overlap by layer and position, other sets, and the defect that explains it; False when there is one.
+
+    Raises:
+        InputError: when no row is routed in both traces, or they are of other models or tokens.
+    """
     console = Console()
     with working(f"reading {reference} and {other}", console) as work:
         trace, compared = load(reference), load(other)
         work.begin("comparing")
         found = explain(trace, compared)
+    if np.isnan(found.differing):
+        raise InputError(
+            "no row is routed in both traces, so there is nothing to compare; expected two traces of the same tokens "
+            "with routes (foreroute inspect shows what each has)"
+        )
     console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
     console.print(_by_layer(found, trace.spec))
     console.print(_by_position(found))

@@ -1,19 +1,126 @@
-"""The cost model on one cell, compiled: how long experts, exchanges and transfers take. Hosts are as in `CellHosts`."""
+"""The cost model on one cell: how long experts, exchanges and transfers take, and which parts of a step that is."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
-from foreroute.costs.links import HOST, all_to_all_seconds, transfer_seconds
-from foreroute.costs.model import expert_seconds
+from foreroute.costs.links import HOST, all_to_all_seconds, pairs_between, rows_sent, transfer_seconds
+from foreroute.costs.model import BACKWARD, FORWARD, STAGES, CostModel, expert_seconds
+from foreroute.errors import CountsError
 from foreroute.kernels import kernel
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.step_plan import CellHosts
+from foreroute.plan.topology import Topology
 
+STAGE_NAMES = ("recompute", "update")
+PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
 
 _expert_seconds = njit(nogil=True, inline="always")(expert_seconds)
+
+
+class CellFigures(NamedTuple):
+    """One cell, as some hosts serve it.
+
+    Attributes:
+        loads_G: int64 [G], assignments that each rank serves.
+        cross_node_share: of all assignments, those served on another node than their token's.
+        parts_SP: float64 [2, 5], seconds of `STAGE_NAMES` and `PART_NAMES`, all passes of a stage together.
+    """
+
+    loads_G: NDArray[np.int64]
+    cross_node_share: float
+    parts_SP: NDArray[np.float64]
+
+    @property
+    def seconds(self) -> float:
+        """Both stages."""
+        return float(self.parts_SP.sum())
+
+
+def price_cell(cell: CellPlan, counts_GE: NDArray[np.integer], topology: Topology, costs: CostModel) -> CellFigures:
+    """Price one cell.
+
+    Deduplicated rows are estimated as if the picks of a token were independent. They are distinct experts, which
+    spreads them, and sequences keep to their experts, which gathers them. On generated routes of 16 to 64 ranks the
+    estimate is 0 to 7 % low over NICs, 6 to 10 % inside nodes, and 0 to 3 % in seconds.
+
+    Args:
+        cell: who serves what.
+        counts_GE: integers [G, E], of the cell.
+        topology: ranks and links.
+        costs: the cost model.
+
+    Raises:
+        CountsError: when the counts are of other ranks, or replicas serve more than there is.
+    """
+    if len(counts_GE) != topology.num_ranks:
+        raise CountsError(f"counts are of {len(counts_GE)} source ranks; the topology has {topology.num_ranks} ranks")
+    hosts, prices = CellHosts.of(cell, counts_GE), costs.prices(topology)
+    if hosts.tokens_HG.min(initial=0) < 0:
+        raise CountsError(
+            f"a host is to serve {hosts.tokens_HG.min()} assignments; expected the counts that the cell was planned for"
+        )
+    expert_H, rank_H = hosts.expert_H.astype(np.int64), hosts.rank_H.astype(np.int64)
+    pairs_GG = pairs_between(rank_H, np.ascontiguousarray(hosts.tokens_HG, np.int64))
+    parts_SP = cell_seconds(
+        rows_sent(pairs_GG, prices),
+        expert_H,
+        rank_H,
+        hosts.tokens_HG.sum(axis=1, dtype=np.int64),
+        hosts.fetched_H,
+        cell.home_E.astype(np.int64),
+        slowest_attention(pairs_GG.sum(axis=1), costs),
+        prices,
+    )
+    node_G = topology.node_G
+    total, away = int(pairs_GG.sum()), int(pairs_GG[node_G[:, None] != node_G].sum())
+    return CellFigures(pairs_GG.sum(axis=0), away / total if total else 0.0, parts_SP)
+
+
+def slowest_attention(assignments_G: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
+    """Seconds of the slowest rank's attention in a forward pass and in a backward pass.
+
+    Args:
+        assignments_G: [G], of each source rank in the cell, K for each of its tokens.
+        costs: the cost model.
+    """
+    tokens_G = assignments_G / costs.model.top_k
+    return np.array([costs.attention_seconds(tokens_G, one=one).max() for one in (FORWARD, BACKWARD)])
+
+
+def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel) -> NDArray[np.float64]:
+    """Recompute and update of every cell when all that a plan can change is as good as it could ever be.
+
+    Attention of the slowest source rank, which no placement of experts changes; the experts' whole work, spread over
+    all ranks to the last second; latencies; and not one byte over any link. Splitting an expert over hosts adds tiles
+    and reads of weights and never saves any, so whole experts bound the work from below. How little a link must carry
+    when slots are few is not bounded here, so where traffic is most of the time, no plan comes near.
+
+    Args:
+        counts_MLGE: integers [M, L, G, E].
+        topology: ranks and links.
+        costs: the cost model.
+
+    Returns:
+        float64 [M, L], seconds.
+    """
+    loads_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
+    tokens_MLG = counts_MLGE.sum(axis=3, dtype=np.int64) / costs.model.top_k
+    experts_s = [costs.expert_seconds(loads_MLE, one).sum(axis=2) / topology.num_ranks for one in (FORWARD, BACKWARD)]
+    attention_s = [costs.attention_seconds(tokens_MLG, one=one).max(axis=2) for one in (FORWARD, BACKWARD)]
+    prices = costs.prices(topology)
+    fixed_s = prices.layer_s + 2 * prices.latency_s
+    seconds_ML = np.zeros(loads_MLE.shape[:2])
+    for stage in STAGES:
+        for forwards, backwards in stage.groups:
+            seconds_ML += forwards * (attention_s[0] + experts_s[0]) + backwards * (attention_s[1] + experts_s[1])
+            seconds_ML += (forwards + backwards) * fixed_s
+    return seconds_ML
 
 
 @kernel

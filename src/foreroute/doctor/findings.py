@@ -11,6 +11,7 @@ from foreroute.conformance import Outcome
 from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
 from foreroute.doctor.evidence import Evidence, Measures, measure
 from foreroute.doctor.finding import Finding, Severity, many
+from foreroute.errors import InputError
 from foreroute.mismatch import Defect, Explanation, TokenMismatch
 
 HELPS = 1.5
@@ -86,7 +87,7 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
 
     Raises:
         SpecMismatchError, BatchMismatchError: when traces of other models or tokens are compared.
-        InputError: when log-probs do not fit together.
+        InputError: when log-probs do not fit together, or there is nothing to compare.
     """
     measures = measure(evidence)
     findings = tuple(
@@ -102,6 +103,11 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
         )
         for finding in part
     ) + tuple(_trainer(measures))
+    if {finding.advice for finding in findings} <= {NO_ROUTES}:  # lest nothing at all be called fine
+        raise InputError(
+            "there is nothing to compare: no row is routed in both traces, and log-probs of sampled tokens are not "
+            "given of both sides. Look at the traces with foreroute inspect, or give --trainer-logprobs and --logprobs"
+        )
     return Diagnosis(headline=_headline(findings), findings=findings, measures=measures, facts=dict(facts or {}))
 
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Generation, ModelFacts, Sampling, decode
-from foreroute.capture.recognition import MAX_INT32
+from foreroute.capture import Generation, Sampling, decode
+from foreroute.capture.arrays import MAX_INT32
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
 
@@ -55,7 +55,7 @@ class OutsideEngine:
                 "ServedModel.of(hf.attach(model)) or ServedModel.at(folder), from foreroute.adapters.checkpoint"
             )
         self.weight_version = NO_VERSION
-        self._facts = model.facts
+        self._served = model
         self._half_loaded = False
 
     @contextmanager
@@ -94,10 +94,10 @@ class OutsideEngine:
             ConfigError: when a mask could have more.
         """
         greedy = sampling.temperature == 0
-        top_k = 1 if greedy else sampling.top_k or self._facts.vocabulary_size or most + 1
+        top_k = 1 if greedy else sampling.top_k or self._served.vocabulary_size or most + 1
         if top_k > most:
             raise ConfigError(
-                f"top_k is {sampling.top_k}, and masks may have {most} tokens of {self._facts.vocabulary_size}; set "
+                f"top_k is {sampling.top_k}, and masks may have {most} tokens of {self._served.vocabulary_size}; set "
                 f"top_k to {most} at most"
             )
         temperature = 1.0 if greedy else sampling.temperature
@@ -124,7 +124,7 @@ class SampledSequence:
     start: int = 0
     finished: bool = True
 
-    def trace(self, facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str) -> RoutingTrace:
+    def trace(self, model: ServedModel, *, weight_version: int, engine: str, engine_version: str) -> RoutingTrace:
         """The routes of this sequence, checked.
 
         Raises:
@@ -135,28 +135,30 @@ class SampledSequence:
             raise EngineError(f"the engine returned {len(self.logprobs)} log-probs for {len(self.response)} tokens")
         if not np.isfinite(self.logprobs).all():
             raise EngineError("the engine returned a log-prob that is no finite number; its weights may be damaged")
-        _require_known(self.response, facts.vocabulary_size)
+        _require_known(self.response, model.vocabulary_size)
         tokens = np.concatenate([self.prompt, self.response])
         if self.output is None and not self.finished:
-            return RoutingTrace.unrouted(facts.spec, [tokens])
+            return RoutingTrace.unrouted(model.spec, [tokens])
         return decode(
             self.output,
-            model=facts,
+            model=model.spec,
             token_ids=tokens,
             start=self.start,
             weight_version=weight_version,
+            vocabulary_size=model.vocabulary_size,
+            indexers=model.indexers,
             engine=engine,
             engine_version=engine_version,
         )
 
 
 def generation_of(
-    sequences: Sequence[SampledSequence], facts: ModelFacts, *, weight_version: int, engine: str, engine_version: str
+    sequences: Sequence[SampledSequence], model: ServedModel, *, weight_version: int, engine: str, engine_version: str
 ) -> Generation:
     """All sequences, in order, for training. Raises as `SampledSequence.trace`, and for one that was aborted."""
     require_finished([s.finished for s in sequences])
     traces = [
-        s.trace(facts, weight_version=weight_version, engine=engine, engine_version=engine_version) for s in sequences
+        s.trace(model, weight_version=weight_version, engine=engine, engine_version=engine_version) for s in sequences
     ]
     return Generation(
         concatenate(traces),

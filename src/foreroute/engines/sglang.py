@@ -68,7 +68,7 @@ class SGLangServerEngine(OutsideEngine):
         if not (info.has(ROUTES) and info.read(bool, ROUTES)):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
         returns_choices = info.has(CHOICES) and info.read(bool, CHOICES)
-        self._asked_too = {"return_indexer_topk": True} if returns_choices and model.facts.indexers else {}
+        self._asked_too = {"return_indexer_topk": True} if returns_choices and model.indexers else {}
         self._weights = WeightsFolder(weights_folder, model.writer)
 
     def load_weights(self, weights: Weights, version: int) -> None:
@@ -118,7 +118,7 @@ class SGLangServerEngine(OutsideEngine):
             sequences.append(sequence)
         return generation_of(
             sequences,
-            self._facts,
+            self._served,
             weight_version=self.weight_version,
             engine="sglang",
             engine_version=self._engine_version,

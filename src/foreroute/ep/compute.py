@@ -24,9 +24,10 @@ from foreroute.plan import CellPlan
 LEAST_TORCH = "2.10"
 """The first with torch.nn.functional.grouped_mm; what pyproject.toml asks for."""
 
-LEAST_ROWS = {("cpu", torch.float32): 16}
-"""Below this many rows, BLAS computes a row with another order of sums than in a larger GEMM: found by trying, below 4
-on one CPU, and on another below 5 for rows of 96, and below 16 for rows of 384 and more."""
+ROW_MULTIPLE = {("cpu", torch.float32): 16}
+"""A GEMM on a CPU computes rows in tiles. Leftover rows, and all rows of a small GEMM, get another order of sums: MKL
+without AVX has tiles of 4 rows and is small at 4; MKL with AVX2 or AVX-512 is small below 4, and on one CPU below 16
+for rows of 384 numbers. Multiples of 16 rows leave none over and are not small. `tests/ep/test_bits.py` tries it."""
 
 WHOLE_VECTORS = 64
 """So many rows of any width fill whole SIMD registers. The CPU computes what is left one by one, with another exp."""
@@ -70,10 +71,10 @@ def require_grouped_mm() -> None:
         )
 
 
-def least_rows(weights: Mapping[str, Tensor]) -> int:
-    """How many rows a group must have for the bits of a row not to depend on how many there are."""
+def row_multiple(weights: Mapping[str, Tensor]) -> int:
+    """Of how many rows a group must be a multiple for the bits of a row not to depend on how many there are."""
     weight = weights["down_proj"]
-    return LEAST_ROWS.get((weight.device.type, weight.dtype), 1)
+    return ROW_MULTIPLE.get((weight.device.type, weight.dtype), 1)
 
 
 class Activate(torch.autograd.Function):

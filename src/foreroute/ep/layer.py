@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.ep.compute import Replicas, least_rows, run_experts
+from foreroute.ep.compute import Replicas, row_multiple, run_experts
 from foreroute.ep.execution import Execution
 from foreroute.ep.shards import ExpertShards
 from foreroute.ep.transfer.peers import collective_errors
@@ -77,7 +77,7 @@ class ExpertLayer:
                 cell,
                 counts_GE,
                 dist.get_rank(self._group),
-                least_rows=least_rows(self.shards.tensors),
+                row_multiple=row_multiple(self.shards.tensors),
                 what=execution.what(self.number),
             )
         handle = DispatchHandle.of(

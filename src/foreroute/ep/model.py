@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foreroute.ep.compute import least_rows
+from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
@@ -24,7 +24,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
-from foreroute.errors import CountsError, InputError, PlacementError, PlanError
+from foreroute.errors import CountsError, InputError, PlacementError, PlanError, shown
 from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.step_plan import ExecutablePlan
@@ -198,7 +198,7 @@ class ExpertParallelModel:
             first,
             counts_MLGE,
             self.consensus.rank,
-            least_rows_L=[least_rows(layer.shards.tensors) for layer in self.layers],
+            row_multiple_L=[row_multiple(layer.shards.tensors) for layer in self.layers],
             paths=self._weights.paths,
         )
         for part in others:
@@ -216,11 +216,16 @@ class ExpertParallelModel:
         """The plan and its counts, on all ranks or on none."""
         refusal: InputError | None = None
         try:
-            found = plan if isinstance(plan, StepPlan | SharedPlan) else load_plan(plan)
+            if not isinstance(plan, StepPlan | SharedPlan | str | os.PathLike):
+                raise PlanError(f"the plan is {shown(plan)}; expected a plan or the path of its file")
+            found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
             if planned is None or isinstance(planned, np.ndarray):
                 counts = planned
             else:
-                counts = parts_of(found)[0].counts_of(planned)
+                traces = [planned] if isinstance(planned, RoutingTrace) else planned
+                if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
+                    raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
+                counts = parts_of(found)[0].counts_of(traces)
         except InputError as error:
             refusal = error
         objection = None if refusal is None else str(refusal)

@@ -8,32 +8,31 @@ from foreroute.files.container import (
     StoredTensor,
     TensorFile,
     blake2b_hex,
+    blake2b_int64,
     checksum,
     tensors_to_bytes,
     write_tensors,
 )
 from foreroute.files.format import FileFormat, TensorSchema
-from foreroute.files.regular import ByteSource, RegularFile, is_text, parse_json, read_file, read_text
-from foreroute.files.sealing import seal_arrays, seal_file, seal_slices
+from foreroute.files.regular import ByteSource, HeldBytes, RegularFile, is_text, parse_json, read_file, read_text
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 __all__ = [
     "ByteSource",
     "FileFormat",
+    "HeldBytes",
     "RegularFile",
     "StoredTensor",
     "TensorFile",
     "TensorSchema",
     "blake2b_hex",
+    "blake2b_int64",
     "check_writable",
     "checksum",
     "is_text",
     "parse_json",
     "read_file",
     "read_text",
-    "seal_arrays",
-    "seal_file",
-    "seal_slices",
     "tensors_to_bytes",
     "write_atomically",
     "write_tensors",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError
+from foreroute.errors import InputError, few
 from foreroute.files.container import DTYPES, StoredTensor, TensorFile, checksum, tensors_to_bytes, write_tensors
 from foreroute.files.regular import ByteSource
 from foreroute.files.writing import write_atomically, writing_named
@@ -75,7 +75,7 @@ class FileFormat:
         """As `read`, of an opened file, without the tensors that stand apart."""
         ours = self._own_metadata(file)
         if (why := self._objection(file.tensors)) is not None:
-            raise self.kind(f"{file.name} is no readable {self.name}: {why}")
+            raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
         tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
         stated = ours.pop(KEY + "checksum")
         found = checksum(ours, tensors)
@@ -85,6 +85,14 @@ class FileFormat:
                 "make it again"
             )
         return {key: ours[KEY + key] for key in self.metadata}, tensors
+
+    def is_in(self, source: str | os.PathLike[str] | ByteSource) -> bool:
+        """Whether a file says that it is of this format, of any version."""
+        try:
+            with TensorFile(source, self.kind, most_header_bytes=self.most_header_bytes) as file:
+                return KEY + self.name in file.metadata
+        except self.kind:
+            return False
 
     def to_bytes(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
         """The content of a file. Equal content is equal bytes.
@@ -119,7 +127,7 @@ class FileFormat:
     def _complete(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
         """Metadata as they stand in the file."""
         if (why := self._objection(tensors)) is not None:
-            raise self.kind(f"this {self.name} cannot be written: {why}")
+            raise self.kind(f"this {self.name} file cannot be written: {why}")
         ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
         covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}
         return {**ours, KEY + "checksum": checksum(ours, covered)}
@@ -127,17 +135,17 @@ class FileFormat:
     def _own_metadata(self, file: TensorFile) -> dict[str, str]:
         version = file.metadata.get(KEY + self.name)
         if version is None:
-            raise self.kind(f"{file.name} is no {self.name}: its metadata lack {KEY + self.name}. {self.made_by}")
+            raise self.kind(f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}")
         if version != str(self.version):
             raise self.kind(
-                f"{file.name} is a {self.name} of version {version:.40}; this foreroute reads version {self.version}. "
-                "Make it again"
+                f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "
+                f"{self.version}. Make it again"
             )
         ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
         expected = {KEY + key for key in (self.name, *self.metadata, "checksum")}
         if set(ours) != expected:
             raise self.kind(
-                f"{file.name} is no readable {self.name}: its metadata are {_few(ours)}; expected {_few(expected)}"
+                f"{file.name} is no readable {self.name} file: its metadata are {few(ours)}; expected {few(expected)}"
             )
         return ours
 
@@ -147,10 +155,11 @@ class FileFormat:
             return None
         needed = {name for name, schema in self.tensors.items() if not schema.optional}
         if not needed <= set(tensors) <= set(self.tensors):
-            return f"its tensors are {_few(tensors)}; expected {_few(self.tensors)}"
+            return f"its tensors are {few(tensors)}; expected {few(self.tensors)}"
         length_of: dict[str, tuple[int, str]] = {}
-        for name, tensor in tensors.items():
-            schema = self.tensors[name]
+        for name, schema in self.tensors.items():
+            if (tensor := tensors.get(name)) is None:
+                continue
             if tensor.dtype not in [DTYPES[dtype] for dtype in schema.dtypes.split()]:
                 return f"tensor {name} is {tensor.dtype}; expected {' or '.join(schema.dtypes.split())}"
             if len(tensor.shape) != len(schema.axes):
@@ -160,8 +169,3 @@ class FileFormat:
                 if length != first:
                     return f"tensor {name} has {length} along {axis}, and {where} has {first}; expected the same"
         return None
-
-
-def _few(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(f"{name:.40}" for name in listed[:16]) + (", ..." if len(listed) > 16 else "")

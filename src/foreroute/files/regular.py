@@ -35,6 +35,17 @@ class ByteSource(Protocol):
         ...
 
 
+class HeldBytes:
+    """Bytes in memory, as a `ByteSource`."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        self.name, self.size, self._content = name, len(content), content
+
+    def read(self, start: int, size: int) -> bytes:
+        """Those from `start`."""
+        return self._content[start : start + size]
+
+
 class RegularFile:
     """An opened file that is known to be one, read by position. A `ByteSource`.
 

@@ -83,9 +83,9 @@ def order_by_tokens(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> N
     places: dict[bytes, deque[int]] = defaultdict(deque)
     for s in range(len(trace)):
         places[_key(trace.tokens(s))].append(s)
-    for s in np.flatnonzero(trace.lengths > 0):
+    for s in np.flatnonzero(trace.lengths > 0).tolist():
         if not trace.valid_N[trace.offsets[s + 1] - 1]:
-            places[_key(trace.tokens(s)[:-1])].append(int(s))
+            places[_key(trace.tokens(s)[:-1])].append(s)
     order = []
     for token_ids in sequences:
         found = places.get(_key(token_ids))

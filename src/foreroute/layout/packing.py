@@ -5,15 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import ConfigError, CountsError, LayoutError
-from foreroute.layout.slots import MOST_ROUTER_SLOTS, as_lengths
+from foreroute.layout.slots import as_lengths, check_count
 from foreroute.trace.checks import as_offsets
-from foreroute.trace.spec import whole_number
 
 WINDOW = 64
 """Sequences that change places are at most so many apart when sorted by cost: of about the same length. On workload G8
@@ -95,7 +95,7 @@ def pack_sequences(
         ConfigError: for negative costs or seeds.
     """
     tokens_S = _lengths_within(lengths, token_budget)
-    whole_number(num_ranks, name="the number of ranks", most=MOST_ROUTER_SLOTS, kind=LayoutError)
+    check_count("the number of ranks", num_ranks)
     if not len(tokens_S):
         raise LayoutError("there is no sequence to pack; expected at least one")
     if min(token_cost, square_cost) < 0 or seed < 0:
@@ -105,8 +105,7 @@ def pack_sequences(
     if (counts_SLE is None) != (home_LE is None):
         raise CountsError("counts of sequences and homes of experts go together; pass both or none")
     if counts_SLE is not None and home_LE is not None:
-        counts, homes = _checked_routes(counts_SLE, home_LE, len(tokens_S), num_ranks)
-        _exchange(tokens_S, cost_S, counts, homes, place_S, (micro_steps, num_ranks), seed)
+        _exchange(tokens_S, cost_S, (counts_SLE, home_LE), place_S, (micro_steps, num_ranks), seed)
     micro_step_S, rank_S = np.divmod(place_S, num_ranks)
     return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), micro_steps, num_ranks)
 
@@ -131,21 +130,23 @@ def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0)
     tokens_S = _lengths_within(lengths, token_budget)
     if min_count > len(tokens_S):
         raise LayoutError(f"{len(tokens_S)} sequences cannot make {min_count} micro-batches; lower min_count")
+    if not len(tokens_S):
+        return []
     bounds, longest = [0], 0
     for sequence, tokens in enumerate(tokens_S.tolist()):
         longest = max(longest, tokens)
         if (sequence + 1 - bounds[-1]) * longest > token_budget:
             bounds.append(sequence)
             longest = tokens
-    bounds += [len(tokens_S)] if len(tokens_S) else []
+    bounds.append(len(tokens_S))
     while len(bounds) - 1 < min_count:
         bounds = _halve_heaviest(bounds, as_offsets(tokens_S))
-    return np.split(np.arange(len(tokens_S)), bounds[1:-1]) if len(tokens_S) else []
+    return np.split(np.arange(len(tokens_S)), bounds[1:-1])
 
 
 def _lengths_within(lengths: ArrayLike, token_budget: int) -> NDArray[np.int64]:
     tokens_S = as_lengths(lengths, "lengths")
-    whole_number(token_budget, name="the token budget", least=0, most=MOST_ROUTER_SLOTS, kind=LayoutError)
+    check_count("the token budget", token_budget, least=0)
     longest = int(tokens_S.max(initial=0))
     if longest > token_budget:
         raise LayoutError(
@@ -176,6 +177,7 @@ def _deal(
     longest_first = np.argsort(-tokens_S, kind="stable")  # which is the dearest first
     tokens, costs = tokens_S[longest_first].tolist(), cost_S[longest_first].tolist()
 
+    @cache  # the number that is found was tried before
     def dealt(micro_steps: int) -> list[int] | None:
         for weights in (costs, tokens):  # by tokens more fit into tight budgets
             places = _to_lightest(tokens, weights, token_budget, micro_steps * num_ranks)
@@ -187,40 +189,32 @@ def _deal(
         # no packing has fewer micro-steps: all tokens have to fit, and two sequences above half the budget never do
         alone = int((2 * tokens_S > token_budget).sum())
         fewest = max(1, -(-sum(tokens) // max(1, num_ranks * token_budget)), -(-alone // num_ranks))
-        places, micro_steps = _first_that_works(fewest, dealt)
-    else:
-        micro_steps = whole_number(
-            num_micro_steps, name="the number of micro-steps", most=MOST_ROUTER_SLOTS, kind=LayoutError
+        num_micro_steps = _first_that_works(fewest, dealt)
+    check_count("the number of micro-steps", num_micro_steps)
+    places = dealt(num_micro_steps)
+    if places is None:
+        raise LayoutError(
+            f"{len(tokens)} sequences of {sum(tokens)} tokens found no room in {num_micro_steps} micro-steps of "
+            f"{num_ranks} ranks with {token_budget} tokens each; allow more micro-steps or tokens"
         )
-        found = dealt(micro_steps)
-        if found is None:
-            raise LayoutError(
-                f"{len(tokens)} sequences of {sum(tokens)} tokens found no room in {micro_steps} micro-steps of "
-                f"{num_ranks} ranks with {token_budget} tokens each; allow more micro-steps or tokens"
-            )
-        places = found
     place_S = np.empty(len(tokens), np.int64)
     place_S[longest_first] = places
-    return place_S, micro_steps
+    return place_S, num_micro_steps
 
 
-def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) -> tuple[list[int], int]:
-    """The result of the first attempt that works, of those with a number from `least` on, and its number.
+def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) -> int:
+    """The first number from `least` on with which an attempt works.
 
     An attempt takes as long as dealing once, and what works once mostly works with every larger number. So distances
     are doubled up to a number that works, then halved: attempts are few, and the one before the result fails.
     """
     most, step = least, 1
-    while (found := attempt(most)) is None:
+    while attempt(most) is None:
         least, most, step = most + 1, most + step, 2 * step
     while least < most:
         middle = (least + most) // 2
-        tried = attempt(middle)
-        if tried is None:
-            least = middle + 1
-        else:
-            found, most = tried, middle
-    return found, most
+        least, most = (middle + 1, most) if attempt(middle) is None else (least, middle)
+    return most
 
 
 def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, places: int) -> list[int] | None:
@@ -236,9 +230,10 @@ def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, place
         The place of each sequence; None when one has room nowhere.
     """
     held = [0] * places
-    lightest = [(0.0, place) for place in range(places)]  # a heap; all that may have room
-    full: list[tuple[int, float, int]] = []  # a heap by tokens held; none has room for the sequence before
-    chosen = []
+    chosen: list[int] = []
+    opened = 0  # places from here on are empty
+    lightest: list[tuple[float, int]] = []  # a heap by weight; those that may have room
+    full: list[tuple[int, float, int]] = []  # a heap by tokens held; none had room for the sequence before
     for count, weight in zip(tokens, weights, strict=True):
         while full and full[0][0] + count <= token_budget:
             _, filled, place = heapq.heappop(full)
@@ -246,62 +241,49 @@ def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, place
         while lightest and held[lightest[0][1]] + count > token_budget:
             filled, place = heapq.heappop(lightest)
             heapq.heappush(full, (held[place], filled, place))
-        if not lightest:
+        if opened < places and (not lightest or (0.0, opened) < lightest[0]):
+            filled, place, opened = 0.0, opened, opened + 1
+        elif lightest:
+            filled, place = heapq.heappop(lightest)
+        else:
             return None
-        filled, place = lightest[0]
-        heapq.heapreplace(lightest, (filled + weight, place))
+        heapq.heappush(lightest, (filled + weight, place))
         held[place] += count
         chosen.append(place)
     return chosen
 
 
-def _checked_routes(
-    counts_SLE: ArrayLike, home_LE: ArrayLike, num_sequences: int, num_ranks: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    counts: NDArray[Any] = np.asarray(counts_SLE)
-    homes: NDArray[Any] = np.asarray(home_LE)
-    if counts.ndim != 3 or len(counts) != num_sequences or homes.shape != counts.shape[1:]:
+def _exchange(
+    tokens_S: NDArray[np.int64],
+    cost_S: NDArray[np.float64],
+    routes: tuple[ArrayLike, ArrayLike],
+    place_S: NDArray[np.int64],
+    shape: tuple[int, int],
+    seed: int,
+) -> None:
+    """Change `place_S` by the routes: counts [S, L, E] and homes [L, E]; `shape` is M, G."""
+    from foreroute.layout.packing_kernels import exchange
+
+    counts, homes = (np.asarray(each) for each in routes)
+    num_ranks = shape[1]
+    if counts.ndim != 3 or len(counts) != len(tokens_S) or homes.shape != counts.shape[1:]:
         raise CountsError(
-            f"got counts of shape {counts.shape} and homes of shape {homes.shape} for {num_sequences} sequences; "
+            f"got counts of shape {counts.shape} and homes of shape {homes.shape} for {len(tokens_S)} sequences; "
             "expected [sequences, layers, experts] and [layers, experts]"
         )
     if counts.dtype.kind not in "iu" or homes.dtype.kind not in "iu" or counts.min(initial=0) < 0:
         raise CountsError(f"got counts of dtype {counts.dtype} and homes of {homes.dtype}; expected integers from 0")
     if homes.min(initial=0) < 0 or homes.max(initial=0) >= num_ranks:
         raise CountsError(f"an expert lives on no rank from 0 to {num_ranks - 1}")
-    return np.ascontiguousarray(counts, np.int32), np.ascontiguousarray(homes, np.int64)
-
-
-def _exchange(
-    tokens_S: NDArray[np.int64],
-    cost_S: NDArray[np.float64],
-    counts_SLE: NDArray[np.int32],
-    home_LE: NDArray[np.int64],
-    place_S: NDArray[np.int64],
-    shape: tuple[int, int],
-    seed: int,
-) -> None:
-    """Change `place_S` by the routes; `shape` is M, G."""
-    from foreroute.layout.packing_kernels import exchange
-
     if len(tokens_S) < 2:
         return
-    num_ranks = shape[1]
-    is_home_LEG = (home_LE[..., None] == np.arange(num_ranks)).astype(np.float64)
-    sent_SLG = np.matmul(counts_SLE.swapaxes(0, 1).astype(np.float64), is_home_LEG).swapaxes(0, 1).astype(np.int64)
+    is_home_LEG = (homes[..., None] == np.arange(num_ranks)).astype(np.float64)
+    sent_SLG = np.matmul(counts.swapaxes(0, 1).astype(np.float64), is_home_LEG).swapaxes(0, 1).astype(np.int64)
     even_SL1 = (sent_SLG.sum(axis=-1, keepdims=True) + num_ranks // 2) // num_ranks
-    held_B = np.bincount(place_S, tokens_S, shape[0] * num_ranks).astype(np.int64)
-    filled_B = np.bincount(place_S, cost_S, shape[0] * num_ranks)
-    limits = (held_B.reshape(shape).max(axis=1), filled_B.reshape(shape).max(axis=1))
+    apart_SLG = np.ascontiguousarray(sent_SLG - even_SL1, np.int32)
+    held_B, filled_B = (np.bincount(place_S, each, shape[0] * num_ranks) for each in (tokens_S, cost_S))
+    sizes = (tokens_S, cost_S, held_B.astype(np.int64), filled_B)
+    limits = (sizes[2].reshape(shape).max(axis=1), filled_B.reshape(shape).max(axis=1))
     dearest = np.argsort(-cost_S, kind="stable")
     word = np.random.default_rng(seed).integers(0, 2**64, dtype=np.uint64)
-    exchange(
-        np.ascontiguousarray(sent_SLG - even_SL1, np.int32),
-        dearest,
-        WINDOW,
-        (tokens_S, cost_S, held_B, filled_B),
-        limits,
-        PROPOSALS_PER_SEQUENCE * len(tokens_S),
-        word,
-        place_S,
-    )
+    exchange(apart_SLG, dearest, WINDOW, sizes, limits, PROPOSALS_PER_SEQUENCE * len(tokens_S), word, place_S)

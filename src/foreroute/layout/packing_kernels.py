@@ -43,7 +43,7 @@ def exchange(
     rng_state = np.full(1, seed, np.uint64)
     apart_MLG = np.zeros((len(most_tokens_M), apart_SLG.shape[1], num_ranks), np.int32)
     for s in range(len(place_S)):
-        _add(apart_SLG[s], apart_MLG[place_S[s] // num_ranks])
+        apart_MLG[place_S[s] // num_ranks] += apart_SLG[s]
     # Invariant: apart_MLG adds up apart_SLG over the sequences of each micro-step, held_B and filled_B tokens and
     # weights over those of each place, and no place is above the limits of its micro-step. Every swap lowers the sum
     # of what is above 0 in apart_MLG.
@@ -62,19 +62,13 @@ def exchange(
             and filled_B[b] - heavier <= most_weight_M[n]
             and _change(apart_SLG[s], apart_SLG[t], apart_MLG[m], apart_MLG[n]) < 0
         ):
-            _move(apart_SLG[s], apart_SLG[t], apart_MLG[m], apart_MLG[n])
+            apart_MLG[m] += apart_SLG[t] - apart_SLG[s]
+            apart_MLG[n] -= apart_SLG[t] - apart_SLG[s]
             place_S[s], place_S[t] = b, a
             held_B[a] += more
             held_B[b] -= more
             filled_B[a] += heavier
             filled_B[b] -= heavier
-
-
-@kernel
-def _add(from_LG: Loads, to_LG: Loads) -> None:
-    for layer in range(from_LG.shape[0]):
-        for g in range(from_LG.shape[1]):
-            to_LG[layer, g] += from_LG[layer, g]
 
 
 @kernel
@@ -89,12 +83,3 @@ def _change(s_LG: Loads, t_LG: Loads, m_LG: Loads, n_LG: Loads) -> int:
             part += max(m + gained, ZERO) + max(n - gained, ZERO) - max(m, ZERO) - max(n, ZERO)
         total += part
     return int(total)
-
-
-@kernel
-def _move(s_LG: Loads, t_LG: Loads, m_LG: Loads, n_LG: Loads) -> None:
-    for layer in range(s_LG.shape[0]):
-        for g in range(s_LG.shape[1]):
-            gained = t_LG[layer, g] - s_LG[layer, g]
-            m_LG[layer, g] += gained
-            n_LG[layer, g] -= gained

@@ -47,7 +47,7 @@ def pack(
             its slots.
     """
     offsets, chosen = _checked(lengths, sequences)
-    _check_count("align", align)
+    check_count("align", align)
     low, high = offsets[chosen], offsets[chosen + 1]
     count = high - low if slots is None else as_lengths(slots, "slots")
     _require(count.shape == low.shape, f"got slots of {count.size} sequences; expected those of {len(low)}")
@@ -55,7 +55,7 @@ def pack(
         raise LayoutError(
             f"sequence {chosen[j]} has {high[j] - low[j]} tokens and {count[j]} slots; give it more slots"
         )
-    count = as_lengths(_round_up(count, align), "slots")
+    count = as_lengths(-(-count // align) * align, "slots")
     return Layout(SlotRanges(low, count, low, high), "thd", 1, int(offsets[-1]))
 
 
@@ -66,7 +66,6 @@ def pad(
     order: Literal["bshd", "sbhd"],
     sequences: ArrayLike | None = None,
     to: int | None = None,
-    multiple_of: int = 1,
 ) -> Layout:
     """A grid of B sequences x T slots, padded on one side; side and order have no default, for neither can be guessed.
 
@@ -75,8 +74,7 @@ def pad(
         side: where the padding is.
         order: how the router's rows are flattened: "bshd" batch first (Hugging Face), "sbhd" sequence first (Megatron).
         sequences: integers [B], the sequences to lay out, in batch order; all of them by default.
-        to: T before rounding; the longest sequence by default. Nothing is ever truncated.
-        multiple_of: T is rounded up to a multiple of this.
+        to: T; that of the longest sequence by default. Nothing is ever truncated.
 
     Raises:
         LayoutError: when a sequence is longer than `to`, or an argument is none of the above.
@@ -84,16 +82,15 @@ def pad(
     offsets, chosen = _checked(lengths, sequences)
     _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
     _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
-    _check_count("multiple_of", multiple_of)
     low, high = offsets[chosen], offsets[chosen + 1]
     width = int((high - low).max(initial=0)) if to is None else to
-    _check_count("to", width, least=0)
+    check_count("to", width, least=0)
     for s in chosen[high - low > width][:1]:
         raise LayoutError(
             f"sequence {s} has {offsets[s + 1] - offsets[s]} tokens and cannot be padded to {width}; "
             "raise `to`, or cut the trace with trace.truncated(lengths)"
         )
-    count = as_lengths(_round_up(np.full_like(low, width), multiple_of), "slots")
+    count = as_lengths(np.full_like(low, width), "slots")
     first = low if side == "right" else high - count
     return Layout(SlotRanges(first, count, low, high), order, len(chosen), int(offsets[-1]))
 
@@ -131,8 +128,8 @@ class Layout:
 
         Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own line.
         """
-        _require(self.order == "thd", "only a packed line has a total to align; give `pad` a `multiple_of`")
-        _check_count("multiple", multiple)
+        _require(self.order == "thd", "only a packed line has a total to align; give `pad` a width `to`")
+        check_count("multiple", multiple)
         tail = -self.line_length % multiple
         return replace(self, ranges=self.ranges.with_padding(tail)) if tail else self
 
@@ -202,7 +199,7 @@ class Layout:
             return
         j = int(uneven[0])
         is_tail = self.order == "thd" and self.ranges.low_J[j] == self.ranges.high_J[j]
-        stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(multiple_of=)"
+        stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(to=)"
         raise LayoutError(
             f"{'the tail of the line' if is_tail else f'sequence {j} of the batch'} has "
             f"{int(self.ranges.count_J[j])} slots; context parallelism over {ranks} ranks needs a multiple of "
@@ -228,16 +225,13 @@ def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[n
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:
-    _check_count(f"the number of {what} ranks", ranks)
-    _check_count(f"{what} rank", rank, least=0, most=ranks - 1)
+    check_count(f"the number of {what} ranks", ranks)
+    check_count(f"{what} rank", rank, least=0, most=ranks - 1)
 
 
-def _check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_SLOTS) -> None:
+def check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_SLOTS) -> None:
+    """Raise `LayoutError` unless `value` is a whole number in that range."""
     whole_number(value, name=name, least=least, most=most, kind=LayoutError)
-
-
-def _round_up(counts: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    return -(-counts // multiple) * multiple
 
 
 def _require(holds: bool, message: str) -> None:

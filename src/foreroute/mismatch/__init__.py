@@ -1,13 +1,11 @@
 """How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect, alarms. No torch."""
 
 from foreroute.mismatch.alarm_rules import Alarm, AlarmRules, Kind, Signals, alarms
-from foreroute.mismatch.choices import misplaced_choices
+from foreroute.mismatch.decisions import StreamDifference, misplaced_choices, misplaced_masks, stream_difference
 from foreroute.mismatch.defects import Explanation, explain
-from foreroute.mismatch.masks import StreamDifference, misplaced_masks, stream_difference
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
     LiveAgreement,
-    MarginHistogram,
     RoutingMismatch,
     TokenMismatch,
     margin_histogram,
@@ -24,7 +22,6 @@ __all__ = [
     "Explanation",
     "Kind",
     "LiveAgreement",
-    "MarginHistogram",
     "RoutingMismatch",
     "Signals",
     "StreamDifference",

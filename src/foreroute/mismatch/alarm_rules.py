@@ -133,31 +133,23 @@ def alarms(history: Sequence[Signals], rules: AlarmRules) -> list[Alarm]:
         history: all its steps so far, in order.
         rules: the thresholds.
     """
-    found = [_not_finite(history), _collapse(history, rules)]
-    found = found[:1] if found[0] else found[1:]
-    return [
-        alarm
-        for alarm in [
-            *found,
-            _mean_passes("f2", "f2", history, rules.window, above=rules.f2_above),
-            _disagreement(history, rules),
-            _mean_passes("stale_routes", "live_agreement", history, rules.window, below=rules.agreement_below),
-            _mean_passes(
-                "effective_share", "effective_share", history, rules.window, below=rules.effective_share_below
-            ),
-        ]
-        if alarm is not None
+    _, shares = _measured(history, "disagreement")
+    # no shares make no mean, and then no alarm
+    grown = rules.disagreement_growth * float(np.mean(shares[: rules.window] or [0.0]))
+    found = [
+        _collapse(history, rules),
+        _mean_passes("f2", "f2", history, rules.window, above=rules.f2_above),
+        _mean_passes("disagreement", "disagreement", history, rules.window, above=max(rules.disagreement_above, grown)),
+        _mean_passes("stale_routes", "live_agreement", history, rules.window, below=rules.agreement_below),
+        _mean_passes("effective_share", "effective_share", history, rules.window, below=rules.effective_share_below),
     ]
-
-
-def _not_finite(history: Sequence[Signals]) -> Alarm | None:
-    last = history[-1]
-    if last.loss is None or math.isfinite(last.loss):
-        return None
-    return Alarm(kind="collapse", since=last.step, value=last.loss, threshold=math.inf)
+    return [alarm for alarm in found if alarm is not None]
 
 
 def _collapse(history: Sequence[Signals], rules: AlarmRules) -> Alarm | None:
+    last = history[-1]
+    if last.loss is not None and not math.isfinite(last.loss):
+        return Alarm(kind="collapse", since=last.step, value=last.loss, threshold=math.inf)
     steps, rewards = _measured(history, "reward")
     if len(rewards) < rules.window:
         return None
@@ -172,12 +164,6 @@ def _collapse(history: Sequence[Signals], rules: AlarmRules) -> Alarm | None:
     return Alarm(kind="collapse", since=int(steps[first]), value=float(means[-1]), threshold=float(limits[-1]))
 
 
-def _disagreement(history: Sequence[Signals], rules: AlarmRules) -> Alarm | None:
-    _, shares = _measured(history, "disagreement")
-    limit = max(rules.disagreement_above, rules.disagreement_growth * float(np.mean(shares[: rules.window] or [0.0])))
-    return _mean_passes("disagreement", "disagreement", history, rules.window, above=limit)
-
-
 def _mean_passes(
     kind: Kind,
     signal: str,
@@ -187,7 +173,7 @@ def _mean_passes(
     above: float = math.inf,
     below: float = -math.inf,
 ) -> Alarm | None:
-    """Told by a step that measured the signal, and by the steps after it until the next that does."""
+    """An alarm where the mean of a signal's last measurements is too high or low, until the next step that measures."""
     steps, values = _measured(history, signal)
     if len(values) < window:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from foreroute.layout import order_by_tokens
 from foreroute.mismatch.mixups import Defect, Mixup, TracePair, mixups
 from foreroute.trace import RoutingSpec, RoutingTrace, overlap
+from foreroute.trace.checks import as_offsets
 
 NATURAL = 0.20
 """Share of differing routing decisions up to which a difference counts as numerical: bfloat16 engines show 5-15 %,
@@ -38,30 +39,24 @@ class Explanation:
     Attributes:
         kind: the defect, `Defect.NONE` for natural mismatch.
         parameters: what defines the defect (`tokens` of a shift, `order` of a permutation, `rows` of a prefix, ...).
-        overlap_before: mean share of common picks, over rows that both traces routed.
-        overlap_after: the same once the defect is undone, over the rows that can be restored.
-        differing: share of routing decisions, one for each token and layer, whose expert sets differ, before that.
-        overlap_by_layer_L: float64 [L].
-        overlap_by_position_T: float64 [longest sequence], NaN where no sequence has a row.
         sentence: the defect for a reader, in whole sentences.
+        differing: share of routing decisions, one for each token and layer, whose expert sets differ; NaN without rows.
+        overlap_by_layer_L: float64 [L], mean share of common picks, over rows that both traces routed; NaN without.
+        overlap_by_position_T: float64 [longest sequence], NaN where no sequence has a row.
     """
 
     kind: Defect
     parameters: Mapping[str, Any]
-    overlap_before: float
-    overlap_after: float
+    sentence: str
     differing: float
     overlap_by_layer_L: NDArray[np.float64]
     overlap_by_position_T: NDArray[np.float64]
-    sentence: str
 
 
-@dataclass(frozen=True)
-class _Finding:
+class _Finding(NamedTuple):
     kind: Defect
     parameters: Mapping[str, Any]
     sentence: str
-    after: float | None = None
 
 
 def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str, str] = NAMES) -> Explanation:
@@ -87,27 +82,18 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str
     top_k, longest = a.spec.top_k, int(a.lengths.max(initial=0))
     pair = TracePair(a, b, np.random.default_rng(seed))
     positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / top_k
-    with np.errstate(invalid="ignore"):
-        rows_at = np.bincount(positions, minlength=longest)
-        by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / rows_at
-    before = float(share_RL.mean()) if len(positions) else float("nan")
-    finding = _found(pair, positions, share_RL, order, names)
-    return Explanation(
-        kind=finding.kind,
-        parameters=finding.parameters,
-        overlap_before=before,
-        overlap_after=before if finding.after is None else finding.after,
-        differing=float((share_RL < 1).mean()) if len(positions) else float("nan"),
-        overlap_by_layer_L=share_RL.mean(axis=0) if len(positions) else np.full(a.spec.num_layers, np.nan),
-        overlap_by_position_T=by_position,
-        sentence=finding.sentence,
-    )
+    with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
+        rows = np.float64(len(positions))
+        by_layer, differing = share_RL.sum(axis=0) / rows, (share_RL < 1).sum() / (rows * a.spec.num_layers)
+        by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
+    finding = _found(pair, positions, share_RL < 1, order, names)
+    return Explanation(*finding, float(differing), by_layer, by_position)
 
 
 def _found(
     pair: TracePair,
     positions: NDArray[np.int64],
-    share_RL: NDArray[np.float64],
+    differs_RL: NDArray[np.bool_],
     order: NDArray[np.int64] | None,
     names: tuple[str, str],
 ) -> _Finding:
@@ -121,11 +107,10 @@ def _found(
         return _Finding(Defect.PERMUTATION, facts, sentence)
     # of one row in one layer nothing can be mixed up
     best = max(mixups(pair), key=lambda mixup: mixup.total, default=None)
-    differs_RL = share_RL < 1
     return (
         (None if best is None else _of_mixup(pair, best, names[1]))
         or _prefix_absent(pair, differs_RL, names)
-        or _prefix_garbage(positions, share_RL)
+        or _prefix_garbage(positions, differs_RL)
         or _layer_replaced(pair, differs_RL)
         or _drift(pair, differs_RL, names)
     )
@@ -136,9 +121,7 @@ def _of_mixup(pair: TracePair, mixup: Mixup, name: str) -> _Finding | None:
     gain, spec = mixup.total - pair.before, pair.a.spec
     if gain * pair.num_routers < _MIN_EVIDENCE or gain < _MIN_GAIN or mixup.covered < _MIN_COVERED:
         return None
-    chance = spec.top_k / spec.num_experts
-    sentence = f"{_capital(name)} {_predicate(mixup.kind, mixup.parameters, spec)}."
-    return _Finding(mixup.kind, mixup.parameters, sentence, mixup.covered * (1 - chance) + chance)
+    return _Finding(mixup.kind, mixup.parameters, f"{_capital(name)} {_predicate(mixup.kind, mixup.parameters, spec)}.")
 
 
 def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
@@ -163,28 +146,24 @@ def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
 
 def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding | None:
     """Leading rows that one trace routed and the other lacks."""
-    for lacking, other, letter, name in ((pair.b, pair.a, "b", names[1]), (pair.a, pair.b, "a", names[0])):
-        first = np.full(len(pair.a), np.iinfo(np.int64).max)
-        # The first row that it has of each sequence: only what the other has before that is a lost prefix.
-        np.minimum.at(first, pair.sequences[lacking.valid_N], pair.positions[lacking.valid_N])
-        lost = np.bincount(
-            pair.sequences, other.valid_N & ~lacking.valid_N & (pair.positions < first[pair.sequences]), len(pair.a)
-        ).astype(np.int64)
+    for lacking, other, name in ((pair.b, pair.a, names[1]), (pair.a, pair.b, names[0])):
+        # Only what the other has before the first row that it has of a sequence is a lost prefix.
+        routed_before = as_offsets(lacking.valid_N.astype(np.int64))
+        leading_N = routed_before[1:] == routed_before[lacking.offsets[:-1]][pair.sequences]
+        lost = np.bincount(pair.sequences, other.valid_N & leading_N, len(pair.a)).astype(np.int64)
         # One lost row is what every sampled sequence of one token has.
         if (lost > 1).any() and differs_RL.mean() <= NATURAL:
-            rows = int(np.max(lost))
-            facts = {"rows": rows, "rows_by_sequence": lost.tolist(), "absent": True, "trace": letter}
-            sentence = f"{_capital(name)} lacks the first rows of its sequences, up to {rows} of them."
-            return _Finding(Defect.PREFIX_MISSING, facts, sentence)
+            sentence = f"{_capital(name)} lacks the first rows of its sequences, up to {lost.max()} of them."
+            return _Finding(Defect.PREFIX_MISSING, {"rows": int(lost.max()), "absent": True}, sentence)
     return None
 
 
-def _prefix_garbage(positions: NDArray[np.int64], share_RL: NDArray[np.float64]) -> _Finding | None:
+def _prefix_garbage(positions: NDArray[np.int64], differs_RL: NDArray[np.bool_]) -> _Finding | None:
     """A change point: below some position nearly everything differs, above it next to nothing.
 
     Of all positions, the one at which two shares instead of one explain the differences best.
     """
-    longest, differs_RL = int(positions.max()) + 1, share_RL < 1
+    longest = int(positions.max()) + 1
     routers = np.cumsum(np.bincount(positions, minlength=longest)) * differs_RL.shape[1]
     differing = np.cumsum(np.bincount(positions, differs_RL.sum(axis=1), longest))
     below_n, below_d = routers[:-1], differing[:-1]
@@ -200,12 +179,11 @@ def _prefix_garbage(positions: NDArray[np.int64], share_RL: NDArray[np.float64])
     best = int(np.argmax(np.where(possible, likelihood, -np.inf)))
     first = f"The first {best + 1} rows of the sequences are" if best else "The first row of each sequence is"
     sentence = f"{first} unrelated, and from position {best + 1} on the traces agree."
-    after = float(share_RL[positions > best].mean())
-    return _Finding(Defect.PREFIX_MISSING, {"rows": best + 1, "absent": False}, sentence, after)
+    return _Finding(Defect.PREFIX_MISSING, {"rows": best + 1, "absent": False}, sentence)
 
 
 def _log_likelihood(hits: NDArray[Any], trials: NDArray[Any]) -> NDArray[np.float64]:
-    """Of so many hits, if each trial is one with the share that was found."""
+    """The log-likelihood of so many hits, if each trial is one with the share that was found."""
     share = hits / np.maximum(trials, 1)
     logs = [np.log(np.maximum(q, 1e-12)) for q in (share, 1 - share)]
     return np.asarray(hits * logs[0] + (trials - hits) * logs[1], np.float64)
@@ -219,9 +197,10 @@ def _layer_replaced(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding 
     # be noisier than the rest, but nowhere near an unrelated one.
     if len(by_layer) < 3 or ordered[-1] < _REPLACED or ordered[:-1].mean() > NATURAL or ordered[-2] > 0.3:
         return None
-    layer = pair.a.spec.layers[int(np.argmax(by_layer))]
+    column = int(np.argmax(by_layer))
+    layer = pair.a.spec.layers[column]
     sentence = f"Only {layer} is unrelated: another layer's routes (a draft or MTP layer?) took its place."
-    return _Finding(Defect.LAYER_REPLACED, {"layer": layer.index, "row": int(np.argmax(by_layer))}, sentence)
+    return _Finding(Defect.LAYER_REPLACED, {"layer": layer.index, "row": column}, sentence)
 
 
 def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding:
@@ -232,6 +211,7 @@ def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str
     # Other weights move hidden states a little in every layer, which adds up: the last third of the layers differs
     # more.
     grows = by_layer[-third:].mean() - by_layer[:third].mean() > 0.1
+    more = ", more of them in later layers" if grows else ""
     decisions = f"{differing:.1%} of the routing decisions, one for each token and layer, differ"
     if differing == 0:
         return _Finding(Defect.NONE, versions, "Both have the same experts in every row and layer.")
@@ -239,10 +219,9 @@ def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str
         return _Finding(Defect.NONE, versions, f"Natural mismatch: {decisions}.")
     if versions["a"] != versions["b"]:
         stated = f"{_capital(names[0])} is of {_weights(pair.a)}, {names[1]} of {_weights(pair.b)}."
-        how = ", more of them in later layers" if grows else ""
-        return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}{how}. {stated}")
+        return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}{more}. {stated}")
     if grows:
-        return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}, more of them in later layers.")
+        return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}{more}.")
     return _Finding(Defect.UNEXPLAINED, versions, f"Unexplained: {decisions}, and no known defect is the cause.")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,10 @@ from foreroute.errors import InputError
 from foreroute.trace import RoutingTrace, overlap
 
 THRESHOLDS = (1.5, 2.0)
-"""Of F(tau), share of tokens whose probabilities differ more than tau-fold; arXiv 2510.11370 reports tau 2."""
+"""The tau of F(tau), share of tokens whose probabilities differ more than tau-fold; arXiv 2510.11370 reports tau 2."""
+MOST_LOGPROB = 1e-3
+"""A log-probability is at most 0. In float32, a logit and the logarithm of the sum of all are rounded apart, by up to
+1e-5 for logits near 100. The rest is room for coarser engines."""
 LOG10_EDGES = np.linspace(-8.0, 1.0, 37)
 """Bin edges of log10(margin), a quarter of a decade wide. Outliers fall into the outermost bins."""
 
@@ -28,15 +31,20 @@ def token_mismatch(train_logprobs_R: NDArray[Any], infer_logprobs_R: NDArray[Any
     """Compare log-probabilities of the same R sampled response tokens, computed in float64.
 
     Raises:
-        InputError: when the shapes differ or a value is not finite.
+        InputError: when the shapes differ, or a value is not finite or above `MOST_LOGPROB`.
     """
     train, infer = np.asarray(train_logprobs_R, np.float64), np.asarray(infer_logprobs_R, np.float64)
     if train.shape != infer.shape or train.ndim != 1:
         raise InputError(
             f"log-probs of the trainer have shape {train.shape}, of the engine {infer.shape}; expected [R]"
         )
-    if not (np.isfinite(train).all() and np.isfinite(infer).all()):
-        raise InputError("log-probs hold NaN or infinity; a sampled token has a finite log-probability in both engines")
+    for side, logprobs in (("the trainer", train), ("the engine", infer)):
+        impossible = ~(np.isfinite(logprobs) & (logprobs <= MOST_LOGPROB))
+        if impossible.any():
+            raise InputError(
+                f"log-probs of {side} hold {logprobs[impossible][0]}; expected finite numbers up to 0, the natural "
+                "logarithms of the probabilities of sampled tokens"
+            )
     log_r = train - infer
     return TokenMismatch(
         count=len(log_r),
@@ -67,12 +75,16 @@ def routing_mismatch(rollout: RoutingTrace, trainer: RoutingTrace) -> RoutingMis
     )
 
 
-def margin_histogram(margins_NL: NDArray[Any]) -> MarginHistogram:
-    """Count margins (K-th minus (K+1)-th selection score, [N, L], in the router's own scale) into bins."""
+def margin_histogram(margins_NL: NDArray[Any]) -> NDArray[np.int64]:
+    """Count margins (K-th minus (K+1)-th selection score, [N, L], in the router's own scale) into bins.
+
+    Returns:
+        int64 [L, B], rows in each of the B bins between `LOG10_EDGES`.
+    """
     smallest, largest = 10 ** LOG10_EDGES[0], 10 ** LOG10_EDGES[-1]
     logs = np.log10(np.clip(margins_NL.astype(np.float64), smallest, largest * (1 - 1e-9)))
     counts = [np.histogram(logs[:, layer], bins=LOG10_EDGES)[0] for layer in range(logs.shape[1])]
-    return MarginHistogram(np.array(counts, dtype=np.int64).reshape(logs.shape[1], len(LOG10_EDGES) - 1))
+    return np.array(counts, np.int64).reshape(logs.shape[1], len(LOG10_EDGES) - 1)
 
 
 @dataclass(frozen=True)
@@ -164,29 +176,8 @@ class RoutingMismatch:
 
     def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
         """The mismatch over the rows of both."""
-        return RoutingMismatch(
-            self.rows + other.rows,
-            self.top_k,
-            self.differing_L + other.differing_L,
-            self.shared_L + other.shared_L,
-            self.by_differing_layers + other.by_differing_layers,
-            self.first_differing_L + other.first_differing_L,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class MarginHistogram:
-    """Rows by the decimal logarithm of their top-k margin, per layer.
-
-    Attributes:
-        counts_LB: int64 [L, B], for the B bins between `LOG10_EDGES`.
-    """
-
-    counts_LB: NDArray[np.int64]
-
-    def __add__(self, other: MarginHistogram) -> MarginHistogram:
-        """The histogram over the rows of both."""
-        return MarginHistogram(self.counts_LB + other.counts_LB)
+        added = {name: value + vars(other)[name] for name, value in vars(self).items() if name != "top_k"}
+        return replace(self, **added)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,34 +189,25 @@ class LiveAgreement:
 
     Attributes:
         routing: rows, differing sets, overlap, first differing layer.
-        margins: rows by the gap between the K-th and the (K+1)-th selection score.
-        margins_differing: the same, of rows whose set differs.
+        margins_LB: int64 [L, B], rows by the gap between the K-th and the (K+1)-th selection score, as of
+            `margin_histogram`.
+        margins_differing_LB: the same, of rows whose set differs.
         replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
             which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
             router selects by logits.
     """
 
     routing: RoutingMismatch
-    margins: MarginHistogram
-    margins_differing: MarginHistogram
+    margins_LB: NDArray[np.int64]
+    margins_differing_LB: NDArray[np.int64]
     replaced_mass_L: NDArray[np.float64]
 
     @classmethod
     def from_sums(cls, sums: Mapping[str, NDArray[Any]], top_k: int) -> LiveAgreement:
         """From arrays named as in `LiveAgreement` and `RoutingMismatch`."""
-        return cls(
-            RoutingMismatch(
-                int(sums["rows"]),
-                top_k,
-                sums["differing_L"],
-                sums["shared_L"],
-                sums["by_differing_layers"],
-                sums["first_differing_L"],
-            ),
-            MarginHistogram(sums["margins_LB"]),
-            MarginHistogram(sums["margins_differing_LB"]),
-            sums["replaced_mass_L"],
-        )
+        counted = {name: sums[name] for name in RoutingMismatch.__dataclass_fields__ if name not in ("rows", "top_k")}
+        routing = RoutingMismatch(rows=int(sums["rows"]), top_k=top_k, **counted)
+        return cls(routing, sums["margins_LB"], sums["margins_differing_LB"], sums["replaced_mass_L"])
 
     @property
     def replaced_mass_share_L(self) -> NDArray[np.float64]:
@@ -234,9 +216,4 @@ class LiveAgreement:
 
     def __add__(self, other: LiveAgreement) -> LiveAgreement:
         """The agreement over the rows of both."""
-        return LiveAgreement(
-            self.routing + other.routing,
-            self.margins + other.margins,
-            self.margins_differing + other.margins_differing,
-            self.replaced_mass_L + other.replaced_mass_L,
-        )
+        return LiveAgreement(**{name: value + vars(other)[name] for name, value in vars(self).items()})

@@ -22,12 +22,11 @@ MAX_SHIFT = 256
 MAX_PERMUTED = 256
 MAX_LAYER_OFFSET = 64
 MAX_RENAMED = 1024
-"""Experts of a layer whose names may be mixed up; a table of pairs of them is made. Ids are compared modulo this where
-a first look is enough."""
+"""Experts of a layer whose names may be mixed up: a table of pairs is made. A first look takes ids modulo this."""
 _QUICK_ROWS, _QUICK_LAYERS = 160, 4
 """Rows that a first look at all shifts takes, and layers of every first look; the best are then looked at in full."""
-_FITTED_ROWS = 32
-"""Rows of a sequence that say whether it fits a place in the packed rows."""
+_COMPARED_ROWS, _FITTED_ROWS = 64, 32
+"""Rows of a sequence that are compared with those of another, and that say whether it fits a place in packed rows."""
 
 
 class Defect(StrEnum):
@@ -79,21 +78,12 @@ def _shifts(pair: TracePair) -> Iterator[Mixup]:
     reach = min(int(pair.a.lengths.max()) - 1, MAX_SHIFT)
     shifts = np.array([n for n in range(-reach, reach + 1) if n], np.int64)
     quick = pair.targets[np.linspace(0, len(pair.targets) - 1, min(_QUICK_ROWS, len(pair.targets))).astype(int)]
-    masks_a, masks_b = pair.quick_masks
-    source_XR = _shifted(pair, quick, shifts[:, None])
-    # A source of -1 reads the last row here and counts nothing below.
-    shared = np.bitwise_count(masks_a[source_XR] & masks_b[quick]).sum(axis=-1)
-    covered_XR = (source_XR >= 0) & pair.a.valid_N[source_XR]
-    scores = (pair.above_chance(shared).mean(axis=-1) * covered_XR).sum(axis=-1)
-    rows = np.arange(pair.a.num_rows)
-    for n in shifts[np.argsort(scores)[::-1][:3]]:
-        yield _rows_moved(pair, Defect.SHIFT, {"tokens": int(n)}, _shifted(pair, rows, int(n)))
-
-
-def _shifted(pair: TracePair, rows: NDArray[np.int64], n: int | NDArray[np.int64]) -> NDArray[np.int64]:
-    position = pair.positions[rows] - n
-    inside = (position >= 0) & (position < pair.a.lengths[pair.sequences[rows]])
-    return np.where(inside, rows - n, -1)
+    agreed, both = pair.first_look(
+        _rows_at(pair, pair.sequences[quick], pair.positions[quick] - shifts[:, None]), quick
+    )
+    best = np.argsort((agreed * both).sum(axis=-1))[::-1][:3]
+    for n in shifts[best].tolist():
+        yield _rows_moved(pair, Defect.SHIFT, {"tokens": n}, _rows_at(pair, pair.sequences, pair.positions - n))
 
 
 def _layer_offsets(pair: TracePair) -> Iterator[Mixup]:
@@ -143,55 +133,35 @@ def _permutations(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _pairwise(pair: TracePair) -> NDArray[np.float64]:
-    """[S, S], agreement of sequence s of `b` with sequence t of `a`, over positions that both have, less where few.
-
-    Sets become rows of zeros and ones, a column for each sampled position, layer and expert: the product of two rows is
-    then the number of picks that both have, and one matrix product compares all sequences with all.
-    """
-    longest, spec = int(pair.a.lengths.max()), pair.a.spec
-    num_layers, num_experts = min(spec.num_layers, _QUICK_LAYERS), min(spec.num_experts, MAX_RENAMED)
-    # Positions that make up to 32,768 columns: 256 sequences are then 32 MiB of float32 per trace.
-    count = max(8, min(64, 32_768 // (num_layers * num_experts)))
-    sampled = np.unique(np.linspace(0, longest - 1, count).astype(np.int64))
-    present, hot = [], []
-    for trace in (pair.a, pair.b):
-        rows = trace.offsets[:-1, None] + sampled
-        here = sampled < trace.lengths[:, None]
-        here &= trace.valid_N[np.where(here, rows, 0)]
-        ids = _folded(trace.expert_ids_NLK[np.where(here, rows, 0), :num_layers])
-        picked = np.zeros((*here.shape, num_layers, num_experts), np.float32)
-        np.put_along_axis(picked, ids.astype(np.int64), 1, axis=-1)
-        hot.append((picked * here[..., None, None]).reshape(len(trace), -1))
-        present.append(here.astype(np.float32))
-    shared = hot[1] @ hot[0].T
-    rows_compared = present[1] @ present[0].T
-    agreed = pair.above_chance(shared / np.maximum(rows_compared * num_layers, 1))
-    # One row that agrees by chance must not beat many that agree: with n rows, agreement counts n / (n + 1).
-    return np.where(rows_compared > 0, agreed * rows_compared / (rows_compared + 1), -1.0)
+    """[S, S], agreement of sequence s of `b` with sequence t of `a`, over positions that both have, less where few."""
+    # The same positions of every sequence, up to the longest, so that any two are compared where both go on.
+    sampled = np.unique(np.linspace(0, int(pair.a.lengths.max()) - 1, _COMPARED_ROWS).astype(np.int64))
+    rows_SR = np.where(sampled < pair.a.lengths[:, None], pair.a.offsets[:-1, None] + sampled, -1)
+    scores = np.empty((len(rows_SR), len(rows_SR)))
+    for s, rows_R in enumerate(rows_SR):  # a row of the table at a time bounds the memory
+        agreed, both = pair.first_look(rows_SR, rows_R)
+        compared = both.sum(axis=-1)
+        # One row that agrees by chance must not beat many that agree: with n rows, agreement counts n / (n + 1).
+        scores[s] = np.where(compared > 0, (agreed * both).sum(axis=-1) / (compared + 1), -1.0)
+    return scores
 
 
 def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
     """The packed rows of `b` are the sequences of `a` one after the other in another order."""
     lengths, offsets = pair.a.lengths, pair.a.offsets
-    masks_a, masks_b = pair.quick_masks
     # R rows of each sequence; all rows of a short one, some of them twice, of which the second is not looked at
     within_SR = np.linspace(0, lengths - 1, _FITTED_ROWS, axis=1).astype(np.int64)
     looked_at_SR = (np.diff(within_SR, prepend=-1, axis=1) > 0) & (lengths > 0)[:, None]
-    rows_SR = np.where(looked_at_SR, offsets[:-1, None] + within_SR, 0)
-    looked_at_SR &= pair.a.valid_N[rows_SR]
-    masks_SR = masks_a[rows_SR]
+    rows_SR = np.where(looked_at_SR, offsets[:-1, None] + within_SR, -1)
     left, order, position = np.arange(len(lengths)), [], 0
     # `position` is the first row of `b` that no chosen sequence covers; of those that are left, the one that fits best
     # there is the next.
     while len(left):
-        rows_b = position + within_SR[left]
-        counted = looked_at_SR[left] & (rows_b < pair.b.num_rows)
-        rows_b[~counted] = 0
-        counted &= pair.b.valid_N[rows_b]
-        agreed = pair.above_chance(np.bitwise_count(masks_SR[left] & masks_b[rows_b]).sum(axis=-1))
+        place_SR = position + within_SR[left]
+        agreed, both = pair.first_look(rows_SR[left], np.where(place_SR < pair.b.num_rows, place_SR, -1))
         # Rows of the right sequence agree by 0.8 and more, others hardly: each row counts for or against, so that of
         # two sequences that begin alike the longer fit wins, and a long one that does not fit loses. 0.4 is half way.
-        chosen = int(np.argmax(((agreed - 0.4).sum(axis=-1) * counted).sum(axis=-1)))
+        chosen = int(np.argmax(((agreed - 0.4) * both).sum(axis=-1)))
         order.append(int(left[chosen]))
         position += int(lengths[left[chosen]])
         left = np.delete(left, chosen)
@@ -242,7 +212,7 @@ def _matched_ids(ids_a: NDArray[Any], ids_b: NDArray[Any], num_experts: int) -> 
 def _rows_at(pair: TracePair, sequence_N: NDArray[np.int64], position_N: NDArray[np.int64]) -> NDArray[np.int64]:
     """int64 [N], the packed rows at such places, -1 where there is no such place."""
     sequence = np.where(sequence_N < len(pair.a), sequence_N, 0)
-    inside = (sequence_N < len(pair.a)) & (position_N < pair.a.lengths[sequence])
+    inside = (sequence_N < len(pair.a)) & (position_N >= 0) & (position_N < pair.a.lengths[sequence])
     return np.where(inside, pair.a.offsets[sequence] + position_N, -1)
 
 
@@ -290,13 +260,19 @@ class TracePair:
         return np.repeat(np.arange(len(self.a)), self.a.lengths)
 
     @cached_property
-    def quick_masks(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+    def _quick_masks(self) -> list[NDArray[np.uint64]]:
         """The sets of either trace in the layers of a first look, as bits: uint64 [N, layers, words of 64 experts]."""
-        first, second = (
-            set_masks(_folded(trace.expert_ids_NLK[:, :_QUICK_LAYERS]), min(trace.spec.num_experts, MAX_RENAMED))
-            for trace in (self.a, self.b)
-        )
-        return first, second
+        num_experts = min(self.a.spec.num_experts, MAX_RENAMED)
+        return [set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], num_experts) for trace in (self.a, self.b)]
+
+    def first_look(
+        self, rows_a: NDArray[np.int64], rows_b: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Agreement of rows of `a` with rows of `b`, in a few layers, and whether both are rows that were routed."""
+        both = (rows_a >= 0) & (rows_b >= 0) & self.a.valid_N[rows_a] & self.b.valid_N[rows_b]
+        masks_a, masks_b = self._quick_masks
+        shared = np.bitwise_count(masks_a[rows_a] & masks_b[rows_b]).sum(axis=-1)
+        return self.above_chance(shared).mean(axis=-1), both
 
     def agreement_after(self, source_N: NDArray[np.int64]) -> tuple[float, float]:
         """Mean agreement over the targets if row n of `b` were row `source_N[n]` of `a`.
@@ -319,13 +295,12 @@ class TracePair:
         return np.asarray((shared / self.a.spec.top_k - chance) / (1 - chance), np.float64)
 
 
-def _folded(ids: NDArray[Any]) -> NDArray[Any]:
-    """Ids below `MAX_RENAMED`: the ids themselves of any model that is known."""
-    return ids if ids.dtype == np.uint8 else ids % MAX_RENAMED
-
-
 def set_masks(ids: NDArray[Any], num_experts: int) -> NDArray[np.uint64]:
-    """Sets of picks [..., K] as bits, uint64 [..., words of 64 experts]; `a & b` then holds the common picks."""
+    """Sets of picks [..., K] as bits, uint64 [..., words of 64 experts]; `a & b` then holds the common picks.
+
+    Ids from `num_experts` on, which no known model has, are taken modulo it.
+    """
+    ids = ids % num_experts if num_experts == MAX_RENAMED else ids
     word, bit = ids >> 6, np.uint64(1) << (ids & 63).astype(np.uint64)
     masks = np.zeros((*ids.shape[:-1], -(-num_experts // 64)), np.uint64)
     for w in range(masks.shape[-1]):

@@ -1,7 +1,7 @@
 """The plan of a step as data: topology, options, counts, the plan itself, its file and its checker. No torch."""
 
 from foreroute.plan.checker import verify
-from foreroute.plan.counts import contiguous_imbalance, load_counts, packed_counts, tokens_digest
+from foreroute.plan.counts import contiguous_imbalance, load_counts, packed_counts, save_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
@@ -23,6 +23,7 @@ __all__ = [
     "load_counts",
     "load_plan",
     "packed_counts",
+    "save_counts",
     "save_plan",
     "tokens_digest",
     "verify",

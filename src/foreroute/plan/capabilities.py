@@ -1,4 +1,4 @@
-"""Who executes what: one table, read by the executors and by the simulator, which marks what none of them carries out.
+"""Who executes what: one table, read by both executors, which warn of the rest, and by the simulator, which marks it.
 
 An executor has an ability when a test runs it there, on CPU processes of one machine, so nothing here says how fast it
 is; `tests/simulate/test_executed.py` names the tests.
@@ -6,11 +6,15 @@ is; `tests/simulate/test_executed.py` names the tests.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Set
 from enum import StrEnum
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from foreroute.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from foreroute.plan.step_plan import StepPlan
 
 Executor = Literal["hf", "megatron"]
 FetchPath = Literal["host", "direct"]
@@ -27,7 +31,8 @@ class Ability(StrEnum):
     HOME_MOVES = "homes that move between steps"
     HOST_PATH = "replicas from host memory of the node"
     DIRECT_PATH = "replicas from peer to peer"
-    PREFETCH = "replicas fetched ahead"
+    PREFETCH = "replicas fetched a cell ahead"
+    DEEP_PREFETCH = "replicas fetched several cells ahead"
     KNOWN_COUNTS = "no exchange of counts"
     EARLY_CELLS = "cells handed over while others are planned"
     COPIED_DISPATCH = "a row for every assignment"
@@ -49,6 +54,7 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
             Ability.HOST_PATH,
             Ability.DIRECT_PATH,
             Ability.PREFETCH,
+            Ability.DEEP_PREFETCH,
             Ability.KNOWN_COUNTS,
             Ability.EARLY_CELLS,
             Ability.COPIED_DISPATCH,
@@ -60,6 +66,7 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
             Ability.SHARED_SLOTS,
             Ability.HOME_MOVES,
             Ability.DIRECT_PATH,
+            Ability.PREFETCH,
             Ability.KNOWN_COUNTS,
             Ability.COPIED_DISPATCH,
             Ability.EXPERT_DATA_PARALLEL,
@@ -73,6 +80,21 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
 def fetch_path(executor: Executor) -> FetchPath:
     """The path that an executor fetches by unless it is told another."""
     return "host" if Ability.HOST_PATH in EXECUTES[executor] else "direct"
+
+
+def warn_of_lacks(plan: StepPlan, executor: Executor) -> None:
+    """Warn of what a plan asks for and its executor lacks. Results are those of any plan all the same."""
+    asked = {
+        Ability.NODES: (plan.topology.num_nodes > 1, "keep an expert-parallel group within a node"),
+        Ability.LAYER_SLOTS: (not plan.fetched_R.all(), "all replicas are fetched for every cell; plan shared slots"),
+    }
+    for ability, (is_asked, advice) in asked.items():
+        if is_asked and ability not in EXECUTES[executor]:
+            warnings.warn(
+                f"the plan asks for {ability}, which no test has run on this executor ({executor}), so that steps take "
+                f"other times than were planned; {advice}",
+                stacklevel=2,
+            )
 
 
 def check_paths(paths: object) -> None:

@@ -132,6 +132,13 @@ def _check_figures(plan: StepPlan) -> None:
         if wrong_ML.any():
             m, layer = np.argwhere(wrong_ML)[0].tolist()
             raise PlanError(f"{_cell_name(m, layer)}: the {what} {figure_ML[m, layer]} is no number of assignments")
+    above_ML = plan.bound_ML > plan.max_load_ML
+    if above_ML.any():
+        m, layer = np.argwhere(above_ML)[0].tolist()
+        raise PlanError(
+            f"{_cell_name(m, layer)}: the bound {plan.bound_ML[m, layer]} is above the largest load "
+            f"{plan.max_load_ML[m, layer]}; expected that no plan does better than its bound"
+        )
 
 
 def _check_homes(name: str, home_LE: NDArray[np.int16], num_ranks: int) -> None:

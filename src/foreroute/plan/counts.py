@@ -5,21 +5,16 @@ An *assignment* is one pick of one token: a (token, expert) pair.
 
 from __future__ import annotations
 
-import math
 import os
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import CountsError, InputError
-from foreroute.files import RegularFile
+from foreroute.files import FileFormat, TensorSchema, blake2b_hex
 from foreroute.layout import Packing
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.operations import add_assignments
@@ -31,27 +26,14 @@ FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT = 1 << 26, 16
 Those of a step in which every rank gets thousands of tokens have fewer entries than assignments."""
 MOST_EXPERTS = 2**15
 """Plans name experts and ranks in int16."""
-MEMBER = "counts.npy"
-MOST_ENTRIES = 2**30
-"""That a file may hold: 4 GiB as int32. The largest step of the benchmarks has 25 million."""
-INFLATED_FREELY, INFLATED_PER_BYTE = 16 << 20, 64
-"""Counts may take 16 MiB, or 64 times their compressed bytes: of zeros, a deflated stream holds up to 1,032 times its
-size."""
-MALFORMED = (
-    OSError,
-    EOFError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-    NotImplementedError,
-    RecursionError,
-    MemoryError,
-    SyntaxError,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
+COUNTS_FILE = FileFormat(
+    name="counts",
+    version=1,
+    kind=CountsError,
+    metadata=(),
+    tensors={"counts_MLGE": TensorSchema("I32", "MLGE")},
+    made_by="foreroute.plan.save_counts(counts_MLGE, path) writes counts",
 )
-"""What zipfile and numpy raise for files that are none of theirs; numpy evaluates a header as a literal of Python."""
 
 
 def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packing, *, threads: int = 1) -> NDArray[Any]:
@@ -189,34 +171,25 @@ def _check_tokens(counts_MLGE: NDArray[np.int32], total_MLG: NDArray[np.int64], 
 
 
 def counts_digest(counts_MLGE: NDArray[np.integer]) -> str:
-    """XXH3-128, as 32 hexadecimal digits, of the shape and of the values as little-endian int32 in C order.
+    """`blake2b_hex` of the shape, as `MxLxGxE`, and of the values as little-endian int32 in C order.
 
-    Arrays of any integer dtype and layout with the same values have the same digest. It finds damage and mix-ups; it is
-    no signature.
+    Arrays of any integer dtype and layout with the same values have the same digest.
 
     Args:
         counts_MLGE: integers [M, L, G, E], each from 0 to 2**31 - 1.
     """
-    from xxhash import xxh3_128
-
-    state = xxh3_128("x".join(map(str, counts_MLGE.shape)).encode())
-    for counts_LGE in counts_MLGE:  # in parts, so that another dtype is not copied whole
-        state.update(np.ascontiguousarray(counts_LGE, "<i4").data)
-    return state.hexdigest()
+    shape = "x".join(map(str, counts_MLGE.shape)).encode()
+    return blake2b_hex(shape, np.asarray(counts_MLGE, "<i4"))
 
 
 def tokens_digest(traces: RoutingTrace | Sequence[RoutingTrace]) -> str:
-    """XXH3-128, as 32 hexadecimal digits, of the lengths of all sequences as int64 and of their tokens as int32.
+    """`blake2b_hex` of the lengths of all sequences as int64 and of their tokens as int32.
 
     It does not depend on how the sequences are divided into traces.
     """
-    from xxhash import xxh3_128
-
     several = [traces] if isinstance(traces, RoutingTrace) else list(traces)
-    state = xxh3_128(np.concatenate([np.zeros(0, "<i8"), *(trace.lengths.astype("<i8") for trace in several)]).data)
-    for trace in several:
-        state.update(np.ascontiguousarray(trace.token_ids_N, "<i4").data)
-    return state.hexdigest()
+    lengths = [trace.lengths.astype("<i8") for trace in several]
+    return blake2b_hex(*lengths, *(np.asarray(trace.token_ids_N, "<i4") for trace in several))
 
 
 def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float:
@@ -240,65 +213,31 @@ def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float
     return float((loads_CG.max(axis=1) / loads_CG.mean(axis=1)).mean()) if len(loads_CG) else 1.0
 
 
-def load_counts(path: str | os.PathLike[str]) -> NDArray[np.integer]:
-    """Read the array `counts` of an .npz file, which is taken to be hostile: no pickle, no size taken on trust.
+def save_counts(counts_MLGE: ArrayLike, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Write counts to `path`: the whole file or nothing.
 
-    Returns:
-        counts_MLGE: integers of the dtype in the file. `check_counts` checks their values.
+    Args:
+        counts_MLGE: integers [M, L, G, E].
+        path: where to.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
-        CountsError: when the file is missing, no .npz file or damaged, or its array is missing, not of integers, not of
-            four axes, larger than `MOST_ENTRIES`, of another size than it states, or compressed to next to nothing.
+        CountsError: as `check_counts`; when `path` exists and `overwrite` is False, or cannot be written.
     """
-    source = Path(path)
+    return COUNTS_FILE.write(path, {}, {"counts_MLGE": check_counts(counts_MLGE)}, overwrite=overwrite)
+
+
+def load_counts(path: str | os.PathLike[str]) -> NDArray[np.int32]:
+    """Read what `save_counts` wrote.
+
+    Returns:
+        counts_MLGE: int32 [M, L, G, E].
+
+    Raises:
+        CountsError: when the file is missing, holds no counts, is damaged, or holds what `check_counts` refuses.
+    """
+    _, tensors = COUNTS_FILE.read(path)
     try:
-        with RegularFile(source, CountsError) as file, file.stream() as stream, zipfile.ZipFile(stream) as archive:
-            if MEMBER not in archive.namelist():
-                names = ", ".join(name[:40] for name in archive.namelist()[:8]) or "nothing"
-                raise CountsError(
-                    f"{source} holds {names}; expected an array called counts, as written by "
-                    "numpy.savez_compressed(path, counts=counts_MLGE)"
-                )
-            return _read_counts(source, archive)
-    except CountsError:
-        raise
-    except MALFORMED as error:
-        raise CountsError(f"{source} is not a readable .npz file: {error}") from error
-
-
-def _read_counts(source: Path, archive: zipfile.ZipFile) -> NDArray[Any]:
-    stated = archive.getinfo(MEMBER)
-    if stated.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise CountsError(f"{source}: counts are compressed in a way that numpy does not; write them with numpy.savez")
-    with archive.open(MEMBER) as member:
-        shape, dtype = _read_header(source, member)
-        header = member.tell()
-    size = math.prod(shape) * dtype.itemsize
-    if stated.file_size == header + size > max(INFLATED_FREELY, INFLATED_PER_BYTE * stated.compress_size):
-        raise CountsError(
-            f"{source}: {stated.compress_size} bytes would become counts of {size} bytes; store counts that are nearly "
-            "all 0 uncompressed, with numpy.savez"
-        )
-    if stated.file_size != header + size:
-        raise CountsError(
-            f"{source}: counts of shape {shape} take {size} bytes, but {stated.file_size - header} are there, "
-            f"{stated.compress_size} compressed; the file is damaged"
-        )
-    with archive.open(MEMBER) as member:
-        counts: NDArray[Any] = npy.read_array(member, allow_pickle=False)
-        if member.read(1):
-            raise CountsError(f"{source}: there are bytes behind the counts; the file is damaged")
-    return counts
-
-
-def _read_header(source: Path, member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype, once they are known to be those of counts."""
-    version = npy.read_magic(member)
-    if version != (1, 0):  # later ones have headers of any size
-        raise CountsError(f"{source}: counts are in version {version} of the .npy format; expected (1, 0)")
-    shape, _, dtype = npy.read_array_header_1_0(member)
-    if dtype.kind not in "iu" or len(shape) != 4:
-        raise CountsError(f"{source}: counts are {dtype} {list(shape)}; expected integers [M, L, G, E]")
-    if min(shape) < 0 or math.prod(shape) > MOST_ENTRIES:
-        raise CountsError(f"{source}: counts have the shape {list(shape)}; expected {MOST_ENTRIES} entries at most")
-    return shape, dtype
+        return check_counts(tensors["counts_MLGE"])
+    except CountsError as error:
+        raise CountsError(f"{path}: {error}") from error

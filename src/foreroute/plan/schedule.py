@@ -77,7 +77,7 @@ class CellSchedule:
 
     @classmethod
     def of(
-        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, least_rows: int = 1, what: str = "the cell"
+        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, row_multiple: int = 1, what: str = "the cell"
     ) -> CellSchedule:
         """The schedule of a cell whose counts are learnt only when it runs; weights go from peer to peer.
 
@@ -85,7 +85,7 @@ class CellSchedule:
             cell: homes and replicas.
             counts_GE: integers [G, E], assignments of every rank to every expert.
             rank: whose schedule.
-            least_rows: a group with any row is padded to this many.
+            row_multiple: the rows of a group are padded to a multiple of this.
             what: the cell in words, for errors.
 
         Raises:
@@ -99,7 +99,7 @@ class CellSchedule:
             ),
             counts_GE[None],
             rank,
-            np.array([least_rows], np.int64),
+            np.array([row_multiple], np.int64),
             1,
             [what],
         )
@@ -117,7 +117,7 @@ class ExecutionSchedule:
         counts_MLGE: integers [M, L, G, E], what was planned, of the whole step; None where it is not known: weights
             alone are scheduled.
         rank: whose schedule.
-        least_rows_L: a group with any row is padded to this many, by layer; 1 by default.
+        row_multiple_L: the rows of a group are padded to a multiple of this, by layer; 1 by default.
         paths: which path weights take.
 
     Raises:
@@ -131,12 +131,14 @@ class ExecutionSchedule:
         counts_MLGE: NDArray[np.integer] | None,
         rank: int,
         *,
-        least_rows_L: Sequence[int] | None = None,
+        row_multiple_L: Sequence[int] | None = None,
         paths: FetchPath = "direct",
     ) -> None:
         num_layers = plan.shape[1]
         self._counts_MLGE, self._rank = counts_MLGE, rank
-        self._least_rows_L = np.ones(num_layers, np.int64) if least_rows_L is None else np.array(least_rows_L, np.int64)
+        self._row_multiple_L = (
+            np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64)
+        )
         self._host_ranks = plan.topology.ranks_per_node if paths == "host" else 1
         self._blocks: list[Future[Any]] = []
         self.extend(plan)
@@ -152,7 +154,7 @@ class ExecutionSchedule:
             words = [f"micro-step {num_known + m}, routed layer {layer}" for layer in range(num_layers)]
             known = self._counts_MLGE
             counts_LGE = _served_by_replicas(cells, part) if known is None else known[num_known + m]
-            return _compile(cells, counts_LGE, self._rank, self._least_rows_L, self._host_ranks, words)
+            return _compile(cells, counts_LGE, self._rank, self._row_multiple_L, self._host_ranks, words)
 
         self._blocks += [_compiler().submit(block, m) for m in range(part.shape[0])]
 
@@ -198,7 +200,7 @@ def _compile(
     cells: _Cells,
     counts_CGE: NDArray[np.integer],
     rank: int,
-    least_rows_L: NDArray[np.int64],
+    row_multiple_L: NDArray[np.int64],
     host_ranks: int,
     words: Sequence[str],
 ) -> Any:
@@ -227,7 +229,7 @@ def _compile(
         rank,
         *vars(cells).values(),
         np.ascontiguousarray(counts_CGE, np.int32),
-        least_rows_L,
+        row_multiple_L,
         host_ranks,
         out,
     )

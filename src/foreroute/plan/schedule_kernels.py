@@ -43,7 +43,7 @@ def schedule_cells(
     slot_R: Any,
     tokens_RG: Any,
     counts_CGE: Any,
-    least_rows_L: Any,
+    row_multiple_L: Any,
     host_ranks: int,
     out: Any,
 ) -> tuple[int, int, int, int]:
@@ -124,7 +124,7 @@ def schedule_cells(
                 tokens_SG[s, g] = counts_GE[g, e] - served_GE[g, e]
         for i in range(first_G[rank], first_G[rank + 1]):
             tokens_SG[num_home + i - first_G[rank], :] = tokens_RG[begin + order_R[i], :]
-        _computed(tokens_SG[:num_groups], num_home, least_rows_L[c % len(home_LE)], c, out, at)
+        _computed(tokens_SG[:num_groups], num_home, row_multiple_L[c % len(home_LE)], c, out, at)
 
         # weights: from homes to replicas, and gradients back
         if num_replicas:
@@ -240,7 +240,7 @@ def _by_rank_and_slot(
 
 
 @kernel
-def _computed(tokens_SG: Any, num_home: int, least_rows: int, c: int, out: Any, at: Any) -> None:
+def _computed(tokens_SG: Any, num_home: int, row_multiple: int, c: int, out: Any, at: Any) -> None:
     """From received to computed order, and back: the transpose of a (source rank, group) table of runs.
 
     Every group ends with its padding, which is taken from beyond the rows received and is not sent back.
@@ -260,13 +260,12 @@ def _computed(tokens_SG: Any, num_home: int, least_rows: int, c: int, out: Any, 
         rows_S[s] = tokens_SG[s].sum()
         any_home |= s < num_home and rows_S[s] > 0
         any_replica |= s >= num_home and rows_S[s] > 0
-        if 0 < rows_S[s] < least_rows:
-            rows_S[s] = least_rows
+        rows_S[s] += -rows_S[s] % row_multiple
     # a grouped GEMM is never given an empty input
     if not any_home:
-        rows_S[0] = max(least_rows, 1)
+        rows_S[0] = row_multiple
     if not any_replica and num_groups > num_home:
-        rows_S[num_home] = max(least_rows, 1)
+        rows_S[num_home] = row_multiple
     out.num_groups_C[c] = num_groups
     place = 0
     computed_SG = np.empty((num_groups, num_ranks), np.int64)

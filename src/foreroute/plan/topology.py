@@ -9,11 +9,14 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
 from foreroute.layout import block_homes
+from foreroute.trace.spec import whole_number
 
 MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
 MOST_REDUNDANT_SLOTS = 1 << 17
 """Redundant slots of all ranks together. What they hold is kept for every layer."""
+MOST_SLOT_MEMORY_BYTES = 1 << 60
+"""More than any machine has, and few enough to be a float64 or an int64."""
 MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
 """Far beyond any link, and such that no product of costs overflows."""
 
@@ -63,23 +66,20 @@ class Topology:
     slot_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "ranks_per_node", "redundant_slots"):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value > MOST_RANKS:
-                raise TopologyError(f"{name} is {value!r:.40}; expected a whole number, {MOST_RANKS} at most")
-            object.__setattr__(self, name, int(value))
-        if self.num_ranks < 1 or self.ranks_per_node < 1 or self.num_ranks % self.ranks_per_node:
+        for name, least in (("num_ranks", 1), ("ranks_per_node", 1), ("redundant_slots", 0)):
+            value = whole_number(getattr(self, name), name=name, least=least, most=MOST_RANKS, kind=TopologyError)
+            object.__setattr__(self, name, value)
+        if self.num_ranks % self.ranks_per_node:
             raise TopologyError(
-                f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple, at least one"
+                f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple"
             )
-        if self.redundant_slots < 0:
-            raise TopologyError(f"redundant_slots is {self.redundant_slots}; expected 0 or more")
         if self.slot_memory_bytes is not None:
-            if not float(self.slot_memory_bytes).is_integer() or self.slot_memory_bytes < 0:
-                raise TopologyError(
-                    f"slot_memory_bytes is {self.slot_memory_bytes!r:.40}; expected a whole number from 0, or None"
-                )
-            object.__setattr__(self, "slot_memory_bytes", int(self.slot_memory_bytes))
+            given: object = self.slot_memory_bytes
+            whole = int(given) if isinstance(given, float) and given.is_integer() else given  # 80e9 is whole
+            memory = whole_number(
+                whole, name="slot_memory_bytes", least=0, most=MOST_SLOT_MEMORY_BYTES, kind=TopologyError
+            )
+            object.__setattr__(self, "slot_memory_bytes", memory)
         if self.num_ranks * self.redundant_slots > MOST_REDUNDANT_SLOTS:
             raise TopologyError(
                 f"redundant_slots is {self.redundant_slots} on each of {self.num_ranks} ranks; expected at most "

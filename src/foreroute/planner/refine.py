@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.figures import price_cell, slowest_attention
 from foreroute.costs.links import HOST, NODE_OUT, pairs_between, rows_sent, transfer_seconds
 from foreroute.costs.model import CostModel, Prices
-from foreroute.costs.pricing import EXPOSED, cell_seconds
+from foreroute.costs.pricing import EXPOSED, cell_seconds, price_cell, slowest_attention
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
@@ -82,12 +81,12 @@ class Refiner:
         off = replace(on, **closed)
         nothing_held_GS = np.full_like(self._held_LGS[layer], -1)
         priced = [
-            price_cell(CellHosts.of(found, counts_GE), cell.home_E, topology, costs)
+            price_cell(found, counts_GE, topology, costs)
             for options in (off, on)
             for found in [self._refined(cell, counts_GE, nothing_held_GS.copy(), options)]
         ]
         without_s, with_s = (figures.seconds for figures in priced)
-        exposed_s = exposed_planning(num_micro_steps, costs.refine_s, priced[0].recompute.total)
+        exposed_s = exposed_planning(num_micro_steps, costs.refine_s, float(priced[0].parts_SP[0].sum()))
         if num_micro_steps * (without_s - with_s) <= exposed_s:
             self._options_L[layer] = off
 

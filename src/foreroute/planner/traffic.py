@@ -13,8 +13,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.figures import price_cell, slowest_attention
 from foreroute.costs.model import CostModel
+from foreroute.costs.pricing import price_cell, slowest_attention
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
@@ -48,7 +48,7 @@ def replicate_for_traffic(
         return cell
     home_E = cell.home_E.astype(np.int64)
     base = CellHosts.of(cell, counts)
-    base_s = price_cell(base, home_E, topology, costs).seconds
+    base_s = price_cell(cell, counts, topology, costs).seconds
     # where the plan to beat serves each expert: what the search falls back on if it cannot balance the load by itself
     base_NE = np.zeros((topology.num_nodes, len(home_E)), np.bool_)
     base_NE[topology.node_G[base.rank_H], base.expert_H] = True

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError
 
 from foreroute.errors import InputError, RunFolderError, TraceFileError
 from foreroute.files import read_file
-from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step
+from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step, why_invalid
 from foreroute.trace import RoutedLayer, load
 
 
@@ -47,26 +47,13 @@ class Run:
         return self.paired_steps() or tuple(step for step in self.steps if side in step.get("mismatch", {}))
 
 
-@dataclass(frozen=True)
-class _Rollout:
-    precision: str
+class _Facts(BaseModel, strict=True):
+    """What a configuration says of a run; its other keys are passed over."""
 
-
-@dataclass(frozen=True)
-class _Rl:
-    routing: str
-
-
-@dataclass(frozen=True)
-class _Config:
     name: str
     seed: int
-    rollout: _Rollout
-    rl: _Rl
-
-
-_CONFIG = TypeAdapter(_Config)
-_ANYTHING = TypeAdapter(dict[str, Any])
+    precision: str = Field(validation_alias=AliasPath("rollout", "precision"))
+    routing: str = Field(validation_alias=AliasPath("rl", "routing"))
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -101,36 +88,32 @@ def read_run(folder: Path) -> Run:
         raise RunFolderError(
             f"{path} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
         )
-    content = read_file(path, RunFolderError)
     try:
-        config, shown = _CONFIG.validate_json(content, strict=True), _ANYTHING.validate_json(content)
+        config = TypeAdapter(dict[str, Any]).validate_json(read_file(path, RunFolderError))
+        facts = _Facts.model_validate(config)
     except ValidationError as error:
-        raise RunFolderError(f"{path} is damaged: {_reason(error)}. Restore it from a copy") from error
+        raise RunFolderError(f"{path} is damaged: {why_invalid(error)}. Restore it from a copy") from error
     steps, notes = _read_metrics(folder / "metrics.jsonl")
     layers, unread = _read_layers(folder / "traces")
-    notes += unread
-    notes += [
+    superseded = [
         f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
         for aside in sorted(folder.glob("superseded-*.jsonl"))
     ]
     return Run(
         folder=folder,
-        label=config.name,
-        name=config.name,
-        seed=config.seed,
-        precision=config.rollout.precision,
-        routing=config.rl.routing,
-        config=shown,
+        label=facts.name,
+        config=config,
         steps=tuple(steps),
         layers=layers,
-        notes=tuple(notes),
+        notes=(*notes, *unread, *superseded),
+        **facts.model_dump(),
     )
 
 
 def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
-    lines = [
-        (number, line) for number, line in enumerate(read_file(path, RunFolderError).split(b"\n"), 1) if line.strip()
-    ]
+    """The steps, and a note where the last line is half written."""
+    content = read_file(path, RunFolderError).split(b"\n")
+    lines = [(number, line) for number, line in enumerate(content, 1) if line.strip()]
     steps: list[StepRecord] = []
     notes: list[str] = []
     shapes: dict[str, object] = {}
@@ -140,17 +123,15 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
             _check_like(shapes, step)
             if step["step"] != len(steps):
                 raise ValueError(f"its step is {step['step']}, expected {len(steps)}")
+            steps.append(step)
         except ValueError as error:
-            if number == lines[-1][0] and _is_torn(error):
-                notes.append(
-                    f"Line {number} of {path.name} is half written, so the run was stopped there; it is left out."
-                )
-                break
-            raise RunFolderError(
-                f"{path}, line {number} is damaged: {_reason(error)}. Restore the file from a copy, or remove line "
-                f"{number} and those after it to report on the steps before"
-            ) from error
-        steps.append(step)
+            torn = isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid"
+            if not torn or number < lines[-1][0]:
+                raise RunFolderError(
+                    f"{path}, line {number} is damaged: {why_invalid(error)}. Restore the file from a copy, or remove "
+                    f"line {number} and those after it to report on the steps before"
+                ) from error
+            notes = [f"Line {number} of {path.name} is half written, so the run was stopped there; it is left out."]
     if not steps:
         raise RunFolderError(f"{path} holds no complete step; let the run finish at least one step")
     return steps, notes
@@ -177,15 +158,3 @@ def _check_like(shapes: dict[str, object], step: StepRecord) -> None:
     for what, shape in found:
         if shape and shapes.setdefault(what, shape) != shape:
             raise ValueError(f"the {what} are {shape}, on earlier lines they are {shapes[what]}")
-
-
-def _is_torn(error: ValueError) -> bool:
-    return isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid"
-
-
-def _reason(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else first["msg"]

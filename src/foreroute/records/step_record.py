@@ -10,8 +10,8 @@ from functools import cache
 from typing import Annotated, Literal, Required
 
 import numpy as np
-from annotated_types import Ge
-from pydantic import AfterValidator, StringConstraints, TypeAdapter
+from annotated_types import Ge, Lt
+from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # that of Python 3.11 is not enough for pydantic
 
 from foreroute.mismatch import Alarm
@@ -37,7 +37,7 @@ def _share(value: float) -> float:
 Share = Annotated[float, AfterValidator(_share)]
 """From 0 to 1, or NaN: a share of nothing."""
 Seconds = float
-Loads = list[list[list[int]]]
+Loads = list[list[list[Annotated[int, Lt(2**63)]]]]
 """Assignments [M][L][G] of every rank in every cell."""
 
 NumRanks = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}$")]
@@ -149,21 +149,13 @@ class StageRecord(TypedDict, total=False):
 
 def _check_stage(stage: StageRecord) -> StageRecord:
     try:
-        shapes = {_shape(stage["at_home_MLG"]), _shape(stage["executed_MLG"])}
-    except OverflowError:
-        raise ValueError("loads must be below 2^63") from None
-    if len(shapes) > 1 or None in shapes:
+        at_home, executed = (np.array(stage[name], np.int64) for name in ("at_home_MLG", "executed_MLG"))
+        fits = at_home.shape == executed.shape and at_home.ndim == 3 and at_home.size > 0
+    except ValueError:  # lists of uneven lengths
+        fits = False
+    if not fits:
         raise ValueError("at_home_MLG and executed_MLG need the same numbers of micro-steps, layers and ranks")
     return stage
-
-
-def _shape(loads_MLG: Loads) -> tuple[int, ...] | None:
-    """M, L and G, or None when they are uneven or 0."""
-    try:
-        loads = np.array(loads_MLG, np.int64)
-    except ValueError:
-        return None
-    return loads.shape if loads.ndim == 3 and loads.size else None
 
 
 class ExecutionRecord(TypedDict, total=False):
@@ -307,3 +299,12 @@ def parse_step(line: bytes) -> StepRecord:
         pydantic.ValidationError: when a required key is missing, or a value is of another type or out of range.
     """
     return _step_type().validate_json(line, strict=True)
+
+
+def why_invalid(error: ValueError) -> str:
+    """What is wrong with a line or a configuration, in one sentence: the place and the reason of the first error."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else first["msg"]

@@ -16,9 +16,8 @@ from foreroute.report.format import TableRow, Tile, as_fast, duration, over_mean
 from foreroute.report.template import write_html
 
 if TYPE_CHECKING:  # they load compiled code
-    from foreroute.costs.figures import StepSummary
     from foreroute.plan.step_plan import StepPlan
-    from foreroute.planner.compare import BalancerRecord
+    from foreroute.simulate.compare import MethodFigures, StepFacts
     from foreroute.trace import RoutedLayer
 
 UNBALANCED = ("static", "by_length")
@@ -27,8 +26,8 @@ UNBALANCED = ("static", "by_length")
 
 def write_plan_page(
     plan: StepPlan,
-    summary: StepSummary,
-    records: Sequence[BalancerRecord],
+    step: StepFacts,
+    records: Sequence[MethodFigures],
     facts: Mapping[str, str],
     target: Path,
     *,
@@ -38,7 +37,7 @@ def write_plan_page(
 
     Args:
         plan: the plan.
-        summary: of its step.
+        step: that it was made for.
         records: of the methods to compare, the plan's own last.
         facts: what was planned and how, by name.
         target: the file to write.
@@ -47,13 +46,13 @@ def write_plan_page(
     Raises:
         InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
-    return write_html(target, "plan.html.j2", lambda: _values(plan, summary, records, facts, layers))
+    return write_html(target, "plan.html.j2", lambda: _values(plan, step, records, facts, layers))
 
 
-COLUMNS: dict[str, Callable[[BalancerRecord], str]] = {
-    "Slowest rank over mean": lambda record: over_mean(record.imbalance_mean),
-    "In 99 % of cells": lambda record: over_mean(record.imbalance_p99),
-    "In the worst cell": lambda record: over_mean(record.imbalance_worst),
+COLUMNS: dict[str, Callable[[MethodFigures], str]] = {
+    "Slowest rank over mean": lambda record: over_mean(float(record.imbalance_ML.mean())),
+    "In 99 % of cells": lambda record: over_mean(float(np.quantile(record.imbalance_ML, 0.99))),
+    "In the worst cell": lambda record: over_mean(float(record.imbalance_ML.max())),
     "Step, modelled": lambda record: step_time(record.seconds),
     "Speedup over static": lambda record: "",  # it needs the others
     "Experts fetched per cell": lambda record: f"{record.fetches_per_cell:.1f}",
@@ -61,30 +60,30 @@ COLUMNS: dict[str, Callable[[BalancerRecord], str]] = {
     "Served across nodes": lambda record: f"{record.cross_node_share:.0%}",
     "Planning time": lambda record: duration(record.planning_s) if record.name not in UNBALANCED else "",
 }
-"""Of the table of methods; `BalancerRecord` explains them."""
+"""Of the table of methods; `MethodFigures` explains them."""
 
 
-def method_rows(records: Sequence[BalancerRecord], summary: StepSummary) -> list[TableRow]:
+def method_rows(records: Sequence[MethodFigures], step: StepFacts) -> list[TableRow]:
     """One row per record, the last of which is ours, and one for what no plan can beat, with a cell per column."""
-    static_s, bound = summary.before.seconds, summary.bound_ML
+    static_s, least_ML = static_of(records).seconds, step.least_over_mean_ML
     rows = []
     for record in records:
         cells = {heading: show(record) for heading, show in COLUMNS.items()}
         cells["Speedup over static"] = times(static_s / record.seconds)
         rows.append(TableRow(label=record.label, cells=cells, ours=record is records[-1]))
     limits = dict.fromkeys(COLUMNS, "") | {
-        "Slowest rank over mean": over_mean(float(bound.mean())),
-        "In 99 % of cells": over_mean(float(np.quantile(bound, 0.99))),
-        "In the worst cell": over_mean(float(bound.max())),
-        "Step, modelled": step_time(summary.least_seconds),
-        "Speedup over static": times(static_s / summary.least_seconds),
+        "Slowest rank over mean": over_mean(float(least_ML.mean())),
+        "In 99 % of cells": over_mean(float(np.quantile(least_ML, 0.99))),
+        "In the worst cell": over_mean(float(least_ML.max())),
+        "Step, modelled": step_time(step.least_seconds),
+        "Speedup over static": times(static_s / step.least_seconds),
     }
     return [*rows, TableRow(label="no plan beats", cells=limits)]
 
 
-def plan_finding(summary: StepSummary, records: Sequence[BalancerRecord]) -> str:
+def plan_finding(records: Sequence[MethodFigures]) -> str:
     """What the plan is worth beside static and the strongest other balancer, in one sentence."""
-    before, after, rival = summary.before, summary.after, strongest_rival(records)
+    before, after, rival = static_of(records), records[-1], strongest_rival(records)
     worth = f"{as_fast(before.seconds, after.seconds)} static"
     if rival is not None:
         worth += f" and {as_fast(rival.seconds, after.seconds)} the strongest other balancer, {rival.label}"
@@ -95,55 +94,51 @@ def plan_finding(summary: StepSummary, records: Sequence[BalancerRecord]) -> str
     )
 
 
-def plan_summary(plan: StepPlan, summary: StepSummary) -> list[str]:
+def plan_summary(plan: StepPlan, step: StepFacts, records: Sequence[MethodFigures]) -> list[str]:
     """How the plan gets there, and what the step is like, in sentences."""
-    cells = summary.fetched_ML.size
-    gap_ML = summary.after.imbalance_ML / summary.bound_ML - 1
-    drift = (
-        f", and its own from those of the step before by {_mean(summary.drift_L)}"
-        if summary.drift_L is not None
-        else ""
-    )
+    ours = records[-1]
+    gap_ML = ours.imbalance_ML / step.least_over_mean_ML - 1
+    drift = "" if step.drift_L is None else f", and its own from those of the step before by {_mean(step.drift_L)}"
     return [
-        f"A cell has {len(plan.expert_R) / cells:.1f} replicas, of which {summary.fetched_ML.mean():.1f} are fetched "
-        f"for it; {len(plan.home_moves):,} experts change their home.",
+        f"A cell has {len(plan.expert_R) / gap_ML.size:.1f} replicas, of which {ours.fetches_per_cell:.1f} are fetched "
+        f"for it; {ours.home_moves:,} experts change their home.",
         f"In half of the cells the slowest rank's load is within {percentage(float(np.median(gap_ML)))} of the least "
         f"that any plan of these homes and slots can reach, in all within {percentage(float(gap_ML.max()))}. No plan "
-        f"makes the step shorter than {step_time(summary.least_seconds)}.",
-        f"The routes of a micro-step differ from those of the step by {_mean(summary.fluctuation_ML)} of the "
+        f"makes the step shorter than {step_time(step.least_seconds)}.",
+        f"The routes of a micro-step differ from those of the step by {_mean(step.fluctuation_ML)} of the "
         f"assignments{drift}.",
     ]
 
 
 def _values(
     plan: StepPlan,
-    summary: StepSummary,
-    records: Sequence[BalancerRecord],
+    step: StepFacts,
+    records: Sequence[MethodFigures],
     facts: Mapping[str, str],
     layers: Sequence[RoutedLayer],
 ) -> dict[str, Any]:
     from foreroute.report import plan_plots
 
-    rows = method_rows(records, summary)
+    sides = (static_of(records), records[-1])
     plots = (
-        plan_plots.load_of_cells(summary, layers),
-        plan_plots.load_of_ranks(summary, layers),
-        plan_plots.time_by_part(summary),
-        plan_plots.by_method(records, summary, strongest_rival(records)),
+        plan_plots.load_of_cells(sides, layers),
+        plan_plots.load_of_ranks(sides, layers),
+        plan_plots.time_by_part(sides),
+        plan_plots.by_method(records, step.least_seconds, strongest_rival(records)),
     )
     return {
         "facts": facts,
-        "finding": plan_finding(summary, records),
-        "tiles": _tiles(summary, records),
-        "sentences": plan_summary(plan, summary),
+        "finding": plan_finding(records),
+        "tiles": _tiles(records),
+        "sentences": plan_summary(plan, step, records),
         "plots": plots,
         "columns": list(COLUMNS),
-        "rows": rows,
+        "rows": method_rows(records, step),
     }
 
 
-def _tiles(summary: StepSummary, records: Sequence[BalancerRecord]) -> list[Tile]:
-    before, after = summary.before, summary.after
+def _tiles(records: Sequence[MethodFigures]) -> list[Tile]:
+    before, after = static_of(records), records[-1]
     mean_before, mean_after = (over_mean(float(side.imbalance_ML.mean())) for side in (before, after))
     against = f"{step_time(before.seconds)} without balancing"
     if (rival := strongest_rival(records)) is not None:
@@ -152,13 +147,18 @@ def _tiles(summary: StepSummary, records: Sequence[BalancerRecord]) -> list[Tile
         ("time of the step, modelled", step_time(after.seconds), against),
         ("slowest rank over mean", mean_after, f"{mean_before} without balancing"),
     ]
-    if before.crossing or after.crossing:
-        without = f"{percentage(before.crossing)} without balancing"
-        tiles.append(("served on another node than their token's", percentage(after.crossing), without))
-    return [*tiles, ("experts fetched per cell", f"{summary.fetched_ML.mean():.1f}", "0 without balancing")]
+    if before.cross_node_share or after.cross_node_share:
+        without = f"{percentage(before.cross_node_share)} without balancing"
+        tiles.append(("served on another node than their token's", percentage(after.cross_node_share), without))
+    return [*tiles, ("experts fetched per cell", f"{after.fetches_per_cell:.1f}", "0 without balancing")]
 
 
-def strongest_rival(records: Sequence[BalancerRecord]) -> BalancerRecord | None:
+def static_of(records: Sequence[MethodFigures]) -> MethodFigures:
+    """What the step is without balancing."""
+    return next(record for record in records if record.name == "static")
+
+
+def strongest_rival(records: Sequence[MethodFigures]) -> MethodFigures | None:
     """Of all methods but static and the plan at hand, which is the last record, the one with the fastest step."""
     others = [record for record in records[:-1] if record.name not in UNBALANCED]
     return min(others, key=lambda record: record.seconds, default=None)

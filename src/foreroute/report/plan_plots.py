@@ -32,9 +32,11 @@ from foreroute.report.figure import (
 from foreroute.report.format import step_time, time_unit
 
 if TYPE_CHECKING:
-    from foreroute.costs.figures import StepSummary
-    from foreroute.planner.compare import BalancerRecord
+    from foreroute.simulate.compare import MethodFigures
     from foreroute.trace import RoutedLayer
+
+    Sides = tuple[MethodFigures, MethodFigures]
+    """Static, and the plan."""
 
 HELD = "#8fd3bd"
 """Paler than what a plan does."""
@@ -45,9 +47,9 @@ TITLES = ("without balancing", "under the plan")
 BOTH = (Key(TITLES[0], STATIC), Key(TITLES[1], PLANNED))
 
 
-def load_of_ranks(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
+def load_of_ranks(sides: Sides, layers: Sequence[RoutedLayer]) -> Plot:
     """Load of every rank in every micro-step, in the layer that is the most uneven."""
-    layer = summary.most_uneven_layer
+    layer = int(sides[0].imbalance_ML.mean(axis=0).argmax())
     named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
     caption = Caption(
         title="Load of every rank",
@@ -56,11 +58,10 @@ def load_of_ranks(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         x_label="micro-step",
         y_label="rank",
     )
-    sides = (summary.before.over_mean_MLG[:, layer].T, summary.after.over_mean_MLG[:, layer].T)
-    return _heat_maps(caption, sides)
+    return _heat_maps(caption, tuple(side.over_mean_MLG[:, layer].T for side in sides))
 
 
-def load_of_cells(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
+def load_of_cells(sides: Sides, layers: Sequence[RoutedLayer]) -> Plot:
     """The slowest rank of every cell."""
     caption = Caption(
         title="The slowest rank of every cell",
@@ -68,19 +69,17 @@ def load_of_cells(summary: StepSummary, layers: Sequence[RoutedLayer]) -> Plot:
         x_label="micro-step",
         y_label=layer_label(layers),
     )
-    sides = (summary.before.imbalance_ML.T, summary.after.imbalance_ML.T)
-    return _heat_maps(caption, sides, from_one=True, layers=layers)
+    return _heat_maps(caption, tuple(side.imbalance_ML.T for side in sides), from_one=True, layers=layers)
 
 
-def time_by_part(summary: StepSummary) -> Plot:
+def time_by_part(sides: Sides) -> Plot:
     """Where the modelled time goes."""
-    from foreroute.costs.figures import PART_NAMES, STAGE_NAMES
+    from foreroute.costs.pricing import PART_NAMES, STAGE_NAMES
 
-    sides = (("without", summary.before), ("plan", summary.after))
     bars = [
         (f"{stage}, {name}", side.parts_MLSP.sum(axis=(0, 1))[s])
         for s, stage in enumerate(STAGE_NAMES)
-        for name, side in sides
+        for name, side in zip(("without", "plan"), sides, strict=True)
     ]
     unit, size = time_unit(max(float(seconds_P.sum()) for _, seconds_P in bars))
     caption = Caption(
@@ -101,7 +100,7 @@ def time_by_part(summary: StepSummary) -> Plot:
     return card(caption, axes, said, [Key(part, PART_COLOURS[part]) for part in PART_NAMES])
 
 
-def by_method(records: Sequence[BalancerRecord], summary: StepSummary, rival: BalancerRecord | None) -> Plot:
+def by_method(records: Sequence[MethodFigures], least_seconds: float, rival: MethodFigures | None) -> Plot:
     """Modelled time of all methods; the last record is ours, and `rival` the strongest of the others."""
     unit, size = time_unit(max(record.seconds for record in records))
     caption = Caption(
@@ -121,7 +120,7 @@ def by_method(records: Sequence[BalancerRecord], summary: StepSummary, rival: Ba
     )
     for place, record in enumerate(records):
         axes.text(times_B[place], place, f" {step_time(record.seconds)}", va="center", fontsize=9.5, color=INK)
-    axes.axvline(summary.least_seconds / size, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.axvline(least_seconds / size, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
     axes.set_yticks(np.arange(len(records)), [record.label for record in records])
     axes.set_xlim(0, 1.2 * times_B.max())
     top_down(axes)

@@ -192,9 +192,9 @@ def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
 
 def is_ours(name: str) -> bool:
     """Whether the method of this short name is a plan of ours."""
-    from foreroute.planner.methods import OURS
+    from foreroute.simulate.methods import PRESETS
 
-    return name in OURS
+    return name in PRESETS
 
 
 def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[TableRow]:

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from foreroute.costs import links, pricing
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
+from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
-from foreroute.simulate.methods import PlannedStep
+from foreroute.simulate.methods import ServedStep
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -67,25 +68,25 @@ class StagePass(NamedTuple):
 
 
 def compute_of(
-    planned: PlannedStep, squares_MG: NDArray[np.integer] | None, topology: Topology, costs: CostModel
+    served: ServedStep, squares_MG: NDArray[np.integer] | None, topology: Topology, costs: CostModel
 ) -> Compute:
     """Price all cells.
 
     Args:
-        planned: who serves what.
+        served: who serves what.
         squares_MG: [M, G], sum of squared lengths of the sequences on each rank; by default those of
             `costs.sequence_tokens`.
         topology: ranks and links.
         costs: the cost model.
     """
-    shape = num_micro_steps, num_layers = _shape(planned)
+    shape = num_micro_steps, num_layers = _shape(served)
     prices, ranks = costs.prices(topology), topology.num_ranks
     all_to_all_ML, rows_ML2, experts_MLG2 = np.empty(shape), np.empty((*shape, 2)), np.empty((*shape, ranks, 2))
     tokens_MG = np.empty((num_micro_steps, ranks))
-    for cell, one in enumerate(planned.assignments):
-        m, layer = divmod(cell, num_layers)
-        rank_H = one.rank_H.astype(np.int64)
-        tokens_HG = np.ascontiguousarray(one.tokens_HG, np.int64)
+    for c, cell in enumerate(served.kept):
+        m, layer = divmod(c, num_layers)
+        hosts = CellHosts.of(cell, served.counts_MLGE[m, layer])
+        rank_H, tokens_HG = hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG, np.int64)
         pairs_GG = links.pairs_between(rank_H, tokens_HG)
         rows_G4 = links.rows_sent(pairs_GG, prices)
         all_to_all_ML[m, layer] = links.all_to_all_seconds(rows_G4, prices)
@@ -93,7 +94,7 @@ def compute_of(
         forward_G, backward_G = pricing.experts_by_rank(rank_H, tokens_HG.sum(axis=1), ranks, prices)
         experts_MLG2[m, layer, :, 0], experts_MLG2[m, layer, :, 1] = forward_G, backward_G
         if layer == 0:
-            tokens_MG[m] = tokens_HG.sum(axis=0) / costs.model.top_k
+            tokens_MG[m] = served.counts_MLGE[m, layer].sum(axis=1) / costs.model.top_k
     attention_MG2 = np.stack([costs.attention_seconds(tokens_MG, squares_MG, one) for one in (FORWARD, BACKWARD)], -1)
     send_s = tokens_MG.max(axis=1) * prices.cluster_row_s + topology.links.cluster_latency_s
     return Compute(
@@ -108,7 +109,7 @@ def compute_of(
 
 
 def transfers_of(
-    planned: PlannedStep,
+    served: ServedStep,
     layers: NDArray[np.integer],
     order: Sequence[StagePass],
     topology: Topology,
@@ -119,26 +120,26 @@ def transfers_of(
     """Price what moves when a pipeline stage goes through its cells in this order.
 
     Args:
-        planned: who serves what.
+        served: who serves what.
         layers: which planned layer stands for each layer of the pipeline stage.
         order: of stage passes.
         topology: ranks and links.
         costs: the cost model.
         prefetch: cells that are fetched ahead; slots that layers share are there once more than so often.
     """
-    prices, ranks = costs.prices(topology), topology.num_ranks
-    num_micro_steps, num_layers = _shape(planned)
+    prices, ranks, home_LE = costs.prices(topology), topology.num_ranks, served.home_LE
+    num_micro_steps, num_layers = _shape(served)
     shape = (2, num_micro_steps, num_layers, ranks)
     host_KMLG, direct_KMLG4 = np.zeros(shape), np.zeros((*shape, 4))
     gradient_MLG4 = np.zeros((*shape[1:], 4))
-    for stage_pass, layer, fetched_R in fetched_replicas(planned, order):
-        home_E, (expert_R, rank_R, _) = planned.home_LE[layer], _replicas(planned, stage_pass.micro_step, layer)
+    for stage_pass, layer, fetched_R in fetched_replicas(served, order):
+        home_E, (expert_R, rank_R, _) = home_LE[layer], _replicas(served, stage_pass.micro_step, layer)
         fetch_G5, _ = links.transfer_seconds(expert_R, rank_R, fetched_R, home_E, ranks, prices)
         place = (int(stage_pass.backward), stage_pass.micro_step, layer)
         host_KMLG[place], direct_KMLG4[place] = fetch_G5[:, links.HOST], fetch_G5[:, : links.HOST]
     if any(stage_pass.backward for stage_pass in order):
         for m, layer in np.ndindex(num_micro_steps, num_layers):
-            (expert_R, rank_R, _), home_E = _replicas(planned, m, layer), planned.home_LE[layer]
+            (expert_R, rank_R, _), home_E = _replicas(served, m, layer), home_LE[layer]
             all_R = np.ones(len(expert_R), np.bool_)
             _, gradient_G5 = links.transfer_seconds(expert_R, rank_R, all_R, home_E, ranks, prices)
             gradient_MLG4[m, layer] = gradient_G5[:, : links.HOST]
@@ -170,7 +171,7 @@ def without_cost(transfers: Transfers) -> Transfers:
 
 
 def fetched_replicas(
-    planned: PlannedStep, order: Sequence[StagePass]
+    served: ServedStep, order: Sequence[StagePass]
 ) -> Iterator[tuple[StagePass, int, NDArray[np.bool_]]]:
     """Go through everything that is fetched, cell by cell: stage pass, layer, and bool [R] of the cell's replicas.
 
@@ -181,15 +182,15 @@ def fetched_replicas(
     last: StagePass | None = None
     for stage_pass in order:
         in_order = last is None or (not stage_pass.backward and stage_pass.micro_step == last.micro_step + 1)
-        for layer in range(len(planned.home_LE)):
-            if planned.slots == "layer" and turns_back(stage_pass, last):
+        for layer in range(_shape(served)[1]):
+            if served.slots == "layer" and turns_back(stage_pass, last):
                 continue
-            expert_R, rank_R, fetched_R = _replicas(planned, stage_pass.micro_step, layer)
-            if planned.slots == "shared":
+            expert_R, rank_R, fetched_R = _replicas(served, stage_pass.micro_step, layer)
+            if served.slots == "shared":
                 fetched_R = np.ones(len(expert_R), np.bool_)
             elif not in_order:
                 assert last is not None, "the first stage pass is in order"
-                fetched_R = _missing((expert_R, rank_R), _replicas(planned, last.micro_step, layer)[:2])
+                fetched_R = _missing((expert_R, rank_R), _replicas(served, last.micro_step, layer)[:2])
             if fetched_R.any():
                 yield stage_pass, layer, fetched_R
         last = stage_pass
@@ -200,17 +201,16 @@ def turns_back(stage_pass: StagePass, last: StagePass | None) -> bool:
     return stage_pass.backward and last == StagePass(False, stage_pass.micro_step)
 
 
-def _shape(planned: PlannedStep) -> tuple[int, int]:
+def _shape(served: ServedStep) -> tuple[int, int]:
     """M and L."""
-    num_layers = len(planned.home_LE)
-    return len(planned.assignments) // num_layers, num_layers
+    return served.counts_MLGE.shape[0], served.counts_MLGE.shape[1]
 
 
-def _replicas(planned: PlannedStep, micro_step: int, layer: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+def _replicas(served: ServedStep, micro_step: int, layer: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """Of the hosts of a cell that are no homes: expert, rank, and whether the plan fetches them. All are [R]."""
-    one = planned.assignments[micro_step * len(planned.home_LE) + layer]
-    away_H = planned.home_LE[layer, one.expert_H] != one.rank_H
-    return one.expert_H[away_H].astype(np.int64), one.rank_H[away_H].astype(np.int64), one.fetched_H[away_H]
+    cell = served.kept[micro_step * _shape(served)[1] + layer]
+    away_R = cell.home_E[cell.expert_R] != cell.rank_R
+    return cell.expert_R[away_R].astype(np.int64), cell.rank_R[away_R].astype(np.int64), cell.fetched_R[away_R]
 
 
 def _missing(wanted: tuple[Ints, Ints], held: tuple[Ints, Ints]) -> NDArray[np.bool_]:

@@ -38,8 +38,7 @@ from foreroute.files.config_file import (
     read_toml,
 )
 from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.planner.methods import METHODS
-from foreroute.simulate.methods import check_methods
+from foreroute.simulate.methods import METHODS, check_methods
 from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
 from foreroute.simulate.workload import WORKLOADS
 
@@ -163,7 +162,7 @@ class WorkloadConfig(Section):
     preset: str | None = None
     """Unevenness, of `simulate.workload.WORKLOADS` ("R8": of real routes); by default that for `expert_parallel`."""
     counts: str | None = None
-    """Instead: .npz file with integers `counts` [M, L, G, E], for all groups."""
+    """Instead: a counts file, [M, L, G, E], for all groups."""
     previous_counts: str | None = None
     """The same for the step before."""
     tokens_per_rank: DrawnTokens | None = None

@@ -25,7 +25,7 @@ from foreroute.simulate.cell_costs import (
 )
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import Floats, Rules, StageRun, run
-from foreroute.simulate.methods import PlannedStep
+from foreroute.simulate.methods import ServedStep
 from foreroute.simulate.steps import GroupStep
 
 
@@ -50,12 +50,12 @@ class EPGroup:
 
     @classmethod
     def of(
-        cls, planned: PlannedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
+        cls, served: ServedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
     ) -> EPGroup:
         """Price a served step. Layers that were drawn stand in turn for those of the model."""
         num_micro_steps, drawn = step.problem.counts_MLGE.shape[:2]
         layers = np.arange(costs.model.num_layers) % drawn
-        compute = compute_of(planned, step.squares_MG, topology, costs)
+        compute = compute_of(served, step.squares_MG, topology, costs)
         compute = compute._replace(
             all_to_all_ML=compute.all_to_all_ML[:, layers],
             rows_ML2=compute.rows_ML2[:, layers],
@@ -68,7 +68,7 @@ class EPGroup:
             return _joined(
                 [
                     transfers_of(
-                        planned,
+                        served,
                         layers[part.start : part.stop],
                         order,
                         topology,
@@ -83,7 +83,7 @@ class EPGroup:
             compute,
             transfers([forward_only(num_micro_steps)] * len(parts)),
             transfers(update_orders(len(parts), num_micro_steps)),
-            rules_of(config, topology, planned.slots),
+            rules_of(config, topology, served.slots),
             parts,
             execution.copy_engines,
         )
@@ -92,7 +92,7 @@ class EPGroup:
         """The same at the least cost that any plan could have.
 
         The experts' whole work in one piece, spread evenly over all ranks; all-to-alls that take their latency alone;
-        free transfers. It is `costs.figures.least_seconds`, cell by cell.
+        free transfers. It is `costs.pricing.least_seconds`, cell by cell.
         """
         loads_MLE = step.problem.counts_MLGE.sum(axis=2, dtype=np.int64)
         layers = np.arange(self.compute.all_to_all_ML.shape[1]) % loads_MLE.shape[1]

@@ -141,7 +141,7 @@ def predict(measured: Sequence[Measurement], config: SimulateConfig, costs: Cost
     seconds = []
     for one in measured:
         topology = replace(one.step.problem.topology, links=costs.hardware.links)
-        runs = EPGroup.of(one.planned, one.step, config, topology, costs).run()
+        runs = EPGroup.of(one.served, one.step, config, topology, costs).run()
         seconds.append(float(runs[one.stage].end_P.max()))
     return np.array(seconds)
 

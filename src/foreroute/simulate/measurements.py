@@ -2,9 +2,9 @@
 
 JSON Lines, one measurement a line, or one JSON array of them:
 
-    {"counts": "counts.npz", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
+    {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
 
-`counts` is an .npz file with an integer array `counts` [M, L, G, E]; `plan` a plan file of these counts, or null where
+`counts` is a counts file, [M, L, G, E]; `plan` a plan file of these counts, or null where
 every expert was served at its home, contiguously; `stage` "recompute" (forward passes of all micro-steps) or "update"
 (forward, and backward with activations computed anew). Paths are relative to the file.
 """
@@ -22,10 +22,10 @@ from foreroute.errors import ConfigError, InputError
 from foreroute.files import parse_json, read_text
 from foreroute.plan import load_counts, load_plan, verify
 from foreroute.plan.counts import check_counts
-from foreroute.plan.step_plan import CellHosts, StepPlan
+from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.balancers import BalancerInput
-from foreroute.simulate.methods import PlannedStep, all_at_home
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.methods import ServedStep, all_at_home
 from foreroute.simulate.steps import GroupStep
 
 MOST_BYTES = 1 << 20
@@ -39,14 +39,14 @@ class Measurement:
     Attributes:
         name: for people.
         step: what was run.
-        planned: how it was served.
+        served: how.
         stage: position in `costs.STAGES`: 0 recompute, 1 update.
         seconds: wall time of the slowest rank.
     """
 
     name: str
     step: GroupStep
-    planned: PlannedStep
+    served: ServedStep
     stage: int
     seconds: float
 
@@ -71,11 +71,12 @@ class Measurement:
         home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
         problem = BalancerInput(counts_MLGE, topology, home_LE)
         if plan is None:
-            planned = all_at_home(problem)
+            served = all_at_home(problem)
         else:
             verify(plan, counts_MLGE)
-            planned = _planned(plan, counts_MLGE)
-        return cls(name, GroupStep(problem, None), planned, ("recompute", "update").index(stage), seconds)
+            cells = [plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2])]
+            served = ServedStep(counts_MLGE, plan.previous_home_LE, plan.slots, cells)
+        return cls(name, GroupStep(problem, None), served, ("recompute", "update").index(stage), seconds)
 
 
 class _Line(BaseModel):
@@ -126,9 +127,3 @@ def _values(path: Path) -> list[Any]:
         return [parse_json(line, ConfigError, name=f"{path}, line {n}") for n, line in lines if line.strip()]
     except ConfigError as error:
         raise ConfigError(f"{error}; expected JSON Lines or a JSON array") from error
-
-
-def _planned(plan: StepPlan, counts_MLGE: Any) -> PlannedStep:
-    assignments = [CellHosts.of(plan.cell(m, layer), counts_MLGE[m, layer]) for m, layer in np.ndindex(*plan.shape[:2])]
-    slots = plan.slots
-    return PlannedStep(assignments, plan.home_LE.astype(np.int64), plan.home_moves, slots, 0.0)

@@ -1,9 +1,12 @@
-"""What the simulator is given of each method: the assignments of a step, what moved before it, and who executes it."""
+"""Every way to serve a step, by name: balancers, and presets of our planner; how one is run and timed, and which are
+executed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,32 +15,155 @@ from numpy.typing import NDArray
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.capabilities import Ability, lacking
-from foreroute.plan.options import SlotUse
-from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers import BALANCERS, Balancer, BalancerInput
-from foreroute.planner.methods import METHODS, Ours, run_method
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.options import PlanOptions, SlotUse
+from foreroute.planner.plan_step import plan
+from foreroute.simulate.balancers import Balancer, BalancerInput, static
+from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
 
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A step, served by one method.
+@dataclass(frozen=True)
+class PlannerPreset:
+    """A way to call our planner.
 
     Attributes:
-        assignments: of all cells, in the order of execution.
-        home_LE: int64 [L, E], the homes during the step.
-        home_moves: int64 [moves, 4]: layer, expert, rank before, rank after.
-        slots: whose the slots are.
-        planning_s: processor time of planning, one thread; so other work on this machine does not count.
+        label: for tables.
+        options: of the planner.
+        redundant_slots: instead of the topology's.
+        knows: as of a `Balancer`.
     """
 
-    assignments: list[CellHosts]
-    home_LE: NDArray[np.int64]
-    home_moves: NDArray[np.int64]
+    label: str
+    options: PlanOptions
+    redundant_slots: int | None = None
+    knows: str = "micro-step"
+
+
+BALANCERS = {
+    "static": Balancer("static", "nothing", static),
+    "eplb_previous": Balancer("EPLB, previous step", "previous step", eplb_previous),
+    "eplb_step": Balancer("EPLB, this step", "step", eplb_step),
+    "eplb_micro_step": Balancer("EPLB, per micro-step", "micro-step", eplb_micro_step),
+}
+"""By short name, in the order of tables. `benchmarks/balancers` has more in the same form."""
+
+PRESETS = {
+    "ours": PlannerPreset("foreroute", PlanOptions(tolerance=0.02)),
+    "ours_exact": PlannerPreset("foreroute, exact", PlanOptions(tolerance=0.0)),
+    "ours_rehomed": PlannerPreset("foreroute, 16 home moves a layer", PlanOptions(tolerance=0.02, home_moves=16)),
+    "ours_traffic": PlannerPreset(
+        "foreroute, 8 slots against traffic", PlanOptions(tolerance=0.02, slots="shared", traffic=True), 8
+    ),
+}
+"""By short name. Options not named are defaults."""
+
+METHODS: dict[str, Balancer | PlannerPreset] = {**BALANCERS, **PRESETS}
+"""By short name, in the order of tables."""
+
+
+@dataclass(eq=False)
+class ServedStep:
+    """A step as one method serves it.
+
+    Attributes:
+        counts_MLGE: integers [M, L, G, E].
+        before_LE: int16 [L, E], the homes when the step begins.
+        slots: each layer has redundant slots of its own, or all layers share one set.
+        cells: of the step, in the order of execution; those of a balancer can be gone through once, as it plans them.
+        planning_s: processor seconds of planning what was gone through; so other work on this machine does not count.
+    """
+
+    counts_MLGE: NDArray[np.integer]
+    before_LE: NDArray[np.int16]
     slots: SlotUse
-    planning_s: float
+    cells: Iterable[CellPlan]
+    planning_s: float = 0.0
+
+    @property
+    def kept(self) -> list[CellPlan]:
+        """All cells, in memory from now on."""
+        if not isinstance(self.cells, list):
+            self.cells = list(self.cells)
+        return self.cells
+
+    @property
+    def home_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E], the homes during the step."""
+        return np.stack([cell.home_E for cell in self.kept[: len(self.before_LE)]]).astype(np.int64)
+
+
+def serve(method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostModel) -> ServedStep:
+    """Serve a step by one method. Compiling is done first, and is no part of planning.
+
+    Args:
+        method: one of `METHODS`, or a balancer of yours.
+        problem: the step. Its prices are those of `costs`, whatever it says.
+        costs: the cost model.
+
+    Raises:
+        CountsError: when a balancer plans from the step before, and the problem knows nothing of it.
+    """
+    counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
+    previous = None if problem.previous_LE is None else problem.previous_LE[:1]
+    first = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
+    if isinstance(method, Balancer):
+        next(method.method(priced(first, costs)))
+        served = ServedStep(counts_MLGE, home_LE, method.slots, ())
+        served.cells = _timed(method, priced(problem, costs), served)
+        return served
+    topology, options = problem.topology, method.options
+    if method.redundant_slots is not None:
+        topology = replace(topology, redundant_slots=method.redundant_slots)
+    plan(first.counts_MLGE, topology, options, home_LE=first.home_LE, costs=costs)
+    before_s = time.process_time()
+    found = plan(counts_MLGE, topology, options, home_LE=home_LE, costs=costs)
+    planning_s = time.process_time() - before_s
+    cells = [found.cell(*cell) for cell in np.ndindex(*found.shape[:2])]
+    return ServedStep(counts_MLGE, home_LE, options.slots, cells, planning_s)
+
+
+def _timed(balancer: Balancer, problem: BalancerInput, served: ServedStep) -> Iterator[CellPlan]:
+    before_s = time.process_time()
+    for cell in balancer.method(problem):
+        served.planning_s += time.process_time() - before_s
+        yield cell
+        before_s = time.process_time()
+
+
+def priced(problem: BalancerInput, costs: CostModel) -> BalancerInput:
+    """The problem with seconds of a whole step: of one assignment, of one that crosses nodes, of one fetch."""
+    prices = costs.prices(problem.topology)
+    groups = prices.groups
+    serve_s = sum(
+        forward * (prices.row_s + prices.pair_s)
+        + backward * (prices.row_s * prices.backward_gemm + prices.pair_s * prices.backward_memory)
+        for _, forward, backward in groups
+    )
+    legs = 2 * sum(forward + backward for _, forward, backward in groups)  # a dispatch and a combine in each pass
+    return replace(
+        problem,
+        assignment_s=serve_s,
+        crossing_s=legs * prices.cluster_row_s,
+        transfer_s=len(groups) * prices.host_fetch_s,
+    )
+
+
+def all_at_home(problem: BalancerInput) -> ServedStep:
+    """Every expert at its home."""
+    return ServedStep(problem.counts_MLGE, problem.home_LE, "layer", list(static(problem)))
+
+
+def forced_balance(problem: BalancerInput) -> ServedStep:
+    """Let every source send the same to every expert, give or take one; homes serve, nothing moves."""
+    num_experts = problem.num_experts
+    share_MLG, left_MLG = np.divmod(problem.counts_MLGE.sum(axis=-1, dtype=np.int64), num_experts)
+    # what is left over goes round, so that the experts are level too
+    begin_MLG = np.cumsum(left_MLG, axis=-1) - left_MLG
+    extra_MLGE = (np.arange(num_experts) - begin_MLG[..., None]) % num_experts < left_MLG[..., None]
+    return all_at_home(replace(problem, counts_MLGE=share_MLG[..., None] + extra_MLGE))
 
 
 def check_methods(methods: Sequence[str]) -> None:
@@ -50,57 +176,30 @@ def check_methods(methods: Sequence[str]) -> None:
         raise ConfigError(f"there is no method called {', '.join(unknown)}; expected some of {', '.join(METHODS)}")
 
 
-def plan_with(method: Balancer | Ours, problem: BalancerInput, costs: CostModel) -> PlannedStep:
-    """Plan a step by one method; arguments and errors are those of `planner.methods.run_method`."""
-    run = run_method(method, problem, costs)
-    assignments = list(run.cells)
-    return PlannedStep(assignments, run.home_LE, run.home_moves, run.slots, run.planning_s)
-
-
-def not_executed(method: Balancer | Ours, config: SimulateConfig) -> tuple[str, ...]:
+def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tuple[str, ...]:
     """What no executor carries out of a step that this method serves, in words; empty where one does all of it."""
     cluster, execution, described = config.cluster, config.execution, config.described()
+    is_on_nodes, by_host = described.topology.num_nodes > 1, described.costs.paths == "host"
     dedup = described.costs.dispatcher == "dedup"
     needs = {Ability.KNOWN_COUNTS, Ability.DEDUPLICATED_DISPATCH if dedup else Ability.COPIED_DISPATCH}
     asked = {
-        Ability.NODES: described.topology.num_nodes > 1,
+        Ability.NODES: is_on_nodes,
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
         Ability.PIPELINE: cluster.pipeline > 1,
         Ability.OVERLAP: execution.overlap > 0,
     }
-    if isinstance(method, Ours):
+    if isinstance(method, PlannerPreset):
         asked |= {
             Ability.REPLICAS: True,
             Ability.LAYER_SLOTS: method.options.slots == "layer",
             Ability.SHARED_SLOTS: method.options.slots == "shared",
             Ability.HOME_MOVES: method.options.home_moves != 0,
-            Ability.HOST_PATH: described.costs.paths == "host",
-            Ability.DIRECT_PATH: described.costs.paths == "direct" or described.topology.num_nodes > 1,
-            Ability.PREFETCH: execution.prefetch > 0,
+            Ability.HOST_PATH: by_host,
+            Ability.DIRECT_PATH: is_on_nodes or not by_host,
+            Ability.PREFETCH: execution.prefetch == 1,
+            Ability.DEEP_PREFETCH: execution.prefetch > 1,
             Ability.EARLY_CELLS: execution.early_cells,
         }
     elif method is not METHODS["static"]:
         asked[Ability.OTHER_BALANCERS] = True
     return lacking(needs | {ability for ability, is_asked in asked.items() if is_asked})
-
-
-def all_at_home(problem: BalancerInput) -> PlannedStep:
-    """Every expert at its home."""
-    none = np.empty((0, 4), np.int64)
-    return PlannedStep(list(BALANCERS["static"].method(problem)), problem.home_LE.astype(np.int64), none, "layer", 0.0)
-
-
-def forced_balance(problem: BalancerInput) -> PlannedStep:
-    """Let every source send the same to every expert, give or take one; homes serve, nothing moves."""
-    num_experts = problem.num_experts
-    expert_H, nothing_H = np.arange(num_experts, dtype=np.int32), np.zeros(num_experts, np.bool_)
-    assignments = []
-    for layer, counts_GE in problem.cells():
-        share_G, left_G = np.divmod(counts_GE.sum(axis=1), num_experts)
-        # What is left over goes round, so that the experts are level too.
-        begin_G = np.cumsum(left_G) - left_G
-        extra_GE = (np.arange(num_experts) - begin_G[:, None]) % num_experts < left_G[:, None]
-        tokens_HG = np.ascontiguousarray((share_G[:, None] + extra_GE).T, np.int64)
-        assignments.append(CellHosts(expert_H, problem.home_LE[layer].astype(np.int32), tokens_HG, nothing_H))
-    none = np.empty((0, 4), np.int64)
-    return PlannedStep(assignments, problem.home_LE.astype(np.int64), none, "layer", 0.0)

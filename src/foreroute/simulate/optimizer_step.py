@@ -56,18 +56,21 @@ def optimizer_seconds(cluster: ClusterConfig, topology: Topology, costs: CostMod
     return parameters * OPTIMIZER_BYTES / costs.hardware.memory_bytes_per_s
 
 
-def move_seconds(moves: NDArray[np.integer], scale: float, topology: Topology, costs: CostModel) -> float:
+def move_seconds(
+    before_LE: NDArray[np.integer], home_LE: NDArray[np.integer], scale: float, topology: Topology, costs: CostModel
+) -> float:
     """Moving homes with their optimizer state, peer to peer: the busiest link.
 
     Args:
-        moves: [moves, 4]: layer, expert, rank before, rank after.
+        before_LE: [L, E], the homes so far.
+        home_LE: [L, E], the homes from now on.
         scale: layers of the model for each layer that was planned.
         topology: ranks and links.
         costs: the cost model.
     """
-    before_V, after_V = np.ascontiguousarray(moves[:, 2:].T, np.int64)
-    all_V, prices = np.ones(len(moves), np.bool_), replace(costs, paths="direct").prices(topology)
-    weights_G5, _ = transfer_seconds(np.arange(len(moves)), after_V, all_V, before_V, topology.num_ranks, prices)
+    before_X, home_X = before_LE.ravel().astype(np.int64), home_LE.ravel().astype(np.int64)
+    all_X, prices = np.ones(len(home_X), np.bool_), replace(costs, paths="direct").prices(topology)
+    weights_G5, _ = transfer_seconds(np.arange(len(home_X)), home_X, all_X, before_X, topology.num_ranks, prices)
     return float(weights_G5.max()) * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes
 
 

@@ -98,7 +98,7 @@ class SimulationRecord:
         cells_per_group: M * L.
         forced_balance_s: recompute and update under forced balance: every source sends the same to every expert,
             homes serve, nothing moves. Attention is as it is. Not a lower bound: it has more traffic than plans need.
-        bound_s: no plan takes less for these; see `costs.figures.least_seconds`. Like forced balance, never executed.
+        bound_s: no plan takes less for these; see `costs.pricing.least_seconds`. Like forced balance, never executed.
         rollout_s: as configured.
         methods: in the order of the configuration.
     """

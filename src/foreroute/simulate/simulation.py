@@ -11,12 +11,11 @@ import numpy as np
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.topology import Topology
-from foreroute.planner.balancers import Balancer
-from foreroute.planner.methods import METHODS, Ours
+from foreroute.simulate.balancers import Balancer
 from foreroute.simulate.config import SimulateConfig, SweepConfig, varied
 from foreroute.simulate.engine import PARTS, Floats, StageRun
 from foreroute.simulate.ep_group import EPGroup, plan_ready
-from foreroute.simulate.methods import PlannedStep, forced_balance, not_executed, plan_with
+from foreroute.simulate.methods import METHODS, PlannerPreset, ServedStep, forced_balance, not_executed, serve
 from foreroute.simulate.optimizer_step import (
     move_seconds,
     optimizer_seconds,
@@ -78,7 +77,7 @@ def simulate(
         for name, method in known.items():
             if on_progress is not None:
                 on_progress(method.label, done, total)
-            _add(sums[name], plan_with(method, step.problem, costs), step, config, topology, costs)
+            _add(sums[name], serve(method, step.problem, costs), step, config, topology, costs)
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
@@ -145,28 +144,28 @@ class _Sums:
 
 
 def _add(
-    sums: _Sums, planned: PlannedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
+    sums: _Sums, served: ServedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
 ) -> None:
     execution, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
     # Layers that were drawn stand for all, and planning takes as long for one as for another.
     scale = costs.model.num_layers / drawn
-    measured_s = planned.planning_s * scale / execution.planner_speed
+    measured_s = served.planning_s * scale / execution.planner_speed
     planning_s = measured_s if execution.planning_s is None else execution.planning_s
     ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)
-    group = EPGroup.of(planned, step, config, topology, costs)
+    group = EPGroup.of(served, step, config, topology, costs)
     sums.add(group.run(ready_M))
     sums.moved_bytes.append(group.moved_bytes(topology, costs))
     sums.planning_s.append(planning_s)
-    sums.home_moves_s.append(move_seconds(planned.home_moves, scale, topology, costs))
-    for one, (layer, counts_GE) in zip(planned.assignments, step.problem.cells(), strict=True):
+    sums.home_moves_s.append(move_seconds(served.before_LE, served.home_LE, scale, topology, costs))
+    for cell, (_, counts_GE) in zip(served.kept, step.problem.cells(), strict=True):
         total = int(counts_GE.sum())
-        sums.ratios.append(int(one.loads_G.max()) / total * topology.num_ranks if total else 1.0)
-        sums.fetches += int((one.fetched_H & (planned.home_LE[layer, one.expert_H] != one.rank_H)).sum())
+        sums.ratios.append(int(cell.loads_G(counts_GE).max()) / total * topology.num_ranks if total else 1.0)
+        sums.fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
 
 
 def _record(
     config: SimulateConfig,
-    methods: Mapping[str, Balancer | Ours],
+    methods: Mapping[str, Balancer | PlannerPreset],
     sums: dict[str, _Sums],
     steps: list[GroupStep],
     topology: Topology,
@@ -198,7 +197,7 @@ def _record(
 
 def _method(
     name: str,
-    method: Balancer | Ours,
+    method: Balancer | PlannerPreset,
     sums: _Sums,
     config: SimulateConfig,
     forced_balance_s: float,

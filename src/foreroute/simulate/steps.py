@@ -14,7 +14,7 @@ from foreroute.costs.model import ModelShape
 from foreroute.errors import ConfigError, CountsError
 from foreroute.plan.counts import check_counts, load_counts
 from foreroute.plan.topology import Topology
-from foreroute.planner.balancers import BalancerInput
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> Grou
     _size(config, topology, model, 1, counts.shape[0], layers).require(load.counts)
     previous_LE = None
     if load.previous_counts is not None:
-        before = check_counts(load_counts(Path(load.previous_counts)))
+        before = load_counts(Path(load.previous_counts))
         if before.shape[1::2] != (layers, experts):
             raise CountsError(
                 f"{load.previous_counts} has {before.shape[1]} layers of {before.shape[3]} experts, {load.counts} "

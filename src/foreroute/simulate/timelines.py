@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from foreroute.errors import ConfigError
-from foreroute.planner.methods import METHODS
 from foreroute.simulate.cell_costs import StagePass
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import StageRun
 from foreroute.simulate.ep_group import EPGroup, forward_only, update_orders
-from foreroute.simulate.methods import check_methods, not_executed, plan_with
+from foreroute.simulate.methods import METHODS, check_methods, not_executed, serve
 from foreroute.simulate.steps import group_steps
 
 RESOURCES = ("compute", "links", "copy engine")
@@ -89,8 +88,8 @@ def timeline(
         raise ConfigError(f"stage is {stage!r}; expected 'recompute' or 'update'")
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
-    planned = plan_with(METHODS[method], step.problem, cluster.costs)
-    group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs)
+    served = serve(METHODS[method], step.problem, cluster.costs)
+    group = EPGroup.of(served, step, config, cluster.topology, cluster.costs)
     num_micro_steps = len(group.compute.all_to_all_ML)
     chosen = group.parts[0] if layers is None else layers
     if not 0 <= micro_step < num_micro_steps or not set(chosen) <= set(group.parts[0]):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import zstandard
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
@@ -93,6 +92,8 @@ def save(
 
 def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     """Return metadata and tensors of the file of a trace, as `FORMAT` takes them. Arguments and errors as in `save`."""
+    import zstandard  # an engine's worker imports this room, and has numpy alone
+
     if encoding not in ENCODINGS:
         raise TraceContentError(f"encoding {encoding!r:.40} is unknown; expected one of {', '.join(ENCODINGS)}")
     _refuse_what_no_reader_takes(trace)
@@ -440,6 +441,8 @@ def _read_frames(
     file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]
 ) -> Callable[[int], bytes]:
     """Read some frames of a chunk, neighbours at once, and return what says what each of them holds."""
+    import zstandard
+
     ends, sizes = header.frame_ends[chunk].tolist(), header.frame_bytes[chunk].tolist()
     stored = {}
     for group in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1):

@@ -1,19 +1,15 @@
-"""Checkpoints: the state of a trainer in one sealed file, and nothing of it is executed to read it.
+"""Checkpoints: the state of a trainer in one file, and nothing of it is executed to read it.
 
-A safetensors file. Its tensors are those of the state, each named by its place ("optimizer/state/0/exp_avg"). Its
-metadata are
+`CHECKPOINT_FILE` declares the file. Its tensors are those of the state, each named by its place
+("optimizer/state/0/exp_avg"). Its metadata are
 
-    foreroute.checkpoint   "1", the version of this form
-    foreroute.state        the state as JSON, with a reference in the place of each tensor
-    foreroute.config       a digest of the configuration that it was trained with
-    foreroute.metrics      a digest of the lines of metrics.jsonl of all steps before
-    foreroute.seal         XXH3-128 over all of these, and over names, types, shapes and bytes of all tensors
+    state     the state as JSON, with a reference in the place of each tensor
+    config    a digest of the configuration that it was trained with
+    metrics   a digest of the lines of metrics.jsonl of all steps before
 
 In the JSON a list, a text, a number, true, false and null are themselves. An object has one of three forms:
 {"tensor": name}, {"dict": [[key, value], ...]} and {"tuple": [...]}. A tensor without axes is written with one, and has
 "scalar": true; one of a type that numpy lacks is written as integers of its bits, and has "type": its own.
-
-The seal finds damage and mix-ups. It is no signature: whoever can write the file can seal it again.
 """
 
 from __future__ import annotations
@@ -23,32 +19,31 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import RunFolderError
-from foreroute.files import TensorFile, parse_json, seal_file, write_atomically
-from foreroute.files.container import DTYPES
+from foreroute.files import FileFormat, parse_json
+from foreroute.files.container import MOST_HEADER_BYTES
 
-VERSION = "1"
+CHECKPOINT_FILE = FileFormat(
+    name="checkpoint",
+    version=2,
+    kind=RunFolderError,
+    metadata=("state", "config", "metrics"),
+    tensors=None,
+    made_by="foreroute train writes checkpoints",
+    most_header_bytes=MOST_HEADER_BYTES,
+)
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
 """Of a checkpoint in a run's folder, with its step."""
-WRITTEN = {
-    "foreroute.checkpoint",
-    "foreroute.state",
-    "foreroute.config",
-    "foreroute.metrics",
-    "foreroute.seal",
-}
 DEEPEST = 64
 """States nest far less; what nests deeper would end in the interpreter's stack."""
 WITHOUT_NUMPY = {"bfloat16": (torch.bfloat16, torch.int16)}
 """Types of torch that numpy lacks, and what their bits are written as."""
-LETTERS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -70,18 +65,12 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint: the whole file or nothing.
 
     Raises:
-        OSError: what the system refuses; a file that was there is whole.
+        RunFolderError: when it cannot be written; a file that was there is whole.
     """
     tensors: dict[str, NDArray[Any]] = {}
     tree = _without_tensors(checkpoint.state, "", tensors, {})
-    metadata = {
-        "foreroute.checkpoint": VERSION,
-        "foreroute.state": json.dumps(tree),
-        "foreroute.config": checkpoint.config,
-        "foreroute.metrics": checkpoint.metrics,
-    }
-    metadata["foreroute.seal"] = seal_file(metadata, tensors)
-    write_atomically(path, lambda file: _write(file, metadata, tensors))
+    metadata = {"state": json.dumps(tree), "config": checkpoint.config, "metrics": checkpoint.metrics}
+    CHECKPOINT_FILE.write(path, metadata, tensors, overwrite=True)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -90,22 +79,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         RunFolderError: when it is missing, damaged, no checkpoint, or named after another step.
     """
+    metadata, tensors = CHECKPOINT_FILE.read(path)
     try:
-        with TensorFile(path, RunFolderError) as file:
-            metadata = file.metadata
-            if metadata.get("foreroute.checkpoint") != VERSION or set(metadata) != WRITTEN:
-                raise RunFolderError(f"it is no checkpoint of form {VERSION} of foreroute train")
-            tensors = {name: file.read(name) for name in file.names}
-        ours = {key: value for key, value in metadata.items() if key != "foreroute.seal"}
-        if seal_file(ours, tensors) != metadata["foreroute.seal"]:
-            raise RunFolderError("it is damaged: its content is not what was sealed")
-        state = _state(metadata["foreroute.state"], tensors)
+        state = _state(metadata["state"], tensors)
     except RunFolderError as error:
         raise RunFolderError(f"checkpoint {path} cannot be read ({error})") from error
     named = NAME.fullmatch(path.name)
     if named and int(named[1]) != state["step"]:
         raise RunFolderError(f"checkpoint {path} is of step {state['step']}: it was renamed. Give it its own name back")
-    return Checkpoint(state, metadata["foreroute.config"], metadata["foreroute.metrics"])
+    return Checkpoint(state, metadata["config"], metadata["metrics"])
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -149,22 +131,6 @@ def _reference(
         plain, reference["scalar"] = plain.reshape(1), True
     tensors[name], seen[memory] = plain.numpy(), reference
     return reference
-
-
-def _write(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write tensor by tensor, so that no second copy of all is made. The widest types first: each begins aligned."""
-    order = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in order:
-        begin, end = end, end + tensors[name].nbytes
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": LETTERS[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        file.write(np.ascontiguousarray(tensors[name]).data)
 
 
 def _state(text: str, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Any]:

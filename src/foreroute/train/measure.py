@@ -114,7 +114,7 @@ def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[st
     if "native" in passes:
         record["margins"] = {
             "log10_edges": LOG10_EDGES.tolist(),
-            "counts_LB": margin_histogram(passes["native"].margins_NL).counts_LB.tolist(),
+            "counts_LB": margin_histogram(passes["native"].margins_NL).tolist(),
         }
     return record
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from xxhash import xxh3_128
 
-from foreroute.errors import ForerouteError, RunFolderError, TraceFileError
-from foreroute.files import parse_json, read_file, write_atomically
-from foreroute.records import parse_step
+from foreroute.errors import ForerouteError, RunFolderError
+from foreroute.files import blake2b_hex, parse_json, read_file, write_atomically
+from foreroute.records import parse_step, why_invalid
 
 OWN = ("seconds", "execution", "device", "alarms")
 """What two runs of a step need not share; thresholds of alarms may change when a run is resumed."""
@@ -44,8 +43,8 @@ class MetricsFile:
         return [self._record(number, line) for number, line in enumerate(self._lines())]
 
     def digest(self, step: int) -> str:
-        """Compute XXH3-128, as hex, of the lines of all steps before."""
-        return xxh3_128(_joined(self._lines()[:step])).hexdigest()
+        """Compute `blake2b_hex` of the lines of all steps before."""
+        return blake2b_hex(_joined(self._lines()[:step]))
 
     def take_up(self, step: int, digest: str) -> None:
         """Go on with a step, when the lines of those before are what they were.
@@ -127,9 +126,9 @@ class MetricsFile:
                 raise RunFolderError(f"its step is {step}, expected {number}")
         except (RunFolderError, ValidationError) as error:
             raise RunFolderError(
-                f"{self.path}, line {number + 1} is damaged: {_reason(error)}. Restore the file from a copy. Where the "
-                f"last checkpoint is of step {number} or before, this line and those after it may be removed instead: "
-                "their steps run again"
+                f"{self.path}, line {number + 1} is damaged: {why_invalid(error)}. Restore the file from a copy. Where "
+                f"the last checkpoint is of step {number} or before, this line and those after it may be removed "
+                "instead: their steps run again"
             ) from error
         return record
 
@@ -139,22 +138,14 @@ def writing(path: Path) -> Iterator[None]:
     """Make a `RunFolderError` of an error in writing `path`."""
     try:
         yield
-    except TraceFileError as error:
+    except ForerouteError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
         raise RunFolderError(f"{error}. Make room, then go on with --resume") from error
-    except ForerouteError:
-        raise
     except (OSError, ValueError) as error:
         raise RunFolderError(
             f"{path} cannot be written ({error}). What was written before is whole: make room, then go on with --resume"
         ) from error
-
-
-def _reason(error: RunFolderError | ValidationError) -> str:
-    if isinstance(error, RunFolderError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def _joined(lines: list[bytes]) -> bytes:

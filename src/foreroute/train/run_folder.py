@@ -3,7 +3,7 @@
 config.json                           the resolved configuration
 data.txt                              the digest of the data set, where there is one
 metrics.jsonl                         one JSON object per finished step
-checkpoints/step-000020.safetensors   the state before step 20, sealed
+checkpoints/step-000020.safetensors   the state before step 20, with a checksum
 rollouts/step-000020.safetensors      the log-probs of step 20, and beside them the trace, as `save_generation` writes
 traces/step-000020.safetensors        that trace again, by another name of the same file
 model/                                the policy after the last step, as a Hugging Face folder
@@ -23,18 +23,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_128
-
 from foreroute.capture import Generation, save_generation
+from foreroute.capture.generation import trace_of
 from foreroute.errors import ConfigError, ForerouteError, RunFolderError
-from foreroute.files import TensorFile, parse_json, read_text, write_atomically
+from foreroute.files import blake2b_hex, parse_json, read_text, write_atomically
 from foreroute.trace import save
 from foreroute.train.checkpoint import NAME, Checkpoint, read_checkpoint, write_checkpoint
 from foreroute.train.config import TrainConfig, parse_config
 from foreroute.train.metrics_file import MetricsFile, writing
 
 LOCK = ".lock"
-LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.[0-9a-f]{8}")
+LEFT_BEHIND = re.compile(r"\.lock|\.config\.json\.(foreroute|[0-9a-f]{8})")
 """What a run leaves that is killed before its configuration is written."""
 MAY_CHANGE = ("device", "parallel.", "alarms.", "logging.")
 """Beginnings of keys that may change on resume, besides `rl.steps`: how a run is executed and watched."""
@@ -211,25 +210,23 @@ class RunFolder:
             save_generation(generation, rollout, overwrite=True)
         trace = self.path / "traces" / rollout.name
         with writing(trace):
-            with TensorFile(rollout, RunFolderError) as file:
-                beside = rollout.with_name(file.metadata["foreroute.trace"])
             trace.parent.mkdir(parents=True, exist_ok=True)
             trace.unlink(missing_ok=True)
             try:
-                os.link(beside, trace)
+                os.link(trace_of(rollout), trace)
             except OSError:  # a file system without links
                 save(generation.trace, trace, encoding="ordered", overwrite=True)
 
 
 def config_digest(config: TrainConfig | None) -> str:
-    """Compute XXH3-128, as hex, of all keys that may not change from one start of a run to the next.
+    """Compute `blake2b_hex` of all keys that may not change from one start of a run to the next.
 
     Empty without a configuration.
     """
     if config is None:
         return ""
     fixed = {key: value for key, value in by_key(config.model_dump()).items() if not _may_change(key)}
-    return xxh3_128(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+    return blake2b_hex(json.dumps(fixed, sort_keys=True).encode())
 
 
 def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

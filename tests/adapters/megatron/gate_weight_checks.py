@@ -138,7 +138,7 @@ def check_margins_with_groups_of_several_picks():
     assert (recording.margins_NL() >= 0).all()
     with routed.replay(recording.trace(), telemetry=True) as session, torch.no_grad():
         on.forward(built, on.tokens())
-    assert session.agreement().margins.counts_LB.sum() == on.tokens().numel() * routed.spec.num_layers
+    assert session.agreement().margins_LB.sum() == on.tokens().numel() * routed.spec.num_layers
 
 
 def check_tokens_may_be_overwritten_when_the_forward_is_over():

@@ -36,8 +36,6 @@ from tests.adapters.megatron.training_step import forward_step, step
 
 FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
 EXACT = 1e-12
-NO_FURTHER = 1.01
-"""Rows of an expert are grouped otherwise, so that roundings are drawn anew. Measured: 0.999 to 1.0003."""
 
 
 def check_cases(cases):
@@ -71,29 +69,27 @@ def check_homes_move_and_replicas_serve(cases):
             check_equal(plain, executed, planned)
 
 
-def check_rounding_is_no_further_from_the_truth():
-    """Gradients of experts, in float32 and in bfloat16 with float32 main_grad, against the same weights in float64.
+def check_gradients_lose_nothing_on_their_way_home():
+    """Sent in float64 they arrive with the same bits, and sent in bfloat16 only where kernels made them in bfloat16.
 
-    On their way home they lose nothing. In bfloat16 that costs float32 where kernels add to main_grad; what other
-    kernels give is bfloat16 already, and would be the same bits.
+    A gradient that is rounded at home, before it is added to main_grad, is the same in bfloat16 as well. That the sums
+    are right is shown in float64 by `check_cases`: here the same kernels compute the same groups of rows.
     """
     float32 = (("grad_reduce_in_fp32", True),)
-    for experts, kind, told, sent_as in (
-        ("sequential", "momentum", (), None),
-        ("sequential", "master weights", float32, torch.float32),
-        ("grouped, fused", "master weights", float32, torch.bfloat16),
+    for experts, kind, told, made_in in (
+        ("sequential", "momentum", (), torch.float32),
+        ("sequential", "master weights", float32, torch.bfloat16),
+        ("grouped, fused", "master weights", float32, torch.float32),  # these kernels add to main_grad
     ):
-        rounded = kind == "master weights"
-        case = ExecutionCase(Cell(ep=2, layers=2, experts=experts), optimizer=kind, told=told, rounded=rounded)
-        truth = trained(in_float64(dataclasses.replace(case, optimizer="momentum", told=())), None, steps=1)
+        cell = Cell(ep=2, layers=2, experts=experts)
+        case = ExecutionCase(cell, optimizer=kind, told=told, rounded=kind == "master weights")
         executed = trained(case, "planned", steps=1)
-        plain_away, executed_away = away(trained(case, None, steps=1), truth), away(executed, truth)
-        assert 0 < plain_away < (0.1 if rounded else 1e-5), (experts, kind, plain_away)
-        assert executed_away <= NO_FURTHER * plain_away, (experts, kind, executed_away, plain_away)
-        if sent_as is not None:
+        assert executed["replicas"] > 0
+        for sent_as in (torch.float64, torch.bfloat16):
             with mock.patch.object(replicas, "GradientReturn", sending_as(sent_as)):
                 apart = furthest(trained(case, "planned", steps=1), executed)
-            assert (apart["gradients"] > 0) == (sent_as == torch.bfloat16), (experts, sent_as, apart)
+            loses = torch.finfo(sent_as).bits < torch.finfo(made_in).bits
+            assert (apart["gradients"] > 0) == loses, (experts, kind, sent_as, apart)
 
 
 def sending_as(dtype):
@@ -103,14 +99,6 @@ def sending_as(dtype):
         return GradientReturn(peers, moves, {name: grad.to(dtype) for name, grad in grads.items()}, what)
 
     return begin
-
-
-def away(found, truth):
-    """Norm of the difference of all gradients of experts, over their norm."""
-    experts = [key for key in truth["gradients"] if len(key) == 5]
-    apart = [found["gradients"][key].double() - truth["gradients"][key] for key in experts]
-    whole = [truth["gradients"][key] for key in experts]
-    return float(torch.cat(apart).norm() / torch.cat(whole).norm())
 
 
 def check_a_model_that_nothing_wraps():

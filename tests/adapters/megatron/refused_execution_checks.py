@@ -2,18 +2,25 @@
 
 import contextlib
 import re
+import warnings
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from foreroute.adapters import megatron
+from foreroute.adapters.megatron.plan_execution.execution import ExecutionRanks
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
 from foreroute.errors import PlacementError
+from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.plan.capabilities import EXECUTES, Ability
+from foreroute.planner import plan
 from tests.adapters.megatron import refusal_checks
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed
@@ -46,6 +53,22 @@ def check_layers_and_settings():
         refused(said(expert.linear_fc2.weight, "__fsdp_param__", True), "sharded by FSDP")
         for name in REFUSED_SETTINGS:
             refused(said(block.config, name, 2.0), f"{name} is set")
+
+
+def check_what_megatron_does_not_execute_of_a_plan_is_warned_of():
+    """By its own row of the table: here the other executor could do all."""
+    initialize(Cell(ep=2))
+    ranks = ExecutionRanks(parallel_state.get_expert_model_parallel_group(), None)
+    counts_MLGE = np.tile(np.arange(1, 9) ** 2, (2, 1, 2, 1))
+    one_node, nodes = (Topology(2, per_node, 1, Links(4e9, 1e9, 2e9, 1e-5, 5e-5)) for per_node in (2, 1))
+    with mock.patch.dict(EXECUTES, hf=frozenset(Ability)), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranks.agree_on_plan(0, plan(counts_MLGE, one_node, PlanOptions(slots="shared")), "a test")
+        for step, (topology, slots, ability) in enumerate(
+            [(nodes, "shared", Ability.NODES), (one_node, "layer", Ability.LAYER_SLOTS)], 1
+        ):
+            with pytest.raises(UserWarning, match=f"the plan asks for {ability}"):
+                ranks.agree_on_plan(step, plan(counts_MLGE, topology, PlanOptions(slots=slots)), "a test")
 
 
 def check_experts_over_tensor_ranks():

@@ -144,7 +144,7 @@ test_refusals = checks_of("refused_execution_checks", ranks=2)
 @pytest.mark.parametrize(
     "check",
     [
-        "check_rounding_is_no_further_from_the_truth",
+        "check_gradients_lose_nothing_on_their_way_home",
         "check_a_model_that_nothing_wraps",
         "check_checkpoints_do_not_see_replicas",
         "check_nothing_fetched_is_kept_for_backward",

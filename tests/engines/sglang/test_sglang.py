@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from foreroute import capture
-from foreroute.adapters.checkpoint import ServedModel, facts_of
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import sglang
 from foreroute.engines.base import generation_of
@@ -123,9 +123,9 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
     record, routed = payload(DATA / "generate.json"), policy()
     prompt, rows = np.array(record["request"]["input_ids"], np.int32), len(record["tokens"][0]) - 1
     served = ServedModel.of(routed)
-    assert served.facts.indexers is None
+    assert served.indexers is None
     indexers = IndexerSpec(2, (RoutedLayer(0), RoutedLayer(2)))
-    served = replace(served, facts=replace(served.facts, indexers=indexers))
+    served = replace(served, indexers=indexers)
     chosen = np.full((rows, 3, 2), -1, np.int32)
     chosen[0, :, 0], chosen[1:] = 0, [0, 1]
     answer = record["response"]
@@ -158,7 +158,7 @@ def test_masks_that_sglang_could_not_return_or_did_not(tmp_path):
     answer["meta_info"]["output_token_sampling_mask"][2] = [1, 2]
     sequence, _ = sequence_of(answer, prompt, masks=True)
     with pytest.raises(CaptureError, match="was sampled and is not in its mask"):
-        generation_of([sequence], facts_of(routed), weight_version=0, engine="sglang", engine_version="0.5.23")
+        generation_of([sequence], ServedModel.of(routed), weight_version=0, engine="sglang", engine_version="0.5.23")
 
 
 @pytest.mark.parametrize(
@@ -196,13 +196,13 @@ def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     ],
 )
 def test_an_answer_is_taken_as_it_is_or_not_at_all(change, said):
-    record, facts = payload(DATA / "generate.json"), facts_of(policy())
+    record, served = payload(DATA / "generate.json"), ServedModel.of(policy())
     answer, prompt = record["response"], np.array(record["request"]["input_ids"][:5], np.int32)
     answer["meta_info"] |= {"prompt_tokens": 5} | change.pop("meta_info", {})
 
     def read():
         sequence, _ = sequence_of(answer | change, prompt)
-        generation_of([sequence], facts, weight_version=0, engine="sglang", engine_version="0.5.23")
+        generation_of([sequence], served, weight_version=0, engine="sglang", engine_version="0.5.23")
 
     with pytest.raises(EngineError, match=said):
         read()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foreroute import capture
-from foreroute.adapters.checkpoint import ServedModel, facts_of
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.vllm.server_engine import EXTENSION, sequences_of
@@ -61,8 +61,8 @@ class Server:
 def test_recorded_answers_decode_to_the_routes_of_the_model(path):
     record = payload(path)
     start = record["request"].get("routed_experts_prompt_start", 0)
-    facts = capture.ModelFacts(record["spec"], vocabulary_size=SIZES["vocab_size"])
-    trace = capture.decode(record["response"], model=facts, token_ids=record["tokens"], start=start)
+    known = {"model": record["spec"], "vocabulary_size": SIZES["vocab_size"]}
+    trace = capture.decode(record["response"], **known, token_ids=record["tokens"], start=start)
     assert_routes(trace, record, start=start)
 
 
@@ -296,17 +296,17 @@ def test_a_server_that_is_not_there(tmp_path):
 def test_an_engine_with_another_tokenizer_is_refused():
     record = payload(DATA / "completion.json")
     prompt = np.array(record["request"]["prompt"], np.int32)
-    facts = facts_of(policy())
+    served = ServedModel.of(policy())
     [sampled] = sequences_of(record["response"], prompt)
-    sampled.trace(facts, weight_version=0, engine="vllm", engine_version="0.30.0")
-    for token in (facts.vocabulary_size, -1):
+    sampled.trace(served, weight_version=0, engine="vllm", engine_version="0.30.0")
+    for token in (served.vocabulary_size, -1):
         answer = copy.deepcopy(record["response"])
         answer["choices"][0]["token_ids"][1] = token
         [sampled] = sequences_of(answer, prompt)
         with pytest.raises(
             EngineError, match=rf"sampled token {token}, the policy knows those below 64.*another model"
         ):
-            sampled.trace(facts, weight_version=0, engine="vllm", engine_version="0.30.0")
+            sampled.trace(served, weight_version=0, engine="vllm", engine_version="0.30.0")
     answer = copy.deepcopy(record["response"])
     answer["choices"][0]["prompt_token_ids"][0] += 1
     with pytest.raises(EngineError, match="a tokenizer or template of its own"):
@@ -317,6 +317,6 @@ def test_log_probs_that_are_no_numbers_are_refused():
     record = payload(DATA / "completion.json")
     record["response"]["choices"][0]["logprobs"]["token_logprobs"][1] = None
     (sampled,) = sequences_of(record["response"], np.array(record["request"]["prompt"], np.int32))
-    facts = capture.ModelFacts(record["spec"])
+    served = ServedModel.of(policy())
     with pytest.raises(EngineError, match="no finite number"):
-        sampled.trace(facts, weight_version=0, engine="vllm", engine_version="0.30.0")
+        sampled.trace(served, weight_version=0, engine="vllm", engine_version="0.30.0")

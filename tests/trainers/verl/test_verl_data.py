@@ -20,7 +20,7 @@ from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from foreroute.trainers.verl import trace_of
-from tests.trainers.verl.verl_batches import FACTS, PROMPT, RESPONSE, padded, require_told, sequences, telling_routes
+from tests.trainers.verl.verl_batches import PROMPT, RESPONSE, SPEC, padded, require_told, sequences, telling_routes
 
 ENGINES = {
     # what vLLM and SGLang hand to verl: uint8 or int32 of all layers, one row for each token but the last
@@ -45,27 +45,27 @@ def test_a_reordered_repeated_chunked_and_joined_data_proto_keeps_its_routes():
     pairs = sequences(8)
     batch = proto_of(pairs)
     batch.reorder(torch.tensor([3, 1, 7, 0, 5, 2, 6, 4]))
-    require_told(trace_of(batch, model=FACTS), [pairs[i] for i in (3, 1, 7, 0, 5, 2, 6, 4)])
+    require_told(trace_of(batch, model=SPEC), [pairs[i] for i in (3, 1, 7, 0, 5, 2, 6, 4)])
     repeated = batch.repeat(repeat_times=2, interleave=True)
     for chunk in repeated.chunk(4):
-        require_told(trace_of(chunk, model=FACTS), pairs_of(chunk))
+        require_told(trace_of(chunk, model=SPEC), pairs_of(chunk))
     joined = DataProto.concat(repeated.chunk(4)[::-1])
-    require_told(trace_of(joined, model=FACTS), pairs_of(joined))
+    require_told(trace_of(joined, model=SPEC), pairs_of(joined))
     for mini in joined.split(6):
-        require_told(trace_of(mini, model=FACTS), pairs_of(mini))
+        require_told(trace_of(mini, model=SPEC), pairs_of(mini))
 
 
 def test_mini_and_micro_batches_without_padding_keep_their_routes():
     pairs = sequences(8)
     batch = left_right_2_no_padding(proto_of(pairs).to_tensordict())
     by_tokens = {tuple(np.concatenate(pair)): pair for pair in pairs}
-    require_told(trace_of(batch, model=FACTS), pairs)
+    require_told(trace_of(batch, model=SPEC), pairs)
 
     def require_all(parts):
         seen = []
         for part in parts:
             tokens = [tuple(row.tolist()) for row in part["input_ids"].unbind()]
-            require_told(trace_of(part, model=FACTS), [by_tokens[t] for t in tokens])
+            require_told(trace_of(part, model=SPEC), [by_tokens[t] for t in tokens])
             seen += tokens
         assert sorted(seen) == sorted(by_tokens)
 
@@ -96,10 +96,10 @@ def test_the_wire_of_each_engine_arrives_through_verls_agent_loop(engine):
         one = {"input_ids": ids, "routed_experts": fields["routed_experts"]}
         assert one["routed_experts"].dtype == torch.int16
         alone = {n: torch.nested.as_nested_tensor([v], layout=torch.jagged) for n, v in one.items()}
-        require_told(trace_of(alone, model=FACTS), [pair])
+        require_told(trace_of(alone, model=SPEC), [pair])
     batch = asyncio.run(agent_loop_batch(outputs))
-    require_told(trace_of(batch, model=FACTS), pairs)
-    require_told(trace_of(left_right_2_no_padding(batch.to_tensordict()), model=FACTS), pairs)
+    require_told(trace_of(batch, model=SPEC), pairs)
+    require_told(trace_of(left_right_2_no_padding(batch.to_tensordict()), model=SPEC), pairs)
 
 
 async def agent_loop_batch(outputs):
@@ -137,4 +137,4 @@ def test_sequences_that_fill_a_batch_up_have_no_routes():
         },
         batch_size=1,
     )
-    assert not trace_of(td, model=FACTS).valid_N.any()
+    assert not trace_of(td, model=SPEC).valid_N.any()

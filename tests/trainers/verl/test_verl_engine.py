@@ -137,7 +137,7 @@ def test_r2_records_in_the_old_pass_and_replays_that_in_the_update(group, folder
     _, output = old_log_probs(engine, batch)
     recorded = output["model_output"]["routed_experts"]
     batch["routed_experts"] = recorded
-    trace = trace_of(batch, model=engine.routing._facts)
+    trace = trace_of(batch, model=engine.routing.routed.spec)
     assert np.array_equal(trace.expert_ids_NLK, np.concatenate([ids for ids, _ in book.native]))
     update(engine, batch)  # moves the weights
     with watched(engine.module) as forwards:

@@ -14,7 +14,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from examples.verl import demo_cluster
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.settings import replay_of, sync_limit_s
-from tests.trainers.verl.verl_batches import FACTS, padded, sequences
+from tests.trainers.verl.verl_batches import SPEC, padded, sequences
 
 ROOT = Path(__file__).parents[3]
 OTHERWISE = ["model_engine=megatron", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
@@ -23,7 +23,7 @@ FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 def test_the_block_of_the_page_runs():
     [code] = FENCE.findall((ROOT / "docs" / "verl.md").read_text())
-    exec(code, {"batch": padded(sequences(3)), "facts": FACTS})
+    exec(code, {"batch": padded(sequences(3)), "spec": SPEC})
 
 
 def test_verl_reads_the_configuration_of_the_example_as_meant():

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.capture import ModelFacts
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import routed_experts, trace_of
 from foreroute.trainers.verl.protocol import of_responses, require_routed, response_lengths, sampled_mask
 from tests.traces import weighted
 from tests.trainers.verl.verl_batches import (
-    FACTS,
     PROMPT,
     SPEC,
     nested,
@@ -36,7 +34,7 @@ def layout(request):
 def test_routes_come_out_where_they_went_in_and_go_back_as_they_were(layout):
     pairs = sequences(5)
     batch = layout(pairs)
-    trace = trace_of(batch, model=FACTS, weight_version=3)
+    trace = trace_of(batch, model=SPEC, weight_version=3)
     require_told(trace, pairs)
     assert trace.versions == (3,)
     written = routed_experts(trace, batch, num_hidden_layers=3)
@@ -51,7 +49,7 @@ def test_routes_come_out_where_they_went_in_and_go_back_as_they_were(layout):
 def test_decisions_that_the_field_cannot_hold_are_refused():
     """The control: without them, the same trace goes in."""
     batch = padded(sequences(3))
-    trace = trace_of(batch, model=FACTS)
+    trace = trace_of(batch, model=SPEC)
     nothing = DecisionStream.absent(2**31 - 1, trace.num_rows, layers=[RoutedLayer(0)])
     for full in (trace.with_stream("indexer", nothing), weighted(trace, np.ones(trace.expert_ids_NLK.shape))):
         with pytest.raises(CaptureError, match="choices of indexers or gate weights, and verl has no field"):
@@ -70,7 +68,7 @@ def test_a_data_proto_and_routes_of_routed_layers_alone_are_read():
 def test_a_response_that_verl_cut_keeps_the_route_of_its_last_token():
     """The engine went on sampling, so that a route of the last token that verl keeps was computed."""
     pairs = sequences(2)
-    trace = trace_of(padded(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens))), model=FACTS)
+    trace = trace_of(padded(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens))), model=SPEC)
     assert trace.valid_N.all()
     assert np.array_equal(trace.expert_ids_NLK[-1], telling_routes(np.concatenate(pairs[-1]), rows=99)[-1, 1:])
 
@@ -84,7 +82,7 @@ def test_rows_that_no_trained_token_depends_on_may_be_absent(layout):
         batch["response_mask"] = nested([np.array(mask) for mask in masks])
     else:
         batch["response_mask"][0, 3:] = 0
-    trace = trace_of(batch, model=FACTS)
+    trace = trace_of(batch, model=SPEC)
     assert [mask.tolist() for mask in sampled_mask(batch)] == [[bool(x) for x in mask] for mask in masks]
     require_routed(trace, batch)
     trains_on_one_more = dict(batch)
@@ -104,7 +102,7 @@ def test_a_sequence_that_fills_the_batch_up_needs_no_routes():
     pairs = [*sequences(1), (np.full(5, 2), np.full(1, 2))]
     batch = unpadded(pairs, lambda tokens: telling_routes(tokens, rows=0 if tokens[0] == 2 else None))
     batch["response_mask"] = nested([np.ones_like(pairs[0][1]), np.zeros(1, np.int64)])
-    trace = trace_of(batch, model=FACTS)
+    trace = trace_of(batch, model=SPEC)
     assert not trace.select([1]).valid_N.any()
     require_routed(trace, batch)
 
@@ -160,21 +158,21 @@ def _floats(batch):
         (padded, _duplicate, "an expert twice"),
         (padded, _too_high, "expected 0 to 63"),
         (padded, _in_the_dense_layer, "which the spec says is dense"),
-        (padded, _layers_more, "has 6 layers; expected 2 .* or 3"),
+        (padded, _layers_more, "has routes in decoder layer 4, which the spec says is dense"),
         (padded, _floats, "dtype float32; expected integers"),
         (unpadded, _shorter, "sequence 0 has .* rows of routed_experts for .* tokens"),
     ],
 )
 def test_what_cannot_be_true_is_refused(make, spoil, message):
     batch = make(sequences(3))
-    trace_of(batch, model=FACTS)
+    trace_of(batch, model=SPEC)
     spoil(batch)
     with pytest.raises(CaptureError, match=message):
-        trace_of(batch, model=FACTS)
+        trace_of(batch, model=SPEC)
 
 
 def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
-    top_1 = ModelFacts(RoutingSpec(64, 1, (RoutedLayer(0),)))
+    top_1 = RoutingSpec(64, 1, (RoutedLayer(0),))
     ids = nested([np.array([1, 2, 3, 4])])
     rows = np.array([5, 6, 7, 0], np.int16).reshape(4, 1, 1)
     assert trace_of({"input_ids": ids, "routed_experts": nested([rows])}, model=top_1).valid_N.tolist() == [1, 1, 1, 0]
@@ -199,16 +197,16 @@ def test_a_row_of_zeros_before_a_routed_one_is_refused(layout, rows):
     batch = layout([(np.arange(1, 5), np.arange(10, 16))])
     _of_zeros(batch, 0, rows)
     with pytest.raises(CaptureError, match=rf"sequence 0 .*no route at position {rows.start}, .*only at the end"):
-        trace_of(batch, model=FACTS)
+        trace_of(batch, model=SPEC)
 
 
 def test_a_batch_without_any_route_is_refused_unless_it_trains_on_nothing(layout):
     batch = layout(sequences(2), lambda tokens: telling_routes(tokens, rows=0))
     with pytest.raises(CaptureError, match=r"nothing but zeros.*enable_rollout_routing_replay"):
-        trace_of(batch, model=FACTS)
+        trace_of(batch, model=SPEC)
     with pytest.raises(CaptureError, match="nothing but zeros"):
-        trace_of({name: batch[name] for name in batch if name != "response_mask"}, model=FACTS)
-    trace = trace_of({**batch, "response_mask": batch["response_mask"] * 0}, model=FACTS)
+        trace_of({name: batch[name] for name in batch if name != "response_mask"}, model=SPEC)
+    trace = trace_of({**batch, "response_mask": batch["response_mask"] * 0}, model=SPEC)
     assert len(trace) == 2
     assert not trace.valid_N.any()
 
@@ -225,17 +223,17 @@ def _two(mask):
 def test_masks_with_holes_or_other_numbers_are_refused(spoil):
     batch = padded(sequences(3))
     batch["response_mask"] = batch["response_mask"].clone()
-    trace = trace_of(batch, model=FACTS)
+    trace = trace_of(batch, model=SPEC)
     spoil(batch["attention_mask"])
     for use in (
-        lambda: trace_of(batch, model=FACTS),
+        lambda: trace_of(batch, model=SPEC),
         lambda: routed_experts(trace, batch),
         lambda: require_routed(trace, batch),
     ):
         with pytest.raises(CaptureError, match="attention_mask"):
             use()
     with pytest.raises(CaptureError, match="attention_mask is torch"):
-        trace_of({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=FACTS)
+        trace_of({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=SPEC)
 
 
 @pytest.mark.parametrize("number", [2, -1, 0.5])
@@ -248,7 +246,7 @@ def test_a_response_mask_is_of_zeros_and_ones(layout, number):
 
 def test_fields_of_another_batch_are_refused(layout):
     batch, other = layout(sequences(3)), layout(sequences(2))
-    trace = trace_of(batch, model=FACTS)
+    trace = trace_of(batch, model=SPEC)
     with pytest.raises(CaptureError, match="2 rows for 3 responses"):
         sampled_mask({**batch, "response_mask": other["response_mask"]})
     with pytest.raises(BatchMismatchError, match="the trace has 3 sequences, the batch 2"):
@@ -261,7 +259,7 @@ def test_fields_of_another_batch_are_refused(layout):
 @pytest.mark.parametrize("batch", [None, 5, "batch", [], object(), {}, {"input_ids": [1]}, SimpleNamespace(batch=None)])
 def test_what_is_no_batch_is_refused(batch):
     with pytest.raises(CaptureError, match="batch of verl"):
-        trace_of(batch, model=FACTS)
+        trace_of(batch, model=SPEC)
     with pytest.raises(CaptureError, match="batch of verl"):
         response_lengths(batch)
 
@@ -269,7 +267,7 @@ def test_what_is_no_batch_is_refused(batch):
 def test_a_gap_is_not_written_as_zeros(layout):
     pairs = sequences(2)
     batch = layout(pairs)
-    trace = trace_of(batch, model=FACTS)
+    trace = trace_of(batch, model=SPEC)
     valid = trace.valid_N.copy()
     valid[1] = False
     gap = dataclasses.replace(trace, valid_N=valid)
@@ -284,6 +282,6 @@ def test_a_gap_is_not_written_as_zeros(layout):
 
 def test_a_trace_is_not_written_beside_other_tokens():
     pairs = sequences(3)
-    trace = trace_of(padded(pairs), model=FACTS)
+    trace = trace_of(padded(pairs), model=SPEC)
     with pytest.raises(BatchMismatchError, match="in another order"):
         routed_experts(trace, padded(pairs[::-1]))

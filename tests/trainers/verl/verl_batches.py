@@ -3,11 +3,9 @@
 import numpy as np
 import torch
 
-from foreroute.capture import ModelFacts
 from foreroute.trace import RoutedLayer, RoutingSpec
 
 SPEC = RoutingSpec(64, 2, (RoutedLayer(1), RoutedLayer(2)), model="tiny")
-FACTS = ModelFacts(SPEC, num_hidden_layers=3)
 PROMPT, RESPONSE = 6, 8
 """Widths that prompts are padded to on the left, and responses on the right."""
 

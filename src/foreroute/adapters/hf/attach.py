@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.discover import PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, layer_of, probe
+from foreroute.adapters.hf.discover import PROBE_TOKENS, RouterSite, find_routers, hidden, layer_of, probe, spec_of
 from foreroute.adapters.hf.indexers import FoundIndexers, find_indexers
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.errors import AttachError, TraceContentError
 from foreroute.replay import is_hooked, overridden
-from foreroute.trace import INDEXER, DecisionStream, RoutingSpec, RoutingTrace
+from foreroute.trace import INDEXER, DecisionStream, RoutingTrace
 
 PLAIN = (bool, int, float, str, Tensor, type(None))
 
@@ -47,7 +47,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
     _refuse_two_stacks(model, candidates)
     with _untouched(model):
         seen = probe(model, candidates)
-        spec = _spec_of(model, seen)
+        spec = spec_of(model, seen)
         finals = [len(selections) - 1 for selections in seen.seen]
         indexers = find_indexers(model, seen.trunk, layer_of)
         hooks = TransformerHooks(model, seen.trunk, seen.sites, finals, spec, indexers)
@@ -65,29 +65,6 @@ def _refuse_two_stacks(model: nn.Module, candidates: list[RouterSite]) -> None:
             f"{type(model).__name__} routes in an encoder and in a decoder, which are given different tokens; one "
             "trace has one sequence of tokens. Attach each stack on its own: attach(model.get_encoder())"
         )
-
-
-def _spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
-    finals = [(site, selections[-1]) for site, selections in zip(seen.sites, seen.seen, strict=True)]
-    for site, final in finals:
-        if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
-            raise AttachError(
-                f"router {site.path} selects on scores of shape {tuple(final.scores_RE.shape)}; "
-                f"expected a row for each of {PROBE_TOKENS} tokens"
-            )
-    shapes = sorted({(final.scores_RE.shape[-1], final.ids_RK.shape[-1]) for _, final in finals})
-    if len(shapes) > 1:
-        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
-    layers = [site.layer for site in seen.sites]
-    if len(set(layers)) != len(layers):
-        twice = [site.path for site in seen.sites if layers.count(site.layer) > 1]
-        raise AttachError(
-            f"{type(model).__name__} routes more than once in one decoder layer ({', '.join(twice[:2])}); a trace "
-            "names each layer once"
-        )
-    ((num_experts, top_k),) = shapes
-    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return RoutingSpec(num_experts, top_k, tuple(layers), model=str(name))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from foreroute.adapters.hf.selection import Selection, SelectionRule
 from foreroute.adapters.hf.selection_rules import REFUSED, RULES, TOP_K_RULE
 from foreroute.errors import AttachError
 from foreroute.replay import overridden
-from foreroute.trace import LayerKind, RoutedLayer
+from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 NOT_A_ROUTER = re.compile(r"Density")
@@ -162,6 +162,34 @@ def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
     if not sites:
         raise AttachError(f"no router of {type(model).__name__} selected anything in a forward on text")
     return Probe(sites, [seen[site.path] for site in sites], _trunk(model, sites, given_tokens))
+
+
+def spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
+    """The routing facts that a forward showed.
+
+    Raises:
+        AttachError: when routers do not select row by row, differ from each other, or share a layer.
+    """
+    finals = [(site, selections[-1]) for site, selections in zip(seen.sites, seen.seen, strict=True)]
+    for site, final in finals:
+        if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
+            raise AttachError(
+                f"router {site.path} selects on scores of shape {tuple(final.scores_RE.shape)}; "
+                f"expected a row for each of {PROBE_TOKENS} tokens"
+            )
+    shapes = sorted({(final.scores_RE.shape[-1], final.ids_RK.shape[-1]) for _, final in finals})
+    if len(shapes) > 1:
+        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
+    layers = [site.layer for site in seen.sites]
+    if len(set(layers)) != len(layers):
+        twice = [site.path for site in seen.sites if layers.count(site.layer) > 1]
+        raise AttachError(
+            f"{type(model).__name__} routes more than once in one decoder layer ({', '.join(twice[:2])}); a trace "
+            "names each layer once"
+        )
+    ((num_experts, top_k),) = shapes
+    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    return RoutingSpec(num_experts, top_k, tuple(layers), model=str(name))
 
 
 def _selected_twice(model: nn.Module, site: RouterSite) -> str:

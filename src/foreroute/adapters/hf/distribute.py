@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,7 @@ from foreroute.ep.execution import ExecutionStack
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, ForerouteError, TopologyError
+from foreroute.files import blake2b_hex, blake2b_int64
 from foreroute.layout import block_homes
 from foreroute.planner.homes import check_homes
 from foreroute.replay import is_hooked, overridden, told_apart
@@ -213,11 +213,11 @@ def _checked_homes(
 def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus: RankConsensus) -> None:
     """Gradients flow, and rows arrive, only where all ranks agree on what is trained and what the weights are."""
     what = "comparing the models of all ranks"
-    names, hashes = ["the homes of experts"], [xxhash.xxh3_64_intdigest(home_LE.tobytes())]
+    names, hashes = ["the homes of experts"], [blake2b_int64(home_LE)]
     for name, tensor in _saved(model):
         facts = (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _checksum(tensor))
         names.append(name)
-        hashes.append(xxhash.xxh3_64_intdigest(repr(facts).encode()))
+        hashes.append(blake2b_int64(repr(facts).encode()))
     if len(set(consensus.texts(str(len(names)), what))) > 1:
         raise AttachError(
             "ranks hand in models with different numbers of parameters and buffers; expected the same model"
@@ -241,11 +241,10 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _checksum(tensor: Tensor) -> int:
-    digest = xxhash.xxh3_64()
-    for part in tensor.detach().reshape(-1).view(torch.uint8).split(BYTES_AT_A_TIME):
-        digest.update(part.cpu().numpy())
-    return digest.intdigest()
+def _checksum(tensor: Tensor) -> str:
+    # the checksum of checksums of parts: one part at a time is on the host
+    parts = tensor.detach().reshape(-1).view(torch.uint8).split(BYTES_AT_A_TIME)
+    return blake2b_hex(*(blake2b_hex(part.cpu().numpy()).encode() for part in parts))
 
 
 class Recomputing:

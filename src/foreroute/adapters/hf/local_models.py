@@ -53,16 +53,28 @@ def load_local(path: Path) -> tuple[Any, bool]:
         if has_weights(path):
             return _pretrained(path), True
         path = path / "config.json"
-    check_config(path)
+    config = read_config(path)
     try:
-        with loading():
-            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         require_memory(config, str(path), dtype=config.dtype or torch.float32)
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(0)
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), False
     except ConfigError:
         raise
+    except Exception as error:  # transformers raises what its loaders raise
+        raise ConfigError(f"{path} cannot be loaded by transformers: {why(error)}") from error
+
+
+def read_config(path: Path) -> Any:
+    """The configuration that transformers makes of a config.json.
+
+    Raises:
+        ConfigError: when it cannot, or the file asks for what `check_config` refuses.
+    """
+    check_config(path)
+    try:
+        with loading():
+            return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises what its loaders raise
         raise ConfigError(f"{path} cannot be loaded by transformers: {why(error)}") from error
 

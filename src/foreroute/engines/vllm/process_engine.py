@@ -232,7 +232,7 @@ class ProcessEngine(OutsideEngine):
             "engine": "vllm",
             "engine_version": self._engine_version,
         }
-        return PartialGeneration.of(sequences, [s.trace(self._facts, **stamp) for s in sequences])
+        return PartialGeneration.of(sequences, [s.trace(self._served, **stamp) for s in sequences])
 
     def _ask(self, request: Mapping[str, Any], what: str, arrays: Mapping[str, NDArray[Any]] | None = None) -> Frame:
         timeout = self._settings.timeout_s

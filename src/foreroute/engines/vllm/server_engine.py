@@ -121,7 +121,7 @@ class VLLMServerEngine(OutsideEngine):
             )
         return generation_of(
             sequences,
-            self._facts,
+            self._served,
             weight_version=self.weight_version,
             engine="vllm",
             engine_version=self._engine_version,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from foreroute.ep.transfer.peers import collective_errors, own_group
 from foreroute.errors import PlanError
+from foreroute.files import checksum
 from foreroute.plan import StepPlan
-from foreroute.plan.capabilities import EXECUTES, Ability
+from foreroute.plan.capabilities import Executor, warn_of_lacks
 from foreroute.plan.step_plan import ExecutablePlan
 
 TEXT_BYTES = 1024
@@ -107,8 +105,10 @@ class RankConsensus:
         return [bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") for text in got]
 
 
-def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan) -> str:
+def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor: Executor = "hf") -> str:
     """Make sure that all ranks are about to carry out the same plan, and that it is for these ranks.
+
+    What the executor lacks for it is warned of.
 
     Returns:
         `plan_digest` of it.
@@ -126,29 +126,26 @@ def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan) -> str:
             f"ranks hold different plans ({listed}); every rank must be given the same plan of the same step"
         )
     require_ranks(plan, consensus.size)
+    warn_of_lacks(plan, executor)
     return digest
 
 
 def plan_digest(plan: StepPlan) -> str:
     """128 bit, hexadecimal, of everything that the executor reads in a plan."""
-    digest = xxhash.xxh3_128()
-    digest.update(repr((plan.topology, plan.shape, plan.slots, plan.counts_digest, plan.tokens_digest)).encode())
-    arrays = (plan.home_LE, plan.offsets, plan.expert_R, plan.rank_R, plan.slot_R, plan.fetched_R, plan.tokens_RG)
-    for array in arrays:
-        digest.update(repr((array.dtype.str, array.shape)).encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
+    facts = {
+        "topology": repr(plan.topology),
+        "shape": repr(plan.shape),
+        "slots": plan.slots,
+        "counts": plan.counts_digest,
+        "tokens": plan.tokens_digest,
+    }
+    names = ("home_LE", "offsets", "expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
+    return checksum(facts, {name: getattr(plan, name) for name in names})
 
 
 def require_ranks(plan: ExecutablePlan, num_ranks: int) -> None:
-    """Raise `PlanError` unless a plan was made for this many ranks; warn where they are to be on several nodes."""
+    """Raise `PlanError` unless a plan was made for this many ranks."""
     if plan.topology.num_ranks != num_ranks:
         raise PlanError(
             f"the plan is for {plan.topology.num_ranks} ranks, and {num_ranks} are here; plan again for this world size"
-        )
-    if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES["hf"]:
-        warnings.warn(
-            f"the plan is for {Ability.NODES} ({plan.topology.num_nodes}), on which this executor was never run; it "
-            "sends a row for every assignment, between nodes too. Keep an expert-parallel group within a node",
-            stacklevel=2,
         )

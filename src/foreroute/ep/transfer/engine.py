@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import xxhash
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
@@ -24,6 +23,7 @@ from foreroute.ep.transfer.peers import ATTEMPTS, PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, RetriedReturn, cell_of, next_cell
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
 from foreroute.errors import ConfigError, PlanError, TransferError
+from foreroute.files import blake2b_hex
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.options import SlotUse
@@ -381,7 +381,7 @@ def _agree_on_engine(
         )
     shards = [(name, tuple(home[name].shape), str(home[name].dtype)) for home in homes for name in sorted(home)]
     listed = f"{len(homes)} layers, {sorted(set(shards))}"
-    mine = f"{xxhash.xxh3_64_hexdigest(repr([len(homes), shards]).encode())} {listed}"
+    mine = f"{blake2b_hex(repr([len(homes), shards]).encode())} {listed}"
     texts = consensus.texts(mine, "comparing home shards")
     if len(set(texts)) > 1:
         raise TransferError(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +14,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
 from foreroute.errors import PlanError, TransferError
+from foreroute.files import blake2b_hex
 from foreroute.planner.homes import check_homes
 
 WHAT = "moving homes"
@@ -71,7 +71,7 @@ def _agreed_homes(consensus: RankConsensus, before_LE: NDArray[np.integer], afte
     if objections := consensus.objections(None if refusal is None else str(refusal), WHAT):
         raise PlanError("homes cannot be moved: " + "; ".join(objections)) from refusal
     both = np.stack([before_LE, homes_LE]).astype(np.int16)
-    digests = consensus.texts(xxhash.xxh3_128_hexdigest(both.tobytes()), WHAT)
+    digests = consensus.texts(blake2b_hex(both), WHAT)
     if len(set(digests)) > 1:
         listed = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
         raise PlanError(
@@ -104,7 +104,7 @@ def _agree(
         {(n, tuple(t.shape), str(t.dtype), t.device.type) for tensors in tensors_L for n, t in tensors.items()}
     )
     per_layer = [sorted(tensors) for tensors in tensors_L]
-    texts = consensus.texts(f"{xxhash.xxh3_64_hexdigest(repr((kinds, per_layer)).encode())} {kinds}", WHAT)
+    texts = consensus.texts(f"{blake2b_hex(repr((kinds, per_layer)).encode())} {kinds}", WHAT)
     if len(set(texts)) > 1:
         raise TransferError(
             "ranks hold different state beside their experts, so rows cannot be moved: "

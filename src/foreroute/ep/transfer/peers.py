@@ -1,7 +1,7 @@
 """Peer-to-peer sends and receives of rows, all posted at once, on a process group of their own.
 
 Also what every rank needs for them: groups beside those that the model communicates on, errors that tell a call that
-did not come back in the words of whoever made it, and, for debug mode, checksums that travel with the rows (XXH3,
+did not come back in the words of whoever made it, and, for debug mode, checksums that travel with the rows (BLAKE2b,
 64 bit, as signed integers).
 """
 
@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import TransferError
+from foreroute.files import blake2b_int64
 
 MESSAGES_PER_EXCHANGE = 2**16
 EXCHANGES_IN_FLIGHT = 2**15
@@ -284,6 +284,4 @@ def damaged_rows(rows: Mapping[str, Tensor], sums: Tensor, chosen: Iterable[int]
 
 def _checksum(row: Tensor) -> int:
     # bytes, for numpy has no bfloat16
-    content = row.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-    digest = xxhash.xxh3_64_intdigest(content)
-    return digest - 2**64 if digest >= 2**63 else digest
+    return blake2b_int64(row.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())

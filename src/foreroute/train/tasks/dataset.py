@@ -7,12 +7,11 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from foreroute.adapters.hf import Tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError
-from foreroute.files import read_file
+from foreroute.files import blake2b_hex, read_file
 from foreroute.train.config import TaskConfig, TrainConfig
 from foreroute.train.tasks.function import UserFunction
 from foreroute.train.tasks.jsonl import Row, parse_rows
@@ -136,7 +135,7 @@ class DatasetTask(Task):
                 f"{len(rows)} prompts have too many; expected at most task.max_prompt_tokens = {most}; raise it, or "
                 'set task.long_prompts = "skip"'
             )
-        return short, len(too_long), xxhash.xxh3_128_hexdigest(content)
+        return short, len(too_long), blake2b_hex(content)
 
     def _problem(self, row: Row) -> Problem:
         with _at(row.where):

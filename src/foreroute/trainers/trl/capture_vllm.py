@@ -16,7 +16,8 @@ import trl
 from numpy.typing import NDArray
 from trl.generation import vllm_generation
 
-from foreroute.capture import ModelFacts, decode
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import decode
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
@@ -56,15 +57,15 @@ class VLLMSource:
     Args:
         generation: TRL's.
         accelerator: the trainer's.
-        facts: of the model.
+        model: the policy, as it is served.
 
     Raises:
         AttachError: when this release of TRL talks to vLLM in another way.
     """
 
-    def __init__(self, generation: Any, accelerator: Any, facts: ModelFacts) -> None:
+    def __init__(self, generation: Any, accelerator: Any, model: ServedModel) -> None:
         self._accelerator = accelerator
-        self._facts = facts
+        self._model = model
         self._serves = generation.mode == "server"
         self._answers: list[Any] = []
         self._asks = not self._serves or accelerator.is_main_process
@@ -113,7 +114,13 @@ class VLLMSource:
                 "known. Return the routes from a rollout_func, or take replay='R2'"
             )
         try:
-            return decode(answers[0], model=self._facts, engine="vllm", weight_version=weight_version)
+            return decode(
+                answers[0],
+                model=self._model.spec,
+                vocabulary_size=self._model.vocabulary_size,
+                engine="vllm",
+                weight_version=weight_version,
+            )
         except CaptureError as error:
             how = "vllm serve --enable-return-routed-experts" if self._serves else "TRL's vllm_mode='colocate'"
             return CaptureError(f"the answer of {how}: {error}")

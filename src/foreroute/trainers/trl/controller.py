@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
-from foreroute.adapters.checkpoint import facts_of
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
@@ -89,12 +89,12 @@ class TrainerPassController:
         self._has_old_pass = False
 
     def _make_source(self) -> RouteSource:
-        trainer, facts = self._trainer, facts_of(self.routed)
+        trainer, served = self._trainer, ServedModel.of(self.routed)
         if trainer.rollout_func is not None:
-            trainer.rollout_func = source = FunctionSource(trainer.rollout_func, facts)
+            trainer.rollout_func = source = FunctionSource(trainer.rollout_func, served)
             return source
         if trainer.use_vllm and self._replay != "R2":
-            return VLLMSource(trainer.vllm_generation, trainer.accelerator, facts)
+            return VLLMSource(trainer.vllm_generation, trainer.accelerator, served)
         replays = self._replay == "R3"
         return GenerateSource(
             self.routed,

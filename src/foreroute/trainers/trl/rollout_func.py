@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 
-from foreroute.capture import ModelFacts, Sampling, decode
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
@@ -69,12 +70,12 @@ class FunctionSource:
 
     Args:
         function: the user's.
-        facts: of the model.
+        model: the policy, as it is served.
     """
 
-    def __init__(self, function: Callable[..., Any], facts: ModelFacts) -> None:
+    def __init__(self, function: Callable[..., Any], model: ServedModel) -> None:
         self._function = function
-        self._facts = facts
+        self._model = model
         self._routes: Any = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -111,7 +112,14 @@ class FunctionSource:
         traces = [
             each
             if isinstance(each, RoutingTrace)
-            else decode(each, model=self._facts, token_ids=[tokens], weight_version=weight_version)
+            else decode(
+                each,
+                model=self._model.spec,
+                token_ids=[tokens],
+                vocabulary_size=self._model.vocabulary_size,
+                indexers=self._model.indexers,
+                weight_version=weight_version,
+            )
             for each, tokens in zip(routes, sequences, strict=True)
         ]
         trace = concatenate(traces)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from foreroute.adapters import hf
-from foreroute.adapters.checkpoint import facts_of
 from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
@@ -47,7 +46,6 @@ class EnginePassController:
         self.routed = hf.attach(engine.module)
         self._engine = engine
         self._replay = replay
-        self._facts = facts_of(self.routed)
         self.comparison = RolloutComparison(
             self.routed.spec, engine.get_data_parallel_group, judges_weights=replay == "R3"
         )
@@ -107,7 +105,7 @@ class EnginePassController:
                 f"router_replay.mode is R2, and the update has no {FIELD!r} of an old-log-prob pass: verl ran none, or "
                 "did not keep its output"
             )
-        routes = trace_of(micro_batch, model=self._facts)
+        routes = trace_of(micro_batch, model=self.routed.spec)
         if self._replay != "disabled":
             require_routed(routes, micro_batch)
         return routes
@@ -126,7 +124,8 @@ class EnginePassController:
         executed = recorded.select(np.arange(len(micro_batch)))
         result = output["model_output"]
         if self._replay == "R2":
-            layers = self._facts.num_hidden_layers
+            config: Any = self.routed.model.config
+            layers = config.get_text_config().num_hidden_layers
             result[FIELD] = routed_experts(executed, micro_batch, num_hidden_layers=layers)
             routes = None
         self.comparison.add(executed, routes, micro_batch, result.get("log_probs"), update=update)

@@ -19,7 +19,6 @@ from verl.workers.engine.megatron import transformer_impl
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.adapters.megatron.schedule import ReplayingStep
-from foreroute.capture import ModelFacts
 from foreroute.errors import ReplayError
 from foreroute.layout import pack
 from foreroute.trace import RoutingTrace
@@ -62,8 +61,6 @@ class MegatronPasses:
     def __init__(self, engine: Any) -> None:
         self.first_rollout_checked = False
         self.routed = megatron.attach(engine.module)
-        trunk = self.routed.chunks[0].trunk
-        self._facts = ModelFacts(self.routed.spec, num_hidden_layers=trunk.config.num_layers)
         self.comparison = RolloutComparison(self.routed.spec, engine.get_data_parallel_group, judges_weights=True)
         config = engine.engine_config
         self._planning = config if isinstance(config, PlanningMegatronConfig) else None
@@ -126,7 +123,7 @@ class MegatronPasses:
             self._plans.add(self._planned.loads(mpu.get_expert_model_parallel_group()))
 
     def _micro_batch(self, data: Any) -> RoutedMicroBatch:
-        routes = trace_of(data, model=self._facts)
+        routes = trace_of(data, model=self.routed.spec)
         require_routed(routes, data)
         return RoutedMicroBatch(data, routes, self.routed.shard(routes, pack(routes.lengths), missing="spread"))
 

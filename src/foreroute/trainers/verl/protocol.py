@@ -22,24 +22,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.capture import ModelFacts, decode
-from foreroute.capture.checks import routed_before_zeros
-from foreroute.capture.recognition import kept_by_mask, shown
-from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
+from foreroute.capture import decode
+from foreroute.capture.verl_batch import kept_by_mask, routed_rows
+from foreroute.errors import BatchMismatchError, CaptureError, ReplayError, shown
 from foreroute.trace import GATE_WEIGHTS, INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
+from foreroute.trace.spec import MAX_LAYERS, whole_number
 
 FIELD = "routed_experts"
 """The name of the field, verl's own."""
-ABSENT = -1
 
 
-def trace_of(batch: Any, *, model: RoutingSpec | ModelFacts, weight_version: int = NO_VERSION) -> RoutingTrace:
+def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION) -> RoutingTrace:
     """The routes of a batch of verl, checked.
 
     Args:
         batch: a `DataProto`, a `TensorDict` or a mapping with `routed_experts` and `input_ids`, both unpadded, or both
             padded and an `attention_mask`.
-        model: the routing spec, or `ModelFacts` where the layer axis counts dense layers too.
+        model: experts, picks and routed layers; the layer axis may count dense layers too.
         weight_version: the weights that computed the routes; verl's batch does not say.
 
     Returns:
@@ -52,18 +51,17 @@ def trace_of(batch: Any, *, model: RoutingSpec | ModelFacts, weight_version: int
             nothing is trained on; when the model is top-1, where a row of zeros may be expert 0 or "never routed".
     """
     fields = _fields(batch)
-    facts = model if isinstance(model, ModelFacts) else ModelFacts(model)
     tokens, rows = _sequences(fields)
-    marked = [_with_absent_rows(r, s) for s, r in enumerate(rows)]
-    if all((r == ABSENT).all() for r in marked):
-        if any(len(r) > 1 for r in marked) and _trains(fields):
+    valid = [routed_rows(r, s) for s, r in enumerate(rows)]
+    if not any(v.any() for v in valid):
+        if any(len(r) > 1 for r in rows) and _trains(fields):
             raise CaptureError(
                 f"{FIELD} holds nothing but zeros: the rollout engine returned no routes. Start it with "
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True; a batch that only fills up has a "
                 "response_mask of zeros"
             )
-        return RoutingTrace.unrouted(facts.spec, tokens).with_provenance(wire="verl")
-    trace = decode(marked, model=facts, token_ids=tokens, weight_version=weight_version)
+        return RoutingTrace.unrouted(model, tokens).with_provenance(wire="verl")
+    trace = decode(rows, model=model, token_ids=tokens, valid=valid, weight_version=weight_version)
     return trace.with_provenance(wire="verl")
 
 
@@ -92,7 +90,7 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
         )
     ids, mask = _tokens_and_mask(_fields(batch))
     _require_readable(trace)
-    rows = _rows_of(trace, ModelFacts(trace.spec, num_hidden_layers))
+    rows = _rows_of(trace, num_hidden_layers)
     tokens = _unpadded(ids, mask)
     if len(tokens) != len(trace) or any(not np.array_equal(t, trace.tokens(s)) for s, t in enumerate(tokens)):
         raise BatchMismatchError(
@@ -255,17 +253,6 @@ def _trains(fields: Any) -> bool:
     return bool((mask.values() if mask.is_nested else mask).any())
 
 
-def _with_absent_rows(rows_TAK: NDArray[Any], sequence: int) -> NDArray[Any]:
-    """Rows of zeros marked, so that they are not taken for expert 0."""
-    if rows_TAK.dtype.kind not in "iu":
-        raise CaptureError(f"sequence {sequence} has {FIELD} of dtype {rows_TAK.dtype}; expected integers")
-    # one pick of zeros is ambiguous, unless it is the row of the last token, which engines do not compute
-    certain = rows_TAK[:-1] if rows_TAK.shape[2] == 1 else rows_TAK
-    routed = routed_before_zeros(certain, what=f"sequence {sequence}", first_position=0)
-    routed = np.concatenate([routed, rows_TAK[len(certain) :].any(axis=(1, 2))])
-    return np.where(routed[:, None, None], rows_TAK.astype(np.int32), ABSENT)
-
-
 def _require_readable(trace: RoutingTrace) -> None:
     """Raise `CaptureError` where zeros in the place of absent rows would be taken for something else."""
     for s in range(len(trace)):
@@ -285,12 +272,20 @@ def _require_readable(trace: RoutingTrace) -> None:
             )
 
 
-def _rows_of(trace: RoutingTrace, facts: ModelFacts) -> list[NDArray[np.int16]]:
+def _rows_of(trace: RoutingTrace, num_hidden_layers: int | None) -> list[NDArray[np.int16]]:
     """S arrays int16 [T, layers, K], zeros where nothing was routed."""
     spec = trace.spec
     if spec.num_experts > np.iinfo(np.int16).max:
         raise CaptureError(f"verl keeps expert ids in signed 16 bits, and the model has {spec.num_experts} experts")
-    columns = facts.routed_columns(max(facts.axis_lengths), what="the field")
-    wide = np.zeros((trace.num_rows, max(facts.axis_lengths), spec.top_k), np.int16)
+    width, columns = spec.num_layers, list(range(spec.num_layers))
+    if num_hidden_layers is not None:
+        width = whole_number(num_hidden_layers, name="num_hidden_layers", most=MAX_LAYERS, kind=CaptureError)
+        columns = [layer.index for layer in spec.layers]
+        if len(set(columns)) < len(columns) or max(columns) >= width:
+            raise CaptureError(
+                f"num_hidden_layers is {width}, and the trace routes in layers {columns[:8]}; expected the count of "
+                "all decoder layers, with one router in each"
+            )
+    wide = np.zeros((trace.num_rows, width, spec.top_k), np.int16)
     wide[:, columns] = np.where(trace.valid_N[:, None, None], trace.expert_ids_NLK, 0)
     return np.split(wide, trace.offsets[1:-1])

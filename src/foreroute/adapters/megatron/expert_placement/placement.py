@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 import numpy as np
 import torch.distributed as dist
-import xxhash
 from numpy.typing import NDArray
 
 from foreroute.adapters.megatron.discover import ChunkRouter
@@ -34,6 +33,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
 from foreroute.ep.transfer.peers import PeerGroup, collective_errors
 from foreroute.errors import PlanError, TransferError
+from foreroute.files import blake2b_hex
 from foreroute.layout import block_homes
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
@@ -89,8 +89,7 @@ class HomePlacement:
         if objections := consensus.objections(self._objection(homes), WHAT):
             raise PlanError("homes cannot be moved: " + "; ".join(objections))
         after_LE = _fixed(np.asarray(homes.home_LE if isinstance(homes, StepPlan) else homes).astype(np.int16))
-        both = self.home_LE.tobytes() + after_LE.tobytes()
-        texts = consensus.texts(xxhash.xxh3_128_hexdigest(both), WHAT)
+        texts = consensus.texts(blake2b_hex(self.home_LE, after_LE), WHAT)
         if len(set(texts)) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise PlanError(f"ranks hold different homes, by their digests ({listed}); give every rank the same ones")

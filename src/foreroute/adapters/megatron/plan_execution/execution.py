@@ -81,7 +81,7 @@ class ExecutionRanks:
                 )
             # the other ranks of the group may be in pipelines that agree
             _raise_alike(self.consensus, PlanError, mine, what)
-        agree_on_plan(self.consensus, step, plan)
+        agree_on_plan(self.consensus, step, plan, "megatron")
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
         """int32 [M, L, G, E], assignments of every rank in the L layers of this stage.

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.harness.eplb_published import published_placement
 from foreroute.errors import TopologyError
-from foreroute.planner.balancers.eplb import eplb_placement
+from foreroute.simulate.eplb import eplb_placement
 
 README_LOADS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],

@@ -21,48 +21,48 @@ from numpy.typing import NDArray
 
 from foreroute.errors import TopologyError
 from foreroute.kernels import kernel
-from foreroute.plan.step_plan import CellHosts
-from foreroute.planner.balancers.problem import BalancerInput, SlotContents
+from foreroute.plan.hosts import CellPlan
+from foreroute.simulate.balancers import BalancerInput, HeldExperts
 
 Hosts = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 """Expert, rank and copies there, of every host."""
 
 
-def eplb_previous(problem: BalancerInput) -> Iterator[CellHosts]:
+def eplb_previous(problem: BalancerInput) -> Iterator[CellPlan]:
     """Placed once by the loads of the step before."""
     return _fixed(problem, problem.previous_loads_LE())
 
 
-def eplb_step(problem: BalancerInput) -> Iterator[CellHosts]:
+def eplb_step(problem: BalancerInput) -> Iterator[CellPlan]:
     """Placed once by the loads of this step."""
     return _fixed(problem, problem.loads_LE())
 
 
-def eplb_micro_step(problem: BalancerInput) -> Iterator[CellHosts]:
+def eplb_micro_step(problem: BalancerInput) -> Iterator[CellPlan]:
     """Placed anew in every cell by its own loads."""
-    contents = SlotContents(problem)
+    held = HeldExperts(problem)
     for layer, counts_GE in problem.cells():
         expert_H, rank_H, copies_H = eplb_hosts(counts_GE.sum(axis=0), problem)
-        yield contents.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
+        yield held.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
 
 
 def eplb_hosts(loads_E: NDArray[np.int64], problem: BalancerInput) -> Hosts:
     """The hosts of one layer. EPLB may put two copies of an expert on one rank; they are one host."""
     num_ranks, num_experts = problem.topology.num_ranks, len(loads_E)
-    expert_P = eplb_placement(loads_E, problem.slots * num_ranks, 1, 1, num_ranks)
-    rank_P = np.arange(len(expert_P)) // problem.slots
+    expert_P = eplb_placement(loads_E, problem.experts_per_rank * num_ranks, 1, 1, num_ranks)
+    rank_P = np.arange(len(expert_P)) // problem.experts_per_rank
     host_P, copies_H = np.unique(expert_P * num_ranks + rank_P, return_counts=True)
     expert_H, rank_H = np.divmod(host_P, num_ranks)
     assert expert_H[-1] == num_experts - 1, "every expert has a copy"
     return expert_H.astype(np.int32), rank_H.astype(np.int32), copies_H.astype(np.int32)
 
 
-def _fixed(problem: BalancerInput, loads_LE: NDArray[np.int64]) -> Iterator[CellHosts]:
+def _fixed(problem: BalancerInput, loads_LE: NDArray[np.int64]) -> Iterator[CellPlan]:
     hosts_L = [eplb_hosts(loads_E, problem) for loads_E in loads_LE]
-    contents = SlotContents(problem)
+    held = HeldExperts(problem, rehomes=True)
     for layer, counts_GE in problem.cells():
         expert_H, rank_H, copies_H = hosts_L[layer]
-        yield contents.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
+        yield held.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
 
 
 @kernel

@@ -1,0 +1,117 @@
+"""Which layers of a checkpoint route, without its weights: a model of transformers that takes no memory is asked.
+
+transformers builds the model from `config.json` on tensors that have a shape and no values, and the forward that
+`attach` runs is run on these. So the layers are those that the classes themselves make, in every family, and a family
+that transformers gets tomorrow needs nothing here. No code of the folder is executed, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from foreroute.adapters.hf.discover import find_routers, layer_of, probe, spec_of
+from foreroute.adapters.hf.indexers import find_indexers
+from foreroute.adapters.hf.local_models import loading, read_config, why
+from foreroute.errors import AttachError, ConfigError
+from foreroute.trace import IndexerSpec, RoutingSpec
+
+
+class NothingSelected(TorchDispatchMode):
+    """While open, places where a mask is true are none, and a number that is read is 0, since no tensor has values.
+
+    Experts that loop over the rows they were sent, and attention that gathers what an indexer chose, run on no rows.
+    Routers are not concerned: the shape of a top-k does not depend on values.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
+        if func is torch.ops.aten.index.Tensor:  # a mask stands for an index on each of its axes
+            none = torch.zeros(0, dtype=torch.int64)
+            masks = [i is not None and i.dtype == torch.bool for i in args[1]]
+            args = (
+                args[0],
+                [e for i, mask in zip(args[1], masks, strict=True) for e in ([none] * i.ndim if mask else [i])],
+            )
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 0
+        return func(*args, **kwargs or {})
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the classes of transformers make of a configuration.
+
+    Attributes:
+        spec: which layers route.
+        indexers: of its sparse attention; None where it has none, or they are not known.
+        config: of the decoder, with the defaults of its family.
+    """
+
+    spec: RoutingSpec
+    indexers: IndexerSpec | None
+    config: Mapping[str, Any]
+
+
+def structure_of(path: Path) -> Structure:
+    """Look at the decoder that a configuration describes; of a model with images or sound, its text decoder.
+
+    Args:
+        path: a config.json.
+
+    Raises:
+        ConfigError: when transformers cannot make the model, it has no routers, or how they select depends on values.
+    """
+    config = read_config(path).get_text_config()
+    try:
+        with _no_values():
+            model = _decoder_of(config).eval()
+            with suppress(ValueError):  # a family without a choice refuses to be given one
+                model.set_experts_implementation("eager")
+            seen = probe(model, find_routers(model))
+            indexers = find_indexers(model, seen.trunk, layer_of)
+    except Exception as error:  # transformers raises what its classes raise
+        reason = why(error.__cause__ or error) if isinstance(error, AttachError) else why(error)
+        raise ConfigError(
+            f"{path}: transformers {transformers.__version__} does not tell which layers route ({reason:.400}); pass a "
+            "trace of the model, or the spec of its routed layers, instead"
+        ) from error
+    return Structure(spec_of(model, seen), None if indexers is None else indexers.spec, config.to_dict())
+
+
+def _decoder_of(config: Any) -> Any:
+    """The decoder alone. transformers maps the configurations of most decoders, and not of all that see or hear."""
+    if type(config) in transformers.MODEL_MAPPING:
+        return transformers.AutoModel.from_config(config, trust_remote_code=False)
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    for kind in vars(module).values():
+        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and "forward" in vars(kind)
+        if is_model and kind.config_class is type(config):
+            return kind(config)
+    raise AttachError(f"no class of {module.__name__} is made of a {type(config).__name__}")
+
+
+@contextmanager
+def _no_values() -> Iterator[None]:
+    """While the context is open, tensors have shapes and no values or memory; random state is kept."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it writes what is raised as well
+    with ExitStack() as stack:
+        stack.enter_context(loading())
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(NothingSelected())
+        stack.enter_context(torch.no_grad())
+        yield

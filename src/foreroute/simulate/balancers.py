@@ -1,0 +1,149 @@
+"""What a balancer is given, and the form that it has; and the balancer that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.errors import CountsError
+from foreroute.plan.hosts import CellPlan
+from foreroute.plan.options import SlotUse
+from foreroute.plan.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class BalancerInput:
+    """One step to balance.
+
+    Attributes:
+        counts_MLGE: integers [M, L, G, E].
+        topology: ranks, nodes and redundant slots.
+        home_LE: int16 [L, E], where the experts are when the step begins.
+        previous_LE: int64 [L, E], assignments of the step before, or None where nothing is known of it.
+        assignment_s: seconds that a rank takes for one assignment, in all passes of the step together.
+        crossing_s: seconds that a rank takes to send or receive one assignment from another node, in all passes.
+        transfer_s: seconds that a rank takes to receive the weights of one expert, in all groups of passes.
+        seed: of methods that search at random.
+    """
+
+    counts_MLGE: NDArray[np.integer]
+    topology: Topology
+    home_LE: NDArray[np.int16]
+    previous_LE: NDArray[np.int64] | None = None
+    assignment_s: float = 1.0
+    crossing_s: float = 0.0
+    transfer_s: float = 0.0
+    seed: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.counts_MLGE.shape[3])
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts that one rank has room for: its share and the redundant slots."""
+        return self.num_experts // self.topology.num_ranks + self.topology.redundant_slots
+
+    def cells(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Layer and counts, int64 [G, E], of every cell, in the order of execution."""
+        for counts_LGE in self.counts_MLGE:
+            for layer, counts_GE in enumerate(counts_LGE):
+                yield layer, np.ascontiguousarray(counts_GE, np.int64)
+
+    def loads_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E], assignments of this whole step."""
+        loads_LE: NDArray[np.int64] = self.counts_MLGE.sum(axis=(0, 2), dtype=np.int64)
+        return loads_LE
+
+    def previous_loads_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E].
+
+        Raises:
+            CountsError: when nothing is known of the step before.
+        """
+        if self.previous_LE is None:
+            raise CountsError("this balancer plans from the step before; give its counts, or leave the balancer out")
+        return self.previous_LE
+
+
+Method = Callable[[BalancerInput], Iterator[CellPlan]]
+"""Plans a step cell by cell, in the order of execution. The homes of a layer are those of its first cell, the same in
+all; slots are not numbered. A home among the replicas is a rank that gave up its own expert and fetches it back."""
+
+
+@dataclass(frozen=True)
+class Balancer:
+    """A method and what it knows.
+
+    Attributes:
+        label: for tables.
+        knows: the loads that it plans from: "nothing", "previous step", "step" or "micro-step".
+        method: yields the hosts of each cell.
+        slots: each layer has redundant slots of its own, or all layers share one set, which is empty at every cell.
+    """
+
+    label: str
+    knows: str
+    method: Method
+    slots: SlotUse = "layer"
+
+
+class HeldExperts:
+    """What the ranks hold, so that only weights that move count as moved.
+
+    A rank still has what it hosted in the last cell of the layer; before the first one, the homes.
+
+    Args:
+        problem: the step.
+        rehomes: the first host of each expert in a layer's first cell becomes its home before the step. Otherwise homes
+            stay, where gradients return to.
+    """
+
+    def __init__(self, problem: BalancerInput, *, rehomes: bool = False) -> None:
+        self._home_LE = problem.home_LE.astype(np.int16)
+        self._held_LEG = np.zeros((*problem.home_LE.shape, problem.topology.num_ranks), np.bool_)
+        self._is_placed_L = [not rehomes] * len(problem.home_LE)
+        for layer in range(len(problem.home_LE)):
+            self.clear(layer)
+
+    def clear(self, layer: int) -> None:
+        """Forget all but the homes, for methods whose slots other layers use meanwhile."""
+        self._held_LEG[layer] = False
+        self._hold_homes(layer)
+
+    def host(
+        self, layer: int, expert_H: NDArray[np.integer], rank_H: NDArray[np.integer], tokens_HG: NDArray[np.integer]
+    ) -> CellPlan:
+        """The layer's next cell, with hosts that are there from now on, and they alone."""
+        if not self._is_placed_L[layer]:
+            _, first_E = np.unique(expert_H, return_index=True)
+            self._home_LE[layer] = rank_H[first_E]
+            self._hold_homes(layer)
+            self._is_placed_L[layer] = True
+        home_E, held_EG = self._home_LE[layer], self._held_LEG[layer]
+        fetched_H = ~held_EG[expert_H, rank_H]
+        held_EG[:] = False
+        held_EG[expert_H, rank_H] = True
+        listed_H = fetched_H | (rank_H != home_E[expert_H])
+        return CellPlan(
+            home_E,
+            expert_H[listed_H].astype(np.int16),
+            rank_H[listed_H].astype(np.int16),
+            np.full(listed_H.sum(), -1, np.int16),
+            fetched_H[listed_H],
+            tokens_HG[listed_H].astype(np.int32),
+        )
+
+    def _hold_homes(self, layer: int) -> None:
+        home_E = self._home_LE[layer]
+        self._held_LEG[layer, np.arange(len(home_E)), home_E] = True
+
+
+def static(problem: BalancerInput) -> Iterator[CellPlan]:
+    """Nothing is balanced and nothing moves."""
+    for layer, counts_GE in problem.cells():
+        yield CellPlan.homes_only(problem.home_LE[layer].astype(np.int16), len(counts_GE))

@@ -1,0 +1,181 @@
+"""The layers that a configuration has on tensors without values are those that the attached model with weights has."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+
+from foreroute.adapters import hf
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.adapters.hf.without_weights import structure_of
+from foreroute.errors import ConfigError
+from foreroute.trace import LayerKind
+from tests.adapters.hf.families import FAMILIES, SPARSE, build
+from tests.processes import environment
+
+NOT_TOLD = {
+    "jetmoe": "split_with_sizes",  # its experts are split by counts of rows, which are values
+    "switch_transformers": "does not tell",  # it has an encoder and a decoder
+}
+OTHERWISE = [
+    ("qwen2_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 5}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
+    ("qwen3_next", {"decoder_sparse_step": 3, "num_hidden_layers": 6}),
+    ("qwen3_vl_moe", {"mlp_only_layers": [0, 2]}),
+    ("qwen3_vl_moe", {"decoder_sparse_step": 2}),
+    ("qwen3_omni_moe", {"decoder_sparse_step": 2}),
+    ("flint", {"num_hidden_layers": 5}),
+    ("flint", {"mlp_only_layers": [3]}),
+    ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0, "num_hidden_layers": 5}),
+    ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 2, "num_hidden_layers": 6}),
+    ("ernie4_5_moe", {"moe_layer_end_index": 1}),
+    ("llama4", {"interleave_moe_layer_step": 2, "num_hidden_layers": 5}),
+    ("llama4", {"moe_layers": [0, 2]}),
+    ("deepseek_v2", {"first_k_dense_replace": 0}),
+    ("deepseek_v3", {"first_k_dense_replace": 2}),
+    ("deepseek_v32", {"first_k_dense_replace": 2}),
+    ("dots1", {"first_k_dense_replace": 2}),
+    ("glm4_moe", {"first_k_dense_replace": 2}),
+    ("mistral4", {"first_k_dense_replace": 0}),
+    ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    ("axk1", {"moe_layer_freq": 2, "num_hidden_layers": 5}),
+    ("dots3_note", {"moe_layer_freq": [0, 0, 1]}),
+    ("minimax_m3_vl", {"moe_layer_freq": [0, 1, 1]}),
+    ("inkling", {"dense_mlp_idx": 2}),
+    ("afmoe", {"num_dense_layers": 2}),
+    ("cohere2_moe", {"first_k_dense_replace": 1}),
+    ("mellum", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    ("muse_spark", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    ("lfm2_moe", {"num_dense_layers": 0}),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MEM*E-", "num_hidden_layers": 6}),
+    ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "0,2"}),
+    ("step3p7", {"mlp_layer_types": None, "num_hidden_layers": 5}),
+    ("deepseek_v4", {"mlp_layer_types": None, "num_hash_layers": 2}),
+    ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2]}),
+]
+
+
+def written(folder, model, **changes):
+    config = json.loads(model.config.to_json_string(use_diff=True)) | changes
+    path = folder / "config.json"
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return path
+
+
+def require_same(path, model):
+    routed, found = hf.attach(model), structure_of(path)
+    assert found.spec == routed.spec
+    assert found.indexers == routed.indexers
+    assert found.config["vocab_size"] == model.config.vocab_size
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_TOLD])
+def test_the_layers_of_every_family_are_those_of_the_model(name, tmp_path):
+    model = build(name)
+    require_same(written(tmp_path, model), model)
+
+
+@pytest.mark.parametrize("name", NOT_TOLD)
+def test_families_that_need_values_are_refused(name, tmp_path):
+    path = written(tmp_path, build(name))
+    with pytest.raises(ConfigError, match=rf"config.json: transformers .*{NOT_TOLD[name]}.*pass a trace"):
+        structure_of(path)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_indexers_of_every_family_are_those_of_the_model(name, tmp_path):
+    model = build(name, **SPARSE[name])
+    assert hf.attach(model).indexers is not None
+    require_same(written(tmp_path, model), model)
+
+
+@pytest.mark.parametrize(("name", "fields"), OTHERWISE, ids=lambda value: str(value)[:40])
+def test_other_dense_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
+    model = build(name, **fields)
+    require_same(written(tmp_path, model), model)
+
+
+def test_hash_layers_are_told_from_routers(tmp_path):
+    kinds = ["hash_moe", "moe", "moe"]
+    spec = structure_of(written(tmp_path, build("deepseek_v4", mlp_layer_types=kinds))).spec
+    assert [layer.kind for layer in spec.layers] == [LayerKind.HASH, LayerKind.DECODER, LayerKind.DECODER]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "experts", "picks"),
+    [
+        ("deepseek_v3", range(3, 61), 256, 8),
+        ("qwen3_vl_moe", range(24), 60, 4),
+        ("ernie4_5_vl_moe", range(1, 28), 64, 6),
+        ("kimi_k25", range(3, 61), 256, 8),
+    ],
+)
+def test_models_that_no_machine_holds_take_no_memory(name, layers, experts, picks, tmp_path):
+    """As published: some have a decoder within, and the largest is of 671 billion weights."""
+    path = tmp_path / "config.json"
+    path.write_text(transformers.CONFIG_MAPPING[name]().to_json_string(use_diff=True))
+    spec = structure_of(path).spec
+    assert [layer.index for layer in spec.layers] == list(layers)
+    assert (spec.num_experts, spec.top_k) == (experts, picks)
+
+
+def test_a_folder_says_all_that_decoding_needs(tmp_path):
+    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
+    written(tmp_path, model)
+    served, routed = ServedModel.at(tmp_path), hf.attach(model)
+    assert (served.spec, served.indexers) == (routed.spec, routed.indexers)
+    assert (served.vocabulary_size, served.max_positions) == (50, 64)
+
+
+def test_nothing_is_left_behind(tmp_path):
+    path = written(tmp_path, build("qwen3_moe"))
+    state, dtype = torch.get_rng_state(), torch.get_default_dtype()
+    structure_of(path)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_default_dtype() == dtype
+    assert torch.zeros(1).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "of_nobody"}, "cannot be loaded by transformers"),
+        ({"model_type": "of_nobody", "auto_map": {"AutoConfig": "mine.Config"}}, "none of a folder's is run"),
+        ({"model_type": "qwen3"}, "has no router"),
+        ({"num_experts_per_tok": 9}, "does not tell which layers route"),
+        ({"num_attention_heads": 0}, "does not tell which layers route|cannot be loaded"),
+        ({"num_hidden_layers": 10**9}, "expected 1024 at most"),
+        ({"num_hidden_layers": "3"}, "cannot be loaded by transformers"),
+        ({"attn_implementation": "of/nobody"}, "may be code of others"),
+    ],
+)
+def test_what_transformers_cannot_make_is_one_message(changes, said, tmp_path, capfd):
+    path = written(tmp_path, build("qwen3_moe"), **changes)
+    with pytest.raises(ConfigError, match=said) as caught:
+        structure_of(path)
+    assert "config.json" in str(caught.value)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_code_and_weights_of_a_folder_are_not_touched(tmp_path):
+    written(tmp_path, build("qwen3_moe"))
+    (tmp_path / "modeling_mine.py").write_text("raise SystemExit")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    (tmp_path / "model.safetensors").symlink_to("/dev/zero")
+    assert structure_of(tmp_path / "config.json").spec.num_layers == 3
+
+
+def test_without_transformers_the_extra_is_named(tmp_path):
+    written(tmp_path, build("qwen3_moe"))
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from foreroute.cli.main import main\n"
+        f"sys.argv[1:] = ['convert', {str(__file__)!r}, {str(tmp_path / 'out')!r}, '--model', {str(tmp_path)!r}]\n"
+        "main()"
+    )
+    child = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert child.returncode == 2
+    assert "needs transformers, which is not installed; pip install '.[hf]'" in child.stderr

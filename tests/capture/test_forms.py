@@ -1,0 +1,133 @@
+"""Every form, written byte for byte by code that knows nothing of the decoders, comes back as the known routes."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from benchmarks.harness import wires
+from foreroute.capture import decode
+
+RNG = np.random.default_rng(3)
+
+# name -> (writer, its form, whether it carries the tokens)
+FORMS = {
+    "vllm int32": (wires.vllm_int32, "vllm", True),
+    "vllm narrow": (wires.vllm_narrow, "vllm", True),
+    "vllm http": (wires.vllm_http, "vllm", True),
+    "sglang": (wires.sglang, "sglang", False),
+    "sglang openai": (wires.sglang_openai, "sglang", False),
+    "verl": (lambda r: wires.verl([r]), "verl", True),
+    "routed layers": (lambda r: r.routes_RLK, "array", False),
+    "all layers": (lambda r: r.all_layers().astype(np.uint16), "array", False),
+    "constant in dense layers": (lambda r: r.all_layers(-1), "array", False),
+    "npy": (lambda r: wires.npy(r.all_layers().astype("<u2")), "array", False),
+}
+MODELS = [
+    {},
+    {"experts": 128, "top_k": 8, "layers": 5, "dense": 3},
+    {"experts": 512, "top_k": 10, "layers": 2, "dense": 0},
+    {"experts": 300, "top_k": 1, "layers": 3, "dense": 1, "prompt": 40, "response": 30},
+    {"prompt": 1, "response": 1},
+]
+
+
+def known(r, **kwargs):
+    return fr.RoutingTrace.from_sequences(r.spec, [r.tokens], [r.routes_RLK], **kwargs)
+
+
+# in verl's batch a row of zeros of a top-1 model may be expert 0 or no route: refused, see test_refusals
+CASES = [(name, shape) for name in FORMS for shape in MODELS if not (name == "verl" and shape.get("top_k") == 1)]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_round_trip(name, shape):
+    r = wires.rollout(RNG, **shape)
+    writer, form, has_tokens = FORMS[name]
+    engine = {"engine": form, "engine_version": "9"} if form in ("vllm", "sglang") else {}
+    version = {name: value for name, value in engine.items() if name == "engine_version"}
+    tokens = None if has_tokens else r.tokens
+    trace = decode(writer(r), model=r.spec, token_ids=tokens, weight_version=4, **version)
+    assert trace.equals(known(r, weight_version=4))
+    assert trace.provenance == {"wire": form, **engine}
+
+
+@pytest.mark.parametrize("writer", [wires.vllm_int32, wires.vllm_narrow, wires.vllm_http])
+def test_rows_before_the_start_are_absent(writer):
+    r = wires.rollout(RNG)
+    trace = decode(writer(r, 5), model=r.spec, start=5)
+    assert trace.valid_N.tolist() == [False] * 5 + [True] * 6 + [False]
+    assert np.array_equal(trace.expert_ids_NLK[5:11], r.routes_RLK[5:])
+    assert set(trace.expert_ids_NLK[:5].ravel().tolist()) == {0}
+
+
+@pytest.mark.parametrize("writer", [wires.sglang, wires.sglang_openai])
+def test_sglang_start_len_comes_from_the_caller(writer):
+    r = wires.rollout(RNG)
+    trace = decode(writer(r, 4), model=r.spec, start=4, token_ids=r.tokens)
+    assert trace.valid_N.tolist() == [False] * 4 + [True] * 7 + [False]
+
+
+def test_verl_batch_drops_padding_and_marks_zero_rows():
+    a, b = wires.rollout(RNG), wires.rollout(RNG, prompt=3, response=9)
+    batch = wires.verl([a, b])
+    batch["routed_experts"][1, 4 + 9 :] = 0  # rows that its agent loop did not fill: an answer of a tool
+    trace = decode(batch, model=a.spec)
+    assert trace.tokens(0).tolist() == a.tokens
+    assert trace.tokens(1).tolist() == b.tokens
+    assert np.flatnonzero(~trace.valid_N).tolist() == [11, 12 + 9, 12 + 10, 12 + 11]
+    assert trace.select([0]).equals(known(a))
+
+
+def test_numpy_writes_the_header_that_is_read():
+    r = wires.rollout(RNG)
+    for array in (r.all_layers().astype(np.uint8), np.asfortranarray(r.all_layers().astype(np.uint16))):
+        file = io.BytesIO()
+        np.save(file, array, allow_pickle=False)
+        assert decode(file.getvalue(), model=r.spec, token_ids=r.tokens).equals(known(r))
+
+
+def test_every_choice_and_every_output_is_a_sequence():
+    r, other = wires.rollout(RNG), wires.rollout(RNG, response=9)
+    one, two = wires.vllm_narrow(r), wires.vllm_narrow(other)
+    two.prompt_token_ids, two.outputs[0].token_ids = r.prompt, other.tokens[len(r.prompt) :]
+    one.outputs = [*one.outputs, *two.outputs]
+    assert decode([one, wires.vllm_narrow(r)], model=r.spec).lengths.tolist() == [12, 16, 12]
+    arrays = decode([r.routes_RLK, other.routes_RLK], model=r.spec, token_ids=[r.tokens, other.tokens])
+    assert arrays.equals(fr.concatenate([known(r), known(other)]))
+    texts = decode([wires.vllm_http(r).encode(), wires.vllm_http(other)], model=r.spec)
+    assert texts.equals(arrays)
+
+
+def test_routes_alone_may_have_a_row_for_the_last_token():
+    r = wires.rollout(RNG)
+    longer = np.concatenate([r.routes_RLK, r.routes_RLK[:1]])
+    trace = decode(longer, model=r.spec, token_ids=r.tokens)
+    assert trace.valid_N.all()
+    assert np.array_equal(trace.expert_ids_NLK, longer)
+
+
+def test_advertised_dtype_is_used():
+    r = wires.rollout(RNG)
+    text = base64.b64encode(r.all_layers().astype(np.uint8).tobytes()).decode()
+    meta = {"routed_experts": text, "routed_experts_dtype": "uint8"}
+    assert decode({"meta_info": meta}, model=r.spec, token_ids=r.tokens).equals(known(r))
+
+
+def test_gemma_style_interleaved_dense_layers():
+    spec = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i) for i in (1, 3, 5)))
+    base = wires.rollout(RNG, layers=3, dense=0)
+    for num_layers in (6, 8):  # dense layers may also come behind the last one that routes
+        r = wires.Rollout(spec, num_layers, base.prompt, base.response, base.routes_RLK)
+        assert decode(wires.vllm_http(r), model=spec).equals(known(r))
+        assert decode(wires.sglang(r), model=spec, token_ids=r.tokens).equals(known(r))
+
+
+def test_texts_are_read_as_their_values_are():
+    r = wires.rollout(RNG)
+    text = wires.sglang(r)
+    for output in (text, text.encode(), bytearray(text.encode()), json.loads(text)):
+        assert decode(output, model=r.spec, token_ids=r.tokens).equals(known(r))

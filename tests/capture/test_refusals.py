@@ -1,0 +1,263 @@
+"""What is refused, and that the message names what was seen."""
+
+import base64
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from benchmarks.harness import wires
+from foreroute.capture import decode
+from foreroute.errors import CaptureError
+
+RNG = np.random.default_rng(5)
+
+
+def refused(output, r, match, **kwargs):
+    with pytest.raises(CaptureError, match=match):
+        decode(output, model=kwargs.pop("model", r.spec), token_ids=kwargs.pop("token_ids", r.tokens), **kwargs)
+
+
+def edited(r, *, put):
+    """The output of a rollout after `rows[where] = value` for each pair."""
+    rows = r.all_layers()
+    for where, value in put:
+        rows[where] = value
+    output = wires.vllm_narrow(r)
+    output.outputs[0].routed_experts = rows.astype(np.int32)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("put", "match"),
+    [
+        ([(np.s_[:], 0)], "nothing but zeros in 4 of 4 layers .*enforce_eager"),
+        ([(np.s_[:, 2], 0)], "nothing but zeros in 1 of 4 layers .first: decoder 2."),
+        ([(np.s_[3, 2], [4, 4, 1])], "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"),
+        ([(np.s_[3, 2, 0], 16)], "from 0 to 16; expected 0 to 15.*physical ids"),
+        ([(np.s_[3, 2], -1)], "from -1 to 15; expected 0 to 15.*not filled"),
+        ([(np.s_[3, 1:], -1)], "from -1 to 15; expected 0 to 15"),
+        ([(np.s_[:, 0], [1, 2, 3])], "decoder layer 0, which the spec says is dense"),
+    ],
+)
+def test_false_rows(put, match):
+    r = wires.rollout(RNG)
+    refused(edited(r, put=put), r, match)
+
+
+def test_constant_layer():
+    r = wires.rollout(RNG, prompt=40)
+    refused(edited(r, put=[(np.s_[:, 3], [5, 9, 2])]), r, r"decoder 3 sends all 44 rows to experts \[2, 5, 9\]")
+
+
+def test_constant_layer_of_a_repeated_token_or_a_short_prompt_is_accepted():
+    r = wires.rollout(RNG, prompt=40)
+    same = wires.Rollout(r.spec, r.num_layers, [7] * 40, r.response[:1] * 5, r.routes_RLK)
+    assert decode(edited(same, put=[(np.s_[:, 3], [5, 9, 2])]), model=r.spec)
+    short = wires.rollout(RNG)
+    assert decode(edited(short, put=[(np.s_[:, 3], [5, 9, 2])]), model=short.spec)
+
+
+def test_top_1_zeros():
+    r = wires.rollout(RNG, top_k=1)
+    refused(edited(r, put=[(np.s_[:], 0)]), r, "nothing but zeros")
+    assert decode(edited(r, put=[(np.s_[4], 0)]), model=r.spec).valid_N.sum() == 11
+
+
+def test_top_1_zero_filled_wire_is_ambiguous():
+    r = wires.rollout(RNG, top_k=1)
+    batch = wires.verl([r])
+    batch["routed_experts"][0, 4] = 0
+    refused(batch, r, "may as well be expert 0")
+
+
+@pytest.mark.parametrize(("rows", "match"), [(10, "Rows are missing"), (12, "Rows are too many"), (13, "too many")])
+def test_row_count(rows, match):
+    r = wires.rollout(RNG)
+    output = wires.vllm_narrow(r)
+    output.outputs[0].routed_experts = np.resize(output.outputs[0].routed_experts, (rows, 5, 3))
+    refused(output, r, rf"has {rows} rows for 12 tokens.*expected 11.*{match}")
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_layer_axis_that_is_too_short(layers):
+    r = wires.rollout(RNG)
+    output = wires.vllm_narrow(r)
+    output.outputs[0].routed_experts = np.resize(r.all_layers(), (11, layers, 3))
+    refused(output, r, rf"has {layers} layers; expected 4 .the routed layers., or all decoder layers, 5 or more")
+
+
+@pytest.mark.parametrize("writer", [wires.vllm_narrow, wires.vllm_http, wires.sglang, lambda r: wires.verl([r])])
+def test_a_draft_layer_that_poses_as_a_decoder_layer(writer):
+    """An axis of one layer more than the model has: behind the last one, or before the first."""
+    r = wires.rollout(RNG)
+    more = wires.rollout(RNG, dense=1, layers=5)
+    behind = wires.Rollout(more.spec, 6, r.prompt, r.response, more.routes_RLK)
+    refused(writer(behind), r, "has routes in decoder layer 5, which the spec says is dense.*draft or MTP layer")
+    front = wires.rollout(RNG, dense=0, layers=6)
+    before = wires.Rollout(front.spec, 6, r.prompt, r.response, front.routes_RLK)
+    refused(writer(before), r, "has routes in decoder layer 0, which the spec says is dense")
+
+
+def test_two_routers_of_one_layer_have_no_place_on_an_axis_of_layers():
+    kinds = (fr.LayerKind.ATTENTION, fr.LayerKind.DECODER)
+    spec = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i, kind) for i in range(2) for kind in kinds))
+    r = wires.rollout(RNG, dense=0)
+    assert decode(r.routes_RLK, model=spec, token_ids=r.tokens).valid_N.sum() == 11
+    refused(r.routes_RLK[:, :2], r, "has 2 layers; expected 4 .*with one router in each", model=spec)
+
+
+def test_picks_axis():
+    r = wires.rollout(RNG)
+    output = wires.vllm_narrow(r)
+    output.outputs[0].routed_experts = r.all_layers()[..., :2]
+    refused(output, r, "has 2 picks in a row; expected top_k = 3")
+
+
+def test_raw_bytes_that_fit_no_shape():
+    r = wires.rollout(RNG)
+    refused(wires.sglang(r), r, "165 ids without a shape; expected 10 rows", token_ids=r.tokens[:-1])
+    refused(wires.sglang(r), r, "expected 9 rows", start=2)
+
+
+@pytest.mark.parametrize("version", ["0.5.7", "0.5.9", "v0.5.9.post1", "0.4"])
+def test_sglang_physical_ids(version):
+    r = wires.rollout(RNG)
+    refused(wires.sglang(r), r, "ids are physical.*0.5.10 or newer", engine_version=version)
+    assert decode(wires.sglang(r), model=r.spec, token_ids=r.tokens, engine_version="0.5.10")
+
+
+def test_sglang_returns_one_choice_only():
+    r = wires.rollout(RNG)
+    body = json.loads(wires.sglang_openai(r))
+    refused({**body, "choices": body["choices"] * 2}, r, "the response has 2 choices")
+
+
+def test_missing_and_contradicting_tokens():
+    r = wires.rollout(RNG)
+    refused(wires.sglang(r), r, "does not carry the tokens of sequence 0", token_ids=None)
+    refused(wires.vllm_narrow(r), r, "carries 12 tokens that differ from the 11", token_ids=r.tokens[:-1])
+    refused([wires.sglang(r)] * 2, r, "got token_ids of 1 sequences for the routes of 2", token_ids=[r.tokens])
+    refused(wires.sglang(r), r, "token 11 of sequence 0 is the str 'x'", token_ids=[*r.tokens[:-1], "x"])
+    refused(wires.sglang(r), r, "expected token ids", token_ids=[*r.tokens[:-1], -1])
+
+
+def test_a_start_behind_the_tokens():
+    r = wires.rollout(RNG)
+    refused(wires.vllm_narrow(r), r, "starts at 12; expected a position of its 12 tokens", start=12)
+
+
+@pytest.mark.parametrize(
+    ("output", "match"),
+    [
+        ({"choices": [{"text": ""}]}, r"no routed_experts in \['text'\]; start the engine with"),
+        ({"meta_info": {"id": 1}}, "no routed_experts"),
+        (SimpleNamespace(outputs=[SimpleNamespace(routed_experts=None)]), "streams and unfinished requests"),
+        ({}, "no routed_experts"),
+        ({"routed_experts": {"data": "", "shape": [], "dtype": ""}}, "routed_experts is a dict; expected an array"),
+        ({"routed_experts": [[[1, 2]]]}, "routed_experts is a list; expected an array"),
+        ("{", "the text, which may have been cut, is not JSON"),
+        ("AAAA", "the text, which may have been cut, is not JSON"),
+        ("[" * 100_000, "nested too deep"),
+        (b"\xff\xfe\x00", "not text in UTF-8"),
+        (np.zeros((2, 3, 4, 2), int), "padded batch"),
+        ([1, 2], "a list starting with 1 is no engine output"),
+        ([[[1, 2]]], r"arrays \[rows, layers, K\]: numpy.asarray"),
+        ([], "a list starting with nothing"),
+        ([{"meta_info": {"routed_experts": ""}}, np.zeros((1, 2, 3), int)], "mix forms .array, sglang."),
+        ({"routed_experts": np.zeros((1, 2, 3, 2), int), "input_ids": np.zeros((1, 2), int)}, "lacks attention_mask"),
+    ],
+)
+def test_no_form(output, match):
+    with pytest.raises(CaptureError, match=match):
+        decode(output, model=wires.rollout(RNG).spec, token_ids=[[1]])
+
+
+def raw(text, **more):
+    return {"meta_info": {"routed_experts": text, **more}}
+
+
+@pytest.mark.parametrize(
+    ("output", "match"),
+    [
+        (raw("AAAA*AAA"), "not base64"),
+        (raw("AAAAA"), "not base64"),
+        (raw("AAAA\nAAAA"), "not base64"),
+        (raw("AAAA"), "no whole number of int32"),
+        (raw("AAAA", routed_experts_dtype="V3"), "advertises dtype 'V3'"),
+        (raw(""), "0 ids without a shape"),
+        (wires.npy(np.zeros((1, 2, 3), np.float32)), "expected version 1 with an integer array"),
+        (wires.npy(np.zeros((1, 2, 3), object)), "expected version 1 with an integer array"),
+        (wires.npy(np.zeros((1, 2, 3), ">i4")), "expected version 1 with an integer array"),
+        (wires.npy(np.zeros((2, 2, 3), np.uint8))[:-1], "which is 12 bytes; 11 bytes follow"),
+        (b"\x93NUMPY", "expected version 1"),
+        (
+            wires.npy(np.zeros((1, 1, 1), np.uint8)).replace(b"(1, 1, 1)", b"(999999999999, 999999999999, 9)"),
+            "npy file",
+        ),
+        (wires.npy(np.zeros((0, 1, 1), np.uint8)).replace(b"(0, 1, 1)", b"(7, 0, 9)"), "0 bytes follow"),
+        (np.zeros((11, 4, 3)), "dtype float64"),
+        (np.zeros((11, 4), int), "expected .rows, layers, picks."),
+    ],
+)
+def test_damaged_bytes(output, match):
+    r = wires.rollout(RNG)
+    refused(output, r, match)
+
+
+@pytest.mark.parametrize("kind", [fr.LayerKind.MTP, fr.LayerKind.DRAFT])
+def test_a_spec_that_no_engine_can_fill(kind):
+    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), fr.RoutedLayer(0, kind)))
+    refused(np.zeros((1, 2, 2), int), wires.rollout(RNG), "lists MTP or draft layers", model=spec)
+
+
+def test_weight_version_out_of_range():
+    r = wires.rollout(RNG)
+    refused(wires.vllm_narrow(r), r, "weight_version is 4294967296", weight_version=1 << 32)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_routes_for_the_last_token_of_a_verl_batch_mean_a_shift(layers):
+    """Ten sequences, each row of which is one place further on. With one layer, all layers of a row agree."""
+    rollouts = [wires.rollout(RNG, layers=layers, dense=0) for _ in range(10)]
+    batch = wires.verl(rollouts)
+    assert decode(batch, model=rollouts[0].spec).valid_N.sum() == 110
+    shifted = np.roll(batch["routed_experts"], 1, axis=1)
+    shifted[:, 0] = shifted[:, 1]
+    with pytest.raises(CaptureError, match=r"sequence 0 has routes for its last token.*The rows are shifted"):
+        decode({**batch, "routed_experts": shifted}, model=rollouts[0].spec)
+
+
+NARROW = {
+    "array": lambda r, dtype: r.all_layers().astype(dtype),
+    "npy": lambda r, dtype: wires.npy(r.all_layers().astype(dtype)),
+    "vllm": lambda r, dtype: {"routed_experts": r.all_layers().astype(dtype)},
+    "vllm http": lambda r, dtype: {
+        "routed_experts": base64.b64encode(wires.npy(r.all_layers().astype(dtype))).decode()
+    },
+    "sglang": lambda r, dtype: raw(
+        base64.b64encode(r.all_layers().astype(dtype).tobytes()).decode(), routed_experts_dtype=dtype
+    ),
+    "verl": lambda r, dtype: {
+        name: values.astype(dtype) if name == "routed_experts" else values for name, values in wires.verl([r]).items()
+    },
+}
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(300, "uint8"), (257, "uint8"), (129, "int8"), (300, "int8")])
+@pytest.mark.parametrize("form", NARROW)
+def test_ids_of_a_type_that_is_too_narrow_for_the_model(form, experts, dtype):
+    """Each row is possible: two ids, which are those of the model less 256."""
+    r = wires.rollout(RNG, experts=experts, top_k=2, dense=0)
+    output = NARROW[form](r, dtype)
+    refused(output, r, rf"ids of {dtype}, which cannot tell {experts} experts apart; expected uint")
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, "uint8"), (128, "int8"), (300, "int16"), (300, "uint16")])
+@pytest.mark.parametrize("form", NARROW)
+def test_ids_of_the_narrowest_type_that_holds_the_model(form, experts, dtype):
+    r = wires.rollout(RNG, experts=experts, top_k=2, dense=0)
+    trace = decode(NARROW[form](r, dtype), model=r.spec, token_ids=r.tokens)
+    assert np.array_equal(trace.expert_ids_NLK[:-1], r.routes_RLK)

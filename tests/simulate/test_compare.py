@@ -1,0 +1,136 @@
+"""Figures of methods, and of the step that they serve, are what a plain count of every cell gives."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.balancers import OTHER_BALANCERS
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import hardware_preset, model_preset
+from foreroute.costs.pricing import least_seconds, price_cell
+from foreroute.errors import CountsError
+from foreroute.plan import Topology
+from foreroute.simulate import methods
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.compare import compare, facts_of, figures_of
+from foreroute.simulate.methods import METHODS, priced, serve
+from tests.plan.random_plans import LINKS, random_counts, random_plan
+
+BALANCERS = methods.BALANCERS | OTHER_BALANCERS
+COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
+
+
+def problem(seed=0):
+    rng = np.random.default_rng(seed)
+    counts = rng.poisson(rng.pareto(2.0, (3, 2, 1, 16)) * 40, (3, 2, 8, 16))
+    counts[1, 1] = 0
+    topology = Topology(8, 4, 2, LINKS)
+    return BalancerInput(counts, topology, np.tile(topology.contiguous_home_E(16), (2, 1)), counts.sum(axis=(0, 2)))
+
+
+def count(cell, counts_GE):
+    """Count a cell: what each rank serves, how many assignments cross nodes of four, and how many there are."""
+    loads_G, away, rest_GE = [0] * 8, 0, counts_GE.astype(int)
+    for expert, rank, tokens_G in zip(cell.expert_R, cell.rank_R, cell.tokens_RG, strict=True):
+        rest_GE[:, expert] -= tokens_G
+        loads_G[rank] += int(tokens_G.sum())
+        away += sum(int(tokens) for g, tokens in enumerate(tokens_G) if g // 4 != rank // 4)
+    for (g, expert), tokens in np.ndenumerate(rest_GE):
+        home = cell.home_E[expert]
+        loads_G[home] += int(tokens)
+        away += int(tokens) * (g // 4 != home // 4)
+    return loads_G, away, int(counts_GE.sum())
+
+
+@pytest.mark.parametrize("name", [*BALANCERS, "a plan"])
+def test_figures_by_hand(name):
+    given = priced(problem(), COSTS)
+    if name == "a plan":
+        found = random_plan(given.counts_MLGE, given.topology, seed=1, moves=4)
+        figures = figures_of(found, given.counts_MLGE, COSTS, label=name, planning_s=0.5)
+        cells, before_LE = [found.cell(*cell) for cell in np.ndindex(3, 2)], found.previous_home_LE
+        assert (figures.name, figures.label, figures.planning_s) == (name, name, 0.5)
+    else:
+        (figures,) = compare(given, COSTS, {name: BALANCERS[name]})
+        cells, before_LE = list(BALANCERS[name].method(given)), given.home_LE
+        assert (figures.name, figures.label) == (name, BALANCERS[name].label)
+        assert figures.planning_s > 0
+    crossing = total = 0
+    for c, cell in enumerate(cells):
+        place = divmod(c, 2)
+        loads_G, away, all_of_it = count(cell, given.counts_MLGE[place])
+        assert figures.loads_MLG[place].tolist() == loads_G
+        assert figures.crossing_ML[place] == pytest.approx(away / max(all_of_it, 1))
+        assert figures.imbalance_ML[place] == pytest.approx(max(loads_G) / all_of_it * 8 if all_of_it else 1)
+        assert figures.fetches_ML[place] == cell.fetched_R.sum()
+        one = price_cell(cell, given.counts_MLGE[place], given.topology, COSTS)
+        assert np.array_equal(figures.parts_MLSP[place], one.parts_SP)
+        crossing, total = crossing + away, total + all_of_it
+    assert figures.cross_node_share == pytest.approx(crossing / total)
+    assert figures.fetches_per_cell == figures.fetches_ML.sum() / 6
+    assert figures.seconds == pytest.approx(figures.parts_MLSP.sum())
+    assert figures.home_moves == sum((cells[layer].home_E != before_LE[layer]).sum() for layer in range(2))
+
+
+def test_what_is_not_known_is_left_out():
+    given = replace(problem(), previous_LE=None)
+    assert [r.name for r in compare(given, COSTS)] == ["static", "eplb_step", "eplb_micro_step"]
+
+
+def test_what_does_not_fit_is_refused():
+    given = problem()
+    for wrong in (
+        replace(given, home_LE=given.home_LE[:1]),
+        replace(given, previous_LE=given.previous_LE[:, :3]),
+        replace(given, counts_MLGE=given.counts_MLGE[:, :, :4]),
+        replace(given, counts_MLGE=given.counts_MLGE * 0.5),
+    ):
+        with pytest.raises(CountsError, match="expected"):
+            list(compare(wrong, COSTS))
+    found = random_plan(given.counts_MLGE, given.topology)
+    for other in (given.counts_MLGE[:2], given.counts_MLGE[:, :, :4], given.counts_MLGE[..., :8]):
+        with pytest.raises(CountsError, match=r"counts are \[.*\]; the plan is for \[3, 2, 8, 16\]"):
+            figures_of(found, other, COSTS, label="other", planning_s=0.0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_served_steps_have_all_assignments_and_homes(name):
+    given = problem(4)
+    served = serve(METHODS[name], given, COSTS)
+    assert len(served.kept) == 6
+    assert served.planning_s > 0
+    for cell, counts_GE in zip(served.kept, given.counts_MLGE.reshape(6, 8, 16), strict=True):
+        assert cell.home_tokens_GE(counts_GE).min() >= 0
+    assert np.array_equal(served.home_LE, [cell.home_E for cell in served.kept[:2]])
+    assert (served.home_LE != given.home_LE).any() == (name in ("eplb_previous", "eplb_step", "ours_rehomed"))
+
+
+def test_prices_are_of_all_passes():
+    found = priced(problem(), COSTS)
+    prices = COSTS.prices(found.topology)
+    # forward in the recompute, forward twice and backward once in the update
+    assert found.crossing_s == pytest.approx(8 * prices.cluster_row_s)
+    assert found.transfer_s == pytest.approx(3 * prices.host_fetch_s)
+    assert found.assignment_s == pytest.approx(5 * prices.row_s + 4.6 * prices.pair_s)
+
+
+def test_facts_of_a_step_by_hand():
+    counts, topology = random_counts(0, (3, 2, 4, 8), most=900), Topology(4, 2, 2, LINKS)
+    counts[1, 1] = 0
+    before_LE = random_counts(9, (2, 8)) + 1
+    plan = random_plan(counts, topology, seed=1, moves=4)
+    facts = facts_of(plan, counts, COSTS, previous_LE=before_LE)
+    assert facts.least_seconds == pytest.approx(least_seconds(counts, topology, COSTS).sum())
+    assert facts.least_over_mean_ML[1, 1] == 1
+    assert facts.least_over_mean_ML[0].tolist() == (plan.bound_ML[0] / (counts[0].sum(axis=(1, 2)) / 4)).tolist()
+    assert np.isnan(facts.fluctuation_ML[1, 1])
+    for m, layer in ((0, 0), (2, 1)):
+        cell_E, step_E = counts[m, layer].sum(axis=0), counts[:, layer].sum(axis=(0, 1))
+        moved = np.maximum(cell_E / cell_E.sum() - step_E / step_E.sum(), 0).sum()
+        assert facts.fluctuation_ML[m, layer] == pytest.approx(moved)
+    step_E, before_E = counts[:, 1].sum(axis=(0, 1)), before_LE[1]
+    assert facts.drift_L[1] == pytest.approx(np.maximum(step_E / step_E.sum() - before_E / before_E.sum(), 0).sum())
+    assert facts_of(plan, counts, COSTS).drift_L is None
+    with pytest.raises(CountsError, match=r"\[2, 9\] layers and experts, this one \[2, 8\]"):
+        facts_of(plan, counts, COSTS, previous_LE=np.ones((2, 9), np.int64))
