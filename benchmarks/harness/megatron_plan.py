@@ -29,7 +29,6 @@ from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios
 from examples.megatron import on_cpu
 from foreroute import layout
 from foreroute.plan import PlanOptions, Topology
-from foreroute.plan.capabilities import fetch_path
 from foreroute.planner import plan
 
 SIZES: dict[str, Any] = {
@@ -53,8 +52,6 @@ VOCABULARY, SHAPE = 256, (4, 256)
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
 OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
-EXECUTION = {"prefetch": 0, "early_cells": False}
-"""As Megatron-Core executes plans."""
 Parts = tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]
 
 
@@ -71,12 +68,7 @@ def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: b
     parts: Parts = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
     found, cases, others = parts
     config = processes_config(
-        hub_sizes(),
-        2,
-        sequence_tokens=SHAPE[1],
-        head_width=SIZES["kv_channels"],
-        paths=fetch_path("megatron"),
-        execution=EXECUTION,
+        hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], executor="megatron"
     )
     return found | {"predicted_planned_over_static": predict_ratios(others, cases, config) if predicts else None}
 

@@ -18,7 +18,7 @@ from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
-from foreroute.plan.capabilities import FetchPath
+from foreroute.plan.capabilities import EXECUTES, Ability, Executor, fetch_path
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.fit import fit, predict
 from foreroute.simulate.measurements import Measurement
@@ -89,8 +89,7 @@ def processes_config(
     *,
     sequence_tokens: int,
     head_width: int = HEAD_WIDTH,
-    paths: FetchPath = "host",
-    execution: Mapping[str, Any] | None = None,
+    executor: Executor = "hf",
 ) -> SimulateConfig:
     """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
@@ -129,8 +128,8 @@ def processes_config(
                 "node_latency_s": 1e-4,
                 "cluster_latency_s": 1e-4,
             },
-            "costs": {"dispatcher": "copies", "paths": paths, "sequence_tokens": float(sequence_tokens)},
-            "execution": {**(execution or {}), "copy_engines": False},
+            "costs": {"paths": fetch_path(executor), "sequence_tokens": float(sequence_tokens)},
+            "execution": {"early_cells": Ability.EARLY_CELLS in EXECUTES[executor], "copy_engines": False},
         },
         source="the benchmark",
     )

@@ -64,8 +64,8 @@ def test_shared_slots_are_filled_in_every_visit():
 @pytest.mark.parametrize(("prefetch", "found_layers"), [(0, [1]), (1, [0, 1])])
 def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, found_layers):
     order = one_forward_one_backward(0, 1, 3)
-    costs = replace(COSTS, paths="direct")
-    moved = transfers_of(planned("shared"), np.arange(2), order, TOPOLOGY, costs, prefetch=prefetch)
+    costs = replace(COSTS, paths="direct", prefetch=prefetch)
+    moved = transfers_of(planned("shared"), np.arange(2), order, TOPOLOGY, costs)
     arriving_KML = moved.direct_KMLG4[:, :, :, 0].sum(axis=-1)
     assert (arriving_KML[0] > 0).all()
     for layer in range(2):
@@ -81,7 +81,7 @@ NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
 )
 def test_paths_by_hand(paths, near, far):
     costs = replace(COSTS, paths=paths)
-    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), TOPOLOGY, costs, prefetch=1)
+    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), TOPOLOGY, costs)
     for m, (lane, seconds) in ((0, near), (2, far)):
         host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
         if lane == "host":
@@ -101,7 +101,7 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     cells = [found.cell(*cell) for cell in np.ndindex(2, 3)]
     step = ServedStep(counts, found.home_LE, "shared", cells)
     costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
-    moved = transfers_of(step, np.arange(3), forward_only(2), topology, costs, prefetch=1)
+    moved = transfers_of(step, np.arange(3), forward_only(2), topology, costs)
     by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
     executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
     for rank in range(8):
@@ -119,7 +119,7 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
 
 def test_gradients_return_in_every_micro_step():
     order = one_forward_one_backward(0, 1, 3)
-    found = transfers_of(planned("layer"), np.arange(2), order, TOPOLOGY, COSTS, prefetch=1).gradient_MLG4[:, 0]
+    found = transfers_of(planned("layer"), np.arange(2), order, TOPOLOGY, COSTS).gradient_MLG4[:, 0]
     near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
     assert found[:, 0, 2] == pytest.approx([near_s, near_s, 0])
     assert found[:, 0, 0] == pytest.approx([0, 0, far_s])

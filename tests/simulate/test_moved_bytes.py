@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from foreroute.plan import CellHosts
+from benchmarks.harness.planner_oracles import CellHosts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, serve
@@ -19,8 +19,7 @@ def config_of(method, paths="host"):
             "cluster": {"gpus": 32, "expert_parallel": RANKS, "redundant_slots": 2},
             "hardware": {"preset": "h100"},
             "model": {"preset": "qwen3-30b-a3b"},
-            "costs": {"dispatcher": "copies", "paths": paths},
-            "execution": {"prefetch": 0},
+            "costs": {"dispatcher": "copies", "paths": paths, "prefetch": 0},
             "workload": {"tokens_per_rank": 1024, "micro_steps": 2, "layers": LAYERS},
             "methods": ["static", method],
         },

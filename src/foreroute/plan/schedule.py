@@ -136,7 +136,9 @@ class ExecutionSchedule:
     ) -> None:
         num_layers = plan.shape[1]
         self._counts_MLGE, self._rank = counts_MLGE, rank
-        self._row_multiple_L = np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64)
+        self._row_multiple_L = (
+            np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64)
+        )
         self._host_ranks = plan.topology.ranks_per_node if paths == "host" else 1
         self._blocks: list[Future[Any]] = []
         self.extend(plan)

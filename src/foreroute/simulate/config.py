@@ -30,7 +30,6 @@ from foreroute.files.config_file import (
     MOST_SECONDS,
     MOST_TOKENS,
     Count,
-    Natural,
     Ranks,
     Section,
     Slots,
@@ -198,8 +197,6 @@ class WorkloadConfig(Section):
 class ExecutionConfig(Section):
     """How the cluster executes; by default as the Hugging Face executor does."""
 
-    prefetch: Natural = 1
-    """Cells that are fetched ahead."""
     copy_engines: bool = True
     """Weights and gradients move beside computing; or take its time, as on CPU processes."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
-from foreroute.planner.levels import block_ends
+from foreroute.planner.progress import block_ends
 from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,
@@ -73,7 +73,6 @@ class EPGroup:
                         order,
                         topology,
                         costs,
-                        prefetch=execution.prefetch,
                     )
                     for order, part in zip(orders, parts, strict=True)
                 ]
@@ -83,7 +82,7 @@ class EPGroup:
             compute,
             transfers([forward_only(num_micro_steps)] * len(parts)),
             transfers(update_orders(len(parts), num_micro_steps)),
-            rules_of(config, topology, served.slots),
+            rules_of(config, topology, costs, served.slots),
             parts,
             execution.copy_engines,
         )
@@ -151,13 +150,13 @@ class EPGroup:
         }
 
 
-def rules_of(config: SimulateConfig, topology: Topology, slots: SlotUse) -> Rules:
+def rules_of(config: SimulateConfig, topology: Topology, costs: CostModel, slots: SlotSharing) -> Rules:
     """For the engine."""
     return Rules(
         ranks_per_node=topology.ranks_per_node,
         processors_per_node=config.cluster.processors_per_node or topology.ranks_per_node,
         overlap=config.execution.overlap,
-        prefetch=config.execution.prefetch,
+        prefetch=costs.prefetch,
         keeps_slots=slots == "layer",
     )
 

@@ -16,7 +16,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.hosts import CellPlan
-from foreroute.plan.options import PlanOptions, SlotUse
+from foreroute.plan.options import PlanOptions, SlotSharing
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
@@ -78,7 +78,7 @@ class ServedStep:
 
     counts_MLGE: NDArray[np.integer]
     before_LE: NDArray[np.int16]
-    slots: SlotUse
+    slots: SlotSharing
     cells: Iterable[CellPlan]
     planning_s: float = 0.0
 
@@ -196,8 +196,8 @@ def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tu
             Ability.HOME_MOVES: method.options.home_moves != 0,
             Ability.HOST_PATH: by_host,
             Ability.DIRECT_PATH: is_on_nodes or not by_host,
-            Ability.PREFETCH: execution.prefetch == 1,
-            Ability.DEEP_PREFETCH: execution.prefetch > 1,
+            Ability.PREFETCH: described.costs.prefetch == 1,
+            Ability.DEEP_PREFETCH: described.costs.prefetch > 1,
             Ability.EARLY_CELLS: execution.early_cells,
         }
     elif method is not METHODS["static"]:

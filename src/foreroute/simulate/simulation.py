@@ -272,6 +272,6 @@ def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
         "model": f"{model}: {costs.model.num_layers} routed layers, top-{costs.model.top_k} of "
         f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,
-        "replicas": f"{PATH_WORDS[costs.paths]}, {execution.prefetch} cell{'s' * (execution.prefetch != 1)} ahead",
+        "replicas": f"{PATH_WORDS[costs.paths]}, {costs.prefetch} cell{'s' * (costs.prefetch != 1)} ahead",
         "overlap": f"{execution.overlap:g} of the computing time hides all-to-alls",
     }

@@ -71,7 +71,7 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     }
     if wrong := [f"{name} = {said}, the run has {here}" for name, (said, here) in seen.items() if said != here]:
         raise ConfigError(f"{path} says {'; '.join(wrong)}; describe the ranks and the model of the run")
-    return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths))
+    return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths, prefetch=config.prefetch))
 
 
 class PlannedStage(NamedTuple):
