@@ -1,14 +1,13 @@
 """EPLB: replicas and homes placed anew by total loads.
 
-Under EPLB every source splits its tokens evenly over the copies of an expert. Whoever runs it decides which loads it
-sees: those of the step before, as in practice; those of this step, which a trace tells; or those of the very
-micro-step, with all weights moving in every cell. It knows no cost of moving, and one group without nodes is its usual
-form for models without grouped routing.
+Every source splits its tokens evenly over the copies of an expert. Whoever runs EPLB decides which loads it plans from:
+those of the step before, as in practice; those of this step, which a trace tells; or those of the very micro-step, with
+all weights moving in every cell. It knows no cost of moving.
 
-The placement is that of github.com/deepseek-ai/EPLB, with heaps instead of scans: pack expert groups into nodes,
-replicate inside each node whatever has the largest load per copy, pack the copies into ranks. Both packings take items
-from the heaviest down and put each into the lightest bin that has room. Ties go to the lower number, and loads are
-float32, as published, so that placements are equal to the published ones, copy by copy.
+The placement is that of github.com/deepseek-ai/EPLB in its form without groups of experts: replicate whatever has the
+largest load per copy, then pack the copies into ranks, from the heaviest down, each into the lightest rank that has
+room. Ties go to the lower number, and loads are float32, as published, so that placements are equal to the published
+ones, copy by copy. Heaps take the place of scans.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def eplb_micro_step(problem: BalancerInput) -> Iterator[CellPlan]:
 def eplb_hosts(loads_E: NDArray[np.int64], problem: BalancerInput) -> Hosts:
     """The hosts of one layer. EPLB may put two copies of an expert on one rank; they are one host."""
     num_ranks, num_experts = problem.topology.num_ranks, len(loads_E)
-    expert_P = eplb_placement(loads_E, problem.experts_per_rank * num_ranks, 1, 1, num_ranks)
+    expert_P = eplb_placement(loads_E, problem.experts_per_rank * num_ranks, num_ranks)
     rank_P = np.arange(len(expert_P)) // problem.experts_per_rank
     host_P, copies_H = np.unique(expert_P * num_ranks + rank_P, return_counts=True)
     expert_H, rank_H = np.divmod(host_P, num_ranks)
@@ -116,63 +115,40 @@ def by_key(key_H: Any, size: int) -> Any:
     return first, host_H
 
 
-def eplb_placement(
-    loads_E: NDArray[np.number], num_copies: int, num_groups: int, num_nodes: int, num_ranks: int
-) -> NDArray[np.int64]:
-    """The logical expert in every physical slot.
+def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int) -> NDArray[np.int64]:
+    """The logical expert in every place of every rank.
 
     Args:
         loads_E: [E].
-        num_copies: physical experts on all ranks together, P * G.
-        num_groups: groups of consecutive experts that stay in one node. When nodes do not divide them, groups and
-            nodes are left out of account.
-        num_nodes: N.
+        num_copies: places of all ranks together.
         num_ranks: G.
 
     Returns:
-        expert_P: int64 [num_copies]; rank g has the slots g * num_copies / G and on.
+        expert_P: int64 [num_copies]; rank g has the places g * num_copies / G and on.
 
     Raises:
-        TopologyError: when experts, copies, groups and ranks do not divide as they must.
+        TopologyError: when ranks do not have equally many places, or there are fewer places than experts.
     """
-    if num_groups % num_nodes:
-        num_groups = num_nodes = 1
-    num_experts = len(loads_E)
-    if num_experts % num_groups or num_ranks % num_nodes or num_copies % num_ranks or num_copies < num_experts:
+    if num_copies % num_ranks or num_copies < len(loads_E):
         raise TopologyError(
-            f"{num_experts} experts in {num_groups} groups and {num_copies} copies do not divide over {num_ranks} "
-            f"ranks in {num_nodes} nodes; EPLB needs equal groups, and as many copies on every rank"
+            f"{num_copies} copies of {len(loads_E)} experts do not divide over {num_ranks} ranks; EPLB needs as many "
+            "copies on every rank, and one of each expert"
         )
-    placement: NDArray[np.int64] = _place(loads_E.astype(np.float32), num_copies, num_groups, num_nodes, num_ranks)
+    placement: NDArray[np.int64] = _place(loads_E.astype(np.float32), num_copies, num_ranks)
     return placement
 
 
 @kernel
-def _place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ranks: int) -> Any:
+def _place(loads_E: Any, num_copies: int, num_ranks: int) -> Any:
     """As `eplb_placement`, on float32 loads and unchecked."""
-    num_experts = len(loads_E)
-    group_size = num_experts // num_groups
-    group_loads = np.zeros(num_groups, np.float32)
-    for e in range(num_experts):
-        group_loads[e // group_size] += loads_E[e]
-    group_slots = _pack(group_loads, num_nodes)
+    expert_C, copies_E = _replicate(loads_E, num_copies)
+    load_C = np.empty(num_copies, np.float32)
+    for c in range(num_copies):
+        load_C[c] = loads_E[expert_C[c]] / np.float32(copies_E[expert_C[c]])
+    place_C = _pack(load_C, num_ranks)
     expert_P = np.empty(num_copies, np.int64)
-    node_experts = num_experts // num_nodes
-    node_copies = num_copies // num_nodes
-    members = np.empty(num_experts, np.int64)
-    for group in range(num_groups):
-        # groups in the order of their nodes, and within a node in the order in which they were packed
-        for i in range(group_size):
-            members[group_slots[group] * group_size + i] = group * group_size + i
-    for node in range(num_nodes):
-        local = members[node * node_experts : (node + 1) * node_experts]
-        copied, copies = _replicate(loads_E[local], node_copies)
-        copy_loads = np.empty(node_copies, np.float32)
-        for c in range(node_copies):
-            copy_loads[c] = loads_E[local[copied[c]]] / np.float32(copies[copied[c]])
-        slots = _pack(copy_loads, num_ranks // num_nodes)
-        for c in range(node_copies):
-            expert_P[node * node_copies + slots[c]] = local[copied[c]]
+    for c in range(num_copies):
+        expert_P[place_C[c]] = expert_C[c]
     return expert_P
 
 
@@ -198,16 +174,16 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
 
 @kernel
 def _pack(loads_I: Any, num_bins: int) -> Any:
-    """int64 [I], the slot of each item. Every bin has I / num_bins of the slots, bin 0 the first of them."""
+    """int64 [I], the place of each item. Every bin has I / num_bins of the places, bin 0 the first of them."""
     room = len(loads_I) // num_bins
     if room == 1:
         return np.arange(len(loads_I))
-    slots = np.empty(len(loads_I), np.int64)
+    places = np.empty(len(loads_I), np.int64)
     filled = np.zeros(num_bins, np.int64)
     key, heap, size = np.zeros(num_bins, np.float32), np.arange(num_bins), num_bins
     for i in by_heap(-loads_I):
         b = heap[0]
-        slots[i] = b * room + filled[b]
+        places[i] = b * room + filled[b]
         filled[b] += 1
         key[b] += loads_I[i]
         if filled[b] == room:
@@ -215,7 +191,7 @@ def _pack(loads_I: Any, num_bins: int) -> Any:
             size -= 1
             heap[0] = heap[size]
         _sink(heap, key, 0, size)
-    return slots
+    return places
 
 
 @kernel
