@@ -7,7 +7,7 @@ all weights moving in every cell. It knows no cost of moving.
 The placement is that of github.com/deepseek-ai/EPLB in its form without groups of experts: replicate whatever has the
 largest load per copy, then pack the copies into ranks, from the heaviest down, each into the lightest rank that has
 room. Ties go to the lower number, and loads are float32, as published, so that placements are equal to the published
-ones, copy by copy. Heaps take the place of scans.
+ones, copy by copy.
 """
 
 from __future__ import annotations
@@ -134,21 +134,10 @@ def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int)
             f"{num_copies} copies of {len(loads_E)} experts do not divide over {num_ranks} ranks; EPLB needs as many "
             "copies on every rank, and one of each expert"
         )
-    placement: NDArray[np.int64] = _place(loads_E.astype(np.float32), num_copies, num_ranks)
-    return placement
-
-
-@kernel
-def _place(loads_E: Any, num_copies: int, num_ranks: int) -> Any:
-    """As `eplb_placement`, on float32 loads and unchecked."""
-    expert_C, copies_E = _replicate(loads_E, num_copies)
-    load_C = np.empty(num_copies, np.float32)
-    for c in range(num_copies):
-        load_C[c] = loads_E[expert_C[c]] / np.float32(copies_E[expert_C[c]])
-    place_C = _pack(load_C, num_ranks)
+    expert_C, copies_E = _replicate(loads_E.astype(np.float32), num_copies)
+    load_C = loads_E.astype(np.float32)[expert_C] / copies_E.astype(np.float32)[expert_C]
     expert_P = np.empty(num_copies, np.int64)
-    for c in range(num_copies):
-        expert_P[place_C[c]] = expert_C[c]
+    expert_P[_pack(load_C, np.argsort(-load_C, kind="stable"), num_ranks)] = expert_C
     return expert_P
 
 
@@ -157,82 +146,33 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
     """int64 [num_copies], the expert of each copy, one of each expert first, and int64 [E], copies of each."""
     num_experts = len(loads_E)
     copies_E = np.ones(num_experts, np.int64)
-    expert_C = np.empty(num_copies, np.int64)
-    key, heap = -loads_E, np.arange(num_experts)
-    _heapify(heap, key)
-    for e in range(num_experts):
-        expert_C[e] = e
+    expert_C = np.arange(num_copies)
+    share_E = loads_E.copy()
     for c in range(num_experts, num_copies):
-        e = heap[0]
+        e = share_E.argmax()
         expert_C[c] = e
         copies_E[e] += 1
-        # only the top's key has changed, and upwards, so that it can only sink
-        key[e] = -(loads_E[e] / np.float32(copies_E[e]))
-        _sink(heap, key, 0, num_experts)
+        share_E[e] = loads_E[e] / np.float32(copies_E[e])
     return expert_C, copies_E
 
 
 @kernel
-def _pack(loads_I: Any, num_bins: int) -> Any:
-    """int64 [I], the place of each item. Every bin has I / num_bins of the places, bin 0 the first of them."""
-    room = len(loads_I) // num_bins
-    if room == 1:
-        return np.arange(len(loads_I))
-    places = np.empty(len(loads_I), np.int64)
-    filled = np.zeros(num_bins, np.int64)
-    key, heap, size = np.zeros(num_bins, np.float32), np.arange(num_bins), num_bins
-    for i in by_heap(-loads_I):
-        b = heap[0]
-        places[i] = b * room + filled[b]
-        filled[b] += 1
-        key[b] += loads_I[i]
-        if filled[b] == room:
-            # a full bin leaves the heap
-            size -= 1
-            heap[0] = heap[size]
-        _sink(heap, key, 0, size)
-    return places
+def _pack(load_C: Any, heaviest_C: Any, num_ranks: int) -> Any:
+    """int64 [C], the place of each copy; every rank has C / num_ranks of the places, rank 0 the first of them.
 
-
-@kernel
-def by_heap(key: Any) -> Any:
-    """int64 [I], numbers by ascending key, the lower number first among equal keys.
-
-    As numpy's stable sort, whose form in numba takes seconds to compile.
+    `heaviest_C` are the copies from the heaviest down.
     """
-    order, heap, size = np.empty(len(key), np.int64), np.arange(len(key)), len(key)
-    _heapify(heap, key)
-    for i in range(len(key)):
-        order[i] = heap[0]
-        size -= 1
-        heap[0] = heap[size]
-        _sink(heap, key, 0, size)
-    return order
-
-
-@kernel
-def _heapify(heap: Any, key: Any) -> None:
-    for i in range(len(heap) // 2 - 1, -1, -1):
-        _sink(heap, key, i, len(heap))
-
-
-@kernel
-def _sink(heap: Any, key: Any, at: int, size: int) -> None:
-    """Restore the heap of numbers with the least key on top, the lower number first among equal keys."""
-    number = heap[at]
-    while True:
-        child = 2 * at + 1
-        if child >= size:
-            break
-        if child + 1 < size:
-            a, b = heap[child], heap[child + 1]
-            if key[b] < key[a] or (key[b] == key[a] and b < a):
-                child += 1
-        c = heap[child]
-        if key[c] < key[number] or (key[c] == key[number] and c < number):
-            heap[at] = c
-            at = child
-        else:
-            break
-    if size > 0:
-        heap[at] = number
+    room = len(load_C) // num_ranks
+    if room == 1:
+        return np.arange(len(load_C))
+    place_C = np.empty(len(load_C), np.int64)
+    load_G, filled_G = np.zeros(num_ranks, np.float32), np.zeros(num_ranks, np.int64)
+    for c in heaviest_C:
+        lightest = -1
+        for g in range(num_ranks):
+            if filled_G[g] < room and (lightest < 0 or load_G[g] < load_G[lightest]):
+                lightest = g
+        place_C[c] = lightest * room + filled_G[lightest]
+        filled_G[lightest] += 1
+        load_G[lightest] += load_C[c]
+    return place_C
