@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.balancers.splits import level_quotas
-from foreroute.plan import StepPlan
-from foreroute.plan.step_plan import CellHosts
+from foreroute.plan import CellPlan, StepPlan
+
+
+@dataclass(frozen=True, eq=False)
+class CellHosts:
+    """All hosts of all experts in one cell, homes among them: for those that count anew what a plan says.
+
+    Attributes:
+        expert_H: int32 [H].
+        rank_H: int32 [H].
+        tokens_HG: int64 [H, G], assignments of source rank g to this expert that this host serves. Over the hosts of
+            an expert they add up to the cell's counts.
+        fetched_H: bool [H], the weights must be moved to this rank before the cell.
+    """
+
+    expert_H: NDArray[np.int32]
+    rank_H: NDArray[np.int32]
+    tokens_HG: NDArray[np.int64]
+    fetched_H: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, cell: CellPlan, counts_GE: NDArray[np.integer]) -> CellHosts:
+        """Homes and replicas of a planned cell."""
+        num_experts = len(cell.home_E)
+        return cls(
+            np.concatenate([np.arange(num_experts), cell.expert_R]).astype(np.int32),
+            np.concatenate([cell.home_E, cell.rank_R]).astype(np.int32),
+            np.concatenate([cell.home_tokens_GE(counts_GE).T, cell.tokens_RG]),
+            np.concatenate([np.zeros(num_experts, np.bool_), cell.fetched_R]),
+        )
+
+    @property
+    def loads_G(self) -> NDArray[np.int64]:
+        """int64 [G], assignments that each rank serves."""
+        loads_G = np.zeros(self.tokens_HG.shape[1], np.int64)
+        np.add.at(loads_G, self.rank_H, self.tokens_HG.sum(axis=1))
+        return loads_G
 
 
 def best_split(counts_MLGE: NDArray[np.integer], plan: StepPlan) -> NDArray[np.int64]:

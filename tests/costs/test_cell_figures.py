@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.planner_oracles import CellHosts
 from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import price_cell
 from foreroute.errors import CountsError
-from foreroute.plan import CellHosts, CellPlan, Topology
+from foreroute.plan import CellPlan, Topology
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import expected_messages, messages, seconds
 from tests.costs.token_hosts import CellRoutes, assign_picks, price_tokens, rows_of_tokens, tokens_reaching
@@ -104,9 +105,7 @@ def test_the_estimate_is_the_expectation_of_independent_picks(ranks_per_node):
 def test_rows_out_are_rows_in_and_one_node_sends_nothing_out():
     for seed in range(10):
         routes, cell, counts_GE, topology, costs = _case(seed, 8, 4 if seed % 2 else 8)
-        hosts = CellHosts.of(cell, counts_GE)
-        pairs_GG = links.pairs_between(hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG))
-        estimate_G4 = links.rows_sent(pairs_GG, costs.prices(topology))
+        estimate_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), costs.prices(topology))
         for rows_G4 in (estimate_G4, rows_of_tokens(cell, counts_GE, topology, costs, routes)):
             rows_4 = rows_G4.sum(axis=0)
             assert rows_4[links.CLUSTER_OUT] == pytest.approx(rows_4[links.CLUSTER_IN])

@@ -43,12 +43,12 @@ def test_a_cluster_can_be_written_down_and_read_again(hardware, memory):
         "hardware": {"preset": hardware},
         "model": {"preset": "glm-4.5", "weight_bytes": 0.5},
         "links": {"cluster_bytes_per_s": 1.1e17, "node_latency_s": 1e-7},
-        "costs": {"dispatcher": "copies", "paths": "direct", "refine_s": 1e-4},
+        "costs": {"dispatcher": "copies", "paths": "direct", "trial_s_per_count": 1e-4},
     }
     cluster = parse_cluster(given, source="x")
     assert parse_cluster(tomllib.loads(cluster_toml(cluster)), source="x") == cluster
     other = tomllib.loads(cluster_toml(cluster))
-    other["costs"]["refine_s"] = 0.0
+    other["costs"]["trial_s_per_count"] = 0.0
     assert parse_cluster(other, source="x") != cluster
 
 

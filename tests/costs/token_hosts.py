@@ -12,12 +12,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from benchmarks.harness.planner_oracles import CellHosts
 from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD
-from foreroute.costs.pricing import CellFigures, cell_seconds
+from foreroute.costs.pricing import CellFigures, seconds_of_rows
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
-from foreroute.plan.step_plan import CellHosts
 
 MAX_NODES = 64  # nodes of a token are bits of one integer
 
@@ -103,24 +103,16 @@ def rows_of_tokens(cell, counts_GE, topology, costs, routes):
     host_TK = assign_picks(hosts, routes, per_node)
     if costs.dispatcher == "dedup":
         return links.rows_of_reach(*tokens_reaching(hosts, routes, host_TK, per_node), per_node)
-    pairs_GG = links.pairs_between(hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG, np.int64))
-    return links.rows_sent(pairs_GG, costs.prices(topology))
+    return links.rows_sent(links.pairs_between(cell, counts_GE), costs.prices(topology))
 
 
 def price_tokens(cell, counts_GE, topology, costs, *, routes, squares_G=None):
     """As `price_cell`, with deduplicated rows counted, and attention of sequences whose lengths are known."""
     hosts = CellHosts.of(cell, counts_GE)
     tokens_G = np.asarray(counts_GE).sum(axis=1) / costs.model.top_k
-    parts_SP = cell_seconds(
-        rows_of_tokens(cell, counts_GE, topology, costs, routes),
-        hosts.expert_H.astype(np.int64),
-        hosts.rank_H.astype(np.int64),
-        hosts.tokens_HG.sum(axis=1, dtype=np.int64),
-        hosts.fetched_H,
-        cell.home_E.astype(np.int64),
-        np.array([costs.attention_seconds(tokens_G, squares_G, one).max() for one in (FORWARD, BACKWARD)]),
-        costs.prices(topology),
-    )
+    attention_s = np.array([costs.attention_seconds(tokens_G, squares_G, one).max() for one in (FORWARD, BACKWARD)])
+    rows_G4 = rows_of_tokens(cell, counts_GE, topology, costs, routes)
+    parts_SP = seconds_of_rows(rows_G4, cell, counts_GE, attention_s, costs.prices(topology))
     node_HG = hosts.rank_H[:, None] // topology.ranks_per_node == np.arange(len(counts_GE)) // topology.ranks_per_node
     share = hosts.tokens_HG[~node_HG].sum() / max(hosts.tokens_HG.sum(), 1)
     return CellFigures(hosts.loads_G, float(share), parts_SP)

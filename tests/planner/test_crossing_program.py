@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.harness.planner_oracles import best_split, cross_node_gap, least_crossing
+from benchmarks.harness.planner_oracles import CellHosts, best_split, cross_node_gap, least_crossing
 from foreroute.plan import PlanOptions, Topology
-from foreroute.plan.step_plan import CellHosts
 from foreroute.planner import plan
 from tests.plan.random_plans import LINKS, random_plan
 

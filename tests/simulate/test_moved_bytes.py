@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from foreroute.plan import CellHosts
+from benchmarks.harness.planner_oracles import CellHosts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, serve

@@ -23,7 +23,7 @@ from foreroute.train import stage_planner
 from foreroute.train.passes import response_logprobs
 from foreroute.train.stage_planner import Planning, StagePlanner, begin_plan, compile_planner
 from tests.plan.random_plans import LINKS
-from tests.planner.test_planner_levels import COSTS
+from tests.planner.test_options import COSTS
 from tests.train.expert_parallel_steps import precise_trainer, steps_of
 
 LOCK = threading.Lock()

@@ -98,11 +98,11 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots="shared"), 1)
     (none,) = learn_alike(workers, config_of(4, topology=str(dear), paths="direct"), 1)
     for stage in short["execution"]["stages"].values():
-        assert stage["levels"] == {"pay_off": "on: where it saves time", "traffic": "on: where it saves time"}
+        assert stage["priced_options"] == {"pay_off": "on: where it saves time", "traffic": "on: where it saves time"}
         assert stage["replicas"] > 0
     for stage in none["execution"]["stages"].values():
-        assert stage["levels"]["traffic"] == "off: slots of each layer keep what they hold, and it refills all"
-        assert stage["levels"]["pay_off"] == "on: where it saves time"
+        assert stage["priced_options"]["traffic"] == "off: slots of each layer keep what they hold, and it refills all"
+        assert stage["priced_options"]["pay_off"] == "on: where it saves time"
         assert stage["replicas"] == 0
 
 

@@ -70,18 +70,6 @@ def is_array(value: Any) -> bool:
     return hasattr(kind, "__array__") and not hasattr(kind, "keys") and not isinstance(value, np.generic)
 
 
-def num_axes(array: Any) -> int:
-    """Return how many axes an array of any library has.
-
-    Raises:
-        CaptureError: when it has no shape.
-    """
-    try:
-        return len(array.shape)
-    except Exception as error:
-        raise CaptureError(f"a {type(array).__name__} has no shape ({shown(error)}); expected an array") from error
-
-
 def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
     """Return what numpy makes of an array of any library.
 

@@ -49,9 +49,9 @@ def run_plan(
         step = read_step(inputs)
     facts = {**step.facts, **_facts(step, options)}
     console.print(_list(facts))
-    found, levels, planning_s = _planned(step, options, console)
-    facts |= levels
-    console.print(_list(levels))
+    found, priced_options, planning_s = _planned(step, options, console)
+    facts |= priced_options
+    console.print(_list(priced_options))
     with working("verifying and writing the plan", console), writing_named(output, PlanError):
         verify(found, step.counts_MLGE, options)
         save_plan(found, output, overwrite=overwrite)
@@ -137,7 +137,7 @@ def _dispatch(costs: CostModel) -> str:
 
 
 def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, dict[str, str], float]:
-    """Plan the step; returns the plan, which levels were on and why, and its processor seconds, without compiling."""
+    """Plan the step; returns the plan, why priced options were on or off, and processor seconds without compiling."""
     with working("planning the first micro-step", console):
         plan(step.counts_MLGE[:1], step.topology, options, home_LE=step.home_LE, costs=step.costs)
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
@@ -156,7 +156,7 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
     threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
     found = replace(found, packing=step.packing, tokens_digest=step.tokens_digest)
     console.print(f"{'planned':<9} {cells} cells in {duration(elapsed_s)} with {threads}", highlight=False)
-    return found, {level.replace("_", "-"): why for level, why in progress.levels.items()}, planning_s
+    return found, {name.replace("_", "-"): why for name, why in progress.priced_options.items()}, planning_s
 
 
 def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[MethodFigures]:

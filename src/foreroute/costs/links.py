@@ -15,19 +15,25 @@ from typing import Any
 import numpy as np
 
 from foreroute.kernels import kernel
+from foreroute.plan.hosts import CellPlan
 
 CLUSTER_OUT, CLUSTER_IN, NODE_OUT, NODE_IN, HOST = range(5)
 """Columns of arrays over the links of a rank; those over four have no HOST."""
 
 
 @kernel
-def pairs_between(rank_H: Any, tokens_HG: Any) -> Any:
-    """int64 [G, G], assignments of each source rank (first axis) that each rank serves."""
-    num_ranks = tokens_HG.shape[1]
+def pairs_between(cell: CellPlan, counts_GE: Any) -> Any:
+    """int64 [G, G], assignments of each source rank (first axis) that each rank serves, of counts [G, E]."""
+    num_ranks, num_experts = counts_GE.shape
     pairs_GG = np.zeros((num_ranks, num_ranks), np.int64)
-    for h in range(len(rank_H)):
+    for g in range(num_ranks):
+        for e in range(num_experts):
+            pairs_GG[g, cell.home_E[e]] += counts_GE[g, e]
+    for r in range(len(cell.expert_R)):
+        rank, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
         for g in range(num_ranks):
-            pairs_GG[g, rank_H[h]] += tokens_HG[h, g]
+            pairs_GG[g, rank] += cell.tokens_RG[r, g]
+            pairs_GG[g, home] -= cell.tokens_RG[r, g]
     return pairs_GG
 
 
@@ -113,13 +119,13 @@ def all_to_all_seconds(rows_G4: Any, prices: Any) -> Any:
 
 
 @kernel
-def transfer_seconds(expert_H: Any, rank_H: Any, fetched_H: Any, home_E: Any, num_ranks: int, prices: Any) -> Any:
+def transfer_seconds(expert_R: Any, rank_R: Any, fetched_R: Any, home_E: Any, num_ranks: int, prices: Any) -> Any:
     """Seconds that each link is busy with one fetch of all replicas, and with the return of their gradients.
 
     Args:
-        expert_H: integers [H], experts of hosts.
-        rank_H: integers [H], their ranks.
-        fetched_H: bool [H]; hosts that are not fetched move nothing, nor do those at home.
+        expert_R: integers [R], experts of replicas.
+        rank_R: integers [R], their ranks.
+        fetched_R: bool [R]; replicas that are not fetched move nothing, nor do those at home.
         home_E: integers [E], where weights come from and gradients go.
         num_ranks: G.
         prices: the cost model.
@@ -128,9 +134,9 @@ def transfer_seconds(expert_H: Any, rank_H: Any, fetched_H: Any, home_E: Any, nu
         float64 [G, 5], twice. Gradients go over links alone, never through host memory.
     """
     fetch_G5, gradient_G5 = np.zeros((num_ranks, 5)), np.zeros((num_ranks, 5))
-    for h in range(len(rank_H)):
-        rank, home = rank_H[h], home_E[expert_H[h]]
-        if not fetched_H[h] or rank == home:
+    for r in range(len(rank_R)):
+        rank, home = rank_R[r], home_E[expert_R[r]]
+        if not fetched_R[r] or rank == home:
             continue
         near = rank // prices.ranks_per_node == home // prices.ranks_per_node
         if rank // prices.host_ranks == home // prices.host_ranks:

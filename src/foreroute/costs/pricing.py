@@ -13,7 +13,6 @@ from foreroute.costs.model import BACKWARD, FORWARD, STAGES, CostModel, expert_s
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan
-from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
 
 STAGE_NAMES = ("recompute", "update")
@@ -60,23 +59,11 @@ def price_cell(cell: CellPlan, counts_GE: NDArray[np.integer], topology: Topolog
     """
     if len(counts_GE) != topology.num_ranks:
         raise CountsError(f"counts are of {len(counts_GE)} source ranks; the topology has {topology.num_ranks} ranks")
-    hosts, prices = CellHosts.of(cell, counts_GE), costs.prices(topology)
-    if hosts.tokens_HG.min(initial=0) < 0:
-        raise CountsError(
-            f"a host is to serve {hosts.tokens_HG.min()} assignments; expected the counts that the cell was planned for"
-        )
-    expert_H, rank_H = hosts.expert_H.astype(np.int64), hosts.rank_H.astype(np.int64)
-    pairs_GG = pairs_between(rank_H, np.ascontiguousarray(hosts.tokens_HG, np.int64))
-    parts_SP = cell_seconds(
-        rows_sent(pairs_GG, prices),
-        expert_H,
-        rank_H,
-        hosts.tokens_HG.sum(axis=1, dtype=np.int64),
-        hosts.fetched_H,
-        cell.home_E.astype(np.int64),
-        slowest_attention(pairs_GG.sum(axis=1), costs),
-        prices,
-    )
+    least = min(cell.home_tokens_GE(counts_GE).min(initial=0), cell.tokens_RG.min(initial=0))
+    if least < 0:
+        raise CountsError(f"a host is to serve {least} assignments; expected the counts that the cell was planned for")
+    pairs_GG = pairs_between(cell, counts_GE)
+    parts_SP = cell_seconds(cell, counts_GE, slowest_attention(counts_GE.sum(axis=1), costs), costs.prices(topology))
     node_G = topology.node_G
     total, away = int(pairs_GG.sum()), int(pairs_GG[node_G[:, None] != node_G].sum())
     return CellFigures(pairs_GG.sum(axis=0), away / total if total else 0.0, parts_SP)
@@ -124,34 +111,47 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
 
 
 @kernel
-def experts_by_rank(rank_H: Any, tokens_H: Any, num_ranks: int, prices: Any) -> Any:
+def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
     """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass."""
+    num_ranks, num_experts = counts_GE.shape
     forward_G, backward_G = np.zeros(num_ranks), np.zeros(num_ranks)
-    for h in range(len(rank_H)):
-        forward_G[rank_H[h]] += _expert_seconds(
-            tokens_H[h], prices.tile_rows, prices.row_s, prices.weight_s, prices.pair_s
-        )
-        backward_G[rank_H[h]] += _expert_seconds(
-            tokens_H[h],
-            prices.tile_rows,
-            prices.backward_gemm * prices.row_s,
-            prices.backward_weights * prices.weight_s,
-            prices.backward_memory * prices.pair_s,
-        )
+    home_tokens_E = np.zeros(num_experts, np.int64)
+    for g in range(num_ranks):
+        for e in range(num_experts):
+            home_tokens_E[e] += counts_GE[g, e]
+    for r in range(len(cell.expert_R)):
+        tokens = 0
+        for g in range(num_ranks):
+            tokens += cell.tokens_RG[r, g]
+        home_tokens_E[cell.expert_R[r]] -= tokens
+        _add_expert(cell.rank_R[r], tokens, forward_G, backward_G, prices)
+    for e in range(num_experts):
+        _add_expert(cell.home_E[e], home_tokens_E[e], forward_G, backward_G, prices)
     return forward_G, backward_G
 
 
+@njit(nogil=True, inline="always")
+def _add_expert(rank: int, tokens: int, forward_G: Any, backward_G: Any, prices: Any) -> None:
+    """Add the seconds of one local expert to those of its rank."""
+    forward_G[rank] += _expert_seconds(tokens, prices.tile_rows, prices.row_s, prices.weight_s, prices.pair_s)
+    backward_G[rank] += _expert_seconds(
+        tokens,
+        prices.tile_rows,
+        prices.backward_gemm * prices.row_s,
+        prices.backward_weights * prices.weight_s,
+        prices.backward_memory * prices.pair_s,
+    )
+
+
 @kernel
-def cell_seconds(
-    rows_G4: Any,
-    expert_H: Any,
-    rank_H: Any,
-    tokens_H: Any,
-    fetched_H: Any,
-    home_E: Any,
-    attention_s: Any,
-    prices: Any,
-) -> Any:
+def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> Any:
+    """As `seconds_of_rows`, with the rows that `rows_sent` estimates."""
+    rows_G4 = rows_sent(pairs_between(cell, counts_GE), prices)
+    return seconds_of_rows(rows_G4, cell, counts_GE, attention_s, prices)
+
+
+@kernel
+def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> Any:
     """float64 [2 stages, 5 parts]: recompute and update; attention, all-to-all, experts, fixed, exposed transfers.
 
     Transfers of a cell run beside the cell before it and are taken to find the time of this one: a layer's time once
@@ -161,18 +161,15 @@ def cell_seconds(
 
     Args:
         rows_G4: of `rows_sent` or `rows_of_reach`.
-        expert_H: integers [H], as in `CellHosts`.
-        rank_H: integers [H], as in `CellHosts`.
-        tokens_H: integers [H], assignments of each host.
-        fetched_H: bool [H], as in `CellHosts`.
-        home_E: where gradients go.
+        cell: who serves what.
+        counts_GE: integers [G, E], of the cell.
         attention_s: of the slowest rank, in a forward pass and in a backward pass.
         prices: the cost model.
     """
     num_ranks = len(rows_G4)
     leg_s = all_to_all_seconds(rows_G4, prices)
-    forward_G, backward_G = experts_by_rank(rank_H, tokens_H, num_ranks, prices)
-    fetch_G5, gradient_G5 = transfer_seconds(expert_H, rank_H, fetched_H, home_E, num_ranks, prices)
+    forward_G, backward_G = experts_by_rank(cell, counts_GE, prices)
+    fetch_G5, gradient_G5 = transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, num_ranks, prices)
     forward_s, backward_s, copies_s = 0.0, 0.0, 0.0
     for g in range(num_ranks):
         forward_s, backward_s = max(forward_s, forward_G[g]), max(backward_s, backward_G[g])

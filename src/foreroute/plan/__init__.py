@@ -6,11 +6,10 @@ from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
-from foreroute.plan.step_plan import CellHosts, StepPlan
+from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Links, Topology
 
 __all__ = [
-    "CellHosts",
     "CellPlan",
     "CellSchedule",
     "ExecutionSchedule",

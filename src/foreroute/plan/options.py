@@ -1,4 +1,4 @@
-"""What a plan may do. Every level of the planner can be switched off by one field."""
+"""What a plan may do. Every stage of the planner can be switched off by one field."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foreroute.errors import ConfigError
+from foreroute.trace.spec import whole_number
 
-SlotUse = Literal["layer", "shared"]
+SlotSharing = Literal["layer", "shared"]
+"""A set of redundant slots for each layer, or one set for all."""
+MOST = 2**63 - 1
+"""The largest number of moves, of threads and seed: far more than there are experts or processors."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class PlanOptions:
         traffic: also replicate what cuts the slowest link's bytes, in cells where the cost model says that it pays. It
             refills all slots in every cell, and so needs `slots="shared"`. None: on where it can be, in layers where it
             saves more time than planning it exposes.
-        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: likewise.
+        pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: on in layers
+            where it saves more time than planning it exposes.
         threads: of the planner. Plans do not depend on it.
         seed: of the placement search. The same seed gives the same plan.
     """
@@ -34,7 +39,7 @@ class PlanOptions:
     tolerance: float = 0.02
     home_moves: int | None = 0
     replicas: bool = True
-    slots: SlotUse = "layer"
+    slots: SlotSharing = "layer"
     locality: bool = True
     traffic: bool | None = None
     pay_off: bool | None = None
@@ -44,12 +49,9 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise ConfigError(f"tolerance is {self.tolerance}; expected 0 to 1, as a share of the mean load")
-        if self.home_moves is not None and self.home_moves < 0:
-            raise ConfigError(f"home_moves is {self.home_moves}; expected 0 or more, or None for no limit")
-        if self.threads < 1:
-            raise ConfigError(f"threads is {self.threads}; expected at least 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; expected 0 or more")
+        for name, least in (("home_moves", 0), ("threads", 1), ("seed", 0)):
+            if name != "home_moves" or self.home_moves is not None:
+                whole_number(getattr(self, name), name=name, least=least, most=MOST, kind=ConfigError)
         if self.slots not in ("layer", "shared"):
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.traffic and not (self.replicas and self.slots == "shared"):

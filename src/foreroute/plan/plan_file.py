@@ -17,7 +17,7 @@ from foreroute.errors import InputError, PlanError, few
 from foreroute.files import FileFormat, HeldBytes, TensorSchema, parse_json
 from foreroute.layout import Packing
 from foreroute.plan.checker import check_structure
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Links, Topology
 
@@ -151,8 +151,8 @@ def decode_plan(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]
         packing = Packing(tensors["micro_step_S"], tensors["sequence_rank_S"], shape[0], topology.num_ranks)
     elif len(tensors["micro_step_S"]):
         raise PlanError("it packs sequences and states no digest of their tokens")
-    if metadata["slots"] not in get_args(SlotUse):
-        raise PlanError(f"its slots are {metadata['slots']:.40}; expected one of {', '.join(get_args(SlotUse))}")
+    if metadata["slots"] not in get_args(SlotSharing):
+        raise PlanError(f"its slots are {metadata['slots']:.40}; expected one of {', '.join(get_args(SlotSharing))}")
     if tensors["fetched_R"].max(initial=0) > 1:
         raise PlanError(f"fetched_R has values up to {tensors['fetched_R'].max()}; expected 0 and 1")
     num_replicas = len(tensors["rank_R"])
@@ -162,7 +162,7 @@ def decode_plan(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]
         fetched_R=tensors["fetched_R"].astype(np.bool_),
         tokens_RG=_unpack_tokens(tensors["used_bits"], tensors["tokens"], num_replicas, topology.num_ranks),
         counts_digest=metadata["counts_digest"],
-        slots=cast("SlotUse", metadata["slots"]),
+        slots=cast("SlotSharing", metadata["slots"]),
         packing=packing,
         tokens_digest=metadata["tokens_digest"],
         **{name: tensors[name] for name in _AS_THEY_ARE},

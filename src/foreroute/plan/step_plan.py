@@ -1,6 +1,6 @@
 """The plan of one RL step: where every expert is served in every cell, and how many tokens go where.
 
-Axis letters: M micro-steps, L layers, G ranks, E logical experts, R replicas, H hosts.
+Axis letters: M micro-steps, L layers, G ranks, E logical experts, R replicas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from foreroute.errors import PlanError
 from foreroute.layout import Packing
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
 from foreroute.trace.container import RoutingTrace
 
@@ -85,7 +85,7 @@ class StepPlan:
     max_load_ML: NDArray[np.int64]
     bound_ML: NDArray[np.float64]
     counts_digest: str
-    slots: SlotUse
+    slots: SlotSharing
     packing: Packing | None = None
     tokens_digest: str = ""
 
@@ -130,39 +130,3 @@ class StepPlan:
         layer, expert = np.nonzero(self.previous_home_LE != self.home_LE)
         before, after = self.previous_home_LE[layer, expert], self.home_LE[layer, expert]
         return np.stack([layer, expert, before, after], axis=1).astype(np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class CellHosts:
-    """All hosts of all experts in one cell, in a form that every method can be put into, ours and other balancers.
-
-    Attributes:
-        expert_H: int32 [H].
-        rank_H: int32 [H].
-        tokens_HG: int64 [H, G], assignments of source rank g to this expert that this host serves. Over the hosts of
-            an expert they add up to the cell's counts.
-        fetched_H: bool [H], the weights must be moved to this rank before the cell.
-    """
-
-    expert_H: NDArray[np.int32]
-    rank_H: NDArray[np.int32]
-    tokens_HG: NDArray[np.int64]
-    fetched_H: NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, cell: CellPlan, counts_GE: NDArray[np.integer]) -> CellHosts:
-        """Homes and replicas of a planned cell."""
-        num_experts = len(cell.home_E)
-        return cls(
-            np.concatenate([np.arange(num_experts), cell.expert_R]).astype(np.int32),
-            np.concatenate([cell.home_E, cell.rank_R]).astype(np.int32),
-            np.concatenate([cell.home_tokens_GE(counts_GE).T, cell.tokens_RG]),
-            np.concatenate([np.zeros(num_experts, np.bool_), cell.fetched_R]),
-        )
-
-    @property
-    def loads_G(self) -> NDArray[np.int64]:
-        """int64 [G], assignments that each rank serves."""
-        loads_G = np.zeros(self.tokens_HG.shape[1], np.int64)
-        np.add.at(loads_G, self.rank_H, self.tokens_HG.sum(axis=1))
-        return loads_G

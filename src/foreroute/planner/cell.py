@@ -26,11 +26,17 @@ RANK, EXPERT, HELD, QUOTA, NEXT, BEST_EXPERT, BEST_QUOTA = range(7)
 """Rows of `hosts`: a host's rank; its expert, NONE for an empty slot; what a slot holds when the cell begins, which is
 not fetched; its quota; the next host of the same expert, NONE behind the last one, chains beginning at the home; expert
 and quota in the best plan found so far."""
-NOTES = ("seen", "width", "from_host", "to_host", "queue", "back_width", "back_queue", "gain", "before", "waiting")
-VISIT = np.dtype([(name, np.int64) for name in NOTES])
-"""What searches note of a rank: the number of the last search that saw it; how much can reach it, over which pair
-of hosts; ranks in the order in which they were seen; `back_...`, the same of the last search backwards; the best walk
-to it, of the search for circles, and whether that has gained since its edges were followed."""
+_FIELDS = "seen width from_host to_host queue back_width back_queue gain before waiting"
+SEARCH_NODE = np.dtype([(name, np.int64) for name in _FIELDS.split()])
+"""Per-rank scratch of the graph searches.
+
+seen: the number of the last search that saw the rank.
+width: how much load can reach it, from host `from_host` to host `to_host`, the last edge of the path to it.
+queue: at position i, the rank that the search saw as number i.
+back_width, back_queue: the same of the last search backwards.
+gain, before, waiting: of the search for circles, the best walk to the rank, the node before it on that walk, and
+whether the walk has gained since the rank's edges were followed.
+"""
 
 
 class CellState(NamedTuple):
@@ -51,12 +57,13 @@ class CellState(NamedTuple):
         slots: S.
         ranks_per_node: G / N.
         persistent: whether slots keep what they hold. Otherwise they are empty at every cell.
-        search: VISIT [G + 1], of ranks; the last one is the slack of the search for circles. This and what follows is
-            scratch.
+        search: SEARCH_NODE [G + 1], of ranks; the last one is the slack of the search for circles. This and what
+            follows is scratch.
         seen_E: [E], the number of the last search that passed the expert.
         clock: [1], the number of the last search; marks of earlier searches are stale without being cleared.
         over_NE: [N, E], what the hosts of a replicated expert in a node serve beyond the node's own tokens.
-        split_2G: [2, G], of one expert: tokens of each rank that have no host yet, and those that the home serves.
+        split_3G: [3, G], of one expert: tokens of each rank that have no host yet, those that the home serves, and
+            the quotas of its replicas.
     """
 
     hosts: NDArray[np.int64]
@@ -75,7 +82,7 @@ class CellState(NamedTuple):
     seen_E: Ints
     clock: Ints
     over_NE: Ints
-    split_2G: Ints
+    split_3G: Ints
 
 
 def new_cell(
@@ -102,11 +109,11 @@ def new_cell(
         slots=slots,
         ranks_per_node=ranks_per_node,
         persistent=persistent,
-        search=np.zeros(num_ranks + 1, VISIT).view(np.recarray),  # attributes of its rows without numba too
+        search=np.zeros(num_ranks + 1, SEARCH_NODE).view(np.recarray),  # attributes of its rows without numba too
         seen_E=ints(num_experts),
         clock=ints(1),
         over_NE=ints(num_nodes, num_experts),
-        split_2G=ints(2, num_ranks),
+        split_3G=ints(3, num_ranks),
     )
     cell.hosts[RANK, num_experts:] = np.repeat(np.arange(num_ranks), slots)
     cell.hosts[EXPERT, :num_experts] = np.arange(num_experts)

@@ -1,4 +1,4 @@
-"""Level (b) of the planner: where every expert lives during a step, from where it lives now."""
+"""The stage of homes: where every expert lives during a step, from where it lives now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.plan.counts import check_counts
+from foreroute.plan.options import MOST
 from foreroute.plan.topology import Topology
+from foreroute.trace.spec import whole_number
 
 PROPOSALS_PER_EXPERT, PROPOSALS_AFTER_DESCENT = 320, 10_000
 """Proposals of the annealing: 40,960 for 128 experts. After a descent, which has spent a small budget well already, a
@@ -20,10 +22,9 @@ FEW_SHARE, FEW = 8, 4
 """Up to one expert in eight, or four, may move: then the best swaps are taken one by one before annealing. On the same
 workload that is better and four times as fast with 4 and 8 moves of 128 experts; from 16 on neither way always wins."""
 
-
 LARGEST = 1 << 28
-"""Of all loads of a layer together, in the int32 of the search, whose objective and slopes are six times as much at
-most."""
+"""Sum of all loads of a layer at most, so that six times as much fits into the int32 of the search: twice the surplus
+of ranks and once that of nodes, on both sides of a swap. Larger loads are halved until they fit."""
 
 
 def place_homes(
@@ -60,8 +61,7 @@ def place_homes(
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology.num_ranks)
     for name, value, least in (("max_moves", max_moves or 0, 0), ("seed", seed, 0), ("threads", threads, 1)):
-        if value < least:
-            raise ConfigError(f"{name} is {value}; expected {least} or more")
+        whole_number(value, name=name, least=least, most=MOST, kind=ConfigError)
     num_layers, num_experts = start_LE.shape
     budget = num_experts if max_moves is None else min(max_moves, num_experts)
     if budget < 2 or topology.num_ranks == 1:  # one move alone leaves ranks with unequal numbers of experts
@@ -70,7 +70,7 @@ def place_homes(
 
     few = budget <= max(num_experts // FEW_SHARE, FEW)
     proposals = PROPOSALS_AFTER_DESCENT if few else PROPOSALS_PER_EXPERT * num_experts
-    streams = np.random.default_rng(seed).integers(0, 2**64, (num_layers, 1), dtype=np.uint64)
+    random_L1 = np.random.default_rng(seed).integers(0, 2**64, (num_layers, 1), dtype=np.uint64)
 
     def placed_E(layer: int) -> NDArray[np.int64]:
         exact_EM, load_EM = layer_loads(counts[:, layer])
@@ -79,7 +79,7 @@ def place_homes(
         if few:
             kernels.descend(placement, np.empty((num_experts, topology.num_ranks), np.int32))
             placement = kernels.new_placement(load_EM, placement.home_E, start_E, topology, budget)
-        kernels.anneal(placement, proposals, streams[layer])
+        kernels.anneal(placement, proposals, random_L1[layer])
         placement = kernels.new_placement(load_EM, placement.home_E, start_E, topology, budget)
         kernels.sweep(placement)
         # Halved loads may have misled the search; the loads as they are decide.

@@ -142,27 +142,27 @@ def _pulls(now: Placement, pull_EG: NDArray[np.int32]) -> None:
 
 
 @kernel(_nrt=False)
-def anneal(now: Placement, proposals: int, stream: NDArray[np.uint64]) -> None:
+def anneal(now: Placement, proposals: int, random: NDArray[np.uint64]) -> None:
     """Simulated annealing over swaps within the budget; `home_E` ends as the best that it met.
 
     With the budget used up, a swap keeps to it when both experts are away from their start, or when one of them
     returns to it; such swaps are then proposed more often.
     """
-    heat = HOT * _typical_change(now, stream)
+    heat = HOT * _typical_change(now, random)
     cooling = COLD ** (1.0 / proposals)
-    # Invariant: `level` is the objective of home_E by that of the beginning, `best` the least it was, at `best_E`.
-    level, best = 0, 0
+    # Invariant: `total` is by how much the objective of home_E has changed, `best` the least it was, at `best_E`.
+    total, best = 0, 0
     for _ in range(proposals):
         heat *= cooling
-        e, f = _propose(now, stream)
+        e, f = _propose(now, random)
         if not _allowed(now, e, f):
             continue
         change = _swap_change(now, e, f)
-        if change <= 0 or next_unit(stream) < np.exp(-change / heat):
+        if change <= 0 or next_unit(random) < np.exp(-change / heat):
             _swap(now, e, f)
-            level += change
-            if level < best:
-                best = level
+            total += change
+            if total < best:
+                best = total
                 for i in range(len(now.home_E)):
                     now.best_E[i] = now.home_E[i]
     # the rest of the state stays that of the last swap
@@ -171,27 +171,27 @@ def anneal(now: Placement, proposals: int, stream: NDArray[np.uint64]) -> None:
 
 
 @inlined
-def _propose(now: Placement, stream: NDArray[np.uint64]) -> tuple[int, int]:
+def _propose(now: Placement, random: NDArray[np.uint64]) -> tuple[int, int]:
     """Two experts to be swapped."""
     num_experts, moves = len(now.home_E), now.moves[0]
     if moves + 2 <= now.max_moves:
-        return next_below(stream, num_experts), next_below(stream, num_experts)
+        return next_below(random, num_experts), next_below(random, num_experts)
     # The budget is used up: two random experts would nearly always break it. One that is away goes with another that is
     # away, back to its start, or (for there may be better than either) with any.
-    e, choice = now.moved_E[next_below(stream, moves)], next_below(stream, 3)
+    e, choice = now.moved_E[next_below(random, moves)], next_below(random, 3)
     if choice == 0:
-        return e, now.moved_E[next_below(stream, moves)]
+        return e, now.moved_E[next_below(random, moves)]
     if choice == 1:
-        return e, now.member_GI[now.start_E[e], next_below(stream, now.member_GI.shape[1])]
-    return e, next_below(stream, num_experts)
+        return e, now.member_GI[now.start_E[e], next_below(random, now.member_GI.shape[1])]
+    return e, next_below(random, num_experts)
 
 
 @inlined
-def _typical_change(now: Placement, stream: NDArray[np.uint64]) -> float:
+def _typical_change(now: Placement, random: NDArray[np.uint64]) -> float:
     """Mean size of the change by a random swap."""
     total = 0.0
     for _ in range(SAMPLED_SWAPS):
-        e, f = next_below(stream, len(now.home_E)), next_below(stream, len(now.home_E))
+        e, f = next_below(random, len(now.home_E)), next_below(random, len(now.home_E))
         if now.home_E[e] != now.home_E[f]:
             total += abs(_swap_change(now, e, f))
     return max(total / SAMPLED_SWAPS, 1.0)

@@ -18,8 +18,7 @@ from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
-from foreroute.planner.levels import block_ends, levels_by_price
-from foreroute.planner.progress import OnProgress, PlanInProgress
+from foreroute.planner.progress import OnProgress, PlanInProgress, block_ends
 
 DEFAULTS = PlanOptions()
 
@@ -171,18 +170,14 @@ def _plan_cells(
     """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
     from foreroute.kernels import NONE
     from foreroute.planner.cell import look_ahead, new_cell
+    from foreroute.planner.priced import PricedOptions
     from foreroute.planner.replicas import plan_block
 
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
     slots, persistent = _slots(topology, options), options.slots == "layer"
     outlook = look_ahead(counts if persistent else counts[:0], home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
-    refiner = None
-    settled, progress.levels = levels_by_price(topology, options, costs)
-    if costs is not None and slots and (settled.traffic or settled.pay_off):
-        from foreroute.planner.refine import Refiner
-
-        refiner = Refiner(counts, topology, options, settled, costs)
+    priced = PricedOptions(counts, topology, options, costs)
 
     def plan_layers(layers: slice) -> None:
         cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, outlook, persistent)
@@ -191,13 +186,12 @@ def _plan_cells(
             hosts = Hosts.with_room(home_LE[layers], end - begin, num_ranks, num_ranks * slots)
             max_load_ML = np.zeros((end - begin, len(hosts.home_LE)), np.int64)
             plan_block(cell, counts, hosts, max_load_ML.ravel(), held_LH, place, options.tolerance, options.locality)
-            if refiner is not None:
-                hosts = refiner.refine(hosts, max_load_ML, place)
+            if priced.is_any_on:
+                hosts = priced.refine(hosts, max_load_ML, place)
             progress.add((hosts, max_load_ML), slice(begin, end), layers)
 
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
     parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
     with ThreadPoolExecutor(len(parts)) as pool:
         list(pool.map(plan_layers, parts))
-    if refiner is not None:
-        progress.levels |= refiner.levels()
+    progress.priced_options = priced.why()

@@ -19,6 +19,19 @@ PartOf = Callable[[Hosts, NDArray[np.int64], int], StepPlan]
 """Makes the plan of consecutive micro-steps from their hosts, their largest loads [M, L] and the first one's number."""
 
 
+LONGEST_BLOCK = 8
+"""Micro-steps that one compiled call plans at most; the first plans one, so that execution can begin. Chosen by hand:
+longer blocks would hand cells over later, and a call costs little beside eight micro-steps."""
+
+
+def block_ends(num_micro_steps: int) -> list[int]:
+    """Where the blocks of micro-steps end that are planned at once: 1, 2, 4, 8, then every `LONGEST_BLOCK`."""
+    ends = [1]
+    while ends[-1] < num_micro_steps:
+        ends.append(min(2 * ends[-1], ends[-1] + LONGEST_BLOCK, num_micro_steps))
+    return ends
+
+
 class PlanInProgress:
     """A plan while it is made; may be used from any thread.
 
@@ -26,13 +39,13 @@ class PlanInProgress:
 
     Attributes:
         num_micro_steps: M, of the whole step.
-        levels: once it is planned, whether "traffic" and "pay_off" are on, and why.
+        priced_options: once it is planned, whether "traffic" and "pay_off" are on, and why.
     """
 
     def __init__(self, shape: tuple[int, int], part_of: PartOf, on_progress: OnProgress | None = None) -> None:
         """Of a step of `shape` (M, L); made by `foreroute.planner.start`."""
         self.num_micro_steps = shape[0]
-        self.levels: dict[str, str] = {}
+        self.priced_options: dict[str, str] = {}
         self._part_of, self._on_progress = part_of, on_progress
         self._changed = threading.Condition()
         self._planned_ML = np.zeros(shape, np.bool_)

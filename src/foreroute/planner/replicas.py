@@ -26,7 +26,8 @@ from foreroute.planner.cell import (
     restore_held,
 )
 from foreroute.planner.flow import grow, heaviest
-from foreroute.planner.split import keep_local, split
+from foreroute.planner.locality import keep_local
+from foreroute.planner.split import split
 
 # None of these values is published. They steer a search whose result is checked against the target, so they decide how
 # many replicas and how much time it takes, never whether a plan is right. `benchmarks/planner.py` shows both. What is

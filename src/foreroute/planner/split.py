@@ -1,10 +1,4 @@
-"""From quotas to tokens: quotas move to the nodes that the tokens come from, then every host gets whole tokens.
-
-Moving quota at no cost in balance is a circulation of largest gain: an edge from rank a to rank b moves assignments of
-an expert from its host on a to its host on b, and gains +1, 0 or -1 tokens that stay in their node for each. A rank may
-always come to serve less, and more up to the target; so ranks are joined in a circle by one more node, the *slack*.
-Circles of positive gain are found as Bellman and Ford do, and emptied, until there are none.
-"""
+"""From quotas to tokens: every host gets whole tokens, its own rank's and its node's first. Compiled."""
 
 from __future__ import annotations
 
@@ -13,180 +7,15 @@ from numpy.typing import NDArray
 
 from foreroute.kernels import NONE, inlined, routine
 from foreroute.plan.hosts import Hosts
-from foreroute.planner.cell import EXPERT, HELD, NEXT, QUOTA, RANK, CellState
-
-FINEST = 192
-"""Amounts below this part of the target are not worth a circle: half a percent of a rank's load."""
-SEARCHES, SWEEPS = 12, 8
-"""Most searches for circles, and passes over the edges in each. Both only bound the time: a search that finds nothing
-is the last. What is left undone costs locality, not balance. All three are chosen by hand."""
-
-
-@routine
-def keep_local(cell: CellState, target: int) -> None:
-    """Move quota so that more tokens stay in their node while no rank comes above the target."""
-    if len(cell.demand_NE) == 1:
-        return
-    _measure(cell)
-    # Every circle keeps all quotas' sums by expert and no load above the target, so this may stop after any of them.
-    least = 1 + target // FINEST
-    for _ in range(SEARCHES):
-        for node in range(len(cell.search)):  # the slack is node G of the search
-            cell.search[node].gain, cell.search[node].before, cell.search[node].waiting = 0, NONE, 1
-        any_sent = False
-        # One sweep carries a gain along ascending ranks as far as it goes, the next along descending ones. For shortest
-        # paths that halves the sweeps that may be needed (Yen, 1970).
-        for sweep in range(SWEEPS):
-            changed, sent = _relax(cell, target, least, sweep % 2 == 1)
-            any_sent |= sent
-            if not changed:
-                break
-        if not any_sent:
-            return
-
-
-@inlined
-def _measure(cell: CellState) -> None:
-    """By how much the hosts of an expert in a node serve more than the node's own tokens: `over_NE`."""
-    for e in range(cell.num_experts):
-        if cell.hosts[NEXT, e] == NONE:
-            continue
-        for n in range(len(cell.demand_NE)):
-            cell.over_NE[n, e] = -cell.demand_NE[n, e]
-        x = e
-        while x != NONE:
-            cell.over_NE[cell.hosts[RANK, x] // cell.ranks_per_node, e] += cell.hosts[QUOTA, x]
-            x = cell.hosts[NEXT, x]
-
-
-@inlined
-def _edge(cell: CellState, x: int, y: int) -> tuple[int, int]:
-    """Gain per assignment that moves from x to y, and how many of them have it."""
-    e = cell.hosts[EXPERT, x]
-    width = cell.hosts[QUOTA, x]
-    near, far = cell.hosts[RANK, x] // cell.ranks_per_node, cell.hosts[RANK, y] // cell.ranks_per_node
-    if near == far:
-        return 0, width
-    gain = 0
-    over, under = cell.over_NE[near, e], -cell.over_NE[far, e]
-    if over > 0:
-        width = min(width, over)
-    else:
-        gain -= 1
-    if under > 0:
-        width = min(width, under)
-        gain += 1
-    return gain, width
-
-
-@inlined
-def _relax(cell: CellState, target: int, least: int, backwards: bool) -> tuple[bool, bool]:
-    """One pass over all edges: longer walks of more gain. Circles are emptied as they close.
-
-    Returns:
-        Whether any walk has come to gain more.
-        Whether a circle was emptied.
-    """
-    num_ranks = len(cell.load_G)
-    changed, sent = False, False
-    for i in range(num_ranks):
-        rank = num_ranks - 1 - i if backwards else i
-        if cell.search[num_ranks].gain > cell.search[rank].gain:
-            changed = True
-            sent |= _extend(cell, num_ranks, rank, cell.search[num_ranks].gain, target, least)
-        if cell.search[rank].waiting == 0:  # no walk to it has gained since its edges were last followed
-            continue
-        cell.search[rank].waiting = 0
-        for k in range(cell.host_GK.shape[1]):
-            x = cell.host_GK[rank, k]
-            e = cell.hosts[EXPERT, x]
-            if e == NONE or cell.hosts[QUOTA, x] < least or cell.hosts[NEXT, e] == NONE:
-                continue
-            # One bound for all edges of the expert: leaving a node that has none of it to spare loses one, arriving
-            # gains one at most, so a walk reaches `most` + 1. Ranks that have more than `most` already are passed over.
-            most = cell.search[rank].gain - (cell.over_NE[rank // cell.ranks_per_node, e] < least)
-            if most < 0:
-                continue
-            y = e
-            while y != NONE:
-                to = cell.hosts[RANK, y]
-                if y != x and cell.search[to].gain <= most:
-                    gain, width = _edge(cell, x, y)
-                    if width >= least and cell.search[rank].gain + gain > cell.search[to].gain:
-                        cell.search[to].from_host, cell.search[to].to_host = x, y
-                        changed = True
-                        sent |= _extend(cell, rank, to, cell.search[rank].gain + gain, target, least)
-                y = cell.hosts[NEXT, y]
-        if cell.search[rank].gain > cell.search[num_ranks].gain and target - cell.load_G[rank] >= least:
-            changed = True
-            sent |= _extend(cell, rank, num_ranks, cell.search[rank].gain, target, least)
-    return changed, sent
-
-
-@inlined
-def _extend(cell: CellState, node: int, to: int, gain: int, target: int, least: int) -> bool:
-    """Let the best walk to `to` come over `node`. When that closes a circle, empty it. True when it was emptied."""
-    cell.search[to].gain = gain
-    cell.search[to].before = node
-    if to < len(cell.load_G):
-        cell.search[to].waiting = 1
-    # The chain of `before` has no circle but one that this edge closes: others were cut when they closed.
-    at = node
-    while at != NONE:
-        if at == to:
-            return _send(cell, to, target, least)
-        at = cell.search[at].before
-    return False
-
-
-@inlined
-def _send(cell: CellState, start: int, target: int, least: int) -> bool:
-    """Send as much around the circle through `start` as every edge takes, if it gains still, and cut the circle."""
-    num_ranks = len(cell.load_G)
-    amount, total, at = target, 0, start
-    while True:
-        before = cell.search[at].before
-        if at == num_ranks:
-            amount = min(amount, target - cell.load_G[before])
-        elif before != num_ranks:
-            gain, width = _edge(cell, cell.search[at].from_host, cell.search[at].to_host)
-            total += gain
-            amount = min(amount, width)
-        at = before
-        if at == start:
-            break
-    # Earlier circles have moved quota over the same edges: the gain that was added up along the walk may be gone.
-    if total <= 0 or amount < least:
-        amount = 0
-    # From a rank to the slack: that rank keeps what it was given. From the slack to a rank: it gives and gets nothing.
-    while True:
-        before = cell.search[at].before
-        if at == num_ranks:
-            cell.load_G[before] += amount
-        elif before == num_ranks:
-            cell.load_G[at] -= amount
-        else:
-            e = cell.hosts[EXPERT, cell.search[at].from_host]
-            cell.hosts[QUOTA, cell.search[at].from_host] -= amount
-            cell.hosts[QUOTA, cell.search[at].to_host] += amount
-            cell.over_NE[before // cell.ranks_per_node, e] -= amount
-            cell.over_NE[at // cell.ranks_per_node, e] += amount
-        cell.search[at].before = NONE
-        cell.search[at].gain = 0
-        at = before
-        if at == start:
-            break
-    return amount > 0
+from foreroute.planner.cell import HELD, NEXT, QUOTA, RANK, CellState
 
 
 @routine
 def split(cell: CellState, counts_GE: NDArray[np.int32], hosts: Hosts, begin: int, local: bool) -> int:
     """Write the replicas of a cell into `hosts` from row `begin` on; returns the row behind the last.
 
-    Each host serves its own rank first, then its node, then the rest: for given quotas no split keeps more assignments
-    on their rank, nor on their node. Quotas are used up.
+    `local` as in `split_expert`. Quotas of experts with replicas are used up.
     """
-    num_ranks, left_G, home_G = len(cell.load_G), cell.split_2G[0], cell.split_2G[1]
     end = begin
     for e in range(cell.num_experts):
         first, x = end, cell.hosts[NEXT, e]
@@ -195,24 +24,56 @@ def split(cell: CellState, counts_GE: NDArray[np.int32], hosts: Hosts, begin: in
                 hosts.expert_R[end], hosts.rank_R[end] = e, cell.hosts[RANK, x]
                 hosts.slot_R[end] = (x - cell.num_experts) % cell.slots
                 hosts.fetched_R[end] = cell.hosts[HELD, x] != e
+                cell.split_3G[2, end - first] = cell.hosts[QUOTA, x]
                 end += 1
             x = cell.hosts[NEXT, x]
         if end == first:
             continue
         hosts.tokens_RG[first:end] = 0
-        for g in range(num_ranks):
+        left_G, home_G, quota_R = cell.split_3G[0], cell.split_3G[1], cell.split_3G[2]
+        for g in range(len(left_G)):
             left_G[g] = counts_GE[g, e]
-        # Three rounds: own rank, own node, the rest. In the first two the home comes first, at the end it gets what is
-        # left. Tokens never leave a rank or node while a host there has quota left.
-        for reach in range(0 if local else 2, 3):
-            size = 1 if reach == 0 else cell.ranks_per_node if reach == 1 else num_ranks
-            if reach < 2:
-                cell.hosts[QUOTA, e] = take_near(home_G, left_G, cell.hosts[QUOTA, e], cell.hosts[RANK, e], size)
-            for r in range(first, end):
-                rank = int(hosts.rank_R[r])
-                x = cell.num_experts + rank * cell.slots + hosts.slot_R[r]
-                cell.hosts[QUOTA, x] = take_near(hosts.tokens_RG[r], left_G, cell.hosts[QUOTA, x], rank, size)
+        ranks, tokens = hosts.rank_R[first:end], hosts.tokens_RG[first:end]
+        home, home_quota = int(cell.hosts[RANK, e]), cell.hosts[QUOTA, e]
+        split_expert(ranks, tokens, quota_R, home, home_quota, left_G, home_G, cell.ranks_per_node, local)
     return end
+
+
+@inlined
+def split_expert(
+    rank_R: NDArray[np.integer],
+    tokens_RG: NDArray[np.integer],
+    quota_R: NDArray[np.integer],
+    home: int,
+    home_quota: int,
+    left_G: NDArray[np.integer],
+    home_G: NDArray[np.integer],
+    ranks_per_node: int,
+    local: bool,
+) -> None:
+    """Share the tokens of one expert out to its replicas, by quotas that are used up. The home gets what is left.
+
+    For given quotas no split keeps more assignments on their rank, nor on their node.
+
+    Args:
+        rank_R: integers [R], the rank of each replica.
+        tokens_RG: integers [R, G], what each serves of each source rank; zeros, added to.
+        quota_R: integers [R or more], most that each serves.
+        home: the rank of the home.
+        home_quota: most that it serves.
+        left_G: integers [G], the tokens of each source rank; taken from.
+        home_G: integers [G], scratch.
+        ranks_per_node: of the topology.
+        local: False shares them out in order, wherever they come from.
+    """
+    # Three rounds: own rank, own node, the rest. In the first two the home comes first, so that the last leaves it the
+    # tokens that it should have. Tokens never leave a rank or node while a host there has quota left.
+    for reach in range(0 if local else 2, 3):
+        size = 1 if reach == 0 else ranks_per_node if reach == 1 else len(left_G)
+        if reach < 2:
+            home_quota = take_near(home_G, left_G, home_quota, home, size)
+        for r in range(len(rank_R)):
+            quota_R[r] = take_near(tokens_RG[r], left_G, quota_R[r], rank_R[r], size)
 
 
 @inlined

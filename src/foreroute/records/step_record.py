@@ -143,7 +143,7 @@ class StageRecord(TypedDict, total=False):
     """Replicas of all cells."""
     fell_back: list[dict[str, str | int]]
     """Cells served by homes alone, and why."""
-    levels: dict[str, str]
+    priced_options: dict[str, str]
     """Whether `pay_off` and `traffic` were on, and why."""
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import CountsError
 from foreroute.plan.hosts import CellPlan
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
 
 
@@ -89,7 +89,7 @@ class Balancer:
     label: str
     knows: str
     method: Method
-    slots: SlotUse = "layer"
+    slots: SlotSharing = "layer"
 
 
 class HeldExperts:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from foreroute.costs import links, pricing
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
-from foreroute.plan.step_plan import CellHosts
 from foreroute.plan.topology import Topology
 from foreroute.simulate.methods import ServedStep
 
@@ -85,16 +84,14 @@ def compute_of(
     tokens_MG = np.empty((num_micro_steps, ranks))
     for c, cell in enumerate(served.kept):
         m, layer = divmod(c, num_layers)
-        hosts = CellHosts.of(cell, served.counts_MLGE[m, layer])
-        rank_H, tokens_HG = hosts.rank_H.astype(np.int64), np.ascontiguousarray(hosts.tokens_HG, np.int64)
-        pairs_GG = links.pairs_between(rank_H, tokens_HG)
-        rows_G4 = links.rows_sent(pairs_GG, prices)
+        counts_GE = served.counts_MLGE[m, layer]
+        rows_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), prices)
         all_to_all_ML[m, layer] = links.all_to_all_seconds(rows_G4, prices)
         rows_ML2[m, layer] = rows_G4[:, [links.NODE_OUT, links.CLUSTER_OUT]].sum(axis=0)
-        forward_G, backward_G = pricing.experts_by_rank(rank_H, tokens_HG.sum(axis=1), ranks, prices)
+        forward_G, backward_G = pricing.experts_by_rank(cell, counts_GE, prices)
         experts_MLG2[m, layer, :, 0], experts_MLG2[m, layer, :, 1] = forward_G, backward_G
         if layer == 0:
-            tokens_MG[m] = served.counts_MLGE[m, layer].sum(axis=1) / costs.model.top_k
+            tokens_MG[m] = counts_GE.sum(axis=1) / costs.model.top_k
     attention_MG2 = np.stack([costs.attention_seconds(tokens_MG, squares_MG, one) for one in (FORWARD, BACKWARD)], -1)
     send_s = tokens_MG.max(axis=1) * prices.cluster_row_s + topology.links.cluster_latency_s
     return Compute(

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
-from foreroute.planner.levels import block_ends
+from foreroute.planner.progress import block_ends
 from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,
@@ -150,7 +150,7 @@ class EPGroup:
         }
 
 
-def rules_of(config: SimulateConfig, topology: Topology, costs: CostModel, slots: SlotUse) -> Rules:
+def rules_of(config: SimulateConfig, topology: Topology, costs: CostModel, slots: SlotSharing) -> Rules:
     """For the engine."""
     return Rules(
         ranks_per_node=topology.ranks_per_node,

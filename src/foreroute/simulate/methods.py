@@ -16,7 +16,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.hosts import CellPlan
-from foreroute.plan.options import PlanOptions, SlotUse
+from foreroute.plan.options import PlanOptions, SlotSharing
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
@@ -78,7 +78,7 @@ class ServedStep:
 
     counts_MLGE: NDArray[np.integer]
     before_LE: NDArray[np.int16]
-    slots: SlotUse
+    slots: SlotSharing
     cells: Iterable[CellPlan]
     planning_s: float = 0.0
 

@@ -21,7 +21,7 @@ class ExecutedStage:
         publishing_s: seconds that it waited for weights to be published.
         planning_s: seconds that the planner took, on the rank that plans.
         exposed_planning_s: seconds of them that the stage waited for, before it began and before later micro-steps.
-        levels: whether pay-off and traffic were on, and why, on the rank that plans.
+        priced_options: whether pay-off and traffic were on, and why, on the rank that plans.
         transfers: of this rank, once the stage has ended.
         executed_ML: int64 [M, L], assignments that this rank computed.
     """
@@ -32,7 +32,7 @@ class ExecutedStage:
     publishing_s: float
     planning_s: float = 0.0
     exposed_planning_s: float = 0.0
-    levels: dict[str, str] = field(default_factory=dict)
+    priced_options: dict[str, str] = field(default_factory=dict)
     transfers: list[TransferRecord] = field(default_factory=list)
     executed_ML: NDArray[np.int64] = field(init=False)
 
@@ -133,7 +133,7 @@ def _stage(load: ExecutedStage, executed_MLG: NDArray[np.int64]) -> dict[str, An
         "at_home_MLG": at_home_MLG,
         "replicas": int(load.plan.num_replicas_ML.sum()),
         "fell_back": load.fell_back,
-        "levels": load.levels,
+        "priced_options": load.priced_options,
     }
 
 

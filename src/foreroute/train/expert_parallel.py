@@ -131,7 +131,7 @@ class ExpertParallel(PolicyExecution):
             self._now, now.transfers = None, self._engine.take_records()
         if announced.planned is not None:
             now.planning_s, now.exposed_planning_s = announced.planned.seconds.result(), waited_s + plan.waited_s
-            now.levels = announced.planned.progress.result().levels
+            now.priced_options = announced.planned.progress.result().priced_options
         self._executed.append(now)
 
     @contextmanager

@@ -15,9 +15,11 @@ def check_its_own_weights_change_no_bit():
         ids = on.tokens()
         trace, native = recorded(built, routed, ids)
         assert torch.equal(replayed(built, routed, trace, ids), native), name
-        if "moe_input_jitter_eps" not in settings:  # whose numbers are drawn for the places of a batch
-            swapped = recorded(built, routed, ids.flip(0))[0]
-            assert np.array_equal(swapped.gate_weights_NLK, trace.select([1, 0]).gate_weights_NLK), name
+        # a router's own weights may be rounded otherwise in another order of sequences; those of a trace are constants
+        swapped = trace.select([1, 0])
+        with routed.record(gate_weights=True) as recording:
+            replayed(built, routed, swapped, ids.flip(0))
+        assert np.array_equal(recording.trace().gate_weights_NLK, swapped.gate_weights_NLK), name
 
 
 def check_other_weights_are_obeyed_and_no_gradient_reaches_a_router():

@@ -26,7 +26,7 @@ from foreroute.errors import ConfigError, PlanError, TransferError
 from foreroute.files import blake2b_hex
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.capabilities import FetchPath, check_paths
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import ExecutablePlan
 
 
@@ -299,7 +299,7 @@ class TransferOptions:
     """
 
     paths: FetchPath = "host"
-    slots: SlotUse = "layer"
+    slots: SlotSharing = "layer"
     prefetch: int = 1
     deadline_s: float | None = None
     checksums: bool = False

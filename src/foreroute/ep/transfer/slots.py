@@ -38,7 +38,7 @@ from foreroute.ep.transfer.peers import (
 )
 from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
 from foreroute.plan import CellPlan, CellSchedule, Topology
-from foreroute.plan.options import SlotUse
+from foreroute.plan.options import SlotSharing
 
 EMPTY = -1
 """In a table of slots: the slot holds no expert."""
@@ -119,7 +119,7 @@ class SlotSets:
     """
 
     def __init__(
-        self, use: SlotUse, num_shared: int, homes: Sequence[Mapping[str, Tensor]], topology: Topology
+        self, use: SlotSharing, num_shared: int, homes: Sequence[Mapping[str, Tensor]], topology: Topology
     ) -> None:
         self._num_sets = 1 if use == "layer" else num_shared
         self._keys = list(range(len(homes))) if use == "layer" else [_shapes(home) for home in homes]

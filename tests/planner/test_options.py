@@ -1,4 +1,4 @@
-"""Every level that the options name takes effect in `plan`, or is refused."""
+"""Everything that the options name takes effect in `plan`, or is refused."""
 
 from dataclasses import replace
 
@@ -19,6 +19,7 @@ from tests.plan.random_plans import LINKS
 
 MODEL = replace(model_preset("qwen3-30b-a3b"), num_experts=16, top_k=2)
 COSTS = CostModel(model=MODEL, hardware=hardware_preset("h100"))
+FREE = replace(COSTS, trial_s_per_count=0.0)
 SLOW_HOST = CostModel(model=replace(MODEL, hidden=7168), hardware=hardware_preset("h100"))
 TOPOLOGY = Topology(8, 4, 2, LINKS)
 
@@ -48,6 +49,15 @@ def test_homes_move_within_their_budget(moves):
     assert bool(len(found.home_moves)) == (moves != 0)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"home_moves": -1}, {"home_moves": 1.5}, {"threads": 0}, {"threads": True}, {"seed": -1}, {"seed": 0.5}]
+)
+def test_what_is_counted_is_a_whole_number(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value}; expected a whole number from [01] to"):
+        PlanOptions(**wrong)
+
+
 def test_replicas_against_traffic_are_faster_and_valid():
     given, topology = counts(1, 4000), replace(TOPOLOGY, redundant_slots=6)
     balanced = PlanOptions(slots="shared", traffic=False)
@@ -74,27 +84,37 @@ def test_replicas_that_do_not_pay_are_declined(slots):
     assert same(plan(given, TOPOLOGY, options), plan(given, TOPOLOGY, keeping)), "nothing is priced"
 
 
-def test_levels_left_open_are_on_where_they_pay_and_say_why():
+def test_options_left_open_are_on_where_they_pay_and_say_why():
     many, one_node = replace(TOPOLOGY, redundant_slots=6), replace(TOPOLOGY, ranks_per_node=8)
-    paying = "on: where it saves time"
+    paying, against = "on: where it saves time", "off: slots of each layer keep what they hold, and it refills all"
     for topology, options, costs, pay_off, traffic in [
         (many, PlanOptions(slots="shared"), COSTS, paying, paying),
-        (many, PlanOptions(), COSTS, paying, "off: slots of each layer keep what they hold, and it refills all"),
-        (one_node, PlanOptions(slots="shared"), COSTS, paying, "off: all ranks share a node"),
+        (many, PlanOptions(), FREE, paying, against),
+        (one_node, PlanOptions(slots="shared"), FREE, paying, "off: all ranks share a node"),
+        (one_node, PlanOptions(slots="shared", traffic=True), FREE, paying, "off: all ranks share a node"),
         (many, PlanOptions(slots="shared"), None, "off: nothing is priced", "off: nothing is priced"),
         (many, PlanOptions(replicas=False), COSTS, "off: there are no replicas", "off: there are no replicas"),
         (many, PlanOptions(slots="shared", traffic=True, pay_off=False), COSTS, "off: asked for", "on: asked for"),
     ]:
         progress = start(counts(1, 4000), topology, options, costs=costs)
         found = progress.result(timeout=60)
-        assert progress.levels == {"pay_off": pay_off, "traffic": traffic}
+        assert progress.priced_options == {"pay_off": pay_off, "traffic": traffic}
         forced = replace(options, pay_off=pay_off.startswith("on"), traffic=traffic.startswith("on"))
         assert same(found, plan(counts(1, 4000), topology, forced, costs=costs))
 
 
+def test_planning_that_saves_nothing_is_not_free():
+    """Even counts need no replicas, so there is nothing to decline; with planning for free, looking costs nothing."""
+    even, options = np.full((4, 3, 8, 16), 4000), PlanOptions()
+    for costs, why in ((COSTS, "off: in 3 of 3 layers, planning it would expose more"), (FREE, "on: where it saves")):
+        progress = start(even, TOPOLOGY, options, costs=costs)
+        assert len(progress.result(timeout=60).expert_R) == 0
+        assert progress.priced_options["pay_off"].startswith(why)
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_levels_are_off_in_layers_where_planning_them_exposes_more_than_they_save(seed):
-    """Decided anew here: from plans with the levels on and off everywhere, and a clock that hands blocks over."""
+def test_options_are_off_in_layers_where_planning_them_exposes_more_than_they_save(seed):
+    """Decided anew here: from plans with both on and off everywhere, and a clock that hands blocks over."""
     given, topology = counts(seed, 300), replace(TOPOLOGY, redundant_slots=6)
     auto = PlanOptions(slots="shared")
     plans = [plan(given, topology, replace(auto, pay_off=is_on, traffic=is_on), costs=COSTS) for is_on in (False, True)]
@@ -105,18 +125,20 @@ def test_levels_are_off_in_layers_where_planning_them_exposes_more_than_they_sav
         saved_L.append(4 * (off.seconds - on.seconds))
         run_L.append(float(off.parts_SP[0].sum()))
     assert min(saved_L) > 0
+    # one plan for pay-off; for traffic the one to beat, and with each of three limits 6, 4, 3, 2 and 1 slots
+    entries = (1 + 1 + 3 * 5) * 8 * 16
     # a little beside what is saved: where both are equal, rounding decides
-    for refine_s in (min(saved_L) / 5, *(0.99 * saved for saved in sorted(saved_L)[:2]), sum(saved_L)):
-        is_on_L = [saved > waited(refine_s, run_s) for saved, run_s in zip(saved_L, run_L, strict=True)]
+    for plan_s in (min(saved_L) / 5, *(0.99 * saved for saved in sorted(saved_L)[:2]), sum(saved_L)):
+        is_on_L = [saved > waited(plan_s, run_s) for saved, run_s in zip(saved_L, run_L, strict=True)]
         options = replace(auto, threads=1 + seed % 2)
-        progress = start(given, topology, options, costs=replace(COSTS, refine_s=refine_s))
+        progress = start(given, topology, options, costs=replace(COSTS, trial_s_per_count=plan_s / entries))
         found = progress.result(timeout=60)
         for m, layer in np.ndindex(4, 3):
             mine, expected = found.cell(m, layer), plans[is_on_L[layer]].cell(m, layer)
             assert all(np.array_equal(getattr(mine, name), getattr(expected, name)) for name in mine._fields)
         num_off = is_on_L.count(False)
-        assert (f"in {num_off} of 3 layers" in progress.levels["traffic"]) == (num_off > 0)
-        assert progress.levels["pay_off"].startswith("off" if num_off == 3 else "on")
+        assert (f"in {num_off} of 3 layers" in progress.priced_options["traffic"]) == (num_off > 0)
+        assert progress.priced_options["pay_off"].startswith("off" if num_off == 3 else "on")
     assert num_off == 3, "the last one costs more than all of them save"
 
 
