@@ -86,7 +86,7 @@ def test_this_processor_gives_a_row_the_same_bits_in_every_group_of_whole_tiles(
 
 
 TILE = 16
-"""Rows that a stand-in for a GEMM computes together. It shows the rule also where the processor's own GEMM needs none."""
+"""Rows that a stand-in for a GEMM computes together. A processor whose own GEMM needs no rule shows it too."""
 
 
 def test_kernels_that_compute_leftover_rows_otherwise_are_given_none(workers):

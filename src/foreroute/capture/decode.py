@@ -83,8 +83,7 @@ def decode(
     version = whole_number(weight_version, name="weight_version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
     start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
     form, sequences = read_output(output)
-    engine = _known_engine(engine, form)
-    _require_logical_ids(engine, engine_version)
+    engine = _known_engine(engine, engine_version, form)
     tokens = _tokens_of(sequences, token_ids)
     masks = _valid_of(sequences, valid, form)
     placed = [
@@ -132,11 +131,11 @@ def _place(
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
     expected = num_tokens - 1 - start
     rows_RAK = _rows(raw, form, expected, spec, what)
-    placed_TLK = np.zeros((num_tokens, spec.num_layers, spec.top_k), rows_RAK.dtype)
-    valid_T = np.zeros(num_tokens, np.bool_)
     if rows_RAK.ndim != 3:
         raise CaptureError(f"{what} has routes of shape {rows_RAK.shape}; expected [rows, layers, picks]")
     _require_row_count(len(rows_RAK), expected, num_tokens, form, start, what)
+    placed_TLK = np.zeros((num_tokens, spec.num_layers, spec.top_k), rows_RAK.dtype)
+    valid_T = np.zeros(num_tokens, np.bool_)
     if not len(rows_RAK):
         return placed_TLK, valid_T
     if rows_RAK.shape[2] != spec.top_k:
@@ -170,7 +169,7 @@ def _rows(raw: RawSequence, form: Form, expected: int, spec: RoutingSpec, what: 
         return as_integers(raw.routes, "the routes")
     if form is Form.VLLM:
         return read_npy(read_base64(raw.routes, f"the routes of {what}"))
-    flat = read_raw(raw.routes, raw.dtype, f"the routes of {what}")
+    flat = read_raw(raw.routes, f"the routes of {what}")
     if expected < 1 and not flat.size:
         return np.zeros((0, 0, 0), flat.dtype)
     layers, rest = divmod(flat.size, max(expected, 1) * spec.top_k)
@@ -252,7 +251,12 @@ def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
 
 
 def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
-    carried = _carried(raw, sequence)
+    halves = (raw.prompt_token_ids, raw.response_token_ids)
+    carried = None  # one half alone says nothing about positions
+    if raw.token_ids is not None:
+        carried = _as_tokens(raw.token_ids, sequence)
+    elif all(half is not None for half in halves):
+        carried = np.concatenate([_as_tokens(half, sequence) for half in halves])
     if given is None:
         if carried is None:
             raise CaptureError(
@@ -266,15 +270,6 @@ def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
             "routes and tokens belong to different requests"
         )
     return stated
-
-
-def _carried(raw: RawSequence, sequence: int) -> NDArray[np.int32] | None:
-    if raw.token_ids is not None:
-        return _as_tokens(raw.token_ids, sequence)
-    halves = (raw.prompt_token_ids, raw.response_token_ids)
-    if any(half is None for half in halves):
-        return None  # one half alone says nothing about positions
-    return np.concatenate([_as_tokens(half, sequence) for half in halves])
 
 
 def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
@@ -307,22 +302,22 @@ def _require_decoder_layers(spec: object) -> None:
         )
 
 
-def _known_engine(name: object, form: Form) -> str:
-    """Return the engine's lower-case name: the caller's, or of the one that writes the form; "" for none."""
+def _known_engine(name: object, version: object, form: Form) -> str:
+    """Return the engine by its lower-case name, stated or that which writes the form; "" where none is known.
+
+    Raises:
+        CaptureError: for another engine, for a version whose ids are those of a load balancer, and for one without a
+            number.
+    """
     if not isinstance(name, str) or (name and name.lower() not in ENGINES):
         raise CaptureError(f"engine is {shown(name)}; expected one of {', '.join(ENGINES)}, or nothing")
-    if name and form.value in ENGINES and name.lower() != form:
+    engine = name.lower() or (form.value if form.value in ENGINES else "")
+    if form.value in ENGINES and engine != form:
         raise CaptureError(
             f"engine is {name!r}, but the output has the form {form}; leave engine out, or pass the output of {name}"
         )
-    return name.lower() or (form.value if form.value in ENGINES else "")
-
-
-def _require_logical_ids(engine: str, version: object) -> None:
-    """Raise `CaptureError` for a version whose ids are those of a load balancer, and for one that says nothing."""
     # vLLM's ids are logical in every version, and builds of it may state one without a number
-    numberless = isinstance(version, str) and version and not re.search(r"\d", version) and engine != "vllm"
-    if not isinstance(version, str) or numberless:
+    if not isinstance(version, str) or (version and engine != "vllm" and not re.search(r"\d", version)):
         raise CaptureError(f"engine_version is {shown(version)}; expected text such as '0.5.23', or nothing")
     if version and not engine:
         raise CaptureError(
@@ -334,3 +329,4 @@ def _require_logical_ids(engine: str, version: object) -> None:
             f"SGLang {version} captures routes after its load balancer has mapped them, so the ids are physical, "
             "and the mapping is not in the output; upgrade SGLang to 0.5.10 or newer"
         )
+    return engine

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from foreroute.capture.arrays import NPY_MAGIC, field_of, is_array, items_of, num_axes, parse_text
+from foreroute.capture.arrays import NPY_MAGIC, as_array, field_of, is_array, items_of, parse_text
 from foreroute.capture.verl_batch import sequences_of
 from foreroute.errors import CaptureError, shown
 
@@ -36,7 +36,6 @@ class RawSequence:
         valid: bool [rows], False where a row was never routed; None where the form has no such rows.
         prompt_token_ids, response_token_ids: the tokens, where the output carries them.
         token_ids: all tokens, where the output does not tell prompt and response apart.
-        dtype: the dtype that the engine advertises for bytes without a header.
         sampling_mask: the sets that its tokens were drawn from, where the output has them.
         indexer_topk: what its sparse-attention indexers chose, where the output has that.
     """
@@ -46,7 +45,6 @@ class RawSequence:
     prompt_token_ids: Any = None
     response_token_ids: Any = None
     token_ids: Any = None
-    dtype: Any = None
     sampling_mask: Any = None
     indexer_topk: Any = None
 
@@ -94,12 +92,13 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     if isinstance(output, bytes):
         return Form.ARRAY, [RawSequence(output)]
     if is_array(output):
-        if num_axes(output) == 4:
+        routes = as_array(output, "the routes")
+        if routes.ndim == 4:
             raise CaptureError(
-                f"an array of shape {tuple(output.shape)} is a padded batch, and which rows are padding is not in it; "
+                f"an array of shape {routes.shape} is a padded batch, and which rows are padding is not in it; "
                 "pass the batch with routed_experts, input_ids and attention_mask"
             )
-        return Form.ARRAY, [RawSequence(output)]
+        return Form.ARRAY, [RawSequence(routes)]
     meta, extension = field_of(output, "meta_info"), field_of(output, "sglext")
     if meta is not None:
         return Form.SGLANG, [_sglang(meta, output)]
@@ -112,7 +111,7 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     if isinstance(choices, list | tuple) and choices:
         return Form.VLLM, [_vllm(choice, output) for choice in items_of(choices, "the choices")]
     routes = field_of(output, "routed_experts")
-    if is_array(routes) and num_axes(routes) == 4:
+    if is_array(routes) and as_array(routes, "routed_experts").ndim == 4:
         return Form.VERL, _verl(output)
     return Form.VLLM, [_vllm(output, output)]
 
@@ -142,7 +141,6 @@ def _sglang(holder: Any, record: Any) -> RawSequence:
         routes,
         prompt_token_ids=field_of(record, "prompt_token_ids"),
         response_token_ids=_first(field_of(record, "output_ids"), field_of(record, "token_ids")),
-        dtype=field_of(holder, "routed_experts_dtype"),
         sampling_mask=field_of(holder, "output_token_sampling_mask"),
         indexer_topk=field_of(holder, "indexer_topk"),
     )

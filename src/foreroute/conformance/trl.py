@@ -2,14 +2,15 @@
 
 The model runs as TRL runs it: a prompt (here the first token), a completion, and log-probs from TRL's fused head. Under
 replay the trace is a rollout, and its sequences travel through TRL's own shuffling by the numbers that the adapter puts
-into a batch.
+into a batch. A processor may round a row otherwise in another place of a batch, so that bits are compared in one order:
+without replay rows are shuffled alike. While it is recorded, a forward has them as they come.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class AttachedTrainer:
                 train_dataset=Dataset.from_dict({"prompt": ["a"]}),
                 args=GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[]),
             )
-        self.is_open = False
+        self.is_open, self.is_recording = False, False
         self._rollout: Any = None
 
     @property
@@ -70,10 +71,15 @@ class AttachedTrainer:
         spec: RoutingSpec = self.trainer.routing.routed.spec
         return spec
 
-    def record(self, **options: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def record(self, **options: Any) -> Iterator[Any]:
         """What rollouts and R2 are recorded with."""
-        recording: AbstractContextManager[Any] = self.trainer.routing.routed.record(**options)
-        return recording
+        self.is_recording = True
+        try:
+            with self.trainer.routing.routed.record(**options) as recording:
+                yield recording
+        finally:
+            self.is_recording = False
 
     @contextmanager
     def replay(self, trace: RoutingTrace, *, weight_version: int | None = None) -> Iterator[None]:
@@ -90,20 +96,18 @@ class AttachedTrainer:
         finally:
             self.is_open = False
 
-    def log_probs(self, input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T - 1] of an update pass, whose rows TRL has shuffled, and int64 [B], the rows in that order."""
-        routing = self.trainer.routing
-        rollout = self._rollout
-        rows = torch.tensor([[rollout.number, row] for row in range(len(input_ids))])
-        batch = {"ids": input_ids, "mask": mask, ROWS: rows, "order": torch.arange(len(input_ids))}
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            torch.manual_seed(int(input_ids.sum()))  # gradients are sums: the same rows in the same order each time
-            shuffled = shuffle_sequence_dict(batch)
-        with routing.passing(LogprobPass("update", rollout.sequences_of(shuffled[ROWS]))):
-            logprobs = self.trainer._get_per_token_logps_and_entropies(
-                self.trainer.model, shuffled["ids"], shuffled["mask"], input_ids.shape[1] - 1
+    def rows(self, num: int) -> dict[str, Tensor]:
+        """What the adapter puts into a batch of so many sequences."""
+        return {ROWS: torch.tensor([[self._rollout.number, row] for row in range(num)])}
+
+    def log_probs(self, batch: dict[str, Tensor]) -> Tensor:
+        """[B, T - 1] of an update pass over a batch, shuffled or not."""
+        ids = batch["ids"]
+        with self.trainer.routing.passing(LogprobPass("update", self._rollout.sequences_of(batch[ROWS]))):
+            logprobs: Tensor = self.trainer._get_per_token_logps_and_entropies(
+                self.trainer.model, ids, batch["mask"], ids.shape[1] - 1
             )[0]
-        return logprobs, shuffled["order"]
+        return logprobs
 
 
 class TRLModel(HuggingFaceModel):
@@ -124,19 +128,34 @@ class TRLModel(HuggingFaceModel):
         self.attached: AttachedTrainer | None = None
 
     def next_logprobs(self, input_ids: Tensor, mask: Tensor, given: Given) -> Tensor:
-        """One pass of TRL; under replay an update pass, in another order of the rows, which is undone."""
-        keep = input_ids.shape[1] - 1
-        if self.attached is None or not self.attached.is_open:
-            labels = input_ids.masked_fill(mask == 0, -100)
+        """One pass of TRL over shuffled rows, which is undone; under replay an update pass."""
+        batch = {"ids": input_ids, "mask": mask, "order": torch.arange(len(input_ids))}
+        is_open = self.attached is not None and self.attached.is_open
+        if is_open:
+            batch |= self.attached.rows(len(input_ids))
+        if self.attached is None or not self.attached.is_recording:
+            batch = _shuffled(batch)
+        if is_open:
+            logprobs = self.attached.log_probs(batch)
+        else:
+            keep = input_ids.shape[1] - 1
+            labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
             labels[:, :-keep] = -100
-            out = self.model(input_ids=input_ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-            return out.log_probs[:, -keep:]  # type: ignore[no-any-return]
-        logprobs, order = self.attached.log_probs(input_ids, mask)
-        back = torch.argsort(order)
+            out = self.model(input_ids=batch["ids"], attention_mask=batch["mask"], labels=labels, fused_lm_head=True)
+            logprobs = out.log_probs[:, -keep:]
+        back = torch.argsort(batch["order"])
         slots = np.arange(input_ids.numel()).reshape(input_ids.shape)[back.numpy()].reshape(-1)
         for path, (ids, gates) in given.items():
             given[path] = ids[slots], gates[slots]
         return logprobs[back]
+
+
+def _shuffled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By TRL's own function; gradients are sums, so that the same batch is shuffled in the same way each time."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(int(batch["ids"].sum()))
+        shuffled: dict[str, Tensor] = shuffle_sequence_dict(batch)
+    return shuffled
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
