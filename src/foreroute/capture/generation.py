@@ -222,7 +222,7 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
     before = _named_trace(target)
     trace_digest = digest(generation.trace)
     beside = target.with_name(f"{target.name}-{trace_digest[:16]}.trace.safetensors")
-    save(generation.trace, beside, overwrite=True)
+    save(generation.trace, beside, encoding="ordered", overwrite=True)
     tensors = {
         "logprobs": np.asarray(generation.logprobs_R, np.float32),
         "prompt_lengths": np.asarray(generation.prompt_lengths, np.int64),

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from math import prod
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -133,9 +132,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _bytes(self, start: int, size: int) -> bytes | bytearray:

@@ -83,7 +83,7 @@ def misplaced_masks(trace: RoutingTrace) -> str:
     masks = trace.streams.get(SAMPLING)
     if masks is None:
         return ""
-    wrong_N = masks.valid_N & ~masks.contain(_tokens_ahead(trace, 1))
+    wrong_N = masks.valid_N & ~masks.contains(_tokens_ahead(trace, 1))
     if not wrong_N.any():
         return ""
     row = int(wrong_N.argmax())
@@ -95,13 +95,13 @@ def misplaced_masks(trace: RoutingTrace) -> str:
     for shift in _shifts():
         tokens_N = _tokens_ahead(trace, 1 + shift)
         looked_at = masks.valid_N & (tokens_N >= 0)
-        if looked_at.sum() >= LEAST_ROWS and masks.contain(tokens_N)[looked_at].all():
+        if looked_at.sum() >= LEAST_ROWS and masks.contains(tokens_N)[looked_at].all():
             away = f"{abs(shift)} token{'' if abs(shift) == 1 else 's'} {'later' if shift > 0 else 'earlier'}"
             return f"{seen}; each is the set of the token {away}"
     rows_of = [rows[masks.valid_N[rows]] for rows in np.split(np.arange(trace.num_rows), trace.offsets[1:-1])]
     next_N, own = _tokens_ahead(trace, 1), masks.take(rows_of[sequence])
     for other, rows in enumerate(rows_of[:MOST_SEQUENCES]):
-        if other != sequence and len(rows) == own.num_rows >= LEAST_ROWS and own.contain(next_N[rows]).all():
+        if other != sequence and len(rows) == own.num_rows >= LEAST_ROWS and own.contains(next_N[rows]).all():
             return f"{seen}; the sets of sequence {sequence} fit the tokens of sequence {other}"
     return f"{seen}; they are of other tokens, or the sampler drew from other sets than it kept"
 
