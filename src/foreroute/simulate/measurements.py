@@ -29,7 +29,7 @@ from foreroute.simulate.methods import ServedStep, all_at_home
 from foreroute.simulate.steps import GroupStep
 
 MOST_BYTES = 1 << 20
-"""Of the file; thousands of measurements."""
+"""Most bytes of the file: thousands of measurements."""
 
 
 @dataclass(frozen=True, eq=False)
