@@ -39,8 +39,8 @@ MOST_OF_MODEL = {
 }
 MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000, "layer_s": 3600.0}
 MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE = 1e24, 64, 1 << 24
-"""Of FLOPs or bytes in a second, bytes of an element, tokens of a sequence. Like all bounds here: ten times what anyone
-has or more, and such that no product of them overflows."""
+"""Most FLOPs or bytes in a second, bytes of an element, and tokens of a sequence. Like all bounds here, ten times what
+anyone has or more, and such that no product of them overflows."""
 
 Dispatcher = Literal["copies", "dedup"]
 
@@ -83,7 +83,7 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Weights of one expert, as a number."""
         return 3 * self.hidden * self.intermediate
 
     @property
