@@ -157,21 +157,12 @@ FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
 BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
-class StagePasses(NamedTuple):
-    """A stage of an RL step as the passes that it makes over each cell.
-
-    Attributes:
-        groups: (forward passes, backward passes) of each group, in order. Weights of replicas are fetched once for each
-            group, while the group before it runs.
-    """
-
-    groups: tuple[tuple[int, int], ...]
-
-
-RECOMPUTE = StagePasses(((1, 0),))
+RECOMPUTE = ((1, 0),)
 # All layers forward; then backward, where each layer's activations are first computed anew. Replicas return gradients.
-UPDATE = StagePasses(((1, 0), (1, 1)))
+UPDATE = ((1, 0), (1, 1))
 STAGES = (RECOMPUTE, UPDATE)
+"""The stages of a step, each as its groups of (forward passes, backward passes) over every cell, in order. Weights of
+replicas are fetched once for each group, while the group before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +267,7 @@ class CostModel:
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
             host_ranks=topology.ranks_per_node if self.paths == "host" else 1,
-            groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage.groups),
+            groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage),
         )
 
 

@@ -104,7 +104,7 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
     fixed_s = prices.layer_s + 2 * prices.latency_s
     seconds_ML = np.zeros(loads_MLE.shape[:2])
     for stage in STAGES:
-        for forwards, backwards in stage.groups:
+        for forwards, backwards in stage:
             seconds_ML += forwards * (attention_s[0] + experts_s[0]) + backwards * (attention_s[1] + experts_s[1])
             seconds_ML += (forwards + backwards) * fixed_s
     return seconds_ML
