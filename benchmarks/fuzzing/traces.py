@@ -78,6 +78,9 @@ def trace_targets(folder: Path) -> list[Target]:
         make=lambda rng: _generation_bytes(rng, folder),
         read=lambda raw: load_generation(written(raw, folder / "rollout.safetensors")),
         same=_same_generation,
+        forge=forge,
+        check=lambda raw, generation: _require_generation(generation),
+        has_checksum=True,
     )
     return [*whole, *beside, part, generation]
 
@@ -227,6 +230,12 @@ def _generation_bytes(rng: np.random.Generator, folder: Path) -> bytes:
 
 def _same_trace(a: RoutingTrace, b: RoutingTrace) -> bool:
     return a.equals(b) and a.provenance == b.provenance
+
+
+def _require_generation(generation: Generation) -> None:
+    assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
+    assert len(generation.sampled_N) == generation.trace.num_rows
+    assert (generation.prompt_lengths >= 1).all()
 
 
 def _same_generation(a: Generation, b: Generation) -> bool:
