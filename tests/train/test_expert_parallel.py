@@ -74,7 +74,7 @@ preset = "h100"
 cluster_bytes_per_s = 1e6
 node_latency_s = 1e-9
 cluster_latency_s = 1e-9
-host_bytes_per_s = {host_bytes_per_s}
+{links}
 
 [model]
 num_layers = 2
@@ -93,10 +93,10 @@ gradient_bytes = 1e-3
 def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     """With a slow link between nodes, replicas keep tokens in them; where weights are large, no replica pays."""
     cheap, dear = tmp_path / "cheap.toml", tmp_path / "dear.toml"
-    cheap.write_text(TOPOLOGY.format(weight_bytes=1e-3, host_bytes_per_s=50e9))
-    dear.write_text(TOPOLOGY.format(weight_bytes=64.0, host_bytes_per_s=1.0))
+    cheap.write_text(TOPOLOGY.format(links="", weight_bytes=1e-3))
+    dear.write_text(TOPOLOGY.format(links="node_bytes_per_s = 1e6", weight_bytes=64))
     (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots="shared"), 1)
-    (none,) = learn_alike(workers, config_of(4, topology=str(dear)), 1)
+    (none,) = learn_alike(workers, config_of(4, topology=str(dear), paths="direct"), 1)
     for stage in short["execution"]["stages"].values():
         assert stage["priced_options"] == {"pay_off": "on: where it saves time", "traffic": "on: where it saves time"}
         assert stage["replicas"] > 0

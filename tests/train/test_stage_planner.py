@@ -26,7 +26,7 @@ def test_without_a_file_nothing_is_priced():
 
 def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
     path = tmp_path / "cluster.toml"
-    path.write_text(TOPOLOGY.format(weight_bytes=2.0, host_bytes_per_s=50e9))
+    path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0))
     cluster = load_cluster(path)
     found = planning_of(expert=4, topology=str(path), pay_off=False, home_moves=6)
     assert found == (cluster.topology, PlanOptions(home_moves=6, pay_off=False), cluster.costs)
@@ -46,7 +46,7 @@ def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
 )
 def test_a_file_of_another_run_is_refused(before, after, message, tmp_path):
     path = tmp_path / "cluster.toml"
-    path.write_text(TOPOLOGY.format(weight_bytes=2.0, host_bytes_per_s=50e9).replace(before, after))
+    path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0).replace(before, after))
     with pytest.raises(ConfigError, match=message):
         planning_of(expert=4, topology=str(path))
     with pytest.raises(ConfigError, match="missing"):

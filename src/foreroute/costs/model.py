@@ -26,6 +26,8 @@ from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import whole_number
 
+MOST_PREFETCH = 999_999
+"""Cells whose weights are fetched ahead. The trainer's configuration has the same limit."""
 MOST_OF_MODEL = {
     "num_layers": 1024,
     "num_experts": 32_768,  # plans name them in int16

@@ -67,6 +67,8 @@ CHUNK_ROWS, MOST_CHUNK_ROWS = 1 << 14, 1 << 16
 """Rows that a chunk aims at, and has at most. From 4,096 to 32,768 the size of a file changes by less than a
 hundredth. With fewer rows frames cost more time each, with more a reader of few sequences decodes more that it does not
 need. A plane of 65,536 bytes and all of its frame lie within zstd's window."""
+CHUNK_MEMORY = 1 << 26
+"""Bytes that the rows of a chunk take in memory, if that is less: choices of indexers take half a megabyte for each."""
 ROW_BYTES = 9
 """Of a row in the first frame: 4 of the token, 4 of the weight version, 1 of validity."""
 
@@ -114,7 +116,7 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
             sizes.append(content.nbytes)
             frames += compress(content.data)
             ends.append(len(frames))
-    shape = (len(chunks), 1 + spec.num_layers + sum(stream.num_frames for stream in streams.values()))
+    shape = (len(chunks), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     check_memory(sum(sizes), len(frames))
     layers = [[each.index, each.kind.value, spec.num_experts, spec.top_k] for each in spec.layers]
     stored = [{"name": name, "kind": stream.kind, **stream.facts()} for name, stream in streams.items()]
@@ -166,15 +168,18 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
     begins as the one before, by a quarter of the shorter: only within a frame does zstd find a prompt again. A
     sequence that is longer still is cut into about even chunks.
     """
+    arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]
+    row_bytes = max(1, sum(array.nbytes for array in arrays) // max(1, trace.num_rows))
+    most = min(MOST_CHUNK_ROWS, max(1, CHUNK_MEMORY // row_bytes))
     offsets, tokens = trace.offsets.tolist(), trace.token_ids_N
     cuts = [0]
     for before, start, stop in zip([0, *offsets], offsets, offsets[1:], strict=False):
-        if start > cuts[-1] and stop - cuts[-1] > CHUNK_ROWS:
+        if start > cuts[-1] and stop - cuts[-1] > min(CHUNK_ROWS, most):
             alike = min(start - before, stop - start) // 4
             grouped = alike and np.array_equal(tokens[before : before + alike], tokens[start : start + alike])
-            if not grouped or stop - cuts[-1] > MOST_CHUNK_ROWS:
+            if not grouped or stop - cuts[-1] > most:
                 cuts.append(start)
-        pieces = -(-(stop - cuts[-1]) // MOST_CHUNK_ROWS)
+        pieces = -(-(stop - cuts[-1]) // most)
         cuts += [cuts[-1] + (stop - cuts[-1]) * piece // pieces for piece in range(1, pieces)]
     return np.diff([*cuts, offsets[-1]] if offsets[-1] > cuts[-1] else cuts)
 
@@ -268,8 +273,8 @@ def load(
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])
         except TraceContentError as error:
             raise _damage(file, error) from error
-        num_sequences = len(header.offsets) - 1
-        chosen = np.arange(num_sequences) if sequences is None else as_sequence_numbers(sequences, num_sequences)
+        count = len(header.offsets) - 1
+        chosen = np.arange(count) if sequences is None else as_sequence_numbers(sequences, count)
         spec = header.spec if layers is None else replace(header.spec, layers=as_layers(layers))
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
@@ -306,16 +311,14 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         raise TraceContentError(f"provenance is {provenance!r:.80}; expected a table of texts")
     if metadata["encoding"] not in ENCODINGS:
         raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
-
-    offsets, chunk_starts = as_offsets(tables["lengths"]), as_offsets(tables["chunk_rows"])
-    rows = tables["chunk_rows"]
+    rows, frame_bytes, content_bytes = (tables[name] for name in ("chunk_rows", "frame_bytes", "content_bytes"))
+    offsets, chunk_starts = as_offsets(tables["lengths"]), as_offsets(rows)
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
         raise TraceContentError(
             f"chunks have {chunk_starts[-1]} rows, and sequences {offsets[-1]}; expected as many, in chunks of 1 to "
             f"{MOST_CHUNK_ROWS} rows"
         )
-    frame_bytes, content_bytes = tables["frame_bytes"], tables["content_bytes"]
-    shape = (len(rows), 1 + spec.num_layers + sum(stream.num_frames for stream in streams.values()))
+    shape = (len(rows), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     if frame_bytes.shape != shape:
         raise TraceContentError(f"the tables of frames have the shape {frame_bytes.shape}; expected {shape}")
     frame_ends = as_offsets(frame_bytes.reshape(-1))
@@ -346,9 +349,7 @@ def _spec_from(metadata: Mapping[str, str]) -> RoutingSpec:
     layers = layers_from([entry[:2] for entry in table])
     sizes = [entry[2:] for entry in table]
     if any(size != sizes[0] for size in sizes):
-        raise TraceContentError(
-            "its layers have different numbers of experts or picks, which this foreroute cannot hold"
-        )
+        raise TraceContentError("its layers have different numbers of experts or picks, which no trace can hold yet")
     num_experts, top_k = sizes[0] if sizes else (1, 1)  # without a layer, there is no model to refuse
     return RoutingSpec(num_experts, top_k, layers, metadata["model"])
 
@@ -413,7 +414,7 @@ def _read_chunks(
     frames, before = {}, 1 + header.spec.num_layers
     for name, stream in header.streams.items():
         frames[name] = before + stream.frames(positions)
-        before += stream.num_frames
+        before += stream.depth
     needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
     empty = {name: header.streams[name].select_layers(positions) for name in wanted}
     parts: dict[str, list[Any]] = {name: [] for name in wanted}

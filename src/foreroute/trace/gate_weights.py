@@ -54,8 +54,6 @@ class GateWeights(Stream):
 
     def take(self, rows: NDArray[np.int64]) -> GateWeights:
         """Return the given rows, in the given order; -1 for one without weights."""
-        if (rows >= 0).all():
-            return GateWeights(self.valid_N[rows], self.values_NLK[rows])
         there = np.flatnonzero(rows >= 0)
         valid_N, values_NLK = (
             np.zeros(len(rows), np.bool_),
@@ -113,14 +111,14 @@ class GateWeights(Stream):
             raise TraceContentError("a row without a route has gate weights; expected 0 there")
 
     @property
-    def num_frames(self) -> int:
-        """L: a frame for each routed layer."""
+    def depth(self) -> int:
+        """L, the routed layers."""
         return int(self.values_NLK.shape[1])
 
     def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
         """Return, for each routed layer, planes of float32, pick by pick."""
         values_RLK = self.values_NLK[start:stop]
-        return [to_bytes(transposed(values_RLK[:, layer])) for layer in range(self.num_frames)]
+        return [to_bytes(transposed(values_RLK[:, layer])) for layer in range(self.depth)]
 
     def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return one frame for each routed layer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, TraceContentError
+from foreroute.files import blake2b_hex
 from foreroute.trace.checks import as_array, join_ranges
 from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.streams import DecisionStream
@@ -110,28 +110,25 @@ def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
 
 
 def digest(trace: RoutingTrace) -> str:
-    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity and routes, as hex.
+    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity, routes, streams, as hex.
 
-    Streams take part where there are any; one alone has `Stream.digest`. Provenance and the model's name do not take
-    part: the same routes have the same digest wherever they came from. Whether pick order is kept does: a trace read
-    from a file of sets has the digest of `trace.without_pick_order()`, not that of the trace that was recorded.
+    Provenance and the model's name do not take part: the same routes have the same digest wherever they came from.
+    Whether pick order is kept does: a trace read from a file of sets has the digest of `trace.without_pick_order()`,
+    not that of the trace that was recorded.
     """
-    state = hashlib.blake2b(digest_size=16)
-    spec = trace.spec
+    spec, streams = trace.spec, sorted(trace.streams.items())
     layers = [[layer.index, layer.kind.value] for layer in spec.layers]
-    facts = [spec.num_experts, spec.top_k, layers, trace.pick_order_kept]
-    state.update(json.dumps(facts).encode())
-    for array in (
+    beside = [[name, stream.kind, stream.facts()] for name, stream in streams]
+    facts = json.dumps([spec.num_experts, spec.top_k, layers, trace.pick_order_kept, beside])
+    arrays: list[NDArray[Any]] = [
         trace.offsets,
         trace.token_ids_N,
         trace.weight_versions_N,
         trace.valid_N,
         trace.expert_ids_NLK,
-    ):
-        state.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-    for name, stream in sorted(trace.streams.items()):
-        state.update(f"{name}:{stream.digest()}".encode())
-    return state.hexdigest()
+    ]
+    arrays += [array for _, stream in streams for array in stream.arrays().values()]
+    return blake2b_hex(facts.encode(), *(np.asarray(array, array.dtype.newbyteorder("<")) for array in arrays))
 
 
 def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[np.int64]:

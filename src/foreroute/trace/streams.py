@@ -12,8 +12,6 @@ it. Traces and their files know nothing else of them.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,7 +40,7 @@ class Stream(ABC):
     Attributes:
         kind: its name in a file.
         valid_N: bool [N], the rows with a decision.
-        num_frames: frames that a chunk takes in a file, one for each layer.
+        depth: layers that decide, each with a frame of its own in every chunk of a file.
     """
 
     kind: ClassVar[str]
@@ -50,7 +48,7 @@ class Stream(ABC):
 
     @property
     @abstractmethod
-    def num_frames(self) -> int: ...
+    def depth(self) -> int: ...
 
     @property
     def num_rows(self) -> int:
@@ -122,20 +120,13 @@ class Stream(ABC):
 
     def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the frames of a chunk that are read with the routed layers at these positions."""
-        return np.arange(self.num_frames)
+        return np.arange(self.depth)
 
     def equals(self, other: Stream) -> bool:
         """Say whether all is the same."""
         return (self.kind, self.facts()) == (other.kind, other.facts()) and all(
             map(np.array_equal, self.arrays().values(), other.arrays().values())
         )
-
-    def digest(self) -> str:
-        """Return BLAKE2b-128 over facts and rows, as hex."""
-        state = hashlib.blake2b(json.dumps(self.facts()).encode(), digest_size=16)
-        for array in self.arrays().values():
-            state.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-        return state.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,11 +275,8 @@ class DecisionStream(Stream):
         """Return the given rows, in the given order; -1 for a row without a decision."""
         there = rows >= 0
         starts_ND = self.offsets[:-1].reshape(-1, self.depth)
-        if there.all():
-            counts, starts = self.counts_ND[rows], starts_ND[rows]
-        else:
-            counts, starts = np.zeros((2, len(rows), self.depth), np.int64)
-            counts[there], starts[there] = self.counts_ND[rows[there]], starts_ND[rows[there]]
+        counts, starts = np.zeros((2, len(rows), self.depth), np.int64)
+        counts[there], starts[there] = self.counts_ND[rows[there]], starts_ND[rows[there]]
         valid = np.zeros(len(rows), np.bool_)
         valid[there] = self.valid_N[rows[there]]
         ids = take_ranges(self.ids, starts.reshape(-1), counts.reshape(-1))
@@ -342,22 +330,18 @@ class DecisionStream(Stream):
             row = int(np.searchsorted(offsets, wrong, side="right") - 1) // self.depth
             raise TraceContentError(f"row {row} has id {int(ids[wrong])} twice, or ids that do not ascend")
 
-    @property
-    def num_frames(self) -> int:
-        """D: a frame for each layer that decides."""
-        return self.depth
-
     def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
         """Return, for each layer, planes of sizes (0: no decision, n + 1: n ids) and of gaps between ids.
 
         The first gap of a set is its first id.
         """
-        starts_ND, counts_ND = self.offsets[:-1].reshape(-1, self.depth), self.counts_ND
+        bounds = self.offsets[start * self.depth : stop * self.depth + 1]
+        starts_RD, counts_RD = bounds[:-1].reshape(-1, self.depth), np.diff(bounds).reshape(-1, self.depth)
         contents = []
         for d in range(self.depth):
-            counts_R = counts_ND[start:stop, d]
+            counts_R = counts_RD[:, d]
             sizes_R = np.where(self.valid_N[start:stop], counts_R + 1, 0).astype(np.uint32)
-            ids = take_ranges(self.ids, starts_ND[start:stop, d], counts_R)
+            ids = take_ranges(self.ids, starts_RD[:, d], counts_R)
             gaps = np.diff(ids, prepend=np.int32(0)).astype(np.uint32)
             first = (np.cumsum(counts_R) - counts_R)[counts_R > 0]
             gaps[first] = ids[first]
@@ -385,7 +369,7 @@ class DecisionStream(Stream):
             if (ids > MOST_CHOICES).any():
                 raise TraceContentError(f"an id is {ids.max()}; expected {MOST_CHOICES} at most")
             sizes_DR.append(sizes_R)
-            sets_of.append((counts_R, ids))
+            sets_of.append((counts_R, ids.astype(np.int32)))
         decided_DR = np.stack(sizes_DR) > 0
         if (decided_DR != decided_DR[0]).any():
             raise TraceContentError("a row has a decision in some layers and none in others")
