@@ -35,9 +35,6 @@ class RankRows:
         """R, padding included."""
         return len(self.row_of_slot_R)
 
-    def __repr__(self) -> str:
-        return f"RankRows({len(self)} slots, {int(self.is_pad_R.sum())} padding, of {self.num_rows} rows)"
-
     @property
     def is_pad_R(self) -> NDArray[np.bool_]:
         """Where a slot sees no token, bool [R]."""
@@ -48,8 +45,8 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
     """Put what the ranks computed back into packed rows: the inverse of laying out.
 
     Args:
-        parts: the slots of each rank and micro-batch, with one value per slot ([R, …], any trailing shape). Values in
-            padding slots are dropped.
+        parts: the slots of each rank that shares the rows, with one value per slot ([R, …], any trailing shape). Values
+            in padding slots are dropped.
 
     Returns:
         values_N: [N, …], one value per packed row.
@@ -77,7 +74,7 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
         row = int(np.argmax(arrivals != 1))
         raise LayoutError(
             f"row {row} arrived {int(arrivals[row])} times ({int((arrivals != 1).sum())} of {num_rows} rows did not "
-            "arrive once); pass every context and sequence rank of every micro-batch once, and no replica of one"
+            "arrive once); pass every context and sequence rank once, and no replica of one"
         )
     return values_N
 
@@ -114,7 +111,7 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
     if rank_rows.num_rows != trace.num_rows:
         raise BatchMismatchError(
             f"the layout is for {rank_rows.num_rows} packed rows and the trace has {trace.num_rows}; "
-            "lay out trace.lengths, all of them, and choose sequences with `sequences=`"
+            "lay out trace.lengths of this trace, all of them"
         )
     columns = trace.spec.positions(trace.spec.layers if layers is None else layers)
     routed_R = ~rank_rows.is_pad_R
