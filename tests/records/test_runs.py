@@ -50,12 +50,6 @@ def edit_line(folder, number, text):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def mismatch_line(shares):
-    native = step_line(1)["mismatch"]["native"]
-    changed = {**native, "differing_share_by_layer": shares}
-    return json.dumps({"step": 1, "mismatch": {"native": changed}})
-
-
 def execution_line(at_home, executed, sides=("at_home", "executed")):
     """Of two ranks with one stage."""
     stages = {"update": {"at_home_MLG": at_home, "executed_MLG": executed}}
