@@ -1,4 +1,4 @@
-"""Sampling masks: bytes in a file, codec speed, and log-probabilities on the recorded sets. Indexers: `indexers`.
+"""Sampling masks: bytes in a file, speed of files, and log-probabilities on the recorded sets. Indexers: `indexers`.
 
 Sizes. Sets of top-p 0.8 and 0.95 and at most 512 tokens, from flat and from peaked distributions over 151,936 tokens:
 Zipf's law of several exponents over an order of tokens that is drawn for each row. `of_bound` is the bytes in a file
@@ -30,9 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import indexers
 from benchmarks.harness.pairs import compare
+from benchmarks.trace import CountedBytes, file_of
 from foreroute.replay import masked_logprobs
-from foreroute.trace import SAMPLING, DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace, encoded_size
-from foreroute.trace.file.codec.rice import read_sets, write_sets
+from foreroute.trace import SAMPLING, DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace, load
 
 VOCABULARY, WIDTH, SET, TILE = 151_936, 512, 512, 512
 ROWS, QUICK_ROWS = 8192, 512
@@ -56,7 +56,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         "metrics": {
             "mask_bytes": sizes,
             "mask_bytes_over_bound": sizes["sets of 39"]["of_bound"],
-            "codec": _speed(40_000 if quick else 400_000),
+            "file": _speed(40_000 if quick else 400_000),
             "rows": rows,
             "masked_time_over_plain": time_ratio,
             "masked_memory_over_plain": made[0]["bytes"] / made[1]["bytes"],
@@ -81,9 +81,8 @@ def _of_size(count: int, rows: int) -> dict[str, float]:
 def _measured_sizes(rng: np.random.Generator, counts: NDArray[np.int64]) -> dict[str, float]:
     sets = [rng.choice(VOCABULARY, count, replace=False) for count in counts]
     masks = DecisionStream.from_sets(VOCABULARY, np.ones(len(sets), bool), counts, np.concatenate(sets))
-    spec = RoutingSpec(8, 1, (RoutedLayer(0),))
-    trace = RoutingTrace.from_sequences(spec, [np.zeros(len(sets), int)], [np.zeros((len(sets), 1, 1), np.int64)])
-    taken = encoded_size(trace.with_stream(SAMPLING, masks), "packed") - encoded_size(trace, "packed")
+    trace = _beside_routes(masks)
+    taken = len(file_of(trace)) - len(file_of(trace.without_streams()))
     bound = sum(_log2_sets(VOCABULARY, int(count)) for count in counts) / 8
     written = sum(len(json.dumps(ids.tolist(), separators=(",", ":"))) + 1 for ids in sets)
     return {
@@ -99,24 +98,24 @@ def _log2_sets(of: int, count: int) -> float:
 
 
 def _speed(num_ids: int) -> dict[str, float]:
-    """Megabytes of int32 ids that one core encodes and decodes in a second, in sets of 39."""
+    """Megabytes of int32 ids that one core writes to and reads from a file in memory in a second, in sets of 39."""
     rows = num_ids // 39
     rng = np.random.default_rng(2)
-    ids = np.concatenate([np.sort(rng.choice(VOCABULARY, 39, replace=False)) for _ in range(rows)]).astype(np.int32)
-    offsets, valid, order = np.arange(0, 39 * rows + 1, 39), np.ones(rows, bool), np.arange(rows)
-    out, counts, read = np.zeros(len(ids), np.uint64), np.zeros(rows, np.int64), np.zeros(len(ids), np.int32)
-
-    def write() -> int:
-        out[:] = 0
-        return int(write_sets(offsets, ids, valid, order, 1, 0, VOCABULARY, False, out))
-
-    words = out[: -(-write() // 64) + 1]
-    assert read_sets(words, VOCABULARY, False, counts, read)
-    assert np.array_equal(read, ids)
+    ids = np.concatenate([np.sort(rng.choice(VOCABULARY, 39, replace=False)) for _ in range(rows)])
+    trace = _beside_routes(DecisionStream.from_sets(VOCABULARY, np.ones(rows, bool), np.full(rows, 39), ids))
+    content = file_of(trace)
+    assert load(CountedBytes(content)).equals(trace)
     return {
-        "encode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(write),
-        "decode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: read_sets(words, VOCABULARY, False, counts, read)),
+        "encode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: file_of(trace)),
+        "decode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: load(CountedBytes(content))),
     }
+
+
+def _beside_routes(masks: DecisionStream) -> RoutingTrace:
+    spec = RoutingSpec(8, 1, (RoutedLayer(0),))
+    rows = masks.num_rows
+    trace = RoutingTrace.from_sequences(spec, [np.zeros(rows, int)], [np.zeros((rows, 1, 1), np.int64)])
+    return trace.without_pick_order().with_stream(SAMPLING, masks)
 
 
 def _seconds(work: Callable[[], object]) -> float:

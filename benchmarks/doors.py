@@ -54,7 +54,7 @@ NOT_UTF8 = os.fsdecode(b"n\xff\xc3(")
 INPUTS = (
     ("inspect", "trace", "trace.safetensors", "inspect @"),
     ("validate", "traces", "trace.safetensors", "validate @"),
-    ("convert", "source, a trace", "trace.safetensors", "convert @ out --to raw"),
+    ("convert", "source, a trace", "trace.safetensors", "convert @ out --to ordered"),
     ("convert", "source, an answer", "answer.json", "convert @ out {trace}"),
     ("convert", "--model, a folder", "model", "convert {good}/answer.json out --model @"),
     ("convert", "--model, a trace", "trace.safetensors", "convert {good}/answer.json out --model @"),
@@ -96,7 +96,7 @@ INPUTS = (
 )
 """Verb, argument, what is valid for it, and the command line: @ is the argument."""
 OUTPUTS = (
-    ("convert", "target", "file", "convert {good}/trace.safetensors @ --to raw"),
+    ("convert", "target", "file", "convert {good}/trace.safetensors @ --to ordered"),
     ("plan", "--output", "file", "plan {step} --no-baselines --output @"),
     ("doctor", "--output", "file", "doctor {passes} --output @"),
     ("report", "--output", "file", "report {good}/run --output @"),

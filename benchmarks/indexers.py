@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.trace import file_of
 from foreroute.adapters import hf
 from foreroute.trace import (
     INDEXER,
@@ -25,7 +26,6 @@ from foreroute.trace import (
     RoutedLayer,
     RoutingSpec,
     RoutingTrace,
-    encoded_size,
     synthetic_trace,
 )
 
@@ -81,7 +81,7 @@ def indexer_bytes(persistence: float) -> dict[str, float]:
         ids = np.concatenate(chosen[:length]).astype(np.int32)
         trace = synthetic_trace(RoutingSpec(8, 1, (RoutedLayer(0),)), [length], seed=0, complete=True)
         with_choices = trace.with_stream(INDEXER, spec.stream(np.arange(length), [(counts, ids)]))
-        taken = encoded_size(with_choices, "packed") - encoded_size(trace, "packed")
+        taken = len(file_of(with_choices)) - len(file_of(trace))
         sizes[name] = LAYERS * taken / length
     return sizes
 

@@ -1,48 +1,46 @@
-"""Size and speed of trace files, per codec, beside what frameworks send and what general compressors reach.
+"""Size and speed of trace files, beside zstd on the ids as they are, and the price of checking routes.
 
 Routes are synthetic (128 experts, top-8, 48 layers, sequences of 1,000 tokens), correlated and uncorrelated along the
-sequence; those of recorded demo runs are measured too where `runs/demo` has some. Speeds are megabytes of uint8 ids per
-second of processor time of one thread, medians of interleaved rounds.
+sequence. Times are processor time of one thread, medians of interleaved rounds. What is encoded and decoded is a whole
+file in memory: its checks, tokens, tables and checksums are in the time and in the bytes.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import zstandard
 
-from foreroute.files import seal_slices
-from foreroute.trace import CODECS, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save, synthetic_trace
-from foreroute.trace.file.codec import CODEC_CLASSES, Codec, CodecName
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
+from foreroute.trace.checks import check_rows
+from foreroute.trace.file import FORMAT, Encoding, encode
+from foreroute.trace.kernels import first_bad_picks
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS, LENGTH = 128, 8, 48, 1000
-ROWS_PER_CALL = 2000
 MADE_LAYERS = 8
-RECORDED = Path("runs/demo")
+GROUP = 8
+"""Responses that share a prompt."""
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Sizes of correlated, uncorrelated and recorded routes; speeds on the correlated ones."""
+    """Bytes of correlated and uncorrelated routes and of shared prompts; times on the correlated routes."""
     sequences, copies, rounds = (48, 8, 5) if quick else (128, 8, 11)
-    metrics: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, correlation in (("uncorrelated", 0.0), ("correlated", 0.7)):
-            trace = made_trace(sequences, correlation)
-            metrics[name] = sizes(trace, Path(folder))
-        recorded = recorded_trace()
-        if recorded is not None:
-            metrics["recorded"] = sizes(recorded, Path(folder))
-        large = concatenate([relabelled(trace, seed) for seed in range(copies)])
-        measured, baselines = speeds(large, Path(folder), rounds)
-    return {"metrics": {**metrics, **measured}, "baselines": baselines}
+    traces = {
+        name: made_trace(sequences, correlation) for name, correlation in (("uncorrelated", 0.0), ("correlated", 0.7))
+    }
+    large = concatenate([relabelled(traces["correlated"], seed) for seed in range(copies)])
+    measured, baselines = speeds(large, rounds)
+    shared = {"shared_prompt_share": shared_prompt_share(traces["correlated"])}
+    return {
+        "metrics": {**{name: sizes(trace) for name, trace in traces.items()}, **shared, **measured},
+        "baselines": baselines,
+    }
 
 
 def made_trace(sequences: int, correlation: float) -> RoutingTrace:
@@ -63,133 +61,86 @@ def relabelled(trace: RoutingTrace, seed: int) -> RoutingTrace:
     return replace(trace, expert_ids_NLK=ids, token_ids_N=rng.permutation(trace.token_ids_N))
 
 
-def recorded_trace() -> RoutingTrace | None:
-    """The traces of recorded demo runs that belong to one model, joined."""
-    traces = [load(path) for path in sorted(RECORDED.glob("**/traces/*.safetensors"))]
-    same = [t for t in traces if t.spec == traces[0].spec]
-    return concatenate(same) if same else None
+def file_of(trace: RoutingTrace, encoding: Encoding = "sets") -> bytes:
+    """The bytes that `save` writes."""
+    return FORMAT.to_bytes(*encode(trace, encoding))
 
 
-def sizes(trace: RoutingTrace, folder: Path) -> dict[str, float]:
-    """Bytes per routed token and layer; files count in whole, with tokens, tables and seals."""
-    import zstandard
-
-    spec, ids = trace.spec, trace.expert_ids_NLK[trace.valid_N]
-    cells = ids.shape[0] * spec.num_layers
-    written = {c: save(trace, folder / "sized", codec=c, overwrite=True).stat().st_size / cells for c in CODECS}
-    compressed = len(zstandard.ZstdCompressor(level=3).compress(np.ascontiguousarray(ids).data))
+def sizes(trace: RoutingTrace) -> dict[str, float]:
+    """Bytes per routed token and layer."""
+    ids = np.ascontiguousarray(trace.expert_ids_NLK[trace.valid_N])
+    cells = ids.shape[0] * trace.spec.num_layers
     return {
-        **{f"{codec}_bytes": round(size, 3) for codec, size in written.items()},
-        "int32_base64_bytes": round(spec.top_k * 4 * 4 / 3, 3),
-        "uint8_bytes": float(spec.top_k * spec.id_dtype.itemsize),
-        "zstd_uint8_bytes": round(compressed / cells, 3),
-        "zstd_bit_planes_bytes": round(_bit_planes_bytes(trace), 3),
-        "any_set_bound_bytes": round(math.log2(math.comb(spec.num_experts, spec.top_k)) / 8, 3),
+        "default_bytes": round(len(file_of(trace)) / cells, 3),
+        "ordered_bytes": round(len(file_of(trace, "ordered")) / cells, 3),
+        "int32_base64_bytes": round(trace.spec.top_k * 4 * 4 / 3, 3),
+        "zstd_uint8_bytes": round(len(zstandard.ZstdCompressor(level=3).compress(ids.data)) / cells, 3),
+        "any_set_bound_bytes": round(math.log2(math.comb(trace.spec.num_experts, trace.spec.top_k)) / 8, 3),
         "cells": float(cells),
     }
 
 
-def speeds(trace: RoutingTrace, folder: Path, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Throughput of codecs and files, cost of the seals, and a rank's share of 8 x 8."""
-    import zstandard
-
-    ids = np.ascontiguousarray(trace.expert_ids_NLK)
-    plain = ids[: len(ids) // 4].tobytes()
-    frame = zstandard.ZstdCompressor(level=3).compress(plain)
-    jobs = {f"{name} {verb}": job for name in CODECS for verb, job in _jobs(trace, ids, name, folder).items()}
-    jobs["zstd encode"] = _timed(lambda: zstandard.ZstdCompressor(level=3).compress(plain))
-    jobs["zstd decode"] = _timed(lambda: zstandard.ZstdDecompressor().decompress(frame))
-    seconds = _medians(jobs, rounds)
-    return _as_metrics(seconds, ids.nbytes), {
-        "zstd_uint8_encode_mbs": round(len(plain) / seconds["zstd encode"] / 1e6),
-        "zstd_uint8_decode_mbs": round(len(plain) / seconds["zstd decode"] / 1e6),
-    }
+def shared_prompt_share(trace: RoutingTrace) -> float:
+    """Bytes of groups of 8 responses that share a prompt as long as themselves, over those of as many without."""
+    half = np.full(len(trace), LENGTH // 2)
+    responses = trace.truncated(half)
+    prompts = relabelled(trace, 7).truncated(half)
+    groups = prompts.select(np.repeat(np.arange(len(trace) // GROUP), GROUP)).continued_by(responses)
+    return round(len(file_of(groups)) / len(file_of(prompts.continued_by(responses))), 4)
 
 
-Job = Callable[[], tuple[float, ...]]
-"""Does its work and says how many seconds of processor time its parts took."""
+class CountedBytes:
+    """A file in memory that counts what is read of it."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.size, self.name, self.count = content, len(content), "memory", 0
+
+    def read(self, start: int, size: int) -> bytearray:
+        """So many bytes from `start`, copied once, as from the system's cache of a file."""
+        self.count += size
+        return bytearray(memoryview(self.content)[start : start + size])
 
 
-def _jobs(trace: RoutingTrace, ids: NDArray[Any], name: CodecName, folder: Path) -> dict[str, Job]:
-    rows = np.flatnonzero(trace.valid_N)
-    blocks = [rows[a : a + ROWS_PER_CALL] for a in range(0, len(rows), ROWS_PER_CALL)]
-    codec = CODEC_CLASSES[name].fitted(trace.spec, ids, blocks)
-    written = [codec.encode(ids, block) for block in blocks]
-    out = np.zeros_like(ids)
-    path = folder / f"{name}.safetensors"
-    part, layers = np.arange(len(trace) // 8) + len(trace) // 8, trace.spec.layers[6:12]
+def speeds(trace: RoutingTrace, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Times of files over those of zstd-3 on uint8, of a rank's share of 8 x 8, and of the check of routes."""
+    spec, ids = trace.spec, np.ascontiguousarray(trace.expert_ids_NLK)
+    content, quarter = file_of(trace), ids[: len(ids) // 4].tobytes()
+    compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
+    frame, rows = compressor.compress(quarter), np.flatnonzero(trace.valid_N)
+    part: dict[str, Any] = {"sequences": np.arange(len(trace) // 8) + len(trace) // 8, "layers": spec.layers[6:12]}
+    seconds = medians(
+        {
+            "encode": lambda: encode(trace, "sets"),
+            "decode": lambda: load(CountedBytes(content)),
+            "part": lambda: load(CountedBytes(content), **part),
+            "zstd encode": lambda: compressor.compress(quarter),
+            "zstd decode": lambda: decompressor.decompress(frame),
+            "check": lambda: check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec),
+            "kernel": lambda: first_bad_picks(ids.reshape(-1), spec.num_layers, spec.top_k, rows, spec.num_experts),
+        },
+        rounds,
+    )
+    read = CountedBytes(content)
+    load(read, **part)
+    as_speed = {name: len(quarter) / seconds[f"zstd {name}"] for name in ("encode", "decode")}
     return {
-        "encode": _timed(lambda: [codec.encode(ids, block) for block in blocks]),
-        "decode": lambda: _decode(codec, written, blocks, out),
-        "save": _timed(lambda: save(trace, path, codec=name, overwrite=True)),
-        "load": _timed(lambda: load(path)),
-        "part": _timed(lambda: load(path, sequences=part, layers=layers)),
-    }
+        "encode_over_zstd": round(ids.nbytes / seconds["encode"] / as_speed["encode"], 3),
+        "decode_over_zstd": round(ids.nbytes / seconds["decode"] / as_speed["decode"], 3),
+        "partial_read_share": round(seconds["part"] / seconds["decode"], 4),
+        "partial_bytes_share": round(read.count / len(content), 4),
+        "check_over_kernel": round(seconds["check"] / seconds["kernel"], 3),
+        **{f"{name}_mbs": round(ids.nbytes / seconds[name] / 1e6) for name in ("encode", "decode", "check")},
+        "megabytes": round(ids.nbytes / 1e6),
+    }, {f"zstd_uint8_{name}_mbs": round(speed / 1e6) for name, speed in as_speed.items()}
 
 
-def _timed(work: Callable[[], object]) -> Job:
-    def job() -> tuple[float, ...]:
-        start = time.thread_time()
-        work()
-        return (time.thread_time() - start,)
-
-    return job
-
-
-def _decode(
-    codec: Codec,
-    written: list[tuple[NDArray[np.uint64], NDArray[np.int64]]],
-    blocks: list[NDArray[np.int64]],
-    out: NDArray[Any],
-) -> tuple[float, ...]:
-    """Seconds of decoding and of verifying seals, each block having just been copied, as from a file."""
-    columns, decoding, sealing = np.arange(out.shape[1]), 0.0, 0.0
-    for (stored, sizes), rows in zip(written, blocks, strict=True):
-        words, starts = stored.copy(), np.cumsum(sizes) - sizes
-        start = time.thread_time()
-        seal_slices(words, starts, sizes)
-        middle = time.thread_time()
-        codec.decode(words, starts, sizes, rows, columns, out)
-        decoding += time.thread_time() - middle
-        sealing += middle - start
-    return decoding, sealing
-
-
-def _as_metrics(seconds: dict[str, float], size: int) -> dict[str, Any]:
-    by_codec = {
-        name: {
-            **{
-                f"{verb}_mbs": round(size / seconds[f"{name} {verb}"] / 1e6)
-                for verb in ("encode", "decode", "save", "load")
-            },
-            "digest_share": round(seconds[f"{name} decode, part 1"] / seconds[f"{name} decode"], 4),
-            "partial_read_share": round(seconds[f"{name} part"] / seconds[f"{name} load"], 4),
-        }
-        for name in CODECS
-    }
-    return {**by_codec["planes"], "codecs": by_codec, "megabytes": round(size / 1e6)}
-
-
-def _medians(jobs: dict[str, Job], rounds: int) -> dict[str, float]:
-    """Median seconds of the parts of every job, run in turn, after one turn that warms up."""
-    times: dict[str, list[float]] = {}
+def medians(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of every job, run in turn, after one turn that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(rounds + 1):
         for name, job in jobs.items():
-            for part, spent in enumerate(job()):
-                if turn:
-                    times.setdefault(f"{name}, part {part}" if part else name, []).append(spent)
+            start = time.thread_time()
+            job()
+            if turn:
+                times[name].append(time.thread_time() - start)
     return {name: statistics.median(spent) for name, spent in times.items()}
-
-
-def _bit_planes_bytes(trace: RoutingTrace) -> float:
-    """Bytes per token and layer of zstd-3 on one bit per expert and token, expert by expert, in the layers drawn."""
-    import zstandard
-
-    compressor, total = zstandard.ZstdCompressor(level=3), 0
-    for s in range(len(trace)):
-        own = slice(int(trace.offsets[s]), int(trace.offsets[s + 1]))
-        ids_TLK = trace.expert_ids_NLK[own][trace.valid_N[own], :MADE_LAYERS].astype(np.int64)
-        hot_TLE = np.zeros((*ids_TLK.shape[:2], trace.spec.num_experts), np.bool_)
-        np.put_along_axis(hot_TLE, ids_TLK, True, axis=-1)
-        total += len(compressor.compress(np.packbits(hot_TLE.transpose(1, 2, 0), axis=-1).tobytes()))
-    return total / (int(trace.valid_N.sum()) * min(MADE_LAYERS, trace.spec.num_layers))

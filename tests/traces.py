@@ -3,7 +3,7 @@
 import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
-from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, synthetic_trace
+from foreroute.trace import GATE_WEIGHTS, INDEXER, DecisionStream, GateWeights, IndexerSpec, synthetic_trace
 from foreroute.trace.streams import MOST_CHOICES
 
 
@@ -67,7 +67,12 @@ def with_decisions(trace, seed, *, weights=True):
     masks, indexers = random_sets(rng, trace.num_rows, 300), (RoutedLayer(0), RoutedLayer(5))
     trace = trace.with_stream("sampling", masks)
     trace = trace.with_stream("indexer", similar_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
-    return trace.with_gate_weights(rng.random(trace.expert_ids_NLK.shape)) if weights else trace
+    return weighted(trace, rng.random(trace.expert_ids_NLK.shape)) if weights else trace
+
+
+def weighted(trace, weights_NLK):
+    """The same trace with these gate weights."""
+    return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N))
 
 
 CHOICES = IndexerSpec(8, tuple(RoutedLayer(i) for i in range(4)))
@@ -94,7 +99,7 @@ def choices_of(noise=0.0, seed=0):
 def foreign_choices(trace, spec, *, seed=3):
     """The same trace with choices of indexers, in all rows, of the right sizes, that no indexer would make."""
     rng = np.random.default_rng(seed)
-    position_N = np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
+    position_N = trace.positions_N
     visible_ND = np.repeat(spec.num_visible(position_N)[:, None], len(spec.layers), axis=1)
     sets = [
         (rng.permuted(np.tile(np.arange(visible), (spec.heads, 1)), axis=1)[:, : spec.top_k] * spec.heads).T

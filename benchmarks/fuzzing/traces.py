@@ -1,23 +1,27 @@
-"""Trace and generation files, which are sealed."""
+"""Trace and generation files, which have checksums."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
-from benchmarks.fuzzing.mutations import forge
+from benchmarks.fuzzing.mutations import damage, forge, put_checksum_right
 from benchmarks.fuzzing.target import Target, written
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.files import seal_arrays, seal_file, seal_slices
 from foreroute.trace import (
-    CODECS,
+    ENCODINGS,
+    GATE_WEIGHTS,
     INDEXER,
     DecisionStream,
+    Encoding,
+    GateWeights,
     IndexerSpec,
     RoutedLayer,
     RoutingSpec,
@@ -26,27 +30,25 @@ from foreroute.trace import (
     load,
     synthetic_trace,
 )
-from foreroute.trace.file.codec import CodecName
-from foreroute.trace.file.format import is_bulk
-from foreroute.trace.file.writing import encode_trace
+from foreroute.trace.file import FORMAT, FRAMES, encode
 
 MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
 
 
 def trace_targets(folder: Path) -> list[Target]:
-    """The reader of traces, per codec, with streams, whole and in part, and the reader of generations."""
+    """The reader of traces, per encoding, with streams, whole and in part, and the reader of generations."""
     whole = [
         Target(
-            name=f"trace, {codec}",
-            make=_maker(codec),
+            name=f"trace, {encoding}",
+            make=_maker(encoding),
             read=lambda raw: load(written(raw, folder / "trace")),
             same=_same_trace,
-            forge=lambda raw, rng: forge(raw, rng, seal_trace),
+            forge=forge_trace,
             check=lambda raw, trace: require_possible(trace),
-            sealed=True,
+            has_checksum=True,
             weight=3.0,
         )
-        for codec in CODECS
+        for encoding in ENCODINGS
     ]
     beside = [
         Target(
@@ -54,21 +56,21 @@ def trace_targets(folder: Path) -> list[Target]:
             make=_maker_with(add),
             read=lambda raw: load(written(raw, folder / "streams")),
             same=_same_trace,
-            forge=lambda raw, rng: forge(raw, rng, seal_trace),
+            forge=forge_trace,
             check=lambda raw, trace: require_possible(trace),
-            sealed=True,
+            has_checksum=True,
             weight=3.0,
         )
         for name, add in (("streams", _with_streams), ("indexers", _with_choices))
     ]
     part = Target(
         name="trace, in part",
-        make=_maker("packed"),
+        make=_maker("sets"),
         read=lambda raw: load(written(raw, folder / "part"), sequences=[3, 0]),
         same=_same_trace,
-        forge=lambda raw, rng: forge(raw, rng, seal_trace),
+        forge=forge_trace,
         check=lambda raw, trace: require_possible(trace),
-        sealed=True,
+        has_checksum=True,
         weight=2.0,
     )
     generation = Target(
@@ -76,6 +78,9 @@ def trace_targets(folder: Path) -> list[Target]:
         make=lambda rng: _generation_bytes(rng, folder),
         read=lambda raw: load_generation(written(raw, folder / "rollout.safetensors")),
         same=_same_generation,
+        forge=forge,
+        check=lambda raw, generation: _require_generation(generation),
+        has_checksum=True,
     )
     return [*whole, *beside, part, generation]
 
@@ -100,7 +105,7 @@ def require_possible(trace: RoutingTrace) -> None:
     if trace.gate_weights_NLK is not None:
         assert trace.gate_weights_NLK.shape == trace.expert_ids_NLK.shape
         assert np.isfinite(trace.gate_weights_NLK).all()
-    for stream in trace.streams.values():
+    for stream in (each for each in trace.streams.values() if isinstance(each, DecisionStream)):
         depth = max(1, len(stream.layers))
         ends = stream.offsets.tolist()
         assert (len(stream.valid_N), len(ends) - 1, ends[-1]) == (rows, rows * depth, len(stream.ids))
@@ -111,53 +116,68 @@ def require_possible(trace: RoutingTrace) -> None:
             assert stream.valid_N[i // depth] or not ids
 
 
-def seal_trace(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
-    """Right seals wherever the changed tables still allow to compute them."""
-    try:
-        for prefix in (name.removesuffix("payloads") for name in list(tensors) if name.endswith("payloads")):
-            sizes = tensors[f"{prefix}payload_words"].reshape(-1).astype(np.int64)
-            words = tensors[f"{prefix}payloads"]
-            if (sizes >= 0).all() and int(sizes.astype(object).sum()) <= len(words):
-                seals = np.frombuffer(seal_slices(words, np.cumsum(sizes) - sizes, sizes), np.uint8)
-                tensors[f"{prefix}payload_seals"] = seals.reshape(*tensors[f"{prefix}payload_words"].shape, 16)
-        starts = tensors["block_starts"].tolist()
-        valid = np.unpackbits(tensors["valid_bits"], bitorder="little").astype(np.bool_)
-        rows = [seal_arrays(tensors["token_ids"][a:b], valid[a:b]) for a, b in pairwise(starts)]
-        tensors["row_seals"] = np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
-    except (KeyError, ValueError, TypeError, OverflowError, MemoryError):
-        pass
-    ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.digest"}
-    metadata["foreroute.digest"] = _seal_file(ours, {k: v for k, v in tensors.items() if not is_bulk(k)})
+def forge_trace(raw: bytes, rng: np.random.Generator) -> bytes:
+    """Changed tables and metadata, or changed contents of frames; with right checksums of everything."""
+    return forge(_with_changed_contents(raw, rng) if rng.random() < 0.6 else raw, rng, apart=FORMAT.apart)
 
 
-def _seal_file(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> str:
-    try:
-        return seal_file(metadata, tensors)
-    except UnicodeEncodeError:  # a lone surrogate, which no file can hold
-        return ""
+def _with_changed_contents(raw: bytes, rng: np.random.Generator) -> bytes:
+    from safetensors.numpy import load as tensors_of
+
+    tensors, (metadata, _) = dict(tensors_of(raw)), _parsed(raw)
+    contents = frame_contents(tensors)
+    for _ in range(int(rng.integers(1, 4))):
+        place = int(rng.integers(len(contents)))
+        size = len(contents[place])
+        changed = damage(contents[place], rng) or b"\0"
+        contents[place] = changed if rng.random() < 0.3 else (changed + bytes(size))[:size]
+    set_contents(tensors, contents)
+    put_checksum_right(tensors, metadata, apart=FORMAT.apart)
+    return _file_of(metadata, tensors)
 
 
-def _maker(codec: CodecName) -> Callable[[np.random.Generator], bytes]:
-    return lambda rng: trace_bytes(rng, codec)
+def frame_contents(tensors: dict[str, NDArray[Any]]) -> list[bytes]:
+    """What the frames of a sound file hold, chunk by chunk."""
+    ends = np.cumsum(tensors["frame_bytes"].reshape(-1)).tolist()
+    frames = tensors[FRAMES].tobytes()
+    return [zstandard.ZstdDecompressor().decompress(frames[a:b]) for a, b in pairwise([0, *ends])]
+
+
+def set_contents(tensors: dict[str, NDArray[Any]], contents: list[bytes]) -> None:
+    """Put frames that hold something else into the tensors, with right sizes and checksums of their own."""
+    compressor, shape = zstandard.ZstdCompressor(write_checksum=True), tensors["frame_bytes"].shape
+    frames = [compressor.compress(content) for content in contents]
+    tensors["frame_bytes"] = np.array([len(frame) for frame in frames], np.int64).reshape(shape)
+    tensors["content_bytes"] = np.array([len(content) for content in contents], np.int64).reshape(shape)
+    tensors[FRAMES] = np.frombuffer(b"".join(frames), np.uint8)
+
+
+def _parsed(raw: bytes) -> tuple[dict[str, str], bytes]:
+    size = int.from_bytes(raw[:8], "little")
+    metadata: dict[str, str] = json.loads(raw[8 : 8 + size])["__metadata__"]
+    return metadata, raw[8 + size :]
+
+
+def _file_of(metadata: dict[str, str], tensors: dict[str, NDArray[Any]]) -> bytes:
+    from safetensors.numpy import save
+
+    raw: bytes = save(tensors, metadata=metadata)
+    return raw
+
+
+def _maker(encoding: Encoding) -> Callable[[np.random.Generator], bytes]:
+    return lambda rng: trace_bytes(rng, encoding)
 
 
 def _maker_with(
     add: Callable[[RoutingTrace, np.random.Generator], RoutingTrace],
 ) -> Callable[[np.random.Generator], bytes]:
-    return lambda rng: _bytes_of(add(_trace(rng), rng), "packed")
+    return lambda rng: FORMAT.to_bytes(*encode(add(_trace(rng), rng), ENCODINGS[int(rng.integers(2))]))
 
 
-def trace_bytes(rng: np.random.Generator, codec: CodecName) -> bytes:
+def trace_bytes(rng: np.random.Generator, encoding: Encoding) -> bytes:
     """A file of four sequences, of which two share their prompt."""
-    return _bytes_of(_trace(rng), codec)
-
-
-def _bytes_of(trace: RoutingTrace, codec: CodecName) -> bytes:
-    from safetensors.numpy import save
-
-    metadata, tensors = encode_trace(trace, codec)
-    raw: bytes = save(tensors, metadata=metadata)
-    return raw
+    return FORMAT.to_bytes(*encode(_trace(rng), encoding))
 
 
 def _trace(rng: np.random.Generator) -> RoutingTrace:
@@ -174,17 +194,18 @@ def _with_streams(trace: RoutingTrace, rng: np.random.Generator) -> RoutingTrace
     for name, choices, layers in (("sampling", 50, ()), ("indexer", 2**31 - 1, (RoutedLayer(0), RoutedLayer(3)))):
         valid = rng.random(trace.num_rows) < 0.7
         counts = rng.integers(0, 6, (trace.num_rows, max(1, len(layers)))) * valid[:, None]
-        # those of the indexer are taken from few ids, so that sets resemble each other and are stored by what changed
+        # those of the indexer are taken from few ids, so that sets resemble each other
         ids = [7 * rng.choice(8 if layers else choices // 7, n, replace=False) for n in counts.reshape(-1)]
         stream = DecisionStream.from_sets(choices, valid, counts, np.concatenate(ids), layers=layers)
         trace = trace.with_stream(name, stream)
-    return trace.with_gate_weights(rng.random(trace.expert_ids_NLK.shape))
+    weights = GateWeights.from_values(rng.random(trace.expert_ids_NLK.shape), trace.valid_N)
+    return trace.with_stream(GATE_WEIGHTS, weights)
 
 
 def _with_choices(trace: RoutingTrace, rng: np.random.Generator) -> RoutingTrace:
-    """Choices of indexers that last from query to query, which are stored by what changed."""
+    """Choices of indexers that last from query to query, so that sets resemble each other."""
     spec = IndexerSpec(int(rng.integers(1, 12)), (RoutedLayer(0), RoutedLayer(3)), heads=int(rng.integers(1, 3)))
-    positions = np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
+    positions = trace.positions_N
     chosen = []
     for _ in spec.layers:
         scores_UH, sets = rng.random((int(positions.max()) + 1, spec.heads)), []
@@ -209,6 +230,12 @@ def _generation_bytes(rng: np.random.Generator, folder: Path) -> bytes:
 
 def _same_trace(a: RoutingTrace, b: RoutingTrace) -> bool:
     return a.equals(b) and a.provenance == b.provenance
+
+
+def _require_generation(generation: Generation) -> None:
+    assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
+    assert len(generation.sampled_N) == generation.trace.num_rows
+    assert (generation.prompt_lengths >= 1).all()
 
 
 def _same_generation(a: Generation, b: Generation) -> bool:

@@ -24,7 +24,7 @@ GRACE_S = 10
 """A part looks at the time between its checks; one that goes on for so many seconds more is ended."""
 LEAST_S = 5
 """A part that has less left is not begun."""
-LIBRARY = ("numpy", "safetensors", "torch", "transformers", "numba")
+LIBRARY = ("numpy", "safetensors", "torch", "transformers", "numba", "zstandard")
 """What importing the library and its Hugging Face adapter takes."""
 
 

@@ -64,7 +64,7 @@ def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
     trajectory.add(decode(wires.vllm_http(half), model=r.spec, weight_version=1))
     trajectory.add(decode(wires.vllm_http(resumed), model=r.spec, weight_version=2))
     trace = trajectory.trace()
-    assert trace.version_spans == [(0, 8, 1), (8, 11, 2), (11, 12, NO_VERSION)]
+    assert trace.weight_versions_N.tolist() == [1] * 8 + [2] * 3 + [NO_VERSION]
     assert np.array_equal(trace.expert_ids_NLK[:8], half.routes_RLK)
     assert np.array_equal(trace.expert_ids_NLK[8:11], resumed.routes_RLK[8:])
 

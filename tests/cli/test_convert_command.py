@@ -98,7 +98,7 @@ def test_every_input_may_be_anything(folder, kind, place):
     assert path.name in result.stderr or kind in ("deep", "digits", "not UTF-8", "empty", "cut header")
 
 
-@pytest.mark.parametrize("to", ["packed", "raw"])
+@pytest.mark.parametrize("to", ["sets", "ordered"])
 @pytest.mark.parametrize("target", ["below", "folder", "FIFO", "device", "long", "there"])
 def test_what_cannot_be_written_is_one_message(folder, to, target):
     path = {
@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "npy"], "--to is 'npy'; expected one of raw, packed"),
+        (["--to", "npy"], "--to is 'npy'; expected one of sets, ordered"),
         (["--engine", "vlm"], "engine is 'vlm'; expected one of vllm, sglang"),
         (["--engine", "sglang"], "engine is 'sglang', but the output has the form vllm"),
         (["--weight-version", "-2"], "weight_version is -2"),

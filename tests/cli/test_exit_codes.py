@@ -188,7 +188,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     works = {
         "inspect t": 0,
         "validate t": 0,
-        "convert t u --to raw": 0,
+        "convert t u --to ordered": 0,
         "diff t t": 0,
         "doctor --trainer-trace t --trace t": 0,
         "plan t --topology none.toml": 2,

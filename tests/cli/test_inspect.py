@@ -32,8 +32,8 @@ def test_inspect_shows_facts_and_claims_apart_and_obeys_neither(tmp_path):
 
 
 def test_inspect_of_a_file_full_of_claims_stays_short(tmp_path):
-    facts = {f"fact {i}": "x" for i in range(20_000)} | {"first": "y" * 100_000}
-    path = fr.save(random_trace(0).with_provenance(**{"long": "z" * 100_000, **facts}), tmp_path / "t")
+    facts = {f"fact {i}": "x" for i in range(20_000)} | {"a first": "y" * 100_000}
+    path = fr.save(random_trace(0).with_provenance(**{"a long": "z" * 100_000, **facts}), tmp_path / "t")
     shown = foreroute("inspect", path)
     assert shown.returncode == 0
     assert "19970 more facts" in shown.stdout
@@ -61,7 +61,7 @@ def test_inspect_names_the_decisions_beside_the_routes(tmp_path):
     masks = trace.streams["sampling"]
     assert f"{int(masks.valid_N.sum())} rows, {len(masks.ids)} ids below 300" in shown
     assert "stream indexer" in shown
-    assert "gate weights" in shown
+    assert "gate weights of 3 layers, 2 of each row" in shown
     plain = foreroute("inspect", fr.save(random_trace(0), tmp_path / "p"), columns=200).stdout
     assert "stream" not in plain
     assert "gate weights" not in plain
@@ -73,5 +73,5 @@ def test_inspect_of_a_generation_names_its_trace(tmp_path):
     [beside] = tmp_path.glob("g-*")
     refused = foreroute("inspect", path, columns=300)
     assert refused.returncode == 2
-    assert f"it is a generation, whose trace is '{beside.name}' in the same folder" in refused.stderr
+    assert f"is a generation, whose trace is '{beside.name}' in the same folder" in refused.stderr
     assert foreroute("inspect", beside).returncode == 0

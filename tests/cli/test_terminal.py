@@ -77,7 +77,7 @@ def test_names_of_files_are_shown_and_not_obeyed(tmp_path, name):
     results = [
         foreroute("inspect", trace),
         foreroute("validate", trace, tmp_path / f"{name}-missing"),
-        foreroute("convert", trace, tmp_path / f"{name}-2", "--to", "raw"),
+        foreroute("convert", trace, tmp_path / f"{name}-2", "--to", "ordered"),
         foreroute("diff", trace, trace),
         foreroute("report", trace),
         foreroute("inspect", tmp_path / f"{name}-missing"),
@@ -147,6 +147,6 @@ def test_letters_that_standard_output_lacks_are_escaped(tmp_path):
 
 def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
     fr.save(random_trace(0), tmp_path / "trace")
-    result = shell("@ convert trace copy --to raw >/dev/null 2>&- <&-", tmp_path)
+    result = shell("@ convert trace copy --to ordered >/dev/null 2>&- <&-", tmp_path)
     assert result.returncode == 0
     assert fr.load(tmp_path / "copy").equals(fr.load(tmp_path / "trace"))

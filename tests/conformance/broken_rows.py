@@ -179,7 +179,7 @@ class MasksMended(Adapter):
 
 
 def with_tokens(masks, targets):
-    counts = np.where(masks.contain(targets.numpy()), masks.counts_ND[:, 0], 0)
+    counts = np.where(masks.contains(targets.numpy()), masks.counts_ND[:, 0], 0)
     ids = masks.ids[np.repeat(counts > 0, masks.counts_ND[:, 0])]
     return DecisionStream.from_sets(masks.num_choices, np.ones(len(counts), bool), counts, ids)
 

@@ -1,21 +1,24 @@
-"""Trace files with changed content and right seals, as anybody with this library could make them."""
+"""Trace files with changed content and right checksums, as anybody with this library could make them."""
 
 import numpy as np
 from safetensors.numpy import save as to_bytes
 
-from benchmarks.fuzzing.traces import seal_trace
-from foreroute.trace.file.writing import encode_trace
+from benchmarks.fuzzing.mutations import put_checksum_right
+from benchmarks.fuzzing.traces import frame_contents, set_contents
+from foreroute.trace.file import FORMAT, encode
 
 STAIRCASE = [0, 2**63 - 1, -(2**63), -1]
 """Each step but one is upwards, and int64 differences of all of them are: they wrap."""
 
 
-def forged(path, trace, change, *, codec="packed"):
-    """Write the file of `trace` after `change(metadata, tensors)`, sealed anew wherever seals can be computed."""
-    metadata, tensors = encode_trace(trace, codec)
+def forged(path, trace, change, *, encoding="ordered"):
+    """Write the file of `trace` after `change(metadata, tensors)`, with a checksum of what the header then has."""
+    metadata, tensors = encode(trace, encoding)
+    metadata = {"foreroute.trace": "3", **{f"foreroute.{key}": text for key, text in metadata.items()}}
     tensors = {name: tensor.copy() for name, tensor in tensors.items()}
     change(metadata, tensors)
-    seal_trace(tensors, metadata)
+    if "foreroute.checksum" not in metadata:
+        put_checksum_right(tensors, metadata, apart=FORMAT.apart)
     path.write_bytes(to_bytes(tensors, metadata=metadata))
     return path
 
@@ -25,5 +28,18 @@ def setting(**tensors):
 
     def change(metadata, there):
         there.update({name: np.asarray(value) for name, value in tensors.items()})
+
+    return change
+
+
+def holding(frame, edit):
+    """A change of what a frame of the first chunk holds: `edit` changes its bytes, or returns others."""
+
+    def change(metadata, tensors):
+        contents = frame_contents(tensors)
+        content = np.frombuffer(contents[frame], np.uint8).copy()
+        edited = edit(content)
+        contents[frame] = (content if edited is None else np.asarray(edited, np.uint8)).tobytes()
+        set_contents(tensors, contents)
 
     return change

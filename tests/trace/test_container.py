@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, count_assignments, digest, from_masks, overlap, shared_picks
+from foreroute.trace import NO_VERSION, count_assignments, digest, overlap, shared_picks
 from foreroute.trace.checks import check_rows
 from tests.traces import random_trace, spec_of
 
@@ -48,7 +48,7 @@ def test_last_token_has_no_route_and_no_version():
     spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     trace = fr.RoutingTrace.from_sequences(spec, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
     assert trace.valid_N.tolist() == [True, True, False]
-    assert trace.version_spans == [(0, 2, 5), (2, 3, NO_VERSION)]
+    assert trace.weight_versions_N.tolist() == [5, 5, NO_VERSION]
     assert trace.versions == (5,)
 
 
@@ -257,42 +257,6 @@ def test_counts_match_a_loop(seed):
                 for e in trace.expert_ids_NLK[n, layer] if trace.valid_N[n] else ():
                     expected[micro[s], layer, e] += 1
     assert np.array_equal(counts, expected)
-
-
-@pytest.mark.parametrize("dtype", [bool, np.uint8, np.float32])
-def test_masks_say_which_experts_computed_a_row(dtype):
-    spec, rng = spec_of(), np.random.default_rng(0)
-    tokens, masks, wanted = [rng.integers(0, 50, n) for n in (5, 1, 3)], [], []
-    for sequence in tokens:
-        picked = [[sorted(rng.permutation(8)[:2].tolist()) for _ in range(3)] for _ in sequence[1:]]
-        mask = np.zeros((len(picked), 3, 8), dtype)
-        for t, layers in enumerate(picked):
-            for layer, experts in enumerate(layers):
-                for expert in experts:
-                    mask[t, layer, expert] = 1
-        masks.append(mask)
-        wanted.append([*((int(token), 4, True, ids) for token, ids in zip(sequence, picked, strict=False))])
-    made = rows_of(from_masks(spec, tokens, masks, weight_version=4))
-    assert [rows[:-1] for rows in made] == wanted
-    assert [rows[-1][:3] for rows in made] == [(int(sequence[-1]), NO_VERSION, False) for sequence in tokens]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda mask: mask[0, 1].fill(0), r"picks 0 experts in row 0, decoder 1; expected 2\. Rows without a route"),
-        (lambda mask: mask[2, 0].fill(1), r"picks 8 experts in row 2"),
-        (lambda mask: mask.__imul__(0.5), r"float64 holds other values than 0 and 1; .*Gate weights are no mask"),
-        (lambda mask: mask.resize((3, 2, 7), refcheck=False), r"has shape \(3, 2, 7\); expected \[rows, 2 layers, 8"),
-    ],
-)
-def test_masks_that_are_no_routes_are_refused(change, message):
-    mask = np.zeros((3, 2, 8))
-    mask[..., [1, 5]] = 1
-    assert (from_masks(spec_of(num_layers=2), [[1, 2, 3]], [mask]).expert_ids_NLK == [1, 5]).all()
-    change(mask)
-    with pytest.raises(TraceContentError, match=message):
-        from_masks(spec_of(num_layers=2), [[1, 2, 3]], [mask])
 
 
 def test_positions_count_from_the_first_row_of_each_sequence():

@@ -7,6 +7,7 @@ import pytest
 
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.trace import NO_VERSION
+from foreroute.trace.streams import same_streams
 from foreroute.train import Watcher, load_checkpoint, train
 from foreroute.train.async_rollout import restored, stored
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -126,6 +127,8 @@ def same_fields(one, other):
         ours, theirs = getattr(one, field.name), getattr(other, field.name)
         if is_dataclass(ours):
             count += same_fields(ours, theirs)
+        elif field.name == "streams":
+            assert same_streams(ours, theirs)
         elif isinstance(ours, np.ndarray):
             assert np.array_equal(ours, theirs), field.name
             assert ours.dtype == theirs.dtype, field.name

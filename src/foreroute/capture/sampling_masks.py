@@ -59,7 +59,7 @@ def decode_masks(
         stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, np.concatenate(ids))
     except TraceContentError as error:
         raise CaptureError(f"the sampling masks cannot be true: {error}") from error
-    outside_N = valid_N & ~stream.contain(next_ids_N)
+    outside_N = valid_N & ~stream.contains(next_ids_N)
     if outside_N.any():
         row = int(outside_N.argmax())
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""`foreroute convert`: engine output to a trace, and a trace to another codec."""
+"""`foreroute convert`: engine output to a trace, and a trace to another encoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreroute.capture.arrays import parse_text
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceFileError, printable
 from foreroute.files import RegularFile, read_file, writing_named
-from foreroute.trace import CODECS, IndexerSpec, RoutingSpec, RoutingTrace, load, save
+from foreroute.trace import ENCODINGS, IndexerSpec, RoutingSpec, RoutingTrace, load, save
 
 HEADER = 9
 """Bytes that tell a trace file: a length, of which the upper half is zero as in no text, and an opening brace."""
@@ -35,14 +35,14 @@ def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
     with writing_named(target, TraceFileError):
         if target.exists():
             raise TraceFileError(f"{target} already exists; pass another path")
-    if to not in CODECS:
-        raise CaptureError(f"--to is {to!r}; expected one of {', '.join(CODECS)}")
+    if to not in ENCODINGS:
+        raise CaptureError(f"--to is {to!r}; expected one of {', '.join(ENCODINGS)}")
     console = Console(soft_wrap=True, highlight=False)
     with working(f"reading {source}", console):
         trace, what = _read(source, origin)
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
     with working(f"writing {target}", console):
-        save(trace, target, codec=to)
+        save(trace, target, encoding=to)
     console.print(printable(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes"), markup=False)
 
 

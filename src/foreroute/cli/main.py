@@ -145,7 +145,7 @@ def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")])
 def convert(
     source: Annotated[Path, typer.Argument(help="A trace file, output of an engine, or routes in a .npy file.")],
     target: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
-    to: Annotated[str, typer.Option(help="packed, raw or planes.")] = "packed",
+    to: Annotated[str, typer.Option(help="sets, or ordered to keep pick order.")] = "sets",
     model: Annotated[
         Path | None, typer.Option(help="For engine output: a trace of the model, or its folder (needs the extra hf).")
     ] = None,
@@ -155,7 +155,7 @@ def convert(
     engine: Annotated[str, typer.Option(help="vllm or sglang, if the source does not tell.")] = "",
     engine_version: Annotated[str, typer.Option(help="Such as 0.5.12.")] = "",
 ) -> None:
-    """Convert engine output and traces. Writes a trace, in any codec."""
+    """Convert engine output and traces. Writes a trace."""
     from foreroute.cli.convert import Origin, convert_file
 
     convert_file(source, target, to, Origin(model, tokens, start, weight_version, engine, engine_version))

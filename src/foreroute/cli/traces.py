@@ -16,16 +16,16 @@ from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain, misplaced_choices, misplaced_masks, stream_difference
 from foreroute.report.format import quoted
 from foreroute.trace import (
-    CODECS,
+    GATE_WEIGHTS,
     INDEXER,
     NO_VERSION,
     SAMPLING,
     DecisionStream,
     RoutingSpec,
     RoutingTrace,
+    Stream,
     count_assignments,
     digest,
-    encoded_size,
     load,
 )
 from foreroute.trace.streams import MOST_CHOICES
@@ -100,7 +100,7 @@ def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) ->
         return sound
     # the last token of a sequence is before none, and engines do not compute it
     last = trace.offsets[1:][trace.lengths > 0] - 1
-    for name in sorted({*trace.streams, *other.streams}):
+    for name in sorted({*trace.streams, *other.streams} - {GATE_WEIGHTS}):
         if name not in other.streams:
             console.print(f"[bold red]{name}[/]  the other trace has none")
             sound = False
@@ -143,9 +143,8 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
         "weight versions": _few(versions) or "none",
         "pick order": "kept" if trace.pick_order_kept else "dropped",
         "routes in memory": f"{trace.expert_ids_NLK.nbytes:,} bytes, {trace.expert_ids_NLK.dtype}",
-        **({} if trace.gate_weights_NLK is None else {"gate weights": "of every pick"}),
-        **{f"stream {name}": _sets(stream) for name, stream in trace.streams.items()},
-        "as a file": ", ".join(f"{codec} {encoded_size(trace, codec):,}" for codec in CODECS) + " bytes",
+        **{f"stream {name}": _described(stream) for name, stream in trace.streams.items()},
+        "file": f"{path.stat().st_size:,} bytes",
         "digest": digest(trace),
         # what the file's writer claims; named so that it cannot pass for a fact above
         **{f"provenance: {_one_line(key)}": value for key, value in facts[:MOST_SHOWN]},
@@ -155,7 +154,9 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
     return table
 
 
-def _sets(stream: DecisionStream) -> str:
+def _described(stream: Stream) -> str:
+    if not isinstance(stream, DecisionStream):
+        return f"{stream}"
     sets, rows = int((stream.counts_ND > 0).sum()), int(stream.valid_N.sum())
     layers = f" of {stream.depth} layers" if stream.layers else ""
     below = f" below {stream.num_choices}" if stream.num_choices < MOST_CHOICES else ""

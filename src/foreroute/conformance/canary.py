@@ -1,7 +1,7 @@
 """Routes that say where they belong: what proves that rows arrive where they should.
 
 A canary row is a set of K distinct experts, as any row is, so it survives whatever real routes survive: narrowing to
-uint8, a codec that drops pick order, a router's own checks. Whatever arrives at a router is decoded and names the place
+uint8, a file that drops pick order, a router's own checks. Whatever arrives at a router is decoded and names the place
 that it was cut from; a shift, a swap or a neighbour's row is seen at once, where random routes look as good as right.
 
 The code is the row's number times L plus its layer, written as the combination of that rank (combinatorial number

@@ -15,7 +15,6 @@ from foreroute.files.container import (
 )
 from foreroute.files.format import FileFormat, TensorSchema
 from foreroute.files.regular import ByteSource, HeldBytes, RegularFile, is_text, parse_json, read_file, read_text
-from foreroute.files.sealing import seal_arrays, seal_file, seal_slices
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 __all__ = [
@@ -34,9 +33,6 @@ __all__ = [
     "parse_json",
     "read_file",
     "read_text",
-    "seal_arrays",
-    "seal_file",
-    "seal_slices",
     "tensors_to_bytes",
     "write_atomically",
     "write_tensors",

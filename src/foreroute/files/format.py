@@ -27,12 +27,10 @@ class TensorSchema:
     Attributes:
         dtypes: the types it may have, by their names in a header: "I16", or "U8 U16".
         axes: a letter for each of its axes. Axes with one letter have one length in all tensors of a file.
-        optional: whether it may be missing.
     """
 
     dtypes: str
     axes: str
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,7 @@ class FileFormat:
         metadata: keys, without `foreroute.`.
         tensors: what they must be by name; None for any.
         made_by: what writes such files, in words, for whoever hands in another file.
+        apart: tensors that a reader reads in part. They have checksums of their own, and no place in that of the file.
         most_header_bytes: a longer safetensors header is refused before it is parsed.
     """
 
@@ -57,6 +56,7 @@ class FileFormat:
     metadata: tuple[str, ...]
     tensors: Mapping[str, TensorSchema] | None
     made_by: str
+    apart: tuple[str, ...] = ()
     most_header_bytes: int = 1 << 20
 
     def read(self, source: str | os.PathLike[str] | ByteSource) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -67,10 +67,14 @@ class FileFormat:
                 something of another type or shape, or does not have the checksum that it states.
         """
         with TensorFile(source, self.kind, most_header_bytes=self.most_header_bytes) as file:
-            ours = self._own_metadata(file)
-            if (why := self._objection(file.tensors)) is not None:
-                raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
-            tensors = {name: file.read(name) for name in file.tensors}
+            return self.read_opened(file)
+
+    def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+        """As `read`, of an opened file, without the tensors that stand apart."""
+        ours = self._own_metadata(file)
+        if (why := self._objection(file.tensors)) is not None:
+            raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
+        tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
         stated = ours.pop(KEY + "checksum")
         found = checksum(ours, tensors)
         if found != stated:
@@ -123,7 +127,8 @@ class FileFormat:
         if (why := self._objection(tensors)) is not None:
             raise self.kind(f"this {self.name} file cannot be written: {why}")
         ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
-        return {**ours, KEY + "checksum": checksum(ours, tensors)}
+        covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}
+        return {**ours, KEY + "checksum": checksum(ours, covered)}
 
     def _own_metadata(self, file: TensorFile) -> dict[str, str]:
         version = file.metadata.get(KEY + self.name)
@@ -146,13 +151,11 @@ class FileFormat:
         """What is wrong with the names, types and axes of tensors, looked at before any is read."""
         if self.tensors is None:
             return None
-        needed = {name for name, schema in self.tensors.items() if not schema.optional}
-        if not needed <= set(tensors) <= set(self.tensors):
+        if set(tensors) != set(self.tensors):
             return f"its tensors are {few(tensors)}; expected {few(self.tensors)}"
         length_of: dict[str, tuple[int, str]] = {}
         for name, schema in self.tensors.items():
-            if (tensor := tensors.get(name)) is None:
-                continue
+            tensor = tensors[name]
             if tensor.dtype not in [DTYPES[dtype] for dtype in schema.dtypes.split()]:
                 return f"tensor {name} is {tensor.dtype}; expected {' or '.join(schema.dtypes.split())}"
             if len(tensor.shape) != len(schema.axes):

@@ -83,7 +83,7 @@ def misplaced_masks(trace: RoutingTrace) -> str:
     masks = trace.streams.get(SAMPLING)
     if masks is None:
         return ""
-    wrong_N = masks.valid_N & ~masks.contain(_tokens_ahead(trace, 1))
+    wrong_N = masks.valid_N & ~masks.contains(_tokens_ahead(trace, 1))
     if not wrong_N.any():
         return ""
     row = int(wrong_N.argmax())
@@ -95,7 +95,7 @@ def misplaced_masks(trace: RoutingTrace) -> str:
     for shift in _shifts():
         tokens_N = _tokens_ahead(trace, 1 + shift)
         looked_at = masks.valid_N & (tokens_N >= 0)
-        if looked_at.sum() >= LEAST_ROWS and masks.contain(tokens_N)[looked_at].all():
+        if looked_at.sum() >= LEAST_ROWS and masks.contains(tokens_N)[looked_at].all():
             away = f"{abs(shift)} token{'' if abs(shift) == 1 else 's'} {'later' if shift > 0 else 'earlier'}"
             return f"{seen}; each is the set of the token {away}"
     return f"{seen}; they are of other tokens, or the sampler drew from other sets than it kept"

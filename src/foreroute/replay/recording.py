@@ -15,7 +15,16 @@ from foreroute.replay.arguments import kept_by
 from foreroute.replay.passes import Listener
 from foreroute.replay.rows import ReplayRows
 from foreroute.replay.selection import PassObservation, Watch
-from foreroute.trace import INDEXER, NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
+from foreroute.trace import (
+    GATE_WEIGHTS,
+    INDEXER,
+    NO_VERSION,
+    DecisionStream,
+    GateWeights,
+    RoutingSpec,
+    RoutingTrace,
+    concatenate,
+)
 from foreroute.trace.streams import joined
 
 
@@ -214,7 +223,8 @@ class Recording(Listener):
             trace = trace.with_stream(INDEXER, chosen.take(_order(group)))
         if not self.watch.weights:
             return trace
-        return trace.with_gate_weights(_in_order(group, lambda rows: rows.weights_NLK))
+        weights_NLK = _in_order(group, lambda rows: rows.weights_NLK)
+        return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N))
 
 
 def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:

@@ -19,7 +19,6 @@ from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout import fill_padding
 from foreroute.replay.indexers import IndexerRows
 from foreroute.trace import RoutingTrace
-from foreroute.trace.container import weights_of
 
 Counts = Literal["native", "replayed"]
 """Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
@@ -137,9 +136,9 @@ class ReplayRows:
             of_one_rank_LE = np.zeros((trace.spec.num_layers, trace.spec.num_experts), np.int64)
             ids_RLK, routed = fill_padding(ids_RLK, ~real, of_one_rank_LE), routed | ~real
         ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2))
-        weights_LRK = (
-            np.ascontiguousarray(_of_slots(weights_of(trace), row_of_slot).transpose(1, 0, 2)) if weights else None
-        )
+        weights_LRK = None
+        if weights and trace.gate_weights_NLK is not None:
+            weights_LRK = np.ascontiguousarray(_of_slots(trace.gate_weights_NLK, row_of_slot).transpose(1, 0, 2))
         pinned = _pinned(ids_LRK, device)
         rows = cls.from_host(pinned, routed, real, counted, device, weights_LRK=weights_LRK, counts=counts)
         return replace(rows, indexers=indexers)

@@ -325,7 +325,7 @@ def _checked(
             "leave out tokens that were not sampled, and record the masks of all others"
         )
     tokens: NDArray[np.int64] = targets_R.detach().cpu().numpy().astype(np.int64)
-    outside = ~masks.contain(tokens)
+    outside = ~masks.contains(tokens)
     if outside.any():
         row = int(outside.argmax())
         raise BatchMismatchError(

@@ -1,20 +1,20 @@
 """What was decided: the container of routes and other decisions, its checks, file, fingerprint, and counts. No torch.
 
-spec         experts, picks and routed layers of a model       RoutingSpec, RoutedLayer, LayerKind
-container    the routes of sequences, and cutting them         RoutingTrace, concatenate
-streams      other decisions on the same rows                  DecisionStream, SAMPLING
-indexers     what indexers of sparse attention may choose      IndexerSpec, INDEXER
-operations   what is done with whole traces                    from_masks, extended, overlap, digest, count_assignments
-checks       arrays from outside: dtypes, ranges, offsets
-file/        a trace on disk                                   save, load, TraceStore, CODECS
-synthetic    made-up routes                                    synthetic_trace
+spec          experts, picks and routed layers of a model      RoutingSpec, RoutedLayer, LayerKind
+container     the routes of sequences, and cutting them        RoutingTrace, concatenate
+streams       other decisions on the same rows                 Stream, DecisionStream, SAMPLING
+gate_weights  the stream that follows the routes               GateWeights, GATE_WEIGHTS
+indexers      what indexers of sparse attention may choose     IndexerSpec, INDEXER
+operations    what is done with whole traces                   extended, overlap, digest, count_assignments
+checks        arrays from outside: dtypes, ranges, offsets
+file          a trace on disk                                  save, load
+planes        rows as planes of bytes, as a file holds them
+synthetic     made-up routes                                   synthetic_trace
 """
 
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
-from foreroute.trace.file.codec import CODECS, CodecName
-from foreroute.trace.file.reading import load
-from foreroute.trace.file.store import TraceStore
-from foreroute.trace.file.writing import encoded_size, save
+from foreroute.trace.file import ENCODINGS, Encoding, load, save
+from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.indexers import INDEXER, IndexerSpec
 from foreroute.trace.operations import (
     RouteOverlap,
@@ -22,35 +22,34 @@ from foreroute.trace.operations import (
     count_assignments,
     digest,
     extended,
-    from_masks,
     overlap,
     shared_picks,
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
-from foreroute.trace.streams import SAMPLING, DecisionStream
+from foreroute.trace.streams import GATE_WEIGHTS, SAMPLING, DecisionStream, Stream
 from foreroute.trace.synthetic import synthetic_trace
 
 __all__ = [
-    "CODECS",
+    "ENCODINGS",
+    "GATE_WEIGHTS",
     "INDEXER",
     "NO_VERSION",
     "SAMPLING",
-    "CodecName",
     "DecisionStream",
+    "Encoding",
+    "GateWeights",
     "IndexerSpec",
     "LayerKind",
     "RouteOverlap",
     "RoutedLayer",
     "RoutingSpec",
     "RoutingTrace",
-    "TraceStore",
+    "Stream",
     "add_assignments",
     "concatenate",
     "count_assignments",
     "digest",
-    "encoded_size",
     "extended",
-    "from_masks",
     "load",
     "overlap",
     "save",

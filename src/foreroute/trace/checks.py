@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
-DECODED_FREELY, DECODED_PER_BYTE = 16 << 20, 1024
-"""A file may ask for 16 MiB of memory, or for 1,024 times the bytes of its tokens and payloads: so a small file cannot
-make a reader allocate without bound."""
+DECODED_FREELY, DECODED_PER_BYTE = 64 << 20, 1024
+"""A file may ask for 64 MiB of memory, or for 1,024 times the bytes of its frames: so a small file cannot make a reader
+allocate without bound."""
 TAKEN_AT_ONCE = 1 << 18
 """Numbers whose places are worked out together; a place takes 16 bytes meanwhile."""
 
@@ -81,23 +81,6 @@ def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
     return array.astype(np.bool_, copy=False)
 
 
-def as_gate_weights(values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return gate weights as float32 [N, L, K], checked.
-
-    Raises:
-        TraceContentError: when they do not belong to such routes, or are not finite.
-    """
-    given = as_array(values, name="gate_weights")
-    if given.dtype.kind not in "fiu":
-        raise TraceContentError(f"gate weights are {given.dtype}; expected numbers")
-    weights_NLK = np.ascontiguousarray(given, np.float32)
-    if weights_NLK.shape != shape:
-        raise TraceContentError(f"gate weights have shape {weights_NLK.shape}; expected one per pick, {shape}")
-    if not np.isfinite(weights_NLK).all():
-        raise TraceContentError("gate weights are not all finite; what computed them has diverged")
-    return weights_NLK
-
-
 def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
     """Return `values` as an array, refusing rows of different lengths and objects that are no arrays."""
     try:
@@ -134,14 +117,14 @@ def ascending(offsets: NDArray[Any], upto: int) -> bool:
 
 
 def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
-    """Raise `TraceContentError` when what a file holds would take far more memory than its tokens and payloads.
+    """Raise `TraceContentError` when what a file holds would take far more memory than it has bytes.
 
     Args:
-        decoded_bytes: that all rows would take.
-        stored_bytes: of tokens and payloads.
+        decoded_bytes: of what all frames hold.
+        stored_bytes: of all frames.
     """
     if decoded_bytes > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
-        raise TraceContentError(f"{stored_bytes} bytes of tokens and payloads would become {decoded_bytes} bytes")
+        raise TraceContentError(f"{stored_bytes} bytes of frames would become {decoded_bytes} bytes")
 
 
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

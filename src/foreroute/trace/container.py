@@ -14,12 +14,11 @@ tokens has T rows; the last sampled token was never an input, so its row is mark
 and never an expert id, because 0 is an expert.
 
 This room is the only one that cuts, joins or reorders routes; nothing outside it indexes `expert_ids_NLK` by sequence.
-Other decisions of the rollout go with their rows, as `streams`.
+Other decisions of the rollout go with their rows, as `streams`: gate weights, sampling masks, choices of indexers.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +29,6 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace.checks import (
     as_array,
-    as_gate_weights,
     as_mask,
     as_offsets,
     as_sequence_numbers,
@@ -40,14 +38,12 @@ from foreroute.trace.checks import (
     join_ranges,
     narrow_ids,
 )
-from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers
-from foreroute.trace.streams import SAMPLING, DecisionStream, joined, same_streams
+from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, whole_number
+from foreroute.trace.streams import GATE_WEIGHTS, SAMPLING, Stream, joined, same_streams
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
-GATE_WEIGHTS = "gate_weights"
-"""The name of the gate weights in a file, where they are a stream as well."""
-STREAM_NAME = re.compile(r"[a-z_]{1,32}", re.ASCII)
 MOST_VALUES = 16
 """Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
 _MORE = "…"
@@ -67,10 +63,9 @@ class RoutingTrace:
         weight_versions_N: int32 [N], the weights a row was computed under; `NO_VERSION` where absent or not stated.
         offsets: int64 [S + 1], sequence s owns the rows `offsets[s]:offsets[s + 1]`.
         provenance: what made the trace, as short strings (engine, version, source).
-        pick_order_kept: False when a codec dropped the order of picks; the ids of a row then ascend.
-        gate_weights_NLK: float32 [N, L, K], what each pick was weighted with, 0 where absent; None where the source
-            has none.
-        streams: the other decisions of the rollout by name, each with N rows.
+        pick_order_kept: False when a file dropped the order of picks; the ids of a row then ascend.
+        streams: the other decisions of the rollout by name, each a `Stream` with N rows: `GateWeights` by the name of
+            GATE_WEIGHTS, a `DecisionStream` by any other, such as SAMPLING and INDEXER.
     """
 
     spec: RoutingSpec
@@ -81,8 +76,7 @@ class RoutingTrace:
     offsets: NDArray[np.int64]
     provenance: Mapping[str, str] = field(default_factory=dict)
     pick_order_kept: bool = True
-    gate_weights_NLK: NDArray[np.float32] | None = None
-    streams: Mapping[str, DecisionStream] = field(default_factory=dict)
+    streams: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_sequences(
@@ -119,9 +113,9 @@ class RoutingTrace:
                     f"sequence {s} has {len(r)} routed rows for {len(t)} tokens; "
                     "expected at most one row per token. Check that prompt and response tokens are both passed"
                 )
-        trace = _pack(spec, tokens, routes, provenance or {}).with_weight_version(weight_version)
-        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
-        return trace
+        version = _weight_version(weight_version)
+        valid = [np.arange(len(t)) < len(r) for t, r in zip(tokens, routes, strict=True)]
+        return _pack(spec, tokens, routes, valid, [np.full(len(t), version) for t in tokens], provenance)
 
     @classmethod
     def from_rows(
@@ -161,13 +155,9 @@ class RoutingTrace:
                     f"sequence {s} has {len(t)} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
                     f"and versions of shape {v.shape}; expected one row of each for every token"
                 )
-            routes.append(narrow_ids(np.where(m[:, None, None], r, r.dtype.type(0)), spec, name=f"expert_ids[{s}]"))
+            routes.append(narrow_ids(r[m], spec, name=f"expert_ids[{s}]"))
             versions.append(as_versions(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]"))
-        valid_N = np.concatenate([*masks, np.zeros(0, np.bool_)])
-        stamped = np.where(valid_N, np.concatenate([*versions, np.zeros(0, np.int32)]), np.int32(NO_VERSION))
-        trace = replace(_pack(spec, tokens, routes, provenance or {}), valid_N=valid_N, weight_versions_N=stamped)
-        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
-        return trace
+        return _pack(spec, tokens, routes, masks, versions, provenance)
 
     @classmethod
     def unrouted(cls, spec: RoutingSpec, token_ids: Sequence[ArrayLike]) -> RoutingTrace:
@@ -208,12 +198,10 @@ class RoutingTrace:
         return tuple(int(v) for v in np.unique(self.weight_versions_N[self.valid_N]))
 
     @property
-    def version_spans(self) -> list[tuple[int, int, int]]:
-        """Maximal runs of rows with one weight version, as (first row, row after the last, version)."""
-        versions = self.weight_versions_N
-        starts = np.flatnonzero(np.r_[True, versions[1:] != versions[:-1]]) if len(versions) else np.zeros(0, int)
-        stops = np.r_[starts[1:], len(versions)] if len(versions) else starts
-        return [(int(a), int(b), int(versions[a])) for a, b in zip(starts, stops, strict=True)]
+    def gate_weights_NLK(self) -> NDArray[np.float32] | None:
+        """float32 [N, L, K], what each pick was weighted with, 0 where absent; None without such a stream."""
+        weights: GateWeights | None = self.streams.get(GATE_WEIGHTS)
+        return None if weights is None else weights.values_NLK
 
     def tokens(self, sequence: int) -> NDArray[np.int32]:
         """Return the tokens of one sequence, int32 [T]."""
@@ -230,7 +218,7 @@ class RoutingTrace:
         return self.take_rows(join_ranges(self.offsets[:-1][chosen], lengths), lengths)
 
     def select_layers(self, layers: Iterable[RoutedLayer]) -> RoutingTrace:
-        """Return the given layers, in the given order; the layer table shrinks with them. Streams stay whole.
+        """Return the given layers, in the given order; the layer table shrinks with them, and gate weights do.
 
         Raises:
             TraceContentError: when something else than routed layers is given.
@@ -242,7 +230,7 @@ class RoutingTrace:
             self,
             spec=replace(self.spec, layers=chosen),
             expert_ids_NLK=np.ascontiguousarray(self.expert_ids_NLK[:, positions]),
-            gate_weights_NLK=None if self.gate_weights_NLK is None else self.gate_weights_NLK[:, positions],
+            streams={name: stream.select_layers(positions) for name, stream in self.streams.items()},
         )
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
@@ -265,7 +253,7 @@ class RoutingTrace:
         if SAMPLING not in cut.streams:
             return cut
         last = cut.offsets[1:][(kept > 0) & (kept < self.lengths)] - 1
-        return cut.with_stream(SAMPLING, cut.streams[SAMPLING].without(last))
+        return replace(cut, streams={**cut.streams, SAMPLING: cut.streams[SAMPLING].without(last)})
 
     def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
         """Append to each sequence that of the same number in `suffix` (a later turn, a resumed rollout)."""
@@ -279,31 +267,20 @@ class RoutingTrace:
 
     def with_weight_version(self, version: int) -> RoutingTrace:
         """Return the same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
-        whole = isinstance(version, int | np.integer) and not isinstance(version, bool)
-        if not whole or not NO_VERSION <= version <= np.iinfo(np.int32).max:
-            raise TraceContentError(f"weight version is {version!r}; expected a whole number from 0 that fits 32 bits")
-        stamped = np.where(self.valid_N, np.int32(version), np.int32(NO_VERSION)).astype(np.int32)
+        stamped = np.where(self.valid_N, _weight_version(version), np.int32(NO_VERSION))
         return replace(self, weight_versions_N=stamped)
 
     def without_pick_order(self) -> RoutingTrace:
-        """Return the same sets of experts, ids ascending in each row, as order-dropping codecs return them."""
-        weights_NLK = self.gate_weights_NLK
-        if weights_NLK is not None:
-            order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
-            weights_NLK = np.take_along_axis(weights_NLK, order_NLK, axis=-1)
-        ids_NLK = np.sort(self.expert_ids_NLK, axis=-1)
-        return replace(self, expert_ids_NLK=ids_NLK, gate_weights_NLK=weights_NLK, pick_order_kept=False)
+        """Return the same sets of experts, ids ascending in each row, as files of sets return them."""
+        order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
+        return replace(
+            self,
+            expert_ids_NLK=np.take_along_axis(self.expert_ids_NLK, order_NLK, axis=-1),
+            pick_order_kept=False,
+            streams={name: stream.reorder_picks(order_NLK) for name, stream in self.streams.items()},
+        )
 
-    def with_gate_weights(self, weights_NLK: ArrayLike) -> RoutingTrace:
-        """Add the weight of each pick, [N, L, K]. Those of rows without a route become 0."""
-        given_NLK = as_gate_weights(weights_NLK, self.expert_ids_NLK.shape)
-        return replace(self, gate_weights_NLK=np.where(self.valid_N[:, None, None], given_NLK, np.float32(0)))
-
-    def without_gate_weights(self) -> RoutingTrace:
-        """Return the same trace without them."""
-        return replace(self, gate_weights_NLK=None)
-
-    def with_stream(self, name: str, stream: DecisionStream) -> RoutingTrace:
+    def with_stream(self, name: str, stream: Stream) -> RoutingTrace:
         """Add a stream of decisions, or put it in the place of the one with its name.
 
         Args:
@@ -311,15 +288,12 @@ class RoutingTrace:
             stream: with a row for each of the trace.
 
         Raises:
-            TraceContentError: when there can be no such name, or the stream has another number of rows.
+            TraceContentError: when there can be no such name, or the stream cannot belong to these rows.
         """
-        if not isinstance(name, str) or not STREAM_NAME.fullmatch(name) or name == GATE_WEIGHTS:
-            raise TraceContentError(
-                f"a stream is named {name!r:.60}; expected up to 32 lower-case letters and underscores, and not "
-                f"{GATE_WEIGHTS}, which with_gate_weights adds"
-            )
-        if stream.num_rows != self.num_rows:
-            raise TraceContentError(f"the stream {name} has {stream.num_rows} rows for {self.num_rows} of the trace")
+        if not isinstance(stream, Stream):
+            raise TraceContentError(f"the stream is {stream!r:.60}; expected a DecisionStream or GateWeights")
+        stream.check_name(name)
+        stream.check(self.spec, self.valid_N)
         return replace(self, streams={**self.streams, name: stream})
 
     def without_streams(self, *names: str) -> RoutingTrace:
@@ -345,8 +319,6 @@ class RoutingTrace:
                 np.array_equal(getattr(self, name), getattr(other, name))
                 for name in ("offsets", "token_ids_N", "valid_N", "weight_versions_N", "expert_ids_NLK")
             )
-            and (self.gate_weights_NLK is None) == (other.gate_weights_NLK is None)
-            and np.array_equal(weights_of(self), weights_of(other))
             and same_streams(self.streams, other.streams)
         )
 
@@ -359,7 +331,6 @@ class RoutingTrace:
             token_ids_N=self.token_ids_N[rows],
             weight_versions_N=self.weight_versions_N[rows],
             offsets=as_offsets(lengths),
-            gate_weights_NLK=None if self.gate_weights_NLK is None else self.gate_weights_NLK[rows],
             streams={name: stream.take(rows) for name, stream in self.streams.items()},
         )
 
@@ -368,7 +339,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     """Join all sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
 
     Raises:
-        TraceContentError: when there is no trace to join, or some have gate weights or a stream and others do not.
+        TraceContentError: when there is no trace to join, or some have a stream and others do not.
         SpecMismatchError: when the traces come from different models.
     """
     parts = list(traces)
@@ -387,7 +358,6 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
         provenance=_common_provenance([p.provenance for p in parts]),
         pick_order_kept=parts[0].pick_order_kept,
-        gate_weights_NLK=_joined_gate_weights(parts),
         streams={
             name: joined(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
             for name in dict.fromkeys(name for p in parts for name in p.streams)
@@ -395,50 +365,34 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     )
 
 
-def _joined_gate_weights(parts: Sequence[RoutingTrace]) -> NDArray[np.float32] | None:
-    """Join the gate weights of traces; None where none has any.
-
-    Raises:
-        TraceContentError: when one has them, and another has routes without them.
-    """
-    if all(part.gate_weights_NLK is None for part in parts):
-        return None
-    for part in parts:
-        if part.gate_weights_NLK is None and part.valid_N.any():
-            raise TraceContentError(
-                "some of the traces have gate weights and others do not; record all of them with gate weights, or "
-                "take them off with without_gate_weights()"
-            )
-    return np.concatenate([weights_of(part) for part in parts])
-
-
-def weights_of(trace: RoutingTrace) -> NDArray[np.float32]:
-    """Return the gate weights, float32 [N, L, K]; zeros for a trace that has none."""
-    if trace.gate_weights_NLK is None:
-        return np.zeros(trace.expert_ids_NLK.shape, np.float32)
-    return trace.gate_weights_NLK
+def _weight_version(version: int) -> np.int32:
+    return np.int32(whole_number(version, name="weight version", least=NO_VERSION, most=np.iinfo(np.int32).max))
 
 
 def _pack(
-    spec: RoutingSpec, tokens: list[NDArray[np.int32]], routes: list[NDArray[Any]], provenance: Mapping[str, str]
+    spec: RoutingSpec,
+    tokens: list[NDArray[np.int32]],
+    routes: list[NDArray[Any]],
+    valid: list[NDArray[np.bool_]],
+    versions: list[NDArray[np.int32]],
+    provenance: Mapping[str, str] | None,
 ) -> RoutingTrace:
-    lengths = np.array([len(t) for t in tokens], dtype=np.int64)
-    offsets = as_offsets(lengths)
-    valid = np.zeros(offsets[-1], dtype=np.bool_)
-    routed = join_ranges(offsets[:-1], np.array([len(r) for r in routes], dtype=np.int64))
-    valid[routed] = True
-    ids = np.zeros((len(valid), spec.num_layers, spec.top_k), spec.id_dtype)
+    """Pack sequences of checked tokens, validity and versions; `routes` has the routed rows of each alone."""
+    valid_N = np.concatenate([np.zeros(0, np.bool_), *valid])
+    ids_NLK = np.zeros((len(valid_N), spec.num_layers, spec.top_k), spec.id_dtype)
     if routes:
-        ids[routed] = np.concatenate(routes)
-    return RoutingTrace(
+        ids_NLK[valid_N] = np.concatenate(routes)
+    trace = RoutingTrace(
         spec=spec,
-        expert_ids_NLK=ids,
-        valid_N=valid,
-        token_ids_N=np.concatenate([*tokens, np.zeros(0, np.int32)]),
-        weight_versions_N=np.full(len(valid), NO_VERSION, np.int32),
-        offsets=offsets,
-        provenance=dict(provenance),
+        expert_ids_NLK=ids_NLK,
+        valid_N=valid_N,
+        token_ids_N=np.concatenate([np.zeros(0, np.int32), *tokens]),
+        weight_versions_N=np.where(valid_N, np.concatenate([np.zeros(0, np.int32), *versions]), np.int32(NO_VERSION)),
+        offsets=as_offsets(np.array([len(t) for t in tokens], np.int64)),
+        provenance=dict(provenance or {}),
     )
+    check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
+    return trace
 
 
 def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace.checks import as_offsets, join_ranges
+from foreroute.trace.checks import join_ranges
 from foreroute.trace.spec import RoutedLayer, whole_number
 from foreroute.trace.streams import MOST_CHOICES, DecisionStream, as_choices
 
@@ -67,8 +67,7 @@ class IndexerSpec:
                 one that it sees.
         """
         everything_N = self.heads * self.num_visible(position_N)
-        counts_ND = np.zeros((len(position_N), len(self.layers)), np.int64)
-        kept = []
+        sets_of = []
         for layer, (counts_N, ids) in enumerate(chosen):
             is_part_N = counts_N < everything_N
             is_kept = np.repeat(is_part_N, counts_N)
@@ -77,17 +76,8 @@ class IndexerSpec:
                 raise TraceContentError(
                     f"in {self.layers[layer]} a query has units twice, or some that it does not see"
                 )
-            counts_ND[:, layer] = counts_N * is_part_N
-            kept.append(ids[is_kept])
-        offsets = as_offsets(counts_ND.reshape(-1))
-        starts_ND = offsets[:-1].reshape(counts_ND.shape)
-        joined = np.zeros(int(offsets[-1]), np.int32)
-        for layer, ids in enumerate(kept):
-            joined[join_ranges(starts_ND[:, layer], counts_ND[:, layer])] = ids
-        valid_N = np.ones(len(position_N), np.bool_)
-        stream = DecisionStream(MOST_CHOICES, valid_N, offsets, joined, self.layers)
-        stream.check()
-        return stream
+            sets_of.append((counts_N * is_part_N, ids[is_kept]))
+        return DecisionStream.from_layers(MOST_CHOICES, np.ones(len(position_N), np.bool_), sets_of, self.layers)
 
     def check(self, stream: DecisionStream, offsets: NDArray[np.int64]) -> None:
         """Raise unless these can be choices of such indexers, each at its own position.

@@ -1,9 +1,6 @@
-"""Loops over all picks of a trace: the check, the counts, and picks as numbers of a fixed width. Compiled.
+"""Loops over all picks of a trace: the check, the counts, and sets that are read from a file. Compiled.
 
-Other files import from here inside functions alone: numba is slow to load.
-
-A stream of bits lies in 64-bit words, bit b at bit b % 64 of word b // 64, and is followed by one zero word. So 64 bits
-from any position on are two neighbouring words, without a test for the end. Arithmetic is in uint64 throughout: numba
+Other files import from here inside functions alone: numba is slow to load. Arithmetic on positions is in uint64: numba
 makes a float of an int64 and a uint64.
 """
 
@@ -12,12 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
 from foreroute.kernels import kernel
-
-FETCHED = 64
-"""Bits that one `fetch` brings."""
 
 
 @kernel
@@ -48,6 +42,37 @@ def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_e
             if bad:
                 return rows[i] * num_layers + layer
     return -1
+
+
+@kernel
+def put_sets(gaps_KR: Any, valid_R: Any, num_experts: Any, layer: Any, out_RLK: Any) -> Any:
+    """Put sets into the rows of a layer, ids ascending: the first gap is the first id, id k is id k - 1 + 1 + gap k.
+
+    Rows without a route get zeros. Returns whether their gaps are zeros too, and all ids are below E.
+
+    Args:
+        gaps_KR: uint8 or uint16 [K, R].
+        valid_R: bool [R], the routed rows.
+        num_experts: E.
+        layer: of `out_RLK`.
+        out_RLK: uint8 or uint16 [R, L, K], written.
+    """
+    top_k, rows = gaps_KR.shape
+    bad = False
+    for row in range(rows):
+        expert = uint64(0)
+        if valid_R[row]:
+            for k in range(top_k):
+                expert += uint64(gaps_KR[k, row])
+                out_RLK[row, layer, k] = expert
+                expert += uint64(1)
+            bad |= expert > uint64(num_experts)
+        else:
+            for k in range(top_k):
+                expert |= uint64(gaps_KR[k, row])
+                out_RLK[row, layer, k] = 0
+            bad |= expert != uint64(0)
+    return not bad
 
 
 @kernel
@@ -89,114 +114,6 @@ def add_counts(
                 for e in range(num_experts):
                     flat_counts[target + e] += np.int32(held_LE[layer, e])
             held[:] = 0
-
-
-@njit(nogil=True, inline="always")
-def fetch(words: Any, position: Any, last: Any) -> Any:
-    """Return 64 bits from `position` on; `last` is the index of the word before the closing zero word."""
-    # Positions come from files. One past the end is clamped: its bits are wrong, and index + 1 is still a word.
-    index = min(position >> uint64(6), last)
-    shift = position & uint64(63)
-    # The second word is shifted by 64 - shift in two steps, since a shift by 64 at once has no defined result.
-    return (words[index] >> shift) | ((words[index + uint64(1)] << uint64(1)) << (uint64(63) - shift))
-
-
-@kernel
-def pack_rows(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, bits: Any, words_LW: Any) -> None:
-    """Write the picks of `rows` as `bits` bits each into one zeroed stream per layer.
-
-    Args:
-        flat_ids: uint8 or uint16, [N, L, K] flattened.
-        num_layers: L.
-        top_k: K.
-        rows: int64 [R].
-        bits: 1 to 16.
-        words_LW: uint64 [L, W], zeros, W at least one word longer than the stream.
-    """
-    depth, width = uint64(top_k), uint64(bits)
-    chunk = uint64(FETCHED) // width
-    for i in range(len(rows)):
-        source = uint64(rows[i]) * uint64(num_layers) * depth
-        for layer in range(num_layers):
-            position = uint64(i) * depth * width
-            k = uint64(0)
-            # The first k picks of the row end at `position`. As many as fill a word at most are joined, then written.
-            while k < depth:
-                stop = min(k + chunk, depth)
-                value = uint64(0)
-                shift = uint64(0)
-                while k < stop:
-                    value |= uint64(flat_ids[source + k]) << shift
-                    shift += width
-                    k += uint64(1)
-                word, offset = position >> uint64(6), position & uint64(63)
-                words_LW[layer, word] |= value << offset
-                words_LW[layer, word + uint64(1)] |= (value >> uint64(1)) >> (uint64(63) - offset)
-                position += shift
-            source += depth
-
-
-@kernel(_nrt=False)
-def unpack_rows(
-    words: Any,
-    starts: Any,
-    size: Any,
-    dest: Any,
-    bits: Any,
-    num_experts: Any,
-    out_layers: Any,
-    picks: Any,
-    out: Any,
-    num_out: Any,
-    seen: Any,
-) -> Any:
-    """Put rows written by `pack_rows` into their places.
-
-    Returns whether all ids are below E and distinct in their row, and nothing but zeros follows the last one.
-
-    Args:
-        words: uint64 [Z], the payloads of one block.
-        starts: int64 [C], where the payload of each wanted layer begins in `words`.
-        size: words per payload, the closing zero word included.
-        dest: int64 [R], the output row of each stored row, or -1 for a row that is not wanted.
-        bits: 1 to 16.
-        num_experts: E.
-        out_layers: int64 [C], the output layer of each wanted layer.
-        picks: of length K; a tuple, whose length is known when this is compiled, unrolls the loops.
-        out: uint8 or uint16, [N, L', K] flattened.
-        num_out: L'.
-        seen: int64 zeros, one for each id of so many bits. It is handed in because making an array takes as long to
-            compile as half of this.
-    """
-    width, last, depth = uint64(bits), uint64(size - 2), uint64(len(picks))
-    # whether one fetch brings all picks of a row
-    whole, mask = len(picks) * bits <= FETCHED, (uint64(1) << width) - uint64(1)
-    stamp, bad = 0, False  # as in `first_bad_picks`
-    used = uint64(len(dest)) * depth * width
-    for c in range(len(starts)):
-        tail = words[starts[c] + size - 2] >> (used & uint64(63)) if used & uint64(63) else uint64(0)
-        bad |= (tail | words[starts[c] + size - 1]) != uint64(0)
-    # Whatever the words are, reads stay within their payload and writes within the rows of `dest`; `bad` is looked at
-    # once, at the end, so that the loop has no exit.
-    for i in range(len(dest)):
-        if dest[i] < 0:
-            continue
-        for c in range(len(starts)):
-            stream = words[starts[c] : starts[c] + size]
-            target = (uint64(dest[i]) * uint64(num_out) + uint64(out_layers[c])) * depth
-            position = uint64(i) * depth * width
-            value = fetch(stream, position, last)
-            stamp += 1
-            for k in range(len(picks)):
-                if not whole:
-                    value = fetch(stream, position, last)
-                    position += width
-                expert = value & mask
-                value >>= width
-                bad |= (seen[expert] == stamp) | (expert >= uint64(num_experts))
-                seen[expert] = stamp
-                out[target + uint64(k)] = expert
-    return not bad
 
 
 @kernel

@@ -1,10 +1,8 @@
-"""What is done with whole traces: joined over turns, made from masks, compared, fingerprinted, counted."""
+"""What is done with whole traces: extended by a later capture, compared, fingerprinted, counted."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,61 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, TraceContentError
+from foreroute.files import blake2b_hex
 from foreroute.trace.checks import as_array, join_ranges
-from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
-from foreroute.trace.spec import RoutingSpec
+from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.streams import DecisionStream
-
-
-def from_masks(
-    spec: RoutingSpec,
-    token_ids: Sequence[ArrayLike],
-    masks: Sequence[ArrayLike],
-    *,
-    weight_version: int = NO_VERSION,
-) -> RoutingTrace:
-    """Pack sequences whose routes are masks over all experts, such as Megatron's routing maps.
-
-    Args:
-        spec: the model the routes come from.
-        token_ids: S integer arrays [T].
-        masks: S arrays [R, L, E] of bool, or of 0 and 1: which K experts computed a row in a layer. R = T, or R < T
-            where the last T - R tokens were never routed.
-        weight_version: the version of the weights that computed the routes.
-
-    Returns:
-        A trace whose rows name their experts in ascending order, since a mask has none.
-
-    Raises:
-        TraceContentError: for a row that does not have K experts, for values other than 0 and 1, and as
-            `RoutingTrace.from_sequences`.
-    """
-    ids = [_picked(mask, spec, name=f"masks[{s}]") for s, mask in enumerate(masks)]
-    return RoutingTrace.from_sequences(spec, token_ids, ids, weight_version=weight_version)
-
-
-def _picked(mask: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[np.int64]:
-    """The experts of a mask [R, L, E] as ids [R, L, K]."""
-    mask_RLE = as_array(mask, name=name)
-    if mask_RLE.ndim != 3 or mask_RLE.shape[1:] != (spec.num_layers, spec.num_experts):
-        raise TraceContentError(
-            f"{name} has shape {mask_RLE.shape}; expected [rows, {spec.num_layers} layers, {spec.num_experts} experts]"
-        )
-    if mask_RLE.dtype != bool:
-        if not np.isin(mask_RLE, (0, 1)).all():
-            raise TraceContentError(
-                f"{name} of dtype {mask_RLE.dtype} holds other values than 0 and 1; expected 1 where an expert was "
-                "picked. Gate weights are no mask: pass what is above 0"
-            )
-        mask_RLE = mask_RLE.astype(bool)
-    num_picked_RL = mask_RLE.sum(-1)
-    if (num_picked_RL != spec.top_k).any():
-        row, layer = np.argwhere(num_picked_RL != spec.top_k)[0]
-        raise TraceContentError(
-            f"{name} picks {num_picked_RL[row, layer]} experts in row {row}, {spec.layers[layer]}; expected "
-            f"{spec.top_k}. Rows without a route are left out; a dispatcher's mask after dropping is no route"
-        )
-    return np.nonzero(mask_RLE)[2].reshape(*mask_RLE.shape[:2], spec.top_k)
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:
@@ -84,7 +31,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
 
     Raises:
         SpecMismatchError: when the traces come from different models.
-        TraceContentError: when one has gate weights or a stream and the other does not.
+        TraceContentError: when one has a stream and the other does not.
         BatchMismatchError: when a sequence of `later` does not begin with the tokens of `earlier`.
     """
     earlier.spec.require_same(later.spec, what="the later capture")
@@ -150,7 +97,11 @@ def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
 
 
 def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
-    """Count the ids of `ids_a` [..., K] that are also in `ids_b` [..., K]: [...], of the narrowest type that holds K."""
+    """Count the ids of `ids_a` [..., K] that are also in `ids_b` [..., K].
+
+    Returns:
+        shared: unsigned integers [...], of the narrowest type that holds K.
+    """
     # One pick after the other: K comparisons of [..., K] take less memory than one of [..., K, K].
     shared = np.zeros(ids_a.shape[:-1], np.min_scalar_type(ids_a.shape[-1]))
     for k in range(ids_a.shape[-1]):
@@ -159,31 +110,25 @@ def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
 
 
 def digest(trace: RoutingTrace) -> str:
-    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity and routes, as hex.
+    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity, routes, streams, as hex.
 
-    Gate weights and streams take part where there are any. Those of a stream alone have `DecisionStream.digest`.
-    Provenance, the model's name and the codec of a file do not take part: the same routes have the same digest wherever
-    they came from. Whether pick order is kept does: a trace read from an order-dropping file has the digest of
-    `trace.without_pick_order()`, which is another one than that of the recorded trace.
+    Provenance and the model's name do not take part: the same routes have the same digest wherever they came from.
+    Whether pick order is kept does: a trace read from a file of sets has the digest of `trace.without_pick_order()`,
+    not that of the trace that was recorded.
     """
-    state = hashlib.blake2b(digest_size=16)
-    spec = trace.spec
+    spec, streams = trace.spec, sorted(trace.streams.items())
     layers = [[layer.index, layer.kind.value] for layer in spec.layers]
-    facts = [spec.num_experts, spec.top_k, layers, trace.pick_order_kept]
-    state.update(json.dumps(facts).encode())
-    for array in (
+    beside = [[name, stream.kind, stream.facts()] for name, stream in streams]
+    facts = json.dumps([spec.num_experts, spec.top_k, layers, trace.pick_order_kept, beside])
+    arrays: list[NDArray[Any]] = [
         trace.offsets,
         trace.token_ids_N,
         trace.weight_versions_N,
         trace.valid_N,
         trace.expert_ids_NLK,
-    ):
-        state.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-    if trace.gate_weights_NLK is not None:
-        state.update(np.ascontiguousarray(trace.gate_weights_NLK, "<f4").data)
-    for name, stream in sorted(trace.streams.items()):
-        state.update(f"{name}:{stream.digest()}".encode())
-    return state.hexdigest()
+    ]
+    arrays += [array for _, stream in streams for array in stream.arrays().values()]
+    return blake2b_hex(facts.encode(), *(np.asarray(array, array.dtype.newbyteorder("<")) for array in arrays))
 
 
 def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[np.int64]:

@@ -1,33 +1,136 @@
-"""Decisions of a rollout beside its routes: named streams of sets, on the same rows. No torch.
+"""Decisions of a rollout beside its routes: named streams on the same rows. No torch.
 
-    sampling    row p: the tokens that top-p, top-k or min-p had left when token p + 1 was drawn
-    indexer     row p: the units of the sequence that a query at p attends to, in each layer with an indexer
+    sampling      row p: the tokens that top-p, top-k or min-p had left when token p + 1 was drawn
+    indexer       row p: the units of the sequence that a query at p attends to, in each layer with an indexer
+    gate_weights  row p: what each pick of the router was weighted with
 
-A stream has the rows of its trace and a validity of its own: prompts have routes and no sampling. Its sets are ragged:
-they lie one behind the other, row by row and within a row layer by layer. A recorded set without ids left nothing out.
+There are two kinds. A `DecisionStream` has a set of ids for each row, or for each row and layer, and a validity of its
+own: prompts have routes and no sampling. `GateWeights` follow the routes, pick by pick. Both do what `Stream` lists:
+they go with rows, layers and pick order, are joined and compared, and become the contents of a file and are read from
+it. Traces and their files know nothing else of them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, take_ranges
-from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, whole_number
+from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges, take_ranges
+from foreroute.trace.planes import from_bytes, to_bytes
+from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, RoutingSpec, as_layers, layers_from, whole_number
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
+GATE_WEIGHTS = "gate_weights"
+"""The stream of gate weights, the only one of its kind."""
+STREAM_NAME = re.compile(r"[a-z_]{1,32}", re.ASCII)
 MOST_CHOICES = (1 << 31) - 1
 
 
+class Stream(ABC):
+    """What every kind of stream does. N rows, of which a chunk of a file has R.
+
+    Attributes:
+        kind: its name in a file.
+        valid_N: bool [N], the rows with a decision.
+        depth: layers that decide, each with a frame of its own in every chunk of a file.
+    """
+
+    kind: ClassVar[str]
+    valid_N: NDArray[np.bool_]
+
+    @property
+    @abstractmethod
+    def depth(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int:
+        """N, the rows, those without a decision included."""
+        return len(self.valid_N)
+
+    @abstractmethod
+    def take(self, rows: NDArray[np.int64]) -> Self:
+        """Return the given rows, in the given order: how every layout moves a stream.
+
+        Args:
+            rows: int64 [N'], from 0 to N - 1, or -1 for a row without a decision, such as padding.
+        """
+
+    def without(self, rows: NDArray[np.int64]) -> Self:
+        """Return the stream with no decision in the given rows."""
+        kept = np.arange(self.num_rows)
+        kept[rows] = -1
+        return self.take(kept)
+
+    def select_layers(self, positions: NDArray[np.int64]) -> Self:
+        """Return what belongs to the routed layers at these positions."""
+        return self
+
+    def reorder_picks(self, order_NLK: NDArray[np.int64]) -> Self:
+        """Return what belongs to the picks of each row and layer in this order."""
+        return self
+
+    @abstractmethod
+    def join(self, others: Sequence[Self]) -> Self:
+        """Append the rows of streams with the same facts."""
+
+    @abstractmethod
+    def check(self, spec: RoutingSpec, valid_N: NDArray[np.bool_]) -> None:
+        """Raise `TraceContentError` unless it can stand beside the routes of these rows."""
+
+    def check_name(self, name: object) -> None:
+        """Raise `TraceContentError` unless a stream of this kind can have the name."""
+        named = isinstance(name, str) and STREAM_NAME.fullmatch(name)
+        if not named or (name == GATE_WEIGHTS) != (self.kind == "weights"):
+            raise TraceContentError(
+                f"a stream of {self.kind} is named {name!r:.60}; expected up to 32 lower-case letters and underscores, "
+                f"{GATE_WEIGHTS} for GateWeights and for nothing else"
+            )
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what all rows have in common, for JSON. Streams with the same facts can be joined."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all that its rows hold, by the name of the attribute."""
+
+    @abstractmethod
+    def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+        """Return what the frames of a chunk of rows hold in a file."""
+
+    @abstractmethod
+    def from_contents(self, contents: Iterable[bytes], valid_R: NDArray[np.bool_]) -> Self:
+        """Return the rows of a chunk.
+
+        Args:
+            contents: of the frames that `frames` names.
+            valid_R: the routed rows.
+
+        Raises:
+            TraceContentError: when they are no contents of a stream with the facts of this one.
+        """
+
+    def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the frames of a chunk that are read with the routed layers at these positions."""
+        return np.arange(self.depth)
+
+    def equals(self, other: Stream) -> bool:
+        """Say whether all is the same."""
+        return (self.kind, self.facts()) == (other.kind, other.facts()) and all(
+            map(np.array_equal, self.arrays().values(), other.arrays().values())
+        )
+
+
 @dataclass(frozen=True, eq=False)
-class DecisionStream:
+class DecisionStream(Stream):
     """A set of ids for each row and each of D layers that decide. In memory: 4 bytes per id and 8 per set.
 
     Build one with `from_sets`; the constructor trusts its arrays.
@@ -39,6 +142,8 @@ class DecisionStream:
         ids: int32, ascending in each set. A set of a valid row that has none left nothing out.
         layers: the D layers that decide; empty for a decision of the whole model, and D is then 1.
     """
+
+    kind: ClassVar[str] = "sets"
 
     num_choices: int
     valid_N: NDArray[np.bool_]
@@ -92,12 +197,41 @@ class DecisionStream:
         if flat.size and (flat.min() < 0 or flat.max() >= num_choices):
             raise TraceContentError(f"ids go from {flat.min()} to {flat.max()}; expected 0 to {num_choices - 1}")
         stream = cls(num_choices, valid_N, offsets, _sorted_sets(flat.astype(np.int32), offsets), table)
-        stream.check()
+        stream.check_sets()
         whole = np.diff(offsets) == num_choices
         if not whole.any():
             return stream
         kept = stream.ids[~np.repeat(whole, np.diff(offsets))]
         return replace(stream, offsets=as_offsets(np.where(whole, 0, np.diff(offsets))), ids=kept)
+
+    @classmethod
+    def from_layers(
+        cls,
+        num_choices: int,
+        valid_N: NDArray[np.bool_],
+        sets_of: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
+        layers: tuple[RoutedLayer, ...] = (),
+    ) -> DecisionStream:
+        """Pack sets that lie layer by layer, and check them.
+
+        Args:
+            num_choices: ids are below it.
+            valid_N: bool [N], False where nothing was recorded.
+            sets_of: of each of the D layers, counts int64 [N], and the ids of all sets joined, ascending in each.
+            layers: the D layers that decide, if any.
+
+        Raises:
+            TraceContentError: for an id out of range or twice in a set.
+        """
+        counts_ND = np.stack([counts_N for counts_N, _ in sets_of], axis=1)
+        offsets = as_offsets(counts_ND.reshape(-1))
+        starts_ND = offsets[:-1].reshape(counts_ND.shape)
+        joined_ids = np.zeros(int(offsets[-1]), np.int32)
+        for d, (counts_N, ids) in enumerate(sets_of):
+            joined_ids[join_ranges(starts_ND[:, d], counts_N)] = ids
+        stream = cls(num_choices, valid_N, offsets, joined_ids, layers)
+        stream.check_sets()
+        return stream
 
     @classmethod
     def absent(cls, num_choices: int, num_rows: int, *, layers: Iterable[RoutedLayer] = ()) -> DecisionStream:
@@ -106,22 +240,20 @@ class DecisionStream:
         empty = np.zeros(num_rows * max(1, len(table)) + 1, np.int64)
         return cls(num_choices, np.zeros(num_rows, np.bool_), empty, np.zeros(0, np.int32), table)
 
+    def __str__(self) -> str:
+        return f"sets of ids below {self.num_choices} in {len(self.layers)} layers"
+
     @property
     def depth(self) -> int:
         """D, the sets of a row."""
         return max(1, len(self.layers))
 
     @property
-    def num_rows(self) -> int:
-        """N, the rows, those without a decision included."""
-        return len(self.valid_N)
-
-    @property
     def counts_ND(self) -> NDArray[np.int64]:
         """int64 [N, D], the ids of each set."""
         return np.diff(self.offsets).reshape(-1, self.depth)
 
-    def contain(self, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def contains(self, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Say whether the set of each row has an id, such as that of its sampled token. For streams with D = 1.
 
         Args:
@@ -140,44 +272,48 @@ class DecisionStream:
         return held
 
     def take(self, rows: NDArray[np.int64]) -> DecisionStream:
-        """Return the given rows, in the given order: how every layout moves a stream.
-
-        Args:
-            rows: int64 [N'], from 0 to N - 1, or -1 for a row without a decision, such as padding.
-        """
+        """Return the given rows, in the given order; -1 for a row without a decision."""
         there = rows >= 0
         starts_ND = self.offsets[:-1].reshape(-1, self.depth)
-        if there.all():
-            counts, starts = self.counts_ND[rows], starts_ND[rows]
-        else:
-            counts, starts = np.zeros((2, len(rows), self.depth), np.int64)
-            counts[there], starts[there] = self.counts_ND[rows[there]], starts_ND[rows[there]]
+        counts, starts = np.zeros((2, len(rows), self.depth), np.int64)
+        counts[there], starts[there] = self.counts_ND[rows[there]], starts_ND[rows[there]]
         valid = np.zeros(len(rows), np.bool_)
         valid[there] = self.valid_N[rows[there]]
         ids = take_ranges(self.ids, starts.reshape(-1), counts.reshape(-1))
         return replace(self, valid_N=valid, offsets=as_offsets(counts.reshape(-1)), ids=ids)
 
-    def without(self, rows: NDArray[np.int64]) -> DecisionStream:
-        """Return the stream with no decision in the given rows."""
-        kept = np.arange(self.num_rows)
-        kept[rows] = -1
-        return self.take(kept)
-
-    def equals(self, other: DecisionStream) -> bool:
-        """Say whether all is the same."""
-        return (self.num_choices, self.layers) == (other.num_choices, other.layers) and all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in ("valid_N", "offsets", "ids")
+    def join(self, others: Sequence[DecisionStream]) -> DecisionStream:
+        """Append the rows of streams with the same facts."""
+        parts = [self, *others]
+        return replace(
+            self,
+            valid_N=np.concatenate([part.valid_N for part in parts]),
+            offsets=as_offsets(np.concatenate([np.diff(part.offsets) for part in parts])),
+            ids=np.concatenate([part.ids for part in parts]),
         )
 
-    def digest(self) -> str:
-        """Return BLAKE2b-128 over choices, layers, validity and sets, as hex."""
-        state = hashlib.blake2b(digest_size=16)
-        state.update(json.dumps([self.num_choices, [[layer.index, layer.kind] for layer in self.layers]]).encode())
-        for array in (self.valid_N, self.offsets, self.ids):
-            state.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
-        return state.hexdigest()
+    def facts(self) -> dict[str, Any]:
+        """Return choices and layers, for JSON."""
+        return {"num_choices": self.num_choices, "layers": [[each.index, each.kind.value] for each in self.layers]}
 
-    def check(self) -> None:
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any], spec: RoutingSpec) -> DecisionStream:
+        """Return a stream without rows. Raises `TraceContentError` for other facts than `facts` returns."""
+        if set(facts) != {"num_choices", "layers"}:
+            raise TraceContentError(f"a stream of sets has {sorted(facts)!r:.80}; expected num_choices and layers")
+        return cls.absent(facts["num_choices"], 0, layers=layers_from(facts["layers"]))
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return validity, offsets and ids."""
+        return {"valid_N": self.valid_N, "offsets": self.offsets, "ids": self.ids}
+
+    def check(self, spec: RoutingSpec, valid_N: NDArray[np.bool_]) -> None:
+        """Raise `TraceContentError` unless it has these rows, and sets that can be."""
+        if self.num_rows != len(valid_N):
+            raise TraceContentError(f"a stream has {self.num_rows} rows for {len(valid_N)} of the trace")
+        self.check_sets()
+
+    def check_sets(self) -> None:
         """Raise `TraceContentError` unless the arrays can be those of a stream."""
         ids, offsets = self.ids, self.offsets
         if len(offsets) != self.num_rows * self.depth + 1 or not ascending(offsets, len(ids)):
@@ -194,6 +330,51 @@ class DecisionStream:
             row = int(np.searchsorted(offsets, wrong, side="right") - 1) // self.depth
             raise TraceContentError(f"row {row} has id {int(ids[wrong])} twice, or ids that do not ascend")
 
+    def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+        """Return, for each layer, planes of sizes (0: no decision, n + 1: n ids) and of gaps between ids.
+
+        The first gap of a set is its first id.
+        """
+        bounds = self.offsets[start * self.depth : stop * self.depth + 1]
+        starts_RD, counts_RD = bounds[:-1].reshape(-1, self.depth), np.diff(bounds).reshape(-1, self.depth)
+        contents = []
+        for d in range(self.depth):
+            counts_R = counts_RD[:, d]
+            sizes_R = np.where(self.valid_N[start:stop], counts_R + 1, 0).astype(np.uint32)
+            ids = take_ranges(self.ids, starts_RD[:, d], counts_R)
+            gaps = np.diff(ids, prepend=np.int32(0)).astype(np.uint32)
+            first = (np.cumsum(counts_R) - counts_R)[counts_R > 0]
+            gaps[first] = ids[first]
+            contents.append(np.concatenate([to_bytes(sizes_R).reshape(-1), to_bytes(gaps).reshape(-1)]))
+        return contents
+
+    def from_contents(self, contents: Iterable[bytes], valid_R: NDArray[np.bool_]) -> DecisionStream:
+        """Return the rows of a chunk from what `contents` returned."""
+        rows, sizes_DR, sets_of = len(valid_R), [], []
+        for content in contents:
+            num_ids = len(content) // 4 - rows
+            if num_ids < 0 or len(content) % 4:
+                raise TraceContentError(f"sets of {rows} rows have {len(content)} bytes; expected 4 per row and id")
+            sizes_R = from_bytes(content[: 4 * rows], np.uint32, 1, rows)[0].astype(np.int64)
+            counts_R = np.maximum(sizes_R - 1, 0)
+            if int(counts_R.sum()) != num_ids:
+                raise TraceContentError(f"sets of {int(counts_R.sum())} ids by their sizes have {num_ids}")
+            gaps = from_bytes(content[4 * rows :], np.uint32, 1, num_ids)[0].astype(np.int64)
+            if (gaps > MOST_CHOICES).any():
+                raise TraceContentError(f"a gap between ids is {gaps.max()}; expected {MOST_CHOICES} at most")
+            # the sum of all gaps so far, less that before the set: 2^31 gaps below 2^31 do not wrap
+            sums = np.cumsum(gaps)
+            before = np.append(0, sums)[np.cumsum(counts_R) - counts_R]
+            ids = sums - np.repeat(before, counts_R)
+            if (ids > MOST_CHOICES).any():
+                raise TraceContentError(f"an id is {ids.max()}; expected {MOST_CHOICES} at most")
+            sizes_DR.append(sizes_R)
+            sets_of.append((counts_R, ids.astype(np.int32)))
+        decided_DR = np.stack(sizes_DR) > 0
+        if (decided_DR != decided_DR[0]).any():
+            raise TraceContentError("a row has a decision in some layers and none in others")
+        return self.from_layers(self.num_choices, decided_DR[0], sets_of, self.layers)
+
 
 def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tuple[RoutedLayer, ...]]:
     """Return so many choices, and such layers. Raises `TraceContentError` when there cannot be these."""
@@ -203,7 +384,7 @@ def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tu
     return whole_number(num_choices, name="num_choices", most=MOST_CHOICES), table
 
 
-def joined(name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence[NDArray[np.bool_]]) -> DecisionStream:
+def joined(name: str, parts: Sequence[Stream | None], routed_N: Sequence[NDArray[np.bool_]]) -> Any:
     """Join the rows of one stream of several traces.
 
     Args:
@@ -211,12 +392,15 @@ def joined(name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence
         parts: that of each trace; None where it has none. One at least is there.
         routed_N: the rows of each trace that have routes. One without any needs no stream.
 
+    Returns:
+        A stream of the same kind.
+
     Raises:
         TraceContentError: when a trace has routes and no such stream.
         SpecMismatchError: when the streams are not of one model.
     """
     first = next(part for part in parts if part is not None)
-    whole = []
+    whole: list[Any] = []
     for part, routed in zip(parts, routed_N, strict=True):
         if part is None and routed.any():
             raise TraceContentError(
@@ -224,36 +408,16 @@ def joined(name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence
                 "DecisionStream.absent where nothing was decided, or take it off with without_streams()"
             )
         whole.append(first.take(np.full(len(routed), -1)) if part is None else part)
-        if (whole[-1].num_choices, whole[-1].layers) != (first.num_choices, first.layers):
+        if (whole[-1].kind, whole[-1].facts()) != (first.kind, first.facts()):
             raise SpecMismatchError(
-                f"the stream {name} has {whole[-1].num_choices} choices in {len(whole[-1].layers)} layers; expected "
-                f"{first.num_choices} in the same {len(first.layers)}, as in the first trace"
+                f"the stream {name} has {whole[-1]}; expected {first}, the same as in the first trace"
             )
-    counts = np.concatenate([np.diff(part.offsets) for part in whole])
-    return replace(
-        first,
-        valid_N=np.concatenate([part.valid_N for part in whole]),
-        offsets=as_offsets(counts),
-        ids=np.concatenate([part.ids for part in whole]),
-    )
+    return whole[0].join(whole[1:])
 
 
-def same_streams(a: Mapping[str, DecisionStream], b: Mapping[str, DecisionStream]) -> bool:
+def same_streams(a: Mapping[str, Stream], b: Mapping[str, Stream]) -> bool:
     """Say whether two traces have the same streams."""
     return set(a) == set(b) and all(stream.equals(b[name]) for name, stream in a.items())
-
-
-def common_rows(stream: DecisionStream, first_a: int, first_b: int, length: int) -> int:
-    """Count the rows from two rows on, up to `length`, in which a stream is the same."""
-    depth, ids = stream.depth, stream.ids
-    bounds_a = stream.offsets[first_a * depth : (first_a + length) * depth + 1]
-    bounds_b = stream.offsets[first_b * depth : (first_b + length) * depth + 1]
-    differs = stream.valid_N[first_a : first_a + length] != stream.valid_N[first_b : first_b + length]
-    differs |= (np.diff(bounds_a) != np.diff(bounds_b)).reshape(-1, depth).any(axis=1)
-    length = int(differs.argmax()) if differs.any() else length
-    start_a, start_b, size = int(bounds_a[0]), int(bounds_b[0]), int(bounds_a[length * depth] - bounds_a[0])
-    other = np.flatnonzero(ids[start_a : start_a + size] != ids[start_b : start_b + size])
-    return length if not len(other) else (int(np.searchsorted(bounds_a, start_a + other[0], side="right")) - 1) // depth
 
 
 def _sorted_sets(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.int32]:

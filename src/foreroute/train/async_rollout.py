@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from foreroute.capture import Generation
-from foreroute.trace import DecisionStream, LayerKind, RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.checks import check_rows
+from foreroute.trace.file import KINDS
 from foreroute.train.ranks import use_device
 from foreroute.train.rollout import Experience, SamplingRounds
 
@@ -90,7 +91,10 @@ def stored(experience: Experience) -> dict[str, Any]:
     generation = experience.generation
     return {
         "trace": _values(generation.trace, "spec", "streams"),
-        "streams": {name: _stored_stream(stream) for name, stream in generation.trace.streams.items()},
+        "streams": {
+            name: {"kind": each.kind, "facts": each.facts(), "arrays": _tensors(each.arrays())}
+            for name, each in generation.trace.streams.items()
+        },
         "generation": _values(generation, "trace"),
         "experience": _values(experience, "generation", "sampled"),
         "sampled": _values(experience.sampled),
@@ -105,22 +109,13 @@ def restored(state: Mapping[str, Any], spec: RoutingSpec) -> Experience:
         TraceContentError: when routes are not those of a model with this spec, or a stream cannot be one.
     """
     parts = {part: _arrays(state[part]) for part in ("trace", "generation", "experience", "sampled")}
-    streams = {name: _restored_stream(values) for name, values in state["streams"].items()}
-    trace = RoutingTrace(spec, streams=streams, **parts["trace"])
+    trace = RoutingTrace(spec, **parts["trace"])
     check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
+    for name, values in state["streams"].items():
+        empty = KINDS[values["kind"]].from_facts(values["facts"], spec)
+        trace = trace.with_stream(name, replace(empty, **_arrays(values["arrays"])))
     generation = Generation(trace, **parts["generation"])
     return Experience(generation, sampled=SamplingRounds(**parts["sampled"]), **parts["experience"])
-
-
-def _stored_stream(stream: DecisionStream) -> dict[str, Any]:
-    return _values(stream, "layers") | {"layers": [[layer.index, layer.kind] for layer in stream.layers]}
-
-
-def _restored_stream(values: Mapping[str, Any]) -> DecisionStream:
-    layers = tuple(RoutedLayer(index, LayerKind(kind)) for index, kind in values["layers"])
-    stream = DecisionStream(**(_arrays(values) | {"layers": layers}))
-    stream.check()
-    return stream
 
 
 def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,5 +125,11 @@ def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
 def _values(holder: Any, *without: str) -> dict[str, Any]:
     """Give all fields of a dataclass but those that are stored on their own; arrays as tensors of their own."""
     values = {each.name: getattr(holder, each.name) for each in fields(holder) if each.name not in without}
-    values |= {name: torch.from_numpy(value.copy()) for name, value in values.items() if isinstance(value, np.ndarray)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in _tensors(values).items()}
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }

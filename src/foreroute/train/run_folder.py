@@ -5,7 +5,7 @@ data.txt                              the digest of the data set, where there is
 metrics.jsonl                         one JSON object per finished step
 checkpoints/step-000020.safetensors   the state before step 20, with a checksum
 rollouts/step-000020.safetensors      the log-probs of step 20, and beside them the trace, as `save_generation` writes
-traces/step-000020.safetensors        that trace again, by another name of the same file: a `TraceStore`
+traces/step-000020.safetensors        that trace again, by another name of the same file
 model/                                the policy after the last step, as a Hugging Face folder
 superseded-1.jsonl                    lines of metrics of steps that ran again, and came out otherwise
 .lock                                 held while a process trains here; the system lets go of it when that process ends
@@ -215,7 +215,7 @@ class RunFolder:
             try:
                 os.link(trace_of(rollout), trace)
             except OSError:  # a file system without links
-                save(generation.trace, trace, overwrite=True)
+                save(generation.trace, trace, encoding="ordered", overwrite=True)
 
 
 def config_digest(config: TrainConfig | None) -> str:

@@ -6,10 +6,11 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError, TraceContentError
-from foreroute.trace import CODECS, RoutingTrace, concatenate, load, save
+from foreroute.trace import ENCODINGS, RoutingTrace, concatenate, load, save
 from tests.adapters.hf import families
 from tests.adapters.hf.family_checks import attached, run
 from tests.models import FAMILIES, tiny
+from tests.traces import weighted
 
 BATCH = torch.arange(1, 25).reshape(2, 12) % 45
 
@@ -44,7 +45,7 @@ def test_the_weights_are_obeyed_and_constant(family):
     """The last layer's output is linear in its weights; no router is left with a gradient."""
     routed = hf.attach(tiny(family).eval())
     trace, logits = recorded(routed)
-    other = trace.with_gate_weights(trace.gate_weights_NLK * 0.5)
+    other = weighted(trace, trace.gate_weights_NLK * 0.5)
     changed = replayed(routed, other)
     assert not torch.allclose(changed, logits, atol=1e-3)
     with routed.replay(other, gate_weights=True), routed.record(gate_weights=True) as recording:
@@ -75,7 +76,7 @@ def test_checkpointed_layers_recompute_with_the_same_weights(checkpointing):
     model = tiny("qwen3_moe").train()
     routed = hf.attach(model)
     trace, _ = recorded(routed)
-    trace = trace.with_gate_weights(trace.gate_weights_NLK * 0.7)
+    trace = weighted(trace, trace.gate_weights_NLK * 0.7)
     plain = gradients(routed, trace)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
@@ -96,14 +97,14 @@ def test_slots_without_a_route_keep_their_own_weights():
         RoutingTrace.unrouted(trace.spec, [trace.tokens(s)[-1:] for s in range(2)])
     )
     assert torch.equal(replayed(routed, shorter), logits)
-    assert torch.equal(replayed(routed, shorter.with_gate_weights(shorter.gate_weights_NLK)), logits)
+    assert torch.equal(replayed(routed, weighted(shorter, shorter.gate_weights_NLK)), logits)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_file_gives_back_the_weights_of_its_picks(tmp_path, codec):
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_file_gives_back_the_weights_of_its_picks(tmp_path, encoding):
     routed = hf.attach(tiny("qwen3_moe").eval())
     trace, logits = recorded(routed)
-    read = load(save(trace, tmp_path / "trace.safetensors", codec=codec))
+    read = load(save(trace, tmp_path / "trace.safetensors", encoding=encoding))
     logits = logits if read.pick_order_kept else replayed(routed, trace.without_pick_order())
     assert torch.equal(replayed(routed, read), logits)
 
@@ -111,15 +112,15 @@ def test_a_file_gives_back_the_weights_of_its_picks(tmp_path, codec):
 def test_what_cannot_be_is_refused():
     routed = hf.attach(tiny("qwen3_moe").eval())
     trace, _ = recorded(routed)
-    bare = trace.without_gate_weights()
+    bare = trace.without_streams("gate_weights")
     with pytest.raises(TraceContentError, match="has no gate weights to replay"):
         replayed(routed, bare)
-    with pytest.raises(TraceContentError, match="some of the traces have gate weights"):
+    with pytest.raises(TraceContentError, match="some of the traces have the stream gate_weights"):
         concatenate([trace, bare])
-    with pytest.raises(TraceContentError, match="expected one per pick"):
-        trace.with_gate_weights(trace.gate_weights_NLK[:-1])
+    with pytest.raises(TraceContentError, match="gate weights have shape"):
+        weighted(trace, trace.gate_weights_NLK[:-1])
     with pytest.raises(TraceContentError, match="not all finite"):
-        trace.with_gate_weights(trace.gate_weights_NLK * np.nan)
+        weighted(trace, trace.gate_weights_NLK * np.nan)
     compiled = torch.compile(routed.model, backend="eager")
     with pytest.raises(ReplayError, match="eager mode alone"), routed.replay(trace, gate_weights=True):
         compiled(input_ids=BATCH, use_cache=False)
@@ -140,7 +141,7 @@ def test_the_weights_go_where_the_routes_go():
     assert np.array_equal(trace.select_layers(layers).gate_weights_NLK, trace.gate_weights_NLK[:, [2, 0]])
     parts = concatenate([trace.select([1]), trace.select([0])])
     assert parts.equals(trace.select([1, 0]))
-    assert not parts.equals(parts.without_gate_weights())
+    assert not parts.equals(parts.without_streams("gate_weights"))
     longer = parts.truncated([5, 7])
     assert np.array_equal(longer.gate_weights_NLK[5:], trace.gate_weights_NLK[:7])
 
@@ -158,7 +159,7 @@ def test_every_family_replays_them(name):
         assert torch.equal(run(model), native)
     # each pick otherwise: a norm of what the experts give out forgets a factor that they share
     factor_K = np.linspace(0.5, 1.5, trace.gate_weights_NLK.shape[2], dtype=np.float32)
-    other = trace.with_gate_weights(trace.gate_weights_NLK * factor_K)
+    other = weighted(trace, trace.gate_weights_NLK * factor_K)
     with torch.no_grad(), routed.replay(other, gate_weights=True):
         assert not torch.equal(run(model), native)
 
@@ -171,6 +172,6 @@ def test_families_without_a_weight_per_pick_say_so(name):
     with routed.record() as recording:
         run(model)
     trace = recording.trace()
-    with_weights = trace.with_gate_weights(np.ones(trace.expert_ids_NLK.shape))
+    with_weights = weighted(trace, np.ones(trace.expert_ids_NLK.shape))
     with pytest.raises(ReplayError, match=REFUSED[name]), routed.replay(with_weights, gate_weights=True):
         run(model)

@@ -7,6 +7,7 @@ from foreroute.adapters import hf, megatron
 from foreroute.errors import BatchMismatchError
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron import qwen3_moe
+from tests.traces import weighted
 
 LENGTHS = (on.WIDTH, 9, 5)
 ROUNDING = 16
@@ -117,7 +118,7 @@ def check_gate_weights_of_one_are_replayed_by_the_other():
     trace = recording.trace()
     live, forced = (both.by_megatron(trace, gate_weights=switch) for switch in (False, True))
     assert np.allclose(live[both.real], forced[both.real], atol=1e-4)
-    halved = trace.with_gate_weights(trace.gate_weights_NLK / 2)
+    halved = weighted(trace, trace.gate_weights_NLK / 2)
     seen = [run(halved, gate_weights=True)[both.real] for run in (both.by_transformers, both.by_megatron)]
     assert np.allclose(*seen, atol=1e-4)
     assert not np.allclose(seen[0], live[both.real], atol=1e-2)

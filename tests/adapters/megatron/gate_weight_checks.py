@@ -7,6 +7,7 @@ from foreroute.errors import TraceContentError
 from foreroute.layout import pad
 from foreroute.replay import LayerObservation
 from tests.adapters.megatron import one_rank as on
+from tests.traces import weighted
 
 
 def check_its_own_weights_change_no_bit():
@@ -27,7 +28,7 @@ def check_other_weights_are_obeyed_and_no_gradient_reaches_a_router():
         built, routed = on.attached(recompute)
         ids = on.tokens()
         trace, native = recorded(built, routed, ids)
-        other = trace.with_gate_weights(trace.gate_weights_NLK / 2)
+        other = weighted(trace, trace.gate_weights_NLK / 2)
         with routed.record(gate_weights=True) as recording, torch.no_grad():
             changed = replayed(built, routed, other, ids)
         assert np.array_equal(recording.trace().gate_weights_NLK, other.gate_weights_NLK)
@@ -48,7 +49,7 @@ def check_recomputed_layers_have_the_same_weights():
         built, routed = on.attached(recompute)
         ids = on.tokens()
         trace, _ = recorded(built, routed, ids)
-        with routed.replay(trace.with_gate_weights(trace.gate_weights_NLK[::-1].copy()), gate_weights=True):
+        with routed.replay(weighted(trace, trace.gate_weights_NLK[::-1].copy()), gate_weights=True):
             loss = on.forward(built, ids)
         built.zero_grad(set_to_none=True)
         loss.backward()
@@ -77,7 +78,7 @@ def check_what_waits_in_a_queue_brings_its_weights():
     built, routed = on.attached()
     ids = on.tokens()
     trace, _ = recorded(built, routed, ids)
-    halved = trace.with_gate_weights(trace.gate_weights_NLK / 2)
+    halved = weighted(trace, trace.gate_weights_NLK / 2)
     layout = pad(trace.lengths, side="right", order="sbhd")
     with_them, without = (routed.shard(halved, layout, gate_weights=switch) for switch in (True, False))
     assert with_them.nbytes - without.nbytes == 4 * trace.expert_ids_NLK.size

@@ -80,7 +80,7 @@ def test_gate_weights_which_nothing_would_force_are_refused(folder):
     trainer = make(
         folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, gate_weights=True)), max_steps=1
     )
-    with pytest.raises(ConfigError, match=r"the rollout has gate weights.*without_gate_weights\(\)"):
+    with pytest.raises(ConfigError, match=r'the rollout has gate weights.*without_streams\("gate_weights"\)'):
         trainer.train()
 
 

@@ -16,7 +16,6 @@ from foreroute.errors import BatchMismatchError, LayoutError, TraceContentError
 from foreroute.layout import Layout, RankRows, fill_padding, take
 from foreroute.replay import Counts, MissingRows, PaddingRows, ReplayRows, is_faithful, refuse_missing
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from foreroute.trace.container import weights_of
 
 FORCED, REAL, COUNTED = 1, 2, 4
 """Flags of a slot: its picks are forced (it has a route, or they are spread); it is neither padding nor a row whose
@@ -269,10 +268,11 @@ def _picks(
 
 def _weights(trace: RoutingTrace, router: RankRows, layers: Sequence[RoutedLayer]) -> NDArray[np.float32]:
     """Gate weights [L, R, K], arbitrary where there is no route."""
-    if not trace.num_rows:
+    weights_NLK = trace.gate_weights_NLK
+    if not trace.num_rows or weights_NLK is None:
         return np.zeros((len(layers), len(router), trace.spec.top_k), np.float32)
     columns = [trace.spec.layers.index(layer) for layer in layers]
-    return np.ascontiguousarray(weights_of(trace)[:, columns][router.row_of_slot_R].transpose(1, 0, 2))
+    return np.ascontiguousarray(weights_NLK[:, columns][router.row_of_slot_R].transpose(1, 0, 2))
 
 
 def _tokens(trace: RoutingTrace, row_of_slot: NDArray[Any]) -> NDArray[np.int32]:

@@ -119,7 +119,7 @@ class TrainerPassController:
         if trace.gate_weights_NLK is not None:
             raise ConfigError(
                 "the rollout has gate weights, and replay under TRL leaves them live; take them off with "
-                "trace.without_gate_weights()"
+                'trace.without_streams("gate_weights")'
             )
         if not self._num_rollouts:
             self._warn_of_choices(trace)

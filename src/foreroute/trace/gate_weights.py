@@ -1,0 +1,137 @@
+"""Gate weights: the stream that follows the routes, a float for each pick. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.errors import TraceContentError
+from foreroute.trace.checks import as_array
+from foreroute.trace.planes import from_bytes, to_bytes, transposed
+from foreroute.trace.spec import RoutingSpec
+from foreroute.trace.streams import GATE_WEIGHTS, Stream
+
+
+@dataclass(frozen=True, eq=False)
+class GateWeights(Stream):
+    """What each pick was weighted with. Build it with `from_values`; the constructor trusts its arrays.
+
+    Attributes:
+        valid_N: bool [N], the routed rows.
+        values_NLK: float32 [N, L, K], finite; 0 where a row was not routed.
+    """
+
+    kind: ClassVar[str] = "weights"
+
+    valid_N: NDArray[np.bool_]
+    values_NLK: NDArray[np.float32]
+
+    @classmethod
+    def from_values(cls, values: ArrayLike, valid_N: NDArray[np.bool_]) -> GateWeights:
+        """Check weights [N, L, K], and put 0 in the rows that are not routed.
+
+        Raises:
+            TraceContentError: when they are no finite numbers [N, L, K].
+        """
+        given = as_array(values, name=GATE_WEIGHTS)
+        if given.dtype.kind not in "fiu":
+            raise TraceContentError(f"gate weights are {given.dtype}; expected numbers")
+        if given.ndim != 3 or len(given) != len(valid_N):
+            raise TraceContentError(
+                f"gate weights have shape {given.shape} for {len(valid_N)} rows; expected [N, L, K]"
+            )
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
+            weights = cls(valid_N, np.where(valid_N[:, None, None], given.astype(np.float32), np.float32(0)))
+        weights.check_finite()
+        return weights
+
+    def __str__(self) -> str:
+        return "gate weights of {1} layers, {2} of each row".format(*self.values_NLK.shape)
+
+    def take(self, rows: NDArray[np.int64]) -> GateWeights:
+        """Return the given rows, in the given order; -1 for one without weights."""
+        there = np.flatnonzero(rows >= 0)
+        valid_N, values_NLK = (
+            np.zeros(len(rows), np.bool_),
+            np.zeros((len(rows), *self.values_NLK.shape[1:]), np.float32),
+        )
+        valid_N[there], values_NLK[there] = self.valid_N[rows[there]], self.values_NLK[rows[there]]
+        return GateWeights(valid_N, values_NLK)
+
+    def select_layers(self, positions: NDArray[np.int64]) -> GateWeights:
+        """Return the weights of the routed layers at these positions."""
+        return replace(self, values_NLK=self.values_NLK[:, positions])
+
+    def reorder_picks(self, order_NLK: NDArray[np.int64]) -> GateWeights:
+        """Return the weights of the picks of each row and layer in this order."""
+        return replace(self, values_NLK=np.take_along_axis(self.values_NLK, order_NLK, axis=-1))
+
+    def join(self, others: Sequence[GateWeights]) -> GateWeights:
+        """Append the rows of weights with the same facts."""
+        parts = [self, *others]
+        return GateWeights(
+            np.concatenate([part.valid_N for part in parts]), np.concatenate([part.values_NLK for part in parts])
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return nothing: their layers and picks are those of the routes."""
+        return {}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any], spec: RoutingSpec) -> GateWeights:
+        """Return weights without rows. Raises `TraceContentError` for any facts."""
+        if facts:
+            raise TraceContentError(f"gate weights have {sorted(facts)!r:.80}; expected no facts of their own")
+        return cls(np.zeros(0, np.bool_), np.zeros((0, spec.num_layers, spec.top_k), np.float32))
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return validity and weights."""
+        return {"valid_N": self.valid_N, "values_NLK": self.values_NLK}
+
+    def check(self, spec: RoutingSpec, valid_N: NDArray[np.bool_]) -> None:
+        """Raise `TraceContentError` unless there is a finite weight for each pick of these rows."""
+        expected = (len(valid_N), spec.num_layers, spec.top_k)
+        if self.values_NLK.shape != expected:
+            raise TraceContentError(
+                f"gate weights have shape {self.values_NLK.shape}; expected one per pick, {expected}"
+            )
+        if not np.array_equal(self.valid_N, valid_N):
+            raise TraceContentError("gate weights are of other rows than the routes; expected one for each routed pick")
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raise `TraceContentError` unless all weights are finite, and those of rows without a route 0."""
+        if not np.isfinite(self.values_NLK).all():
+            raise TraceContentError("gate weights are not all finite; what computed them has diverged")
+        if self.values_NLK[~self.valid_N].any():
+            raise TraceContentError("a row without a route has gate weights; expected 0 there")
+
+    @property
+    def depth(self) -> int:
+        """L, the routed layers."""
+        return int(self.values_NLK.shape[1])
+
+    def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
+        """Return, for each routed layer, planes of float32, pick by pick."""
+        values_RLK = self.values_NLK[start:stop]
+        return [to_bytes(transposed(values_RLK[:, layer])) for layer in range(self.depth)]
+
+    def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return one frame for each routed layer."""
+        return positions
+
+    def from_contents(self, contents: Iterable[bytes], valid_R: NDArray[np.bool_]) -> GateWeights:
+        """Return the rows of a chunk from what `contents` returned for some layers."""
+        rows, (_, num_layers, top_k) = len(valid_R), self.values_NLK.shape
+        values_RLK = np.empty((rows, num_layers, top_k), np.float32)
+        for layer, content in enumerate(contents):
+            if len(content) != 4 * rows * top_k:
+                raise TraceContentError(f"gate weights of {rows} rows have {len(content)} bytes; expected 4 per pick")
+            values_RLK[:, layer] = from_bytes(content, np.float32, top_k, rows).T
+        weights = GateWeights(valid_R, values_RLK)
+        weights.check_finite()
+        return weights
