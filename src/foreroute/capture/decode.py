@@ -275,19 +275,13 @@ def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
 def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
     what = f"the tokens of sequence {sequence}"
     if isinstance(values, list | tuple):
-        values = values if type(values) is list else items_of(values, what)
-        for position, value in enumerate(values):
-            if type(value) is not int and not isinstance(value, np.integer):
-                raise CaptureError(
-                    f"token {position} of sequence {sequence} is the {type(value).__name__} {shown(value)}; "
-                    "expected an integer"
-                )
-    elif is_array(values):
-        values = as_array(values, what)
-    else:
+        values = items_of(values, what)
+        if {bool, np.bool_} & set(map(type, values)):  # numpy takes a bool among integers for 0 or 1
+            raise CaptureError(f"{what} hold a bool; expected integers")
+    elif not is_array(values):
         raise CaptureError(f"{what} are a {type(values).__name__}; expected a list of integers")
     try:
-        return as_tokens(values, name=what)
+        return as_tokens(as_array(values, what), name=what)
     except TraceContentError as error:
         raise CaptureError(str(error)) from error
 
