@@ -174,10 +174,10 @@ FORGERIES = {
     "no topology": (_metadata("topology", "[]"), "the topology is"),
     "counts without a digest": (_metadata("counts_digest", "0" * 31), "expected 32 hexadecimal digits"),
     "letters": (_metadata("counts_digest", "é" * 32), "expected 32 hexadecimal digits"),
-    "a load below 0": (_tensor("max_load_ML", np.full((3, 2), -1)), "the largest load -1 is no number"),
-    "a bound below 0": (_tensor("bound_ML", np.full((3, 2), -1.0)), "micro-step 0, layer 0: the bound -1.0 is no"),
-    "a bound that is no number": (_tensor("bound_ML", np.full((3, 2), np.nan)), "no number"),
-    "an infinite bound": (_tensor("bound_ML", np.full((3, 2), np.inf)), "no number"),
+    "a load below 0": (_tensor("max_load_ML", np.full((3, 2), -1)), "the largest load -1; expected a bound from 0"),
+    "a bound below 0": (_tensor("bound_ML", np.full((3, 2), -1.0)), "micro-step 0, layer 0: the bound is -1.0"),
+    "a bound that is no number": (_tensor("bound_ML", np.full((3, 2), np.nan)), "the bound is nan"),
+    "an infinite bound": (_tensor("bound_ML", np.full((3, 2), np.inf)), "the bound is inf"),
     "offsets from 1": (
         _tensor("offsets", np.array([1, 4, 8, 13, 17, 22, 28])),
         "offsets are 7 numbers; expected 7, which ascend",
@@ -192,9 +192,9 @@ FORGERIES = {
     ),
     "a bound above the load": (
         _tensor("bound_ML", np.full((3, 2), 376.5)),
-        "the bound 376.5 is above the largest load",
+        "the bound is 376.5 and the largest load",
     ),
-    "a load of none": (_tensor("max_load_ML", np.zeros((3, 2), np.int64)), "is above the largest load 0"),
+    "a load of none": (_tensor("max_load_ML", np.zeros((3, 2), np.int64)), "the largest load 0; expected a bound"),
     "memory of 400 digits": (_edit_topology(slot_memory_bytes=10**400), "slot_memory_bytes is 1000"),
     "a packing of two sizes": (
         _tensor("micro_step_S", np.zeros(2, np.int32)),

@@ -311,12 +311,11 @@ def _known_engine(name: object, version: object, form: Form) -> str:
             f"engine is {name!r}, but the output has the form {form}; leave engine out, or pass the output of {name}"
         )
     # vLLM's ids are logical in every version, and builds of it may state one without a number
-    if not isinstance(version, str) or (version and engine != "vllm" and not re.search(r"\d", version)):
-        raise CaptureError(f"engine_version is {shown(version)}; expected text such as '0.5.23', or nothing")
-    if version and not engine:
+    digits = isinstance(version, str) and (engine == "vllm" or re.search(r"\d", version))
+    if version != "" and not (engine and digits):
         raise CaptureError(
-            f"engine_version is {version!r}, and neither engine= nor the output says of which engine; pass engine, one "
-            f"of {', '.join(ENGINES)}"
+            f"engine_version is {shown(version)} of engine {engine or '?'}; expected text such as '0.5.23', and "
+            "engine= where the output does not say which"
         )
     if version and engine == "sglang" and tuple(map(int, re.findall(r"\d{1,9}", version)[:3])) < FIRST_LOGICAL_SGLANG:
         raise CaptureError(
