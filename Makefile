@@ -12,9 +12,9 @@ export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache
 KERNELS := .numba_cache/.sources
 # where kernels stand, and what they take code and constants from
 KERNEL_SOURCES := src/foreroute/kernels.py $(addprefix src/foreroute/,trace layout plan costs planner simulate) \
-	benchmarks/balancers tests/costs
+	benchmarks/balancers benchmarks/harness tests/costs
 
-.PHONY: environments demo demo-ep test test-whole test-all check bench gpu experiments docs config-reference clean
+.PHONY: environments demo demo-ep test test-whole test-processors test-all check bench gpu experiments docs config-reference clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
@@ -40,10 +40,21 @@ WHOLE ?= not exhaustive
 test-whole: $(READY)
 	$(BIN)/pytest -n 2 --dist loadfile -m "$(WHOLE)"
 
-# every grid, verl, a million malformed inputs, 200 kills: without a limit of time
+# the tests of make test as six processors round, ATEN_CPU_CAPABILITY,MKL_CBWR each; ROOM=ep for one room. ATen and MKL
+# choose their kernels apart: both have no AVX, AVX2 or AVX-512, or MKL takes less on a processor that is not Intel's, or
+# ATen takes less where AVX-512 lacks what it asks for. Each of the six values stands in the list.
+PROCESSORS ?= default,COMPATIBLE avx2,AVX2 avx512,AVX512 avx2,COMPATIBLE avx512,AVX2 avx2,AVX512
+test-processors: $(READY)
+	@case "$(PROCESSORS)" in *avx512*) grep -q avx512dq /proc/cpuinfo || { echo "this processor has no AVX-512;" \
+		'name others: make test-processors PROCESSORS="default,COMPATIBLE avx2,AVX2 avx2,COMPATIBLE"' >&2; exit 1; } ;; esac
+	@failed=; for each in $(PROCESSORS); do echo "== $$each"; \
+		ATEN_CPU_CAPABILITY=$${each%,*} MKL_CBWR=$${each#*,} $(MAKE) test || failed="$$failed $$each"; done; \
+		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+# every grid, verl, other processors, a million malformed inputs, 200 kills: without a limit of time
 test-all: NEWEST =
 test-all: WHOLE =
-test-all: test-whole test-megatron-newest test-megatron-grid test-verl
+test-all: test-whole test-megatron-newest test-megatron-grid test-verl test-processors
 	for case in fuzz doors kills; do $(BIN)/python -m benchmarks $$case --json || exit 1; done
 
 check: $(READY)

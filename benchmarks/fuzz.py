@@ -2,9 +2,9 @@
 
 A target is a reader with a maker of valid inputs. Every second input is damage: changed, cut, moved or added bytes.
 The others are forgeries, where a target has them: right syntax and right checksums over columns replaced by staircases
-that wrap, extremes, permutations, and values of another type. A sealed file that is damaged MUST be refused or read
-with exactly the same content. A forgery, and damage to what has no seal, MUST be refused or follow every rule of its
-format.
+that wrap, extremes, permutations, and values of another type. A damaged file that has a checksum MUST be refused or
+read with exactly the same content. A forgery, and damage to what has no checksum, MUST be refused or follow every rule
+of its format.
 
 Readers run in child processes: with numba's bounds checks, in a limited address space, and watched. A child that dies
 is a crash, one that stands still is a hang; both are counted, and the attack goes on behind that input.

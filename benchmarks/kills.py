@@ -10,9 +10,9 @@ and over, resumed each time, and ends like one that was not. Other commands are 
     metrics.leftovers_tripped   times that a reader refused what a kill had left, or that a finished folder held more
                                 than it should
     metrics.flips               bits that were flipped, one at a time, in every kind of file
-    metrics.flips_accepted_wrong   of those, read as something else: another content of what is sealed, a broken rule of
-                                what is text
-    metrics.flips_unnamed       sealed files that were refused by an error that does not name them
+    metrics.flips_accepted_wrong   of those, read as something else: another content of what has a checksum, a broken
+                                rule of what is text
+    metrics.flips_unnamed       those with a checksum that were refused by an error that does not name them
     metrics.tracebacks          of the killed commands, and of readers of flipped bits
     metrics.stops_without_checkpoint   runs that a SIGTERM or SIGINT ended with exit code 0 and steps to run again
 """
@@ -184,7 +184,7 @@ class Home:
 
     def converting(self, target: Path) -> list[Any]:
         """The command that saves a trace."""
-        return ["convert", self.trace, target, "--to", "raw"]
+        return ["convert", self.trace, target, "--to", "ordered"]
 
     def planning(self, target: Path) -> list[Any]:
         """The command that saves a plan and its page."""

@@ -17,7 +17,7 @@ import numpy as np
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan
 from foreroute.simulate.balancers import BalancerInput, HeldExperts
-from foreroute.simulate.eplb import by_heap, by_key
+from foreroute.simulate.eplb import by_key
 
 COMMUNICATION, COMPUTE = 4, 3
 """Weights of the two terms of the published score."""
@@ -70,7 +70,7 @@ def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
     load_G, used_G = np.zeros(num_ranks), np.zeros(num_ranks, np.int64)
     hosted_GE, on_node = np.zeros((num_ranks, num_experts), np.bool_), np.zeros((num_nodes, num_experts), np.int64)
     size = 0
-    for e in by_heap((-share_E).astype(np.float32)):
+    for e in np.argsort(-share_E.astype(np.float32), kind="mergesort"):
         for _ in range(copies_E[e]):
             best = -1
             for g in range(num_ranks):

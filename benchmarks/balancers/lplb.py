@@ -64,7 +64,7 @@ def linked_ranks(num_ranks: int, degree: int) -> NDArray[np.int64]:
 def _lplb_hosts(loads_E: NDArray[np.int64], problem: BalancerInput) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     num_ranks, num_experts = problem.topology.num_ranks, problem.num_experts
     per_rank = num_experts // num_ranks
-    home_GP = eplb_placement(loads_E, num_experts, 1, 1, num_ranks).reshape(num_ranks, per_rank)
+    home_GP = eplb_placement(loads_E, num_experts, num_ranks).reshape(num_ranks, per_rank)
     heaviest = np.argsort(-loads_E[home_GP], axis=1, kind="stable")
     sorted_GP = np.take_along_axis(home_GP, heaviest, axis=1)
     helpers = linked_ranks(num_ranks, problem.topology.redundant_slots)

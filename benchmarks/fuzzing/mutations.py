@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from foreroute.files import checksum
 
 EXTREMES = (0, 1, 2, 7, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 HOSTILE: tuple[Any, ...] = (
@@ -18,7 +20,6 @@ HOSTILE: tuple[Any, ...] = (
     *([], {}, [[]], [0], [-1, 2], {"a": 1}, [None], ["x"], [[[[[[1]]]]]], [0] * 300, {"": 0}),
 )
 """Values that are of the wrong type, out of range, or hostile to who prints or counts them."""
-Seal = Callable[[dict[str, NDArray[Any]], dict[str, str]], None]
 
 
 def damage(raw: bytes, rng: np.random.Generator) -> bytes:
@@ -29,13 +30,13 @@ def damage(raw: bytes, rng: np.random.Generator) -> bytes:
     return raw
 
 
-def forge(raw: bytes, rng: np.random.Generator, seal: Seal) -> bytes:
-    """A sealed file with one to three changed fields, sealed again, as someone with this library could make it.
+def forge(raw: bytes, rng: np.random.Generator, apart: Collection[str] = ()) -> bytes:
+    """A file with one to three changed fields and a right checksum, as someone with this library could make it.
 
     Args:
         raw: a valid safetensors file.
         rng: draws the changes.
-        seal: puts right checksums into tensors and metadata, in place, as far as they can be computed.
+        apart: tensors that the checksum is not of.
     """
     from safetensors.numpy import load, save
 
@@ -47,9 +48,21 @@ def forge(raw: bytes, rng: np.random.Generator, seal: Seal) -> bytes:
         else:
             name = sorted(tensors)[int(rng.integers(len(tensors)))]
             tensors[name] = _changed(tensors[name], rng) if rng.random() < 0.5 else _replaced(tensors[name], rng)
-    seal(tensors, metadata)
+    put_checksum_right(tensors, metadata, apart)
     forged: bytes = save(tensors, metadata=metadata)
     return forged
+
+
+def put_checksum_right(
+    tensors: Mapping[str, NDArray[Any]], metadata: dict[str, str], apart: Collection[str] = ()
+) -> None:
+    """Put the right checksum into metadata of any format, if there can be one."""
+    ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.checksum"}
+    try:
+        covered = {name: tensor for name, tensor in tensors.items() if name not in apart}
+        metadata["foreroute.checksum"] = checksum(ours, covered)
+    except UnicodeEncodeError:  # half a character, which no file can hold
+        metadata["foreroute.checksum"] = ""
 
 
 def forge_text(text: str, rng: np.random.Generator) -> str:

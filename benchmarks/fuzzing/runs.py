@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from benchmarks.fuzzing.mutations import damage, forge, forge_text
-from benchmarks.fuzzing.plans import right_checksum
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
 from foreroute.records import Run, read_run
@@ -73,9 +72,9 @@ def run_targets(folder: Path) -> list[Target]:
             make=lambda rng: _checkpoint_bytes(rng, folder / "made"),
             read=lambda raw: read_checkpoint(written(raw, folder / "checkpoint")),
             same=_same_state,
-            forge=lambda raw, rng: forge(raw, rng, right_checksum),
+            forge=lambda raw, rng: forge(raw, rng),
             check=_require_state,
-            sealed=True,
+            has_checksum=True,
             weight=2.0,
         ),
     ]

@@ -31,7 +31,7 @@ class Target:
         same: whether two values that were read are equal.
         forge: a malformed input that an attacker makes with this library: right checksums, or right syntax.
         check: given the bytes and the value, raises when the value breaks a rule of the format.
-        sealed: whether damage must be refused or leave the content as it was.
+        has_checksum: whether damage must be refused or leave the content as it was.
         weight: share of the inputs, relative to the others.
     """
 
@@ -41,7 +41,7 @@ class Target:
     same: Callable[[Any, Any], bool]
     forge: Mutator | None = None
     check: Callable[[bytes, Any], None] | None = None
-    sealed: bool = False
+    has_checksum: bool = False
     weight: float = 1.0
 
     def malformed(self, valid: bytes, case: int, rng: np.random.Generator) -> tuple[bytes, bool]:
@@ -84,7 +84,7 @@ def judge(target: Target, raw: bytes, expected: Any, *, forged: bool) -> tuple[V
         return Verdict.TRACEBACK, f"{type(error).__name__}: {error}"[:200]
     if target.same(value, expected):
         return Verdict.SAME, ""
-    if target.check is None or (target.sealed and not forged):
+    if target.check is None or (target.has_checksum and not forged):
         return Verdict.ACCEPTED_WRONG, "other content than the original"
     try:
         target.check(raw, value)

@@ -1,4 +1,4 @@
-"""Texts without a seal that need no torch: topologies, simulations, timed steps, and arrays of log-probs."""
+"""Texts without a checksum that need no torch: topologies, simulations, timed steps, and arrays of log-probs."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from benchmarks.fuzzing.mutations import damage, forge
+from benchmarks.fuzzing.mutations import damage, forge, put_checksum_right
 from benchmarks.fuzzing.target import Target, written
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.files import checksum
 from foreroute.trace import (
     ENCODINGS,
     GATE_WEIGHTS,
@@ -46,7 +45,7 @@ def trace_targets(folder: Path) -> list[Target]:
             same=_same_trace,
             forge=forge_trace,
             check=lambda raw, trace: require_possible(trace),
-            sealed=True,
+            has_checksum=True,
             weight=3.0,
         )
         for encoding in ENCODINGS
@@ -59,7 +58,7 @@ def trace_targets(folder: Path) -> list[Target]:
             same=_same_trace,
             forge=forge_trace,
             check=lambda raw, trace: require_possible(trace),
-            sealed=True,
+            has_checksum=True,
             weight=3.0,
         )
         for name, add in (("streams", _with_streams), ("indexers", _with_choices))
@@ -71,7 +70,7 @@ def trace_targets(folder: Path) -> list[Target]:
         same=_same_trace,
         forge=forge_trace,
         check=lambda raw, trace: require_possible(trace),
-        sealed=True,
+        has_checksum=True,
         weight=2.0,
     )
     generation = Target(
@@ -79,6 +78,9 @@ def trace_targets(folder: Path) -> list[Target]:
         make=lambda rng: _generation_bytes(rng, folder),
         read=lambda raw: load_generation(written(raw, folder / "rollout.safetensors")),
         same=_same_generation,
+        forge=forge,
+        check=lambda raw, generation: _require_generation(generation),
+        has_checksum=True,
     )
     return [*whole, *beside, part, generation]
 
@@ -118,7 +120,7 @@ def forge_trace(raw: bytes, rng: np.random.Generator) -> bytes:
     """Changed tables and metadata, or changed contents of frames, or both; with right checksums of everything."""
     kind = rng.random()
     changed = _with_changed_contents(raw, rng) if kind < 0.6 else raw
-    return changed if kind < 0.4 else forge(changed, rng, seal_trace)
+    return changed if kind < 0.4 else forge(changed, rng, apart=FORMAT.apart)
 
 
 def _with_changed_contents(raw: bytes, rng: np.random.Generator) -> bytes:
@@ -132,7 +134,7 @@ def _with_changed_contents(raw: bytes, rng: np.random.Generator) -> bytes:
         changed = damage(contents[place], rng) or b"\0"
         contents[place] = changed if rng.random() < 0.3 else (changed + bytes(size))[:size]
     set_contents(tensors, contents)
-    seal_trace(tensors, metadata)
+    put_checksum_right(tensors, metadata, apart=FORMAT.apart)
     return _file_of(metadata, tensors)
 
 
@@ -150,15 +152,6 @@ def set_contents(tensors: dict[str, NDArray[Any]], contents: list[bytes]) -> Non
     tensors["frame_bytes"] = np.array([len(frame) for frame in frames], np.int64).reshape(shape)
     tensors["content_bytes"] = np.array([len(content) for content in contents], np.int64).reshape(shape)
     tensors[FRAMES] = np.frombuffer(b"".join(frames), np.uint8)
-
-
-def seal_trace(tensors: dict[str, NDArray[Any]], metadata: dict[str, str]) -> None:
-    """Put in the right checksum of the header, if there can be one."""
-    ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.checksum"}
-    try:
-        metadata["foreroute.checksum"] = checksum(ours, {k: v for k, v in tensors.items() if k != FRAMES})
-    except UnicodeEncodeError:  # half a character, which no file can hold
-        metadata["foreroute.checksum"] = ""
 
 
 def _parsed(raw: bytes) -> tuple[dict[str, str], bytes]:
@@ -239,6 +232,12 @@ def _generation_bytes(rng: np.random.Generator, folder: Path) -> bytes:
 
 def _same_trace(a: RoutingTrace, b: RoutingTrace) -> bool:
     return a.equals(b) and a.provenance == b.provenance
+
+
+def _require_generation(generation: Generation) -> None:
+    assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
+    assert len(generation.sampled_N) == generation.trace.num_rows
+    assert (generation.prompt_lengths >= 1).all()
 
 
 def _same_generation(a: Generation, b: Generation) -> bool:

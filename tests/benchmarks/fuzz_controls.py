@@ -46,7 +46,7 @@ def readers(folder):
 
     return [
         target("sound", sound, check=lambda raw, value: None),
-        target("accepts damage", sound, sealed=True),
+        target("accepts damage", sound, has_checksum=True),
         target("breaks a rule", sound, check=check),
         target("traceback", lambda raw: json.loads(raw), check=lambda raw, value: None),
         target("crashes", crashes, check=lambda raw, value: None),

@@ -131,7 +131,7 @@ CONTAINERS = [
     {"routed_experts": Raises()},
     {"routed_experts": {"data": deep(), "shape": deep(), "dtype": deep()}},
     {"meta_info": deep()},
-    {"meta_info": {"routed_experts": "AAAA", "routed_experts_dtype": deep(), "routed_experts_start_len": deep()}},
+    {"meta_info": {"routed_experts": "AAAA", "output_token_sampling_mask": deep(), "indexer_topk": deep()}},
     LyingMapping(),
     LyingArray(),
     LyingShape(),

@@ -19,6 +19,7 @@ from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import expected_messages, messages, seconds
 from tests.costs.token_hosts import CellRoutes, assign_picks, price_tokens, rows_of_tokens, tokens_reaching
 from tests.plan.random_plans import LINKS, random_plan
+from tests.simulate.drawn_routes import routes_of
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"])
@@ -209,7 +210,7 @@ def test_the_estimate_is_near_the_count_on_generated_routes(name):
     """Under the homes alone, where real picks are spread most."""
     workload = replace(WORKLOADS[name], num_micro_steps=1, num_layers=1, mean_length=300)
     step = workload.draw(seed=1)
-    ids_TK, rank_T = step.routes(0, 0)
+    ids_TK, rank_T = routes_of(step, 0, 0)
     order = np.argsort(rank_T, kind="stable")
     offsets = np.searchsorted(rank_T[order], np.arange(workload.num_ranks + 1)).astype(np.int64)
     routes = CellRoutes(ids_TK[order].astype(np.int16), offsets)

@@ -13,6 +13,7 @@ from foreroute.plan import load_plan, save_plan
 from tests.cli.command import foreroute
 from tests.ep.training import Case, policy
 from tests.processes import Raised
+from tests.roundings import TERMS, roundings
 
 CASE = Case(ranks=4, plan=0)
 TOML = """
@@ -83,7 +84,7 @@ def test_a_plan_file_is_executed_as_it_says(step, workers):
     sizes = [len(plan.packing.sequences(m, rank)) for m in range(plan.shape[0]) for rank in range(4)]
     assert 0 in sizes
     outcomes = workers(4).run(executed, folder)
-    assert sum(part for part, _ in outcomes) == pytest.approx(loss, rel=1e-6)
+    assert sum(part for part, _ in outcomes) == pytest.approx(loss, rel=roundings(TERMS))
     counts_MLGE = plan.counts_of(fr.load(folder / "step.safetensors"))
     planned_MLG = np.array(
         [[plan.cell(m, layer).loads_G(counts_MLGE[m, layer]) for layer in range(3)] for m in range(plan.shape[0])]

@@ -16,6 +16,7 @@ from foreroute.layout import Packing, pack_sequences, padded_batches
 from foreroute.plan import packed_counts
 from foreroute.simulate.workload import WORKLOADS
 from tests.layout import layout_oracle
+from tests.simulate.drawn_routes import trace_of
 
 
 def cost(lengths, square):
@@ -195,7 +196,7 @@ def test_the_same_seed_packs_the_same(step):
 def test_counts_of_sequences_come_from_traces():
     drawn = replace(WORKLOADS["H8"], num_micro_steps=1, num_layers=1, mean_length=40).draw(seed=0)
     each = Packing(np.arange(8, dtype=np.int32), np.zeros(8, np.int32), 8, 1)
-    counts_SLE = packed_counts(drawn.trace(), each)[:, :, 0]
+    counts_SLE = packed_counts(trace_of(drawn), each)[:, :, 0]
     np.testing.assert_array_equal(counts_SLE[:, 0], drawn.sequence_counts(0, 0))
 
 

@@ -78,7 +78,7 @@ def test_other_files_are_refused(tmp_path):
     fr.save(fr.trace.synthetic_trace(spec, [5], seed=0), trace_path)
     with pytest.raises(PlanError, match="is no plan file: its metadata lack"):
         load_plan(trace_path)
-    with pytest.raises(TraceFileError, match="not a routing trace"):
+    with pytest.raises(TraceFileError, match="is no trace file"):
         fr.load(plan_path)
     with pytest.raises(PlanError, match="does not exist"):
         load_plan(tmp_path / "none")

@@ -20,6 +20,7 @@ from foreroute.planner.traffic import replicate_for_traffic
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.token_hosts import CellRoutes, price_tokens
 from tests.plan.random_plans import LINKS, random_counts, random_plan
+from tests.simulate.drawn_routes import routes_of
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"], dispatcher="dedup")
@@ -166,7 +167,7 @@ def test_gains_over_balance_alone(name, least):
     costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
     few, many = (costs.hardware.topology(counts_MLGE.shape[2], slots) for slots in (2, 8))
     cell = plan(counts_MLGE, few, PlanOptions(slots="shared")).cell(0, 0)
-    ids_TK, rank_T = step.routes(0, 0)
+    ids_TK, rank_T = routes_of(step, 0, 0)
     order = np.argsort(rank_T, kind="stable")
     offsets = np.searchsorted(rank_T[order], np.arange(many.num_ranks + 1)).astype(np.int64)
     routes = CellRoutes(ids_TK[order].astype(np.int16), offsets)

@@ -16,20 +16,13 @@ README_MAP = [
     [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
     [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
 ]
-SHAPES = [
-    (12, 16, 4, 2, 8),
-    (128, 144, 1, 1, 8),
-    (128, 160, 1, 1, 16),
-    (128, 192, 8, 8, 64),
-    (256, 320, 8, 4, 64),
-    (64, 64, 1, 1, 8),
-]
+SHAPES = [(12, 16, 8), (128, 144, 8), (128, 160, 16), (128, 192, 64), (256, 320, 64), (64, 64, 8)]
+"""Experts, copies and ranks."""
 
 
-def test_the_example_of_its_readme():
-    """Two layers of 12 experts in 4 groups, 16 copies, 2 nodes, 8 ranks: the map that its README prints."""
+def test_the_published_form_gives_the_map_of_its_readme():
+    """Two layers of 12 experts in 4 groups, 16 copies, 2 nodes, 8 ranks."""
     assert published_placement(torch.tensor(README_LOADS), 16, 4, 2, 8).tolist() == README_MAP
-    assert [eplb_placement(np.array(loads), 16, 4, 2, 8).tolist() for loads in README_LOADS] == README_MAP
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -40,16 +33,10 @@ def test_equal_to_the_published_form(shape, ties):
         rng.integers(0, 4, (6, shape[0])) if ties else (rng.dirichlet(np.ones(shape[0]), 6) * 500_000).astype(int)
     )
     ours = [eplb_placement(loads_E, *shape[1:]).tolist() for loads_E in loads_LE]
-    assert ours == published_placement(torch.tensor(loads_LE), *shape[1:]).tolist()
+    assert ours == published_placement(torch.tensor(loads_LE), shape[1], 1, 1, shape[2]).tolist()
 
 
-def test_groups_that_nodes_do_not_divide_are_left_out_of_account():
-    loads = np.array(README_LOADS[0])
-    assert eplb_placement(loads, 16, 3, 2, 8).tolist() == eplb_placement(loads, 16, 1, 1, 8).tolist()
-    assert eplb_placement(loads, 16, 4, 2, 8).tolist() != eplb_placement(loads, 16, 1, 1, 8).tolist()
-
-
-@pytest.mark.parametrize("shape", [(288, 1, 1, 64), (8, 1, 1, 4), (16, 5, 1, 8), (15, 4, 2, 5)])
+@pytest.mark.parametrize("shape", [(18, 4), (8, 4)])
 def test_what_does_not_divide_is_refused(shape):
     with pytest.raises(TopologyError, match="do not divide"):
         eplb_placement(np.arange(12), *shape)

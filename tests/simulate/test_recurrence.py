@@ -31,7 +31,7 @@ def engine_and_oracle(
     orders, parts, how = orders_of(stage, stages, micro_steps), layer_parts(layers, stages), rules(**rule)
     found = run(orders, parts, compute, moved, how, stage=stage, ready_M=ready_M)
     work = SimpleNamespace(**compute._asdict(), **moved._asdict())
-    return found, play(orders, parts, work, how, STAGES[stage].groups, ready_M)
+    return found, play(orders, parts, work, how, STAGES[stage], ready_M)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -8,6 +8,7 @@ import pytest
 from foreroute.errors import ConfigError
 from foreroute.simulate.workload import WORKLOADS, Workload
 from foreroute.trace.operations import count_assignments
+from tests.simulate.drawn_routes import routes_of, trace_of
 
 SMALL = Workload(
     num_ranks=4,
@@ -88,7 +89,7 @@ def test_routes_are_distinct_and_have_exactly_the_counts(top_k):
     counts = step.counts()
     for m in range(workload.num_micro_steps):
         for layer in range(workload.num_layers):
-            ids_NK, rank_N = step.routes(m, layer)
+            ids_NK, rank_N = routes_of(step, m, layer)
             assert all(len(set(row)) == top_k for row in ids_NK.tolist())
             again = np.zeros(counts.shape[2:], np.int64)
             np.add.at(again, (rank_N[:, None], ids_NK), 1)
@@ -105,7 +106,7 @@ def _per_sequence(step, m, ids_NK):
 
 def test_picks_of_a_token_are_as_good_as_independent():
     step = replace(WORKLOADS["G8"], num_layers=1, num_micro_steps=1, sequences_per_rank=(1, 1)).draw(seed=0)
-    ids_NK, rank_N = step.routes(0, 0)
+    ids_NK, rank_N = routes_of(step, 0, 0)
     rows_N = ids_NK[rank_N == 0]
     chosen_NE = np.zeros((len(rows_N), 128), bool)
     np.put_along_axis(chosen_NE, rows_N, True, axis=1)
@@ -118,7 +119,7 @@ def test_picks_of_a_token_are_as_good_as_independent():
 
 def test_a_small_step_is_a_trace_with_its_packing():
     step = SMALL.draw(seed=4)
-    counts_MLE = count_assignments(step.trace(), step.micro_step_S)
+    counts_MLE = count_assignments(trace_of(step), step.micro_step_S)
     np.testing.assert_array_equal(counts_MLE, step.counts().sum(axis=2))
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 from safetensors.numpy import save as to_bytes
 
-from benchmarks.fuzzing.traces import frame_contents, seal_trace, set_contents
-from foreroute.trace.file import encode
+from benchmarks.fuzzing.mutations import put_checksum_right
+from benchmarks.fuzzing.traces import frame_contents, set_contents
+from foreroute.trace.file import FORMAT, encode
 
 STAIRCASE = [0, 2**63 - 1, -(2**63), -1]
 """Each step but one is upwards, and int64 differences of all of them are: they wrap."""
@@ -17,7 +18,7 @@ def forged(path, trace, change, *, encoding="ordered"):
     tensors = {name: tensor.copy() for name, tensor in tensors.items()}
     change(metadata, tensors)
     if "foreroute.checksum" not in metadata:
-        seal_trace(tensors, metadata)
+        put_checksum_right(tensors, metadata, apart=FORMAT.apart)
     path.write_bytes(to_bytes(tensors, metadata=metadata))
     return path
 

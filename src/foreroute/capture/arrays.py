@@ -22,7 +22,6 @@ MAX_TEXT = 1 << 28
 """Characters of one text, JSON or base64: 256 Mi, some ten million tokens of a model of 48 layers in base64."""
 MAX_INT32 = 2**31 - 1
 NPY_MAGIC = b"\x93NUMPY"
-RAW_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int8", "uint16", "int16", "int32", "int64")}
 # `numpy.save` writes exactly this; its own reader evaluates the header as a Python literal, which is not needed here.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<|][iu][1248])', 'fortran_order': (True|False), "
@@ -123,24 +122,16 @@ def read_npy(data: bytes) -> NDArray[Any]:
     return np.frombuffer(numbers, dtype).reshape(shape, order="F" if header[2] == b"True" else "C")
 
 
-def read_raw(text: str, dtype: object, name: str) -> NDArray[Any]:
-    """Read a flat array from base64 of bytes without a header.
-
-    Args:
-        text: base64.
-        dtype: the name of one of `RAW_DTYPES`, as an engine states it; int32 for None.
-        name: what the numbers are, for the message.
+def read_raw(text: str, name: str) -> NDArray[np.int32]:
+    """Read int32 [numbers] from base64 of their bytes, which have no header. `name` says what they are.
 
     Raises:
-        CaptureError: for another dtype, damaged base64, or bytes that are no whole number of entries.
+        CaptureError: for damaged base64, or bytes that are no whole number of entries.
     """
-    known = "int32" if dtype is None else dtype
-    if not isinstance(known, str) or known not in RAW_DTYPES:
-        raise CaptureError(f"the engine advertises dtype {shown(dtype)}; expected one of {', '.join(RAW_DTYPES)}")
     data = read_base64(text, name)
-    if len(data) % RAW_DTYPES[known].itemsize:
-        raise CaptureError(f"{name} are {len(data)} bytes, which is no whole number of {known}; was the text cut?")
-    return np.frombuffer(data, RAW_DTYPES[known])
+    if len(data) % 4:
+        raise CaptureError(f"{name} are {len(data)} bytes, which is no whole number of int32; was the text cut?")
+    return np.frombuffer(data, "<i4")
 
 
 def read_base64(text: str, name: str) -> bytes:

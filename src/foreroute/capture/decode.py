@@ -169,7 +169,7 @@ def _rows(raw: RawSequence, form: Form, expected: int, spec: RoutingSpec, what: 
         return as_integers(raw.routes, "the routes")
     if form is Form.VLLM:
         return read_npy(read_base64(raw.routes, f"the routes of {what}"))
-    flat = read_raw(raw.routes, raw.dtype, f"the routes of {what}")
+    flat = read_raw(raw.routes, f"the routes of {what}")
     if expected < 1 and not flat.size:
         return np.zeros((0, 0, 0), flat.dtype)
     layers, rest = divmod(flat.size, max(expected, 1) * spec.top_k)

@@ -144,7 +144,7 @@ class Generation:
 
     @property
     def targets_N(self) -> NDArray[np.bool_]:
-        """Of all tokens but the last of each sequence, bool [N - S]: whether the one behind it was sampled."""
+        """bool [N - S], for all tokens but the last of each sequence: whether the token behind it was sampled."""
         is_first_N = np.zeros(len(self.sampled_N), np.bool_)
         is_first_N[self.trace.offsets[:-1]] = True
         return self.sampled_N[~is_first_N]
@@ -223,7 +223,7 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
     trace_digest = digest(generation.trace)
     beside = target.with_name(f"{target.name}-{trace_digest[:16]}.trace.safetensors")
     save(generation.trace, beside, encoding="ordered", overwrite=True)
-    tensors = {
+    tensors: dict[str, NDArray[Any]] = {
         "logprobs": np.asarray(generation.logprobs_R, np.float32),
         "prompt_lengths": np.asarray(generation.prompt_lengths, np.int64),
         "sampled": generation.sampled_N.astype(np.uint8),

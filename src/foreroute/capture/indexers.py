@@ -92,7 +92,7 @@ def _of_layers(returned: Any, sequence: int, length: int, indexers: IndexerSpec)
         f"choices of sequence {sequence}",
     )
     if isinstance(returned, str):
-        flat = read_raw(returned, "int32", f"the {what}")
+        flat = read_raw(returned, f"the {what}")
         if flat.size % max(rows * indexers.top_k, 1) or bool(flat.size) != bool(rows):
             raise CaptureError(f"the {what} are {flat.size} numbers; expected {rows} rows of {indexers.top_k} a layer")
         array = flat.reshape(rows, -1, indexers.top_k) if rows else np.zeros((0, len(numbers), indexers.top_k), "i4")

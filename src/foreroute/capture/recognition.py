@@ -36,7 +36,6 @@ class RawSequence:
         valid: bool [rows], False where a row was never routed; None where the form has no such rows.
         prompt_token_ids, response_token_ids: the tokens, where the output carries them.
         token_ids: all tokens, where the output does not tell prompt and response apart.
-        dtype: the dtype that the engine advertises for bytes without a header.
         sampling_mask: the sets that its tokens were drawn from, where the output has them.
         indexer_topk: what its sparse-attention indexers chose, where the output has that.
     """
@@ -46,7 +45,6 @@ class RawSequence:
     prompt_token_ids: Any = None
     response_token_ids: Any = None
     token_ids: Any = None
-    dtype: Any = None
     sampling_mask: Any = None
     indexer_topk: Any = None
 
@@ -143,7 +141,6 @@ def _sglang(holder: Any, record: Any) -> RawSequence:
         routes,
         prompt_token_ids=field_of(record, "prompt_token_ids"),
         response_token_ids=_first(field_of(record, "output_ids"), field_of(record, "token_ids")),
-        dtype=field_of(holder, "routed_experts_dtype"),
         sampling_mask=field_of(holder, "output_token_sampling_mask"),
         indexer_topk=field_of(holder, "indexer_topk"),
     )

@@ -1,20 +1,4 @@
-"""A cluster, a model and what may be assumed of them, as a TOML file.
-
-    [topology]
-    num_ranks = 64
-    redundant_slots = 2
-
-    [hardware]
-    preset = "h100"
-
-    [links]
-    cluster_bytes_per_s = 22.5e9    # this cluster has one NIC for two ranks
-
-    [model]
-    preset = "qwen3-30b-a3b"
-
-    [costs]
-    dispatcher = "copies"
+"""A cluster, a model and what may be assumed of them, as a TOML file; docs/planner.md shows one.
 
 Keys are the attributes of `Topology`, `Hardware`, `Links`, `ModelShape` and `CostModel`. What a preset says can be
 overridden key by key; without a preset every key is needed that has no default.
@@ -92,9 +76,9 @@ def cluster_toml(cluster: Cluster) -> str:
     }
     lines = []
     for name, values in tables.items():
-        # numbers and words in JSON are those of TOML
-        given = {key: value for key, value in values.items() if isinstance(value, int | float | str)}
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in given.items()), ""]
+        # numbers and words in JSON are those of TOML; nested tables stand beside
+        pairs = [f"{key} = {json.dumps(v)}" for key, v in values.items() if isinstance(v, int | float | str)]
+        lines += [f"[{name}]", *pairs, ""]
     return "\n".join(lines)
 
 

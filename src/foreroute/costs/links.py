@@ -72,12 +72,10 @@ def _rows_of_copies(pairs_GG: Any, ranks_per_node: int) -> Any:
     rows_G4 = np.zeros((num_ranks, 4))
     for g in range(num_ranks):
         for q in range(num_ranks):
-            if g // ranks_per_node != q // ranks_per_node:
-                rows_G4[g, CLUSTER_OUT] += pairs_GG[g, q]
-                rows_G4[q, CLUSTER_IN] += pairs_GG[g, q]
-            elif g != q:
-                rows_G4[g, NODE_OUT] += pairs_GG[g, q]
-                rows_G4[q, NODE_IN] += pairs_GG[g, q]
+            if g != q:
+                is_near = g // ranks_per_node == q // ranks_per_node
+                rows_G4[g, NODE_OUT if is_near else CLUSTER_OUT] += pairs_GG[g, q]
+                rows_G4[q, NODE_IN if is_near else CLUSTER_IN] += pairs_GG[g, q]
     return rows_G4
 
 
@@ -138,19 +136,14 @@ def transfer_seconds(expert_R: Any, rank_R: Any, fetched_R: Any, home_E: Any, nu
         rank, home = rank_R[r], home_E[expert_R[r]]
         if not fetched_R[r] or rank == home:
             continue
-        near = rank // prices.ranks_per_node == home // prices.ranks_per_node
+        out, into, fetch_s, gradient_s = CLUSTER_OUT, CLUSTER_IN, prices.cluster_fetch_s, prices.cluster_gradient_s
+        if rank // prices.ranks_per_node == home // prices.ranks_per_node:
+            out, into, fetch_s, gradient_s = NODE_OUT, NODE_IN, prices.node_fetch_s, prices.node_gradient_s
         if rank // prices.host_ranks == home // prices.host_ranks:
             fetch_G5[rank, HOST] += prices.host_fetch_s
-        elif near:
-            fetch_G5[home, NODE_OUT] += prices.node_fetch_s
-            fetch_G5[rank, NODE_IN] += prices.node_fetch_s
         else:
-            fetch_G5[home, CLUSTER_OUT] += prices.cluster_fetch_s
-            fetch_G5[rank, CLUSTER_IN] += prices.cluster_fetch_s
-        if near:
-            gradient_G5[rank, NODE_OUT] += prices.node_gradient_s
-            gradient_G5[home, NODE_IN] += prices.node_gradient_s
-        else:
-            gradient_G5[rank, CLUSTER_OUT] += prices.cluster_gradient_s
-            gradient_G5[home, CLUSTER_IN] += prices.cluster_gradient_s
+            fetch_G5[home, out] += fetch_s
+            fetch_G5[rank, into] += fetch_s
+        gradient_G5[rank, out] += gradient_s
+        gradient_G5[home, into] += gradient_s
     return fetch_G5, gradient_G5

@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError
-from foreroute.files.config_file import MOST
 from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import whole_number
 
+MOST_PREFETCH = 999_999
+"""Cells whose weights are fetched ahead. The trainer's configuration has the same limit."""
 MOST_OF_MODEL = {
     "num_layers": 1024,
     "num_experts": 32_768,  # plans name them in int16
@@ -39,8 +40,8 @@ MOST_OF_MODEL = {
 }
 MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000, "layer_s": 3600.0}
 MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE = 1e24, 64, 1 << 24
-"""Of FLOPs or bytes in a second, bytes of an element, tokens of a sequence. Like all bounds here: ten times what anyone
-has or more, and such that no product of them overflows."""
+"""Most FLOPs or bytes in a second, bytes of an element, and tokens of a sequence. Like all bounds here, ten times what
+anyone has or more, and such that no product of them overflows."""
 
 Dispatcher = Literal["copies", "dedup"]
 
@@ -83,7 +84,7 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Weights of one expert, as a number."""
         return 3 * self.hidden * self.intermediate
 
     @property
@@ -157,21 +158,12 @@ FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
 BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
-class StagePasses(NamedTuple):
-    """A stage of an RL step as the passes that it makes over each cell.
-
-    Attributes:
-        groups: (forward passes, backward passes) of each group, in order. Weights of replicas are fetched once for each
-            group, while the group before it runs.
-    """
-
-    groups: tuple[tuple[int, int], ...]
-
-
-RECOMPUTE = StagePasses(((1, 0),))
+RECOMPUTE = ((1, 0),)
 # All layers forward; then backward, where each layer's activations are first computed anew. Replicas return gradients.
-UPDATE = StagePasses(((1, 0), (1, 1)))
+UPDATE = ((1, 0), (1, 1))
 STAGES = (RECOMPUTE, UPDATE)
+"""The stages of a step, each as its groups of (forward passes, backward passes) over every cell, in order. Weights of
+replicas are fetched once for each group, while the group before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +195,7 @@ class CostModel:
         if self.dispatcher not in ("copies", "dedup"):
             raise ConfigError(f"dispatcher is {self.dispatcher!r}; expected 'copies' or 'dedup'")
         check_paths(self.paths)
-        whole_number(self.prefetch, name="prefetch", least=0, most=MOST, kind=ConfigError)
+        whole_number(self.prefetch, name="prefetch", least=0, most=MOST_PREFETCH, kind=ConfigError)
         _require_within("sequence_tokens", self.sequence_tokens, MOST_SEQUENCE)
         if not 0 <= self.trial_s_per_count <= MOST_OF_HARDWARE["layer_s"]:
             most = MOST_OF_HARDWARE["layer_s"]
@@ -276,7 +268,7 @@ class CostModel:
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
             host_ranks=topology.ranks_per_node if self.paths == "host" else 1,
-            groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage.groups),
+            groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage),
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from foreroute.costs.model import Hardware, ModelShape
@@ -130,29 +131,21 @@ MODELS: Mapping[str, ModelShape] = {
 }  # fmt: skip
 """Routed layers only: the first dense layers of GLM, DeepSeek and Kimi are left out."""
 
+# SXM5: 989 TFLOP/s bf16, 3.35 TB/s, NVLink 450 GB/s, one 400 Gb/s NIC and PCIe 5 x16 per rank.
+H100 = Hardware(
+    gemm_flops_per_s=600e12,
+    attention_flops_per_s=400e12,
+    memory_bytes_per_s=2.7e12,
+    links=Links(340e9, 45e9, 50e9, 20e-6, 50e-6),
+)
+
 HARDWARE: Mapping[str, Hardware] = {
-    # SXM5: 989 TFLOP/s bf16, 3.35 TB/s, NVLink 450 GB/s, one 400 Gb/s NIC and PCIe 5 x16 per rank.
-    "h100": Hardware(
-        gemm_flops_per_s=600e12,
-        attention_flops_per_s=400e12,
-        memory_bytes_per_s=2.7e12,
-        links=Links(340e9, 45e9, 50e9, 20e-6, 50e-6),
-    ),
+    "h100": H100,
     # As H100 with NVLink cut to 200 GB/s. DeepEP's README measures 153-158 GB/s over NVLink and 43-47 GB/s over a
     # 400 Gb/s NIC at 16 to 32 ranks.
-    "h800": Hardware(
-        gemm_flops_per_s=600e12,
-        attention_flops_per_s=400e12,
-        memory_bytes_per_s=2.7e12,
-        links=Links(156e9, 45e9, 50e9, 20e-6, 50e-6),
-    ),
+    "h800": replace(H100, links=replace(H100.links, node_bytes_per_s=156e9)),
     # As H100 with 4.8 TB/s.
-    "h200": Hardware(
-        gemm_flops_per_s=600e12,
-        attention_flops_per_s=400e12,
-        memory_bytes_per_s=3.85e12,
-        links=Links(340e9, 45e9, 50e9, 20e-6, 50e-6),
-    ),
+    "h200": replace(H100, memory_bytes_per_s=3.85e12),
     # SXM4 80 GB: 312 TFLOP/s, 2.04 TB/s, NVLink 300 GB/s, one 200 Gb/s NIC and PCIe 4 x16 per rank.
     "a100": Hardware(
         gemm_flops_per_s=190e12,

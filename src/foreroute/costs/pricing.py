@@ -104,7 +104,7 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
     fixed_s = prices.layer_s + 2 * prices.latency_s
     seconds_ML = np.zeros(loads_MLE.shape[:2])
     for stage in STAGES:
-        for forwards, backwards in stage.groups:
+        for forwards, backwards in stage:
             seconds_ML += forwards * (attention_s[0] + experts_s[0]) + backwards * (attention_s[1] + experts_s[1])
             seconds_ML += (forwards + backwards) * fixed_s
     return seconds_ML
@@ -145,7 +145,7 @@ def _add_expert(rank: int, tokens: int, forward_G: Any, backward_G: Any, prices:
 
 @kernel
 def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> Any:
-    """As `seconds_of_rows`, with the rows that `rows_sent` estimates."""
+    """Give what `seconds_of_rows` gives for the rows that `rows_sent` estimates."""
     rows_G4 = rows_sent(pairs_between(cell, counts_GE), prices)
     return seconds_of_rows(rows_G4, cell, counts_GE, attention_s, prices)
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from math import prod
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -101,30 +100,6 @@ class TensorFile:
         values = np.frombuffer(content if isinstance(content, bytearray) else bytearray(content), tensor.dtype)
         return values.reshape((stop - start, *rest) if tensor.shape else ())
 
-    # What follows until `close` is for the formats before the shared container, and goes with them.
-
-    @property
-    def path(self) -> str:
-        """As `name`."""
-        return self.name
-
-    @property
-    def names(self) -> list[str]:
-        """Of all tensors."""
-        return list(self.tensors)
-
-    def dtype(self, name: str) -> np.dtype[Any]:
-        """Of a tensor, little-endian."""
-        return self.tensors[name].dtype
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor."""
-        return self.tensors[name].shape
-
-    def read_all(self, names: Iterable[str]) -> dict[str, NDArray[Any]]:
-        """Several whole tensors by name."""
-        return {name: self.read(name) for name in names}
-
     def close(self) -> None:
         """Let go of the file that this opened."""
         if self._opened is not None:
@@ -133,9 +108,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _bytes(self, start: int, size: int) -> bytes | bytearray:

@@ -27,12 +27,10 @@ class TensorSchema:
     Attributes:
         dtypes: the types it may have, by their names in a header: "I16", or "U8 U16".
         axes: a letter for each of its axes. Axes with one letter have one length in all tensors of a file.
-        optional: whether it may be missing.
     """
 
     dtypes: str
     axes: str
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,13 +151,11 @@ class FileFormat:
         """What is wrong with the names, types and axes of tensors, looked at before any is read."""
         if self.tensors is None:
             return None
-        needed = {name for name, schema in self.tensors.items() if not schema.optional}
-        if not needed <= set(tensors) <= set(self.tensors):
+        if set(tensors) != set(self.tensors):
             return f"its tensors are {few(tensors)}; expected {few(self.tensors)}"
         length_of: dict[str, tuple[int, str]] = {}
         for name, schema in self.tensors.items():
-            if (tensor := tensors.get(name)) is None:
-                continue
+            tensor = tensors[name]
             if tensor.dtype not in [DTYPES[dtype] for dtype in schema.dtypes.split()]:
                 return f"tensor {name} is {tensor.dtype}; expected {' or '.join(schema.dtypes.split())}"
             if len(tensor.shape) != len(schema.axes):

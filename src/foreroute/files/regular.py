@@ -10,13 +10,20 @@ import json
 import os
 import stat
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from foreroute.errors import ForerouteError, InputError
 
 MOST_BYTES = 4 << 30
 """Bytes that are read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
+
+NO_FILE = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class ByteSource(Protocol):
@@ -70,11 +77,11 @@ class RegularFile:
             raise kind(f"{self.name} does not exist") from error
         except (OSError, ValueError) as error:  # a ValueError for a path that is no name
             raise kind(f"{self.name} cannot be opened ({_reason(error)})") from error
-        self.status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(self.status.st_mode):
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise kind(f"{self.name} is {_what(self.status.st_mode)}; expected a file")
-        self.size = self.status.st_size
+            raise kind(f"{self.name} is {NO_FILE.get(stat.S_IFMT(status.st_mode), 'no regular file')}; expected a file")
+        self.size = status.st_size
 
     def read(self, start: int, size: int) -> bytearray:
         """Exactly `size` bytes from `start`.
@@ -96,10 +103,6 @@ class RegularFile:
             raise self._kind(f"{self.name} cannot be read ({_reason(error)})") from error
         return buffer
 
-    def stream(self) -> IO[bytes]:
-        """The file as a seekable stream, for a library that wants one. It stays open when this is closed."""
-        return os.fdopen(os.dup(self._descriptor), "rb")
-
     def close(self) -> None:
         """Let go of it; harmless when done twice."""
         if self._descriptor >= 0:
@@ -109,9 +112,7 @@ class RegularFile:
     def __enter__(self) -> RegularFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -178,16 +179,3 @@ def _decoded(content: bytes | bytearray, kind: type[ForerouteError], name: str) 
 
 def _reason(error: OSError | ValueError) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _what(mode: int) -> str:
-    for test, name in (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a FIFO"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-    ):
-        if test(mode):
-            return name
-    return "no regular file"

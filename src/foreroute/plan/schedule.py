@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.hosts import CellPlan
+from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.step_plan import StepPlan
 
 MOVE = np.dtype(
@@ -50,15 +50,15 @@ by_host: whether its weights go through host memory; gradients never do.
 class CellSchedule:
     """What one rank does in one cell.
 
-    Runs of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
+    Segments of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
 
     Attributes:
         send_G: int64 [G], rows to each rank.
         receive_G: int64 [G], rows from each rank.
-        taken: runs of this rank's assignments sorted by expert: those that are sent, in the order of sending.
-        grouped: runs of the received rows: those that are computed, in that order. A run that starts at the number of
-            received rows is padding.
-        returned: runs of the computed rows: those that are sent back, in order of arrival.
+        taken: segments of this rank's assignments sorted by expert: those that are sent, in the order of sending.
+        grouped: segments of the received rows: those that are computed, in that order. A segment that starts at the
+            number of received rows is padding.
+        returned: segments of the computed rows: those that are sent back, in order of arrival.
         group_rows_S: int64 [S], rows of every group, padding included.
         num_home: how many groups are home experts; the others are replicas.
         lent: `MOVE`s of the replicas whose home is here, in order of round.
@@ -92,11 +92,7 @@ class CellSchedule:
             PlanError: as in `ExecutionSchedule`.
         """
         columns = _compile(
-            _Cells(
-                cell.home_E[None],
-                np.array([0, len(cell.expert_R)], np.int64),
-                *(getattr(cell, name) for name in _REPLICAS),
-            ),
+            Hosts.of_cells(cell.home_E[None], [cell]),
             counts_GE[None],
             rank,
             np.array([row_multiple], np.int64),
@@ -148,18 +144,15 @@ class ExecutionSchedule:
         num_known, num_layers = len(self._blocks), part.shape[1]
 
         def block(m: int) -> Any:
-            offsets = part.offsets[m * num_layers : (m + 1) * num_layers + 1]
-            replicas = slice(int(offsets[0]), int(offsets[-1]))
-            cells = _Cells(part.home_LE, offsets - offsets[0], *(getattr(part, name)[replicas] for name in _REPLICAS))
+            hosts, known = part.hosts.part(m, m + 1), self._counts_MLGE
             words = [f"micro-step {num_known + m}, routed layer {layer}" for layer in range(num_layers)]
-            known = self._counts_MLGE
-            counts_LGE = _served_by_replicas(cells, part) if known is None else known[num_known + m]
-            return _compile(cells, counts_LGE, self._rank, self._row_multiple_L, self._host_ranks, words)
+            counts_LGE = _served_by_replicas(hosts) if known is None else known[num_known + m]
+            return _compile(hosts, counts_LGE, self._rank, self._row_multiple_L, self._host_ranks, words)
 
         self._blocks += [_compiler().submit(block, m) for m in range(part.shape[0])]
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
-        """The schedule of one cell."""
+        """Give the schedule of one cell, once it is compiled."""
         return _cut(self._blocks[micro_step].result(), layer)
 
 
@@ -173,31 +166,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_compiler.cache_clear)  # threads do not live on in a forked process
 
 
-_REPLICAS = ("expert_R", "rank_R", "slot_R", "tokens_RG")
-
-
-@dataclass(frozen=True, eq=False)
-class _Cells:
-    """Consecutive cells of a plan, as in `StepPlan`."""
-
-    home_LE: NDArray[np.int16]
-    offsets: NDArray[np.int64]
-    expert_R: NDArray[np.int16]
-    rank_R: NDArray[np.int16]
-    slot_R: NDArray[np.int16]
-    tokens_RG: NDArray[np.int32]
-
-
-def _served_by_replicas(cells: _Cells, plan: StepPlan) -> NDArray[np.int64]:
-    """int64 [L, G, E], the least counts that the plan can be for."""
-    counts_LGE = np.zeros((plan.shape[1], plan.topology.num_ranks, plan.shape[2]), np.int64)
-    layer_R = np.repeat(np.arange(plan.shape[1]), np.diff(cells.offsets))
-    np.add.at(counts_LGE.transpose(0, 2, 1), (layer_R, cells.expert_R), cells.tokens_RG)
+def _served_by_replicas(hosts: Hosts) -> NDArray[np.int64]:
+    """int64 [L, G, E], the least counts that a micro-step of these hosts can be of."""
+    num_layers, num_experts = hosts.home_LE.shape
+    counts_LGE = np.zeros((num_layers, hosts.tokens_RG.shape[1], num_experts), np.int64)
+    layer_R = np.repeat(np.arange(num_layers), np.diff(hosts.offsets))
+    np.add.at(counts_LGE.transpose(0, 2, 1), (layer_R, hosts.expert_R), hosts.tokens_RG)
     return counts_LGE
 
 
 def _compile(
-    cells: _Cells,
+    hosts: Hosts,
     counts_CGE: NDArray[np.integer],
     rank: int,
     row_multiple_L: NDArray[np.int64],
@@ -209,9 +188,7 @@ def _compile(
 
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
-    num_replicas_C = np.diff(cells.offsets)
-    slots = int(cells.slot_R.max(initial=-1)) + 1
-    num_replicas, most_groups = int(num_replicas_C.sum()), num_home + slots
+    num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
     out = Columns(
         np.empty((num_cells, num_ranks), np.int64),
         np.empty((num_cells, num_ranks), np.int64),
@@ -225,14 +202,8 @@ def _compile(
         np.empty((num_cells, 5), np.int64),
         num_home,
     )
-    cell, expert, source, excess = schedule_cells(
-        rank,
-        *vars(cells).values(),
-        np.ascontiguousarray(counts_CGE, np.int32),
-        row_multiple_L,
-        host_ranks,
-        out,
-    )
+    counts = np.ascontiguousarray(counts_CGE, np.int32)
+    cell, expert, source, excess = schedule_cells(rank, hosts, counts, row_multiple_L, host_ranks, out)
     if cell != NONE:
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "

@@ -1,6 +1,6 @@
 """What one rank does in each cell of a plan, as compiled loops over flat arrays. `plan.schedule` says what they mean.
 
-Axis letters: C cells of a block, G ranks, E experts, R replicas of a cell, S groups of this rank, P its slots.
+Axis letters: C cells of a block, G ranks, E experts, R replicas of a cell, S groups of this rank.
 """
 
 from __future__ import annotations
@@ -35,26 +35,24 @@ class Columns(NamedTuple):
 
 @kernel
 def schedule_cells(
-    rank: int,
-    home_LE: Any,
-    offsets: Any,
-    expert_R: Any,
-    rank_R: Any,
-    slot_R: Any,
-    tokens_RG: Any,
-    counts_CGE: Any,
-    row_multiple_L: Any,
-    host_ranks: int,
-    out: Any,
+    rank: int, hosts: Any, counts_CGE: Any, row_multiple_L: Any, host_ranks: int, out: Any
 ) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
 
-    Args are those of `ExecutionSchedule`; `host_ranks` neighbouring ranks fetch through the memory that they share.
+    Args:
+        rank: whose schedule.
+        hosts: `Hosts` of these cells.
+        counts_CGE: int32 [C, G, E].
+        row_multiple_L: int64 [L], as in `ExecutionSchedule`.
+        host_ranks: so many neighbouring ranks fetch weights through the memory that they share; 1: none do.
+        out: `Columns`, filled.
 
     Returns:
         Cell, expert, source rank and how many assignments of it replicas are to serve beyond those there are, of the
         first place where they do; NONE and zeros where nothing is wrong.
     """
+    home_LE, offsets, expert_R = hosts.home_LE, hosts.offsets, hosts.expert_R
+    rank_R, slot_R, tokens_RG = hosts.rank_R, hosts.slot_R, hosts.tokens_RG
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
     largest = 0
@@ -134,41 +132,40 @@ def schedule_cells(
             sources, targets = source_R[:num_replicas], target_R[:num_replicas]
             num_rounds = colour_edges(sources, targets, edge_at, round_R)
             place_S[:] = 0
+            # gradients come home in order of (row, peer), and replicas are in order of their rank already
             for i in range(num_replicas):
-                if source_R[i] == rank and home_row_E[expert_R[begin + order_R[i]]] + 1 < num_home:
-                    place_S[home_row_E[expert_R[begin + order_R[i]]] + 1] += 1
+                row = home_row_E[expert_R[begin + order_R[i]]]
+                if source_R[i] == rank and row + 1 < num_home:
+                    place_S[row + 1] += 1
             for s in range(1, num_home):
                 place_S[s] += place_S[s - 1]
             for i in range(num_replicas):
+                row = home_row_E[expert_R[begin + order_R[i]]]
                 if source_R[i] == rank:
-                    row = home_row_E[expert_R[begin + order_R[i]]]
                     place_R[i] = place_S[row]
                     place_S[row] += 1
-            # in the order in which they are posted
+            # in the order in which they are posted, as the lending and as the serving end
             for turn in range(num_rounds):
-                i = edge_at[0, rank, turn]
-                if i != NONE:
-                    r = order_R[i]
-                    e = expert_R[begin + r]
-                    place = place_R[i]
-                    near = target_R[i] // host_ranks == rank // host_ranks
-                    _enter(out.lent, at[3], turn, i, e, home_row_E[e], target_R[i], slot_R[begin + r], place, near)
-                    at[3] += 1
-                i = edge_at[1, rank, turn]
-                if i != NONE:
-                    r = order_R[i]
-                    e = expert_R[begin + r]
-                    place = nth_R[r]
-                    near = source_R[i] // host_ranks == rank // host_ranks
-                    _enter(out.served, at[4], turn, i, e, home_row_E[e], source_R[i], slot_R[begin + r], place, near)
-                    at[4] += 1
+                for end in range(2):
+                    i = edge_at[end, rank, turn]
+                    if i == NONE:
+                        continue
+                    r, peer_R = order_R[i], target_R if end == 0 else source_R
+                    move = (out.lent if end == 0 else out.served)[at[3 + end]]
+                    move.round, move.number = turn, i
+                    move.expert = expert_R[begin + r]
+                    move.row = home_row_E[move.expert]
+                    move.peer, move.slot = peer_R[i], slot_R[begin + r]
+                    move.place = place_R[i] if end == 0 else nth_R[r]
+                    move.by_host = peer_R[i] // host_ranks == rank // host_ranks
+                    at[3 + end] += 1
         out.ends_CX[c, :] = at
     return NONE, 0, 0, 0
 
 
 @kernel(inline="always")
 def _append(blocks: Any, at: int, start: int, length: int) -> int:
-    """A run of rows, unless it is empty."""
+    """A segment of rows, unless it is empty."""
     if length == 0:
         return at
     blocks[at, 0] = start
@@ -241,7 +238,7 @@ def _by_rank_and_slot(
 
 @kernel
 def _computed(tokens_SG: Any, num_home: int, row_multiple: int, c: int, out: Any, at: Any) -> None:
-    """From received to computed order, and back: the transpose of a (source rank, group) table of runs.
+    """From received to computed order, and back: the transpose of a (source rank, group) table of segments.
 
     Every group ends with its padding, which is taken from beyond the rows received and is not sent back.
     """
@@ -280,21 +277,6 @@ def _computed(tokens_SG: Any, num_home: int, row_multiple: int, c: int, out: Any
     for g in range(num_ranks):
         for s in range(num_groups):
             at[2] = _append(out.returned, at[2], computed_SG[s, g], tokens_SG[s, g])
-
-
-@kernel(inline="always")
-def _enter(
-    table: Any, at: int, turn: int, number: int, expert: int, row: int, peer: int, slot: int, place: int, by_host: bool
-) -> None:
-    """A row of `lent` or `served`."""
-    table[at].round = turn
-    table[at].number = number
-    table[at].expert = expert
-    table[at].row = row
-    table[at].peer = peer
-    table[at].slot = slot
-    table[at].place = place
-    table[at].by_host = by_host
 
 
 @kernel

@@ -30,12 +30,13 @@ def split(cell: CellState, counts_GE: NDArray[np.int32], hosts: Hosts, begin: in
         if end == first:
             continue
         hosts.tokens_RG[first:end] = 0
-        left_G, home_G, quota_R = cell.split_3G[0], cell.split_3G[1], cell.split_3G[2]
+        left_G, home_G, quota_V = cell.split_3G[0], cell.split_3G[1], cell.split_3G[2]
         for g in range(len(left_G)):
             left_G[g] = counts_GE[g, e]
-        ranks, tokens = hosts.rank_R[first:end], hosts.tokens_RG[first:end]
-        home, home_quota = int(cell.hosts[RANK, e]), cell.hosts[QUOTA, e]
-        split_expert(ranks, tokens, quota_R, home, home_quota, left_G, home_G, cell.ranks_per_node, local)
+        home, quota = cell.hosts[RANK, e], cell.hosts[QUOTA, e]
+        split_expert(
+            hosts.rank_R, hosts.tokens_RG, first, end, quota_V, home, quota, left_G, home_G, cell.ranks_per_node, local
+        )
     return end
 
 
@@ -43,7 +44,9 @@ def split(cell: CellState, counts_GE: NDArray[np.int32], hosts: Hosts, begin: in
 def split_expert(
     rank_R: NDArray[np.integer],
     tokens_RG: NDArray[np.integer],
-    quota_R: NDArray[np.integer],
+    first: int,
+    end: int,
+    quota_V: NDArray[np.integer],
     home: int,
     home_quota: int,
     left_G: NDArray[np.integer],
@@ -56,9 +59,11 @@ def split_expert(
     For given quotas no split keeps more assignments on their rank, nor on their node.
 
     Args:
-        rank_R: integers [R], the rank of each replica.
-        tokens_RG: integers [R, G], what each serves of each source rank; zeros, added to.
-        quota_R: integers [R or more], most that each serves.
+        rank_R: integers [R], ranks of replicas.
+        tokens_RG: integers [R, G], what each serves of each source rank; added to.
+        first: the first replica of the expert.
+        end: the one behind its last.
+        quota_V: integers, most that each of these serves.
         home: the rank of the home.
         home_quota: most that it serves.
         left_G: integers [G], the tokens of each source rank; taken from.
@@ -66,14 +71,14 @@ def split_expert(
         ranks_per_node: of the topology.
         local: False shares them out in order, wherever they come from.
     """
-    # Three rounds: own rank, own node, the rest. In the first two the home comes first, so that the last leaves it the
-    # tokens that it should have. Tokens never leave a rank or node while a host there has quota left.
+    # Three rounds: own rank, own node, the rest. In the first two the home comes first, at the end it gets what is
+    # left. Tokens never leave a rank or node while a host there has quota left.
     for reach in range(0 if local else 2, 3):
         size = 1 if reach == 0 else ranks_per_node if reach == 1 else len(left_G)
         if reach < 2:
             home_quota = take_near(home_G, left_G, home_quota, home, size)
-        for r in range(len(rank_R)):
-            quota_R[r] = take_near(tokens_RG[r], left_G, quota_R[r], rank_R[r], size)
+        for r in range(first, end):
+            quota_V[r - first] = take_near(tokens_RG[r], left_G, quota_V[r - first], int(rank_R[r]), size)
 
 
 @inlined

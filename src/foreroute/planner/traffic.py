@@ -236,6 +236,6 @@ def _split(home_E: Any, counts_GE: Any, served_GE: Any, ranks_per_node: int) -> 
                 used_G[g] += 1
                 end += 1
         home = int(home_E[e])
-        ranks, tokens = rank_R[first:end], tokens_RG[first:end]
-        split_expert(ranks, tokens, quota_V, home, served_GE[home, e], left_G, home_G, ranks_per_node, True)
+        quota = served_GE[home, e]
+        split_expert(rank_R, tokens_RG, first, end, quota_V, home, quota, left_G, home_G, ranks_per_node, True)
     return CellPlan(home_E, expert_R[:end], rank_R[:end], slot_R[:end], np.ones(end, np.bool_), tokens_RG[:end])

@@ -60,7 +60,7 @@ COLUMNS: dict[str, Callable[[MethodFigures], str]] = {
     "Served across nodes": lambda record: f"{record.cross_node_share:.0%}",
     "Planning time": lambda record: duration(record.planning_s) if record.name not in UNBALANCED else "",
 }
-"""Of the table of methods; `MethodFigures` explains them."""
+"""Columns of the table of methods; `MethodFigures` explains them."""
 
 
 def method_rows(records: Sequence[MethodFigures], step: StepFacts) -> list[TableRow]:
@@ -159,7 +159,7 @@ def static_of(records: Sequence[MethodFigures]) -> MethodFigures:
 
 
 def strongest_rival(records: Sequence[MethodFigures]) -> MethodFigures | None:
-    """Of all methods but static and the plan at hand, which is the last record, the one with the fastest step."""
+    """The method with the fastest step, but for static and the plan at hand, which is the last record."""
     others = [record for record in records[:-1] if record.name not in UNBALANCED]
     return min(others, key=lambda record: record.seconds, default=None)
 

@@ -39,7 +39,7 @@ PARTS = (
     "waiting for the plan",
     "pipeline bubbles",
 )
-"""Of the time of a pipeline stage, in this order."""
+"""Parts of the time of a pipeline stage, in this order."""
 
 
 class Rules(NamedTuple):
@@ -110,7 +110,7 @@ def run(
     )
     bounds = np.array([layer_parts[0].start, *(part.stop for part in layer_parts)], np.int64)
     groups_KF = np.zeros((2, 2), np.int64)
-    groups_KF[: len(STAGES[stage].groups)] = STAGES[stage].groups
+    groups_KF[: len(STAGES[stage])] = STAGES[stage]
     ready = np.zeros(num_micro_steps) if ready_M is None else ready_M
     work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
     found = engine_kernels.run(passes_PVK, bounds, groups_KF, ready, work, rules)

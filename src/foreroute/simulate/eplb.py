@@ -1,14 +1,13 @@
 """EPLB: replicas and homes placed anew by total loads.
 
-Under EPLB every source splits its tokens evenly over the copies of an expert. Whoever runs it decides which loads it
-sees: those of the step before, as in practice; those of this step, which a trace tells; or those of the very
-micro-step, with all weights moving in every cell. It knows no cost of moving, and one group without nodes is its usual
-form for models without grouped routing.
+Every source splits its tokens evenly over the copies of an expert. Whoever runs EPLB decides which loads it plans from:
+those of the step before, as in practice; those of this step, which a trace tells; or those of the very micro-step, with
+all weights moving in every cell. It knows no cost of moving.
 
-The placement is that of github.com/deepseek-ai/EPLB, with heaps instead of scans: pack expert groups into nodes,
-replicate inside each node whatever has the largest load per copy, pack the copies into ranks. Both packings take items
-from the heaviest down and put each into the lightest bin that has room. Ties go to the lower number, and loads are
-float32, as published, so that placements are equal to the published ones, copy by copy.
+The placement is that of github.com/deepseek-ai/EPLB in its form without groups of experts: replicate whatever has the
+largest load per copy, then pack the copies into ranks, from the heaviest down, each into the lightest rank that has
+room. Ties go to the lower number, and loads are float32, as published, so that placements are equal to the published
+ones, copy by copy.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def eplb_micro_step(problem: BalancerInput) -> Iterator[CellPlan]:
 def eplb_hosts(loads_E: NDArray[np.int64], problem: BalancerInput) -> Hosts:
     """The hosts of one layer. EPLB may put two copies of an expert on one rank; they are one host."""
     num_ranks, num_experts = problem.topology.num_ranks, len(loads_E)
-    expert_P = eplb_placement(loads_E, problem.experts_per_rank * num_ranks, 1, 1, num_ranks)
+    expert_P = eplb_placement(loads_E, problem.experts_per_rank * num_ranks, num_ranks)
     rank_P = np.arange(len(expert_P)) // problem.experts_per_rank
     host_P, copies_H = np.unique(expert_P * num_ranks + rank_P, return_counts=True)
     expert_H, rank_H = np.divmod(host_P, num_ranks)
@@ -116,63 +115,29 @@ def by_key(key_H: Any, size: int) -> Any:
     return first, host_H
 
 
-def eplb_placement(
-    loads_E: NDArray[np.number], num_copies: int, num_groups: int, num_nodes: int, num_ranks: int
-) -> NDArray[np.int64]:
-    """The logical expert in every physical slot.
+def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int) -> NDArray[np.int64]:
+    """The logical expert in every place of every rank.
 
     Args:
         loads_E: [E].
-        num_copies: physical experts on all ranks together, P * G.
-        num_groups: groups of consecutive experts that stay in one node. When nodes do not divide them, groups and
-            nodes are left out of account.
-        num_nodes: N.
+        num_copies: places of all ranks together.
         num_ranks: G.
 
     Returns:
-        expert_P: int64 [num_copies]; rank g has the slots g * num_copies / G and on.
+        expert_P: int64 [num_copies]; rank g has the places g * num_copies / G and on.
 
     Raises:
-        TopologyError: when experts, copies, groups and ranks do not divide as they must.
+        TopologyError: when ranks do not have equally many places, or there are fewer places than experts.
     """
-    if num_groups % num_nodes:
-        num_groups = num_nodes = 1
-    num_experts = len(loads_E)
-    if num_experts % num_groups or num_ranks % num_nodes or num_copies % num_ranks or num_copies < num_experts:
+    if num_copies % num_ranks or num_copies < len(loads_E):
         raise TopologyError(
-            f"{num_experts} experts in {num_groups} groups and {num_copies} copies do not divide over {num_ranks} "
-            f"ranks in {num_nodes} nodes; EPLB needs equal groups, and as many copies on every rank"
+            f"{num_copies} copies of {len(loads_E)} experts do not divide over {num_ranks} ranks; EPLB needs as many "
+            "copies on every rank, and one of each expert"
         )
-    placement: NDArray[np.int64] = _place(loads_E.astype(np.float32), num_copies, num_groups, num_nodes, num_ranks)
-    return placement
-
-
-@kernel
-def _place(loads_E: Any, num_copies: int, num_groups: int, num_nodes: int, num_ranks: int) -> Any:
-    """As `eplb_placement`, on float32 loads and unchecked."""
-    num_experts = len(loads_E)
-    group_size = num_experts // num_groups
-    group_loads = np.zeros(num_groups, np.float32)
-    for e in range(num_experts):
-        group_loads[e // group_size] += loads_E[e]
-    group_slots = _pack(group_loads, num_nodes)
+    expert_C, copies_E = _replicate(loads_E.astype(np.float32), num_copies)
+    load_C = loads_E.astype(np.float32)[expert_C] / copies_E.astype(np.float32)[expert_C]
     expert_P = np.empty(num_copies, np.int64)
-    node_experts = num_experts // num_nodes
-    node_copies = num_copies // num_nodes
-    members = np.empty(num_experts, np.int64)
-    for group in range(num_groups):
-        # groups in the order of their nodes, and within a node in the order in which they were packed
-        for i in range(group_size):
-            members[group_slots[group] * group_size + i] = group * group_size + i
-    for node in range(num_nodes):
-        local = members[node * node_experts : (node + 1) * node_experts]
-        copied, copies = _replicate(loads_E[local], node_copies)
-        copy_loads = np.empty(node_copies, np.float32)
-        for c in range(node_copies):
-            copy_loads[c] = loads_E[local[copied[c]]] / np.float32(copies[copied[c]])
-        slots = _pack(copy_loads, num_ranks // num_nodes)
-        for c in range(node_copies):
-            expert_P[node * node_copies + slots[c]] = local[copied[c]]
+    expert_P[_pack(load_C, np.argsort(-load_C, kind="stable"), num_ranks)] = expert_C
     return expert_P
 
 
@@ -181,82 +146,33 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
     """int64 [num_copies], the expert of each copy, one of each expert first, and int64 [E], copies of each."""
     num_experts = len(loads_E)
     copies_E = np.ones(num_experts, np.int64)
-    expert_C = np.empty(num_copies, np.int64)
-    key, heap = -loads_E, np.arange(num_experts)
-    _heapify(heap, key)
-    for e in range(num_experts):
-        expert_C[e] = e
+    expert_C = np.arange(num_copies)
+    share_E = loads_E.copy()
     for c in range(num_experts, num_copies):
-        e = heap[0]
+        e = share_E.argmax()
         expert_C[c] = e
         copies_E[e] += 1
-        # only the top's key has changed, and upwards, so that it can only sink
-        key[e] = -(loads_E[e] / np.float32(copies_E[e]))
-        _sink(heap, key, 0, num_experts)
+        share_E[e] = loads_E[e] / np.float32(copies_E[e])
     return expert_C, copies_E
 
 
 @kernel
-def _pack(loads_I: Any, num_bins: int) -> Any:
-    """int64 [I], the slot of each item. Every bin has I / num_bins of the slots, bin 0 the first of them."""
-    room = len(loads_I) // num_bins
-    if room == 1:
-        return np.arange(len(loads_I))
-    slots = np.empty(len(loads_I), np.int64)
-    filled = np.zeros(num_bins, np.int64)
-    key, heap, size = np.zeros(num_bins, np.float32), np.arange(num_bins), num_bins
-    for i in by_heap(-loads_I):
-        b = heap[0]
-        slots[i] = b * room + filled[b]
-        filled[b] += 1
-        key[b] += loads_I[i]
-        if filled[b] == room:
-            # a full bin leaves the heap
-            size -= 1
-            heap[0] = heap[size]
-        _sink(heap, key, 0, size)
-    return slots
+def _pack(load_C: Any, heaviest_C: Any, num_ranks: int) -> Any:
+    """int64 [C], the place of each copy; every rank has C / num_ranks of the places, rank 0 the first of them.
 
-
-@kernel
-def by_heap(key: Any) -> Any:
-    """int64 [I], numbers by ascending key, the lower number first among equal keys.
-
-    As numpy's stable sort, whose form in numba takes seconds to compile.
+    `heaviest_C` are the copies from the heaviest down.
     """
-    order, heap, size = np.empty(len(key), np.int64), np.arange(len(key)), len(key)
-    _heapify(heap, key)
-    for i in range(len(key)):
-        order[i] = heap[0]
-        size -= 1
-        heap[0] = heap[size]
-        _sink(heap, key, 0, size)
-    return order
-
-
-@kernel
-def _heapify(heap: Any, key: Any) -> None:
-    for i in range(len(heap) // 2 - 1, -1, -1):
-        _sink(heap, key, i, len(heap))
-
-
-@kernel
-def _sink(heap: Any, key: Any, at: int, size: int) -> None:
-    """Restore the heap of numbers with the least key on top, the lower number first among equal keys."""
-    number = heap[at]
-    while True:
-        child = 2 * at + 1
-        if child >= size:
-            break
-        if child + 1 < size:
-            a, b = heap[child], heap[child + 1]
-            if key[b] < key[a] or (key[b] == key[a] and b < a):
-                child += 1
-        c = heap[child]
-        if key[c] < key[number] or (key[c] == key[number] and c < number):
-            heap[at] = c
-            at = child
-        else:
-            break
-    if size > 0:
-        heap[at] = number
+    room = len(load_C) // num_ranks
+    if room == 1:
+        return np.arange(len(load_C))
+    place_C = np.empty(len(load_C), np.int64)
+    load_G, filled_G = np.zeros(num_ranks, np.float32), np.zeros(num_ranks, np.int64)
+    for c in heaviest_C:
+        lightest = -1
+        for g in range(num_ranks):
+            if filled_G[g] < room and (lightest < 0 or load_G[g] < load_G[lightest]):
+                lightest = g
+        place_C[c] = lightest * room + filled_G[lightest]
+        filled_G[lightest] += 1
+        load_G[lightest] += load_C[c]
+    return place_C

@@ -21,8 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError
-from foreroute.trace.container import RoutingTrace
-from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 GROUP = 8
 """Responses per prompt: as many as in the runs of the R3 paper (arXiv 2510.11370)."""
@@ -31,7 +29,7 @@ LENGTH_SIGMA = 0.7
 SHORTEST = 32
 """Tokens; shorter draws are taken for this."""
 MOST_ASSIGNMENTS = 2**31 - 1
-"""Of a cell, as `plan.counts` has them."""
+"""Most assignments of a cell, as `plan.counts` has them."""
 DRIFT = 0.03
 """Standard deviation of the change of a log share from one step to the next. Chosen by hand."""
 
@@ -233,35 +231,6 @@ class DrawnStep:
             counts_SE,
         )
         return counts_SE
-
-    def routes(self, micro_step: int, layer: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The experts of every token of one cell, with exactly the counts of `counts()`.
-
-        Beyond these, the experts of a token are as good as independent, and tokens follow in no particular order.
-
-        Returns:
-            expert_ids_NK: int32 [N, K], pairwise distinct in a row.
-            rank_N: int32 [N], the source rank of each row.
-        """
-        from foreroute.simulate.workload_kernels import draw_rows
-
-        part = self._part(micro_step)
-        rows_S = self.rows_S[part]
-        ids_NK = np.empty((int(rows_S.sum()), self.workload.top_k), np.int32)
-        # Any constant would do: routes are drawn from another stream than the counts of the same cell.
-        seed = self._seed_ML[micro_step, layer] ^ np.uint64(0x5DEECE66D)
-        draw_rows(seed, self.sequence_counts(micro_step, layer), rows_S, self.workload.top_k, ids_NK)
-        return ids_NK, np.repeat(self.rank_S[part], rows_S)
-
-    def trace(self) -> RoutingTrace:
-        """A small step as a trace of S sequences; `micro_step_S` and `rank_S` are its packing."""
-        load = self.workload
-        cells = [[self.routes(m, la)[0] for la in range(load.num_layers)] for m in range(load.num_micro_steps)]
-        ids_NLK = np.concatenate([np.stack(layers, axis=1) for layers in cells])
-        spec = RoutingSpec(load.num_experts, load.top_k, tuple(RoutedLayer(la) for la in range(load.num_layers)))
-        bounds = np.cumsum(self.rows_S)[:-1]
-        routes = np.split(ids_NLK, bounds)
-        return RoutingTrace.from_sequences(spec, [np.zeros(len(r), np.int32) for r in routes], routes)
 
     def _part(self, micro_step: int) -> slice:
         return slice(int(self._first_M[micro_step]), int(self._first_M[micro_step + 1]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import uint64
 
-from foreroute.kernels import LOW_32, SHIFT_32, TO_UNIT, kernel, next_below, next_unit, next_word
+from foreroute.kernels import LOW_32, SHIFT_32, TO_UNIT, kernel, next_unit, next_word
 
 
 @kernel
@@ -124,45 +124,3 @@ def draw_cells(
                 target = counts_MLGE[m, layer, rank_S[first + s]]
                 for e in range(len(target)):
                     target[e] += counts_SE[s, e]
-
-
-@kernel
-def draw_rows(seed: Any, counts_SE: Any, rows_S: Any, top_k: Any, ids_NK: Any) -> None:
-    """Routes with given counts: row by row, each expert with probability (what it still needs) / (rows left).
-
-    Systematic sampling over a fresh order of experts in every row hits these probabilities exactly, never picks an
-    expert twice, and takes one that needs all rows left with certainty, so the counts always come out.
-    """
-    state = np.full(1, seed, np.uint64)
-    order = np.empty(counts_SE.shape[1], np.int32)
-    row = 0
-    for s in range(len(rows_S)):
-        need_E = counts_SE[s].copy()
-        size = 0
-        for e in range(len(need_E)):
-            if need_E[e]:
-                order[size] = e
-                size += 1
-        # what all experts still need is `left` * top_k, and none needs more than `left`: so a threshold every `left` of
-        # the running sum is passed top_k times, and by no expert twice
-        for left in range(rows_S[s], 0, -1):
-            threshold = next_below(state, left)
-            upto, k, i = 0, 0, 0
-            while k < top_k:
-                j = i + next_below(state, size - i)
-                e = order[j]
-                order[j] = order[i]
-                order[i] = e
-                upto += need_E[e]
-                if upto > threshold:
-                    threshold += left
-                    ids_NK[row, k] = e
-                    k += 1
-                    need_E[e] -= 1
-                    if need_E[e] == 0:
-                        # the last expert of the list takes its position and has not had its turn
-                        size -= 1
-                        order[i] = order[size]
-                        continue
-                i += 1
-            row += 1

@@ -21,6 +21,7 @@ from tests.adapters.hf.model_runs import (
 )
 from tests.adapters.hf.test_missing import MISSING, without
 from tests.models import tiny
+from tests.roundings import TERMS, require_rounded
 
 BATCH = batch_of(9, 6, 4)
 OTHER = batch_of(9, 6, 4, seed=5)
@@ -53,10 +54,10 @@ def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
 
 
 def assert_same(seen, expected):
-    torch.testing.assert_close(seen[0], expected[0], rtol=1e-6, atol=0)
+    require_rounded(seen[0], expected[0])
     assert seen[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        torch.testing.assert_close(seen[1][name], gradient, rtol=1e-5, atol=3e-6)
+        require_rounded(seen[1][name], gradient, 3 * TERMS)
 
 
 @pytest.mark.slow
@@ -236,7 +237,7 @@ def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
     for each, call in ((routed, compiled), (eager, eager.model)):
         with each.replay(trace, counts="replayed"):
             losses.append(call(**BATCH, output_router_logits=True, use_cache=False).aux_loss)
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=0)
+    require_rounded(losses[0], losses[1])
     with routed.replay(trace):
         native = compiled(**BATCH, output_router_logits=True, use_cache=False).aux_loss
     assert (native - losses[0]).abs() > 1e-2

@@ -10,6 +10,7 @@ from foreroute.layout import pack, pad
 from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, random_routes
 from tests.adapters.hf.test_packed import ALONE, packed, sequence_order
 from tests.models import tiny
+from tests.roundings import require_rounded
 
 LENGTHS = (9, 6, 4)
 
@@ -41,9 +42,8 @@ def test_padding_is_spread_and_real_rows_go_where_they_went(family, side):
         loads = torch.bincount(pads.reshape(-1), minlength=routed.spec.num_experts)
         assert loads.max() - loads.min() <= 1, f"padding loads the experts of layer {layer} by {loads.tolist()}"
         assert not torch.equal(pads, native_RK[~real_R]), "the check must be able to see a difference"
-    # on the left, padding goes before the rows of an expert, whose sums in a matrix product then have another order
-    tolerance = 0 if side == "right" else 1e-6
-    torch.testing.assert_close(loss, native_loss, rtol=tolerance, atol=0)
+    # experts are given other numbers of rows, for which a processor may add up in another order
+    require_rounded(loss, native_loss)
 
 
 def test_spread_padding_is_neither_counted_nor_given_weights():

@@ -9,6 +9,7 @@ import torch
 from benchmarks.gpu import mismatch
 from benchmarks.gpu.part import Part
 from foreroute.adapters import hf
+from tests.models import round_by_shape
 
 SHAPES = ("decode", "other_batches", "packed", "alone")
 
@@ -16,6 +17,12 @@ SHAPES = ("decode", "other_batches", "packed", "alone")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("mismatch")
+
+
+@pytest.fixture(autouse=True)
+def shapes_round_otherwise(monkeypatch):
+    make = mismatch.layered_model
+    monkeypatch.setattr(mismatch, "layered_model", lambda *args: round_by_shape(make(*args)))
 
 
 def run(folder):

@@ -80,14 +80,14 @@ def structure_of(path: Path) -> Structure:
             with suppress(ValueError):  # a family without a choice refuses to be given one
                 model.set_experts_implementation("eager")
             seen = probe(model, find_routers(model))
-            indexers = find_indexers(model, seen.trunk, layer_of)
+            spec, indexers = spec_of(model, seen), find_indexers(model, seen.trunk, layer_of)
     except Exception as error:  # transformers raises what its classes raise
         reason = why(error.__cause__ or error) if isinstance(error, AttachError) else why(error)
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} does not tell which layers route ({reason:.400}); pass a "
             "trace of the model, or the spec of its routed layers, instead"
         ) from error
-    return Structure(spec_of(model, seen), None if indexers is None else indexers.spec, config.to_dict())
+    return Structure(spec, None if indexers is None else indexers.spec, config.to_dict())
 
 
 def _decoder_of(config: Any) -> Any:
