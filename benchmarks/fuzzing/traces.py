@@ -117,8 +117,10 @@ def require_possible(trace: RoutingTrace) -> None:
 
 
 def forge_trace(raw: bytes, rng: np.random.Generator) -> bytes:
-    """Changed tables and metadata, or changed contents of frames; with right checksums of everything."""
-    return forge(_with_changed_contents(raw, rng) if rng.random() < 0.6 else raw, rng, apart=FORMAT.apart)
+    """Changed tables and metadata, or changed contents of frames, or both; with right checksums of everything."""
+    kind = rng.random()
+    changed = _with_changed_contents(raw, rng) if kind < 0.6 else raw
+    return changed if kind < 0.4 else forge(changed, rng, apart=FORMAT.apart)
 
 
 def _with_changed_contents(raw: bytes, rng: np.random.Generator) -> bytes:
