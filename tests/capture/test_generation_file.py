@@ -57,7 +57,7 @@ def test_a_writer_that_dies_between_the_two_files_leaves_a_whole_generation(tmp_
         write_atomically(target, *rest, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr("foreroute.files.format.write_atomically", die)
+        patched.setattr("foreroute.files.container.write_atomically", die)
         with pytest.raises(KeyboardInterrupt):
             save_generation(other, path, overwrite=True)
         with pytest.raises(KeyboardInterrupt):

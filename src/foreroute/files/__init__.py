@@ -5,15 +5,17 @@ several rooms have, are read and checked by `config_file`.
 """
 
 from foreroute.files.container import (
+    FileFormat,
     StoredTensor,
     TensorFile,
+    TensorSchema,
     blake2b_hex,
     blake2b_int64,
     checksum,
+    objection,
     tensors_to_bytes,
     write_tensors,
 )
-from foreroute.files.format import FileFormat, TensorSchema, objection
 from foreroute.files.regular import ByteSource, HeldBytes, RegularFile, is_text, parse_json, read_file, read_text
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 

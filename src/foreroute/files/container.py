@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from math import prod
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError
-from foreroute.files.regular import ByteSource, RegularFile, is_text, parse_json
+from foreroute.errors import InputError, few
+from foreroute.files.regular import ByteSource, RegularFile, parse_json
+from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -34,6 +36,8 @@ MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 MOST_AXES, MOST_TENSOR_BYTES = 32, 1 << 62
 """What numpy can hold, also of a tensor with an axis of 0."""
+HEAD_BYTES = 1 << 14
+"""Read at once when a file is opened: the header and the small tensors of most files."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,16 @@ class TensorFile:
         self._source: ByteSource = source if self._opened is None else self._opened  # type: ignore[assignment]
         self.name, self._kind = self._source.name, kind
         try:
-            self.metadata, self.tensors = self._read_header(most_header_bytes)
+            size = self._source.size
+            self._head = self._source.read(0, min(size, HEAD_BYTES))
+            length = int.from_bytes(self._head[:8], "little") if len(self._head) >= 8 else size
+            if length > size - 8:
+                raise self._wrong(f"its header would take {length} of its {size} bytes")
+            if length > most_header_bytes:
+                raise kind(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
+            text = self._head[8 : 8 + length] if 8 + length <= len(self._head) else self._bytes(8, length)
+            header = parse_json(text, kind, name=f"{self.name}: the safetensors header")
+            self.metadata, self.tensors = self._described(header, 8 + length)
         except BaseException:
             self.close()
             raise
@@ -116,34 +129,32 @@ class TensorFile:
         self.close()
 
     def _bytes(self, start: int, size: int) -> bytes | bytearray:
+        if start + size <= len(self._head):
+            return self._head[start : start + size]
         content = self._source.read(start, size) if size else b""
         if len(content) != size:
             raise self._kind(f"{self.name} gave {len(content)} bytes; expected {size} from byte {start} on")
         return content
 
-    def _read_header(self, most_bytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-        size = self._source.size
-        length = int.from_bytes(self._bytes(0, 8), "little") if size >= 8 else size
-        if length > size - 8:
-            raise self._wrong(f"its header would take {length} of its {size} bytes")
-        if length > most_bytes:
-            raise self._kind(f"{self.name} has a header of {length} bytes; expected {most_bytes} at most")
-        header = parse_json(self._bytes(8, length), self._kind, name=f"{self.name}: the safetensors header")
-        if not isinstance(header, dict) or not all(map(is_text, header)):
-            raise self._wrong(f"its header is {type(header).__name__}; expected an object whose keys are text")
-        metadata = header.pop("__metadata__", {})
-        if not isinstance(metadata, dict) or not all(map(is_text, (*metadata, *metadata.values()))):
-            raise self._wrong("its metadata are not strings")
-        tensors, end = {}, 8 + length
+    def _described(self, header: Any, begin: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+        """Metadata and tensors of a parsed header; the tensors' bytes begin at `begin`."""
+        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._wrong("its header is no object, or its metadata are not strings")
+        try:  # JSON can name halves of characters, which no text has
+            "".join([*header, *metadata, *metadata.values()]).encode()
+        except UnicodeEncodeError as error:
+            raise self._wrong(f"a name or a text of its header is no text ({error.reason})") from error
+        tensors, end = {}, begin
         # in the order of their bytes, each must begin where the one before ends: no gap, no overlap, nothing behind
         entries = [(*self._entry(name, entry), name) for name, entry in header.items()]
         for first, after, dtype, shape, name in sorted(entries, key=lambda each: (each[0], each[1])):
-            if 8 + length + first != end:
-                raise self._wrong(f"tensor {name} begins at byte {first}, expected {end - 8 - length}")
+            if begin + first != end:
+                raise self._wrong(f"tensor {name} begins at byte {first}, expected {end - begin}")
             tensors[name] = StoredTensor(dtype, shape, end)
-            end = 8 + length + after
-        if end != size:
-            raise self._wrong(f"its header describes {end} bytes, it has {size}")
+            end = begin + after
+        if end != self._source.size:
+            raise self._wrong(f"its header describes {end} bytes, it has {self._source.size}")
         return metadata, tensors
 
     def _entry(self, name: str, entry: Any) -> tuple[int, int, np.dtype[Any], tuple[int, ...]]:
@@ -163,6 +174,160 @@ class TensorFile:
 
     def _wrong(self, why: str) -> InputError:
         return self._kind(f"{self.name} is not a whole safetensors file: {why}. It may be truncated; copy it again")
+
+
+KEY = "foreroute."
+"""Metadata whose key begins so are a format's own: none may be missing, and none may be there that it does not name.
+Others are anybody's, and no part of the checksum."""
+
+
+@dataclass(frozen=True)
+class TensorSchema:
+    """What one tensor must be.
+
+    Attributes:
+        dtypes: the types it may have, by their names in a header: "I16", or "U8 U16".
+        axes: a letter for each of its axes. Axes with one letter have one length in all tensors of a file.
+    """
+
+    dtypes: str
+    axes: str
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A kind of file in the shared container.
+
+    Its metadata are `foreroute.<name>`, which holds the version, those of `metadata`, and `foreroute.checksum`.
+
+    Attributes:
+        name: what it is, in keys and messages.
+        version: the only one that is read.
+        kind: the error to raise.
+        metadata: keys, without `foreroute.`.
+        tensors: what they must be by name; None for any.
+        made_by: what writes such files, in words, for whoever hands in another file.
+        apart: tensors that a reader reads in part. They have checksums of their own, and no place in that of the file.
+        most_header_bytes: a longer safetensors header is refused before it is parsed.
+    """
+
+    name: str
+    version: int
+    kind: type[InputError]
+    metadata: tuple[str, ...]
+    tensors: Mapping[str, TensorSchema] | None
+    made_by: str
+    apart: tuple[str, ...] = ()
+    most_header_bytes: int = 1 << 20
+
+    def read(self, source: str | os.PathLike[str] | ByteSource) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+        """Metadata by their keys in `metadata`, and tensors, once they are known to be what was written.
+
+        Raises:
+            kind: when it cannot be read, is of another format or version, lacks something, holds something else or
+                something of another type or shape, or does not have the checksum that it states.
+        """
+        with TensorFile(source, self.kind, most_header_bytes=self.most_header_bytes) as file:
+            return self.read_opened(file)
+
+    def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+        """As `read`, of an opened file, without the tensors that stand apart."""
+        # by the header alone: what is no such file is refused before any tensor is read
+        ours = self._own_metadata(file)
+        if self.tensors is not None and (why := objection(file.tensors, self.tensors)) is not None:
+            raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
+        tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
+        stated = ours.pop(KEY + "checksum")
+        found = checksum(ours, tensors)
+        if found != stated:
+            raise self.kind(
+                f"{file.name} is damaged: its checksum is {found}, the file states {stated:.40}; copy it again, or "
+                "make it again"
+            )
+        return {key: ours[KEY + key] for key in self.metadata}, tensors
+
+    def is_in(self, source: str | os.PathLike[str] | ByteSource) -> bool:
+        """Whether a file says that it is of this format, of any version."""
+        try:
+            with TensorFile(source, self.kind, most_header_bytes=self.most_header_bytes) as file:
+                return KEY + self.name in file.metadata
+        except self.kind:
+            return False
+
+    def to_bytes(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
+        """The content of a file. Equal content is equal bytes.
+
+        Raises:
+            kind: when the tensors are not those of the format.
+        """
+        return tensors_to_bytes(self._complete(metadata, tensors), tensors)
+
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, str],
+        tensors: Mapping[str, NDArray[Any]],
+        *,
+        overwrite: bool,
+    ) -> Path:
+        """Write a file: the whole file or nothing.
+
+        Raises:
+            kind: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
+                the tensors are not those of the format.
+        """
+        target = Path(path)
+        complete = self._complete(metadata, tensors)
+        with writing_named(target, self.kind):
+            if target.exists() and not overwrite:
+                raise self.kind(f"{target} already exists; pass another path, or overwrite=True to replace it")
+            write_atomically(target, lambda file: write_tensors(file, complete, tensors), overwrite=overwrite)
+        return target
+
+    def _complete(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
+        """Metadata as they stand in the file."""
+        if self.tensors is not None and (why := objection(tensors, self.tensors)) is not None:
+            raise self.kind(f"this {self.name} file cannot be written: {why}")
+        ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
+        covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}
+        return {**ours, KEY + "checksum": checksum(ours, covered)}
+
+    def _own_metadata(self, file: TensorFile) -> dict[str, str]:
+        version = file.metadata.get(KEY + self.name)
+        if version is None:
+            raise self.kind(f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}")
+        if version != str(self.version):
+            raise self.kind(
+                f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "
+                f"{self.version}. Make it again"
+            )
+        ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
+        expected = {KEY + key for key in (self.name, *self.metadata, "checksum")}
+        if set(ours) != expected:
+            raise self.kind(
+                f"{file.name} is no readable {self.name} file: its metadata are {few(ours)}; expected {few(expected)}"
+            )
+        return ours
+
+
+def objection(
+    tensors: Mapping[str, StoredTensor] | Mapping[str, NDArray[Any]], schemas: Mapping[str, TensorSchema]
+) -> str | None:
+    """What is wrong with the names, types and axes of tensors, looked at before any is read; None for nothing."""
+    if set(tensors) != set(schemas):
+        return f"its tensors are {few(tensors)}; expected {few(schemas)}"
+    length_of: dict[str, tuple[int, str]] = {}
+    for name, schema in schemas.items():
+        tensor = tensors[name]
+        if tensor.dtype not in [DTYPES[dtype] for dtype in schema.dtypes.split()]:
+            return f"tensor {name} is {tensor.dtype}; expected {' or '.join(schema.dtypes.split())}"
+        if len(tensor.shape) != len(schema.axes):
+            return f"tensor {name} has the shape {list(tensor.shape)}; expected [{', '.join(schema.axes)}]"
+        for axis, length in zip(schema.axes, tensor.shape, strict=True):
+            first, where = length_of.setdefault(axis, (length, name))
+            if length != first:
+                return f"tensor {name} has {length} along {axis}, and {where} has {first}; expected the same"
+    return None
 
 
 def write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> None:

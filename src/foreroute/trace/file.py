@@ -39,7 +39,7 @@ from foreroute.trace.checks import (
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.planes import from_bytes, sorted_columns, to_bytes, transposed
-from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, layers_from
+from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, spec_from
 from foreroute.trace.streams import DecisionStream, Stream
 
 Encoding = Literal["sets", "ordered"]
@@ -108,7 +108,7 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     chunks = cut_chunks(trace)
     frames, ends, sizes = bytearray(), [0], []
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
-    for start, stop in pairwise(as_offsets(chunks).tolist()):
+    for start, stop in pairwise([0, *np.cumsum(chunks).tolist()]):
         contents = [_row_content(trace, start, stop), *_route_contents(trace, start, stop, as_sets)]
         for stream in streams.values():
             contents += stream.contents(start, stop)
@@ -142,11 +142,12 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
     """Refuse what a reader would refuse: a constructed trace was never checked."""
     spec = trace.spec
-    if not is_text(spec.model):
-        raise TraceContentError(f"the model's name is {spec.model!r:.80}; expected text")
-    for key, value in trace.provenance.items():
-        if not (is_text(key) and is_text(value)):
-            raise TraceContentError(f"provenance has {key!r:.40} = {value!r:.80}; expected texts")
+    try:
+        "".join([spec.model, *trace.provenance, *trace.provenance.values()]).encode()
+    except (TypeError, UnicodeEncodeError) as error:  # another type, or half of a character
+        raise TraceContentError(
+            f"the model is {spec.model!r:.40} and the provenance {dict(trace.provenance)!r:.120}; expected texts"
+        ) from error
     as_tokens(trace.token_ids_N, name="token_ids_N")
     as_versions(trace.weight_versions_N, name="weight_versions_N")
     if (trace.weight_versions_N[~trace.valid_N] != NO_VERSION).any():
@@ -268,24 +269,19 @@ def load(
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])
         except TraceContentError as error:
             raise _damage(file, error) from error
-        count = len(header.offsets) - 1
-        chosen = np.arange(count) if sequences is None else as_sequence_numbers(sequences, count)
         spec = header.spec if layers is None else replace(header.spec, layers=as_layers(layers))
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(
                 f"{file.name} has no stream {missing[0]!r:.40}; it has {', '.join(header.streams) or 'routes alone'}"
             )
-        starts, lengths = header.offsets[chosen], np.diff(header.offsets)[chosen]
-        filled = lengths > 0
-        chunks, starts = _chunks_of(header.chunk_starts, starts[filled], lengths[filled])
+        chunks, rows, lengths = _rows_of(header, sequences)
         try:
             trace = _read_chunks(file, header, chunks, spec, wanted)
         except TraceContentError as error:
             raise _damage(file, error) from error
-    rows = join_ranges(starts, lengths[filled])
-    if np.array_equal(rows, np.arange(trace.num_rows)):  # as they were read, which is no reason to copy them
-        return replace(trace, offsets=as_offsets(lengths))
+    if rows is None:
+        return replace(trace, offsets=header.offsets)
     return trace.take_rows(rows, lengths)
 
 
@@ -306,12 +302,14 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         raise TraceContentError(f"provenance is {provenance!r:.80}; expected a table of texts")
     if metadata["encoding"] not in ENCODINGS:
         raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
-    spec = _spec_from(table, metadata["model"])
-    streams = _streams_from(entries, spec)
+    spec = spec_from(table, metadata["model"])
     rows, frame_bytes, content_bytes = tables["chunk_rows"], tables["frame_bytes"], tables["content_bytes"]
     # no length is below 0, and no sum of them wraps
     offsets, chunk_starts = as_offsets(tables["lengths"]), as_offsets(rows)
     frame_ends, content_ends = as_offsets(frame_bytes.reshape(-1)), as_offsets(content_bytes.reshape(-1))
+    # what is known of the sizes is compared before anything is read or memory is taken for it
+    check_memory(int(content_ends[-1]), stored_bytes)
+    streams = _streams_from(entries, spec)
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
         raise TraceContentError(
             f"chunks have {chunk_starts[-1]} rows, and sequences {offsets[-1]}; expected as many, in chunks of 1 to "
@@ -322,11 +320,9 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         raise TraceContentError(f"the tables of frames have the shape {frame_bytes.shape}; expected {shape}")
     if frame_ends[-1] != stored_bytes:
         raise TraceContentError(f"frames have {frame_ends[-1]} bytes by their table, and {stored_bytes} are there")
-    # what is known of the sizes is compared before anything is read or memory is taken for it
     known = np.array([ROW_BYTES, *[spec.top_k * spec.id_dtype.itemsize] * spec.num_layers])
     if (content_bytes[:, : len(known)] != rows[:, None] * known).any():
         raise TraceContentError("a frame of tokens or routes has another size than its rows take")
-    check_memory(int(content_ends[-1]), stored_bytes)
     return TraceHeader(
         spec=spec,
         as_sets=metadata["encoding"] == "sets",
@@ -338,17 +334,6 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         frame_bytes=frame_bytes,
         content_bytes=content_bytes,
     )
-
-
-def _spec_from(table: Any, model: str) -> RoutingSpec:
-    if not isinstance(table, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in table):
-        raise TraceContentError(f"the layer table is {table!r:.80}; expected a list of [number, kind, experts, picks]")
-    layers = layers_from([entry[:2] for entry in table])
-    sizes = [entry[2:] for entry in table]
-    if any(size != sizes[0] for size in sizes):
-        raise TraceContentError("its layers have different numbers of experts or picks, which no trace can hold yet")
-    num_experts, top_k = sizes[0] if sizes else (1, 1)  # without a layer, there is no model to refuse
-    return RoutingSpec(num_experts, top_k, layers, model)
 
 
 def _streams_from(entries: Any, spec: RoutingSpec) -> dict[str, Stream]:
@@ -368,25 +353,33 @@ def _streams_from(entries: Any, spec: RoutingSpec) -> dict[str, Stream]:
     return streams
 
 
-def _chunks_of(
-    chunk_starts: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the chunks that hold ranges of rows.
+def _rows_of(
+    header: TraceHeader, sequences: ArrayLike | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
+    """Find the chunks that hold some sequences.
 
     Returns:
         chunks: int64 [C'], their numbers, ascending.
-        starts: int64 [S'], where each range begins among the rows of those chunks, joined.
+        rows: int64, the rows of the sequences among those of these chunks, joined; None for all of them, in order.
+        lengths: int64 [S'], the rows of each sequence.
     """
-    first = np.searchsorted(chunk_starts, starts, side="right") - 1
-    after = np.searchsorted(chunk_starts, starts + lengths, side="left")
-    # +1 where a range comes to its first chunk, -1 behind its last one: the sum so far is the ranges that touch a chunk
-    change = np.zeros(len(chunk_starts), np.int64)
+    lengths = np.diff(header.offsets)
+    if sequences is None:
+        return np.arange(len(header.chunk_starts) - 1), None, lengths
+    chosen = as_sequence_numbers(sequences, len(lengths))
+    lengths, filled = lengths[chosen], chosen[lengths[chosen] > 0]
+    starts, ends = header.offsets[filled], header.offsets[filled + 1]
+    first = np.searchsorted(header.chunk_starts, starts, side="right") - 1
+    after = np.searchsorted(header.chunk_starts, ends, side="left")
+    # +1 where a sequence comes to its first chunk, -1 behind its last one: the sum so far is how many touch a chunk
+    change = np.zeros(len(header.chunk_starts), np.int64)
     np.add.at(change, first, 1)
     np.add.at(change, after, -1)
     touched = np.cumsum(change)[:-1] > 0
-    # A range lies within chunks that are all read, so that its rows stay neighbours.
-    rows_before = as_offsets(np.where(touched, np.diff(chunk_starts), 0))
-    return np.flatnonzero(touched), rows_before[first] + starts - chunk_starts[first]
+    # A sequence lies within chunks that are all read, so that its rows stay neighbours.
+    rows_before = as_offsets(np.where(touched, np.diff(header.chunk_starts), 0))
+    starts_read = rows_before[first] + starts - header.chunk_starts[first]
+    return np.flatnonzero(touched), join_ranges(starts_read, ends - starts), lengths
 
 
 def _read_chunks(
@@ -402,8 +395,9 @@ def _read_chunks(
         TraceFileError: when the file was cut meanwhile.
         TraceContentError: when a frame is damaged, or holds what cannot be true.
     """
-    positions = header.spec.positions(spec.layers)
-    edges = as_offsets(np.diff(header.chunk_starts)[chunks])
+    whole = spec is header.spec
+    positions = np.arange(spec.num_layers) if whole else header.spec.positions(spec.layers)
+    edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
     num_rows = int(edges[-1])
     tokens, versions = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     valid, ids_NLK = np.empty(num_rows, np.bool_), np.empty((num_rows, spec.num_layers, spec.top_k), spec.id_dtype)
@@ -419,12 +413,15 @@ def _read_chunks(
     routes = np.empty((spec.num_layers, size * int(np.diff(edges).max(initial=0))), np.uint8)
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
         content_of = _read_frames(file, header, chunk, needed)
-        tokens[a:b], versions[a:b], valid[a:b] = _rows_from(content_of(0), b - a)
         for layer, frame in enumerate((1 + positions).tolist()):
             routes[layer, : size * (b - a)] = np.frombuffer(content_of(frame), np.uint8)
-        _put_routes(routes[:, : size * (b - a)], spec, header.as_sets, valid[a:b], ids_NLK[a:b])
+        tokens[a:b], versions[a:b], valid[a:b] = _put_rows(
+            content_of(0), routes[:, : size * (b - a)], spec, header.as_sets, ids_NLK[a:b]
+        )
         for name in wanted:
             parts[name].append(empty[name].from_contents(map(content_of, frames[name].tolist()), valid[a:b]))
+    for name in wanted:
+        empty[name] = empty[name].join(parts[name])
     return RoutingTrace(
         spec=spec,
         expert_ids_NLK=ids_NLK,
@@ -434,7 +431,7 @@ def _read_chunks(
         offsets=np.array([0, num_rows]),
         provenance=header.provenance,
         pick_order_kept=not header.as_sets,
-        streams={name: empty[name].join(parts[name]) for name in wanted},
+        streams=empty,
     )
 
 
@@ -467,32 +464,28 @@ def _read_frames(
     return content_of
 
 
-def _rows_from(content: bytes, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
-    """Return tokens, weight versions and validity of a chunk, checked."""
-    held = np.frombuffer(content, np.uint8)
-    (tokens, versions), valid = from_bytes(held[: 8 * rows], np.int32, 2, rows), held[8 * rows :]
-    if tokens.min() < 0:
-        raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
-    if valid.max() > 1:
-        raise TraceContentError(f"a validity is {valid.max()}; expected 0 or 1")
-    if versions.min() < NO_VERSION or (versions[valid == 0] != NO_VERSION).any():
-        raise TraceContentError("a weight version is below -1, or stated for a row without routes")
-    return tokens, versions, valid == 1
-
-
-def _put_routes(
-    contents: NDArray[np.uint8], spec: RoutingSpec, as_sets: bool, valid_R: NDArray[np.bool_], out_RLK: NDArray[Any]
-) -> None:
-    """Put the routes of a chunk, uint8 [L, bytes], into their places."""
+def _put_rows(
+    content: bytes, routes: NDArray[np.uint8], spec: RoutingSpec, as_sets: bool, out_RLK: NDArray[Any]
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
+    """Put the routes of a chunk, uint8 [L, bytes], into their places; return tokens, weight versions and validity."""
     from foreroute.trace.kernels import put_sets  # numba is slow to load
 
-    rows, _, top_k = out_RLK.shape
-    stored_LKR = from_bytes(contents, spec.id_dtype, top_k, rows)
+    rows, held = len(out_RLK), np.frombuffer(content, np.uint8)
+    tokens, versions = from_bytes(held[: 8 * rows], np.int32, 2, rows)
+    stored_LKR = from_bytes(routes, spec.id_dtype, spec.top_k, rows)
+    valid = held[8 * rows :] == 1
+    if tokens.min() < 0:
+        raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
+    if held[8 * rows :].max() > 1:
+        raise TraceContentError(f"a validity is {held[8 * rows :].max()}; expected 0 or 1")
+    if versions.min() < NO_VERSION or (versions[~valid] != NO_VERSION).any():
+        raise TraceContentError("a weight version is below -1, or stated for a row without routes")
     if as_sets:
-        if not put_sets(stored_LKR, valid_R, spec.num_experts, out_RLK):
+        if not put_sets(stored_LKR, valid, spec.num_experts, out_RLK):
             raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
-        return
+        return tokens, versions, valid
     out_RLK[:] = stored_LKR.transpose(2, 0, 1)
-    if out_RLK[~valid_R].any():
+    if out_RLK[~valid].any():
         raise TraceContentError("a row without a route has ids; expected zeros")
-    check_rows(out_RLK, valid_R, np.array([0, rows]), spec)
+    check_rows(out_RLK, valid, np.array([0, rows]), spec)
+    return tokens, versions, valid

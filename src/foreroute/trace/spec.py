@@ -149,6 +149,22 @@ def layers_from(entries: Any) -> tuple[RoutedLayer, ...]:
     return tuple(RoutedLayer(number, LayerKind(kind)) for number, kind in entries)
 
 
+def spec_from(table: Any, model: str) -> RoutingSpec:
+    """Make the facts of a model of what a trace file has: a list of [number, kind, experts, picks].
+
+    Raises:
+        TraceContentError: when it is something else, or layers have different numbers of experts or picks.
+    """
+    if not isinstance(table, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in table):
+        raise TraceContentError(f"the layer table is {table!r:.80}; expected a list of [number, kind, experts, picks]")
+    layers = layers_from([entry[:2] for entry in table])
+    sizes = [entry[2:] for entry in table]
+    if any(size != sizes[0] for size in sizes):
+        raise TraceContentError("its layers have different numbers of experts or picks, which no trace can hold yet")
+    num_experts, top_k = sizes[0] if sizes else (1, 1)  # without a layer, there is no model to refuse
+    return RoutingSpec(num_experts, top_k, layers, model)
+
+
 def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
     """Make a layer table of the routed layers that are given.
 
