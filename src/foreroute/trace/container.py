@@ -144,6 +144,7 @@ class RoutingTrace:
         counts = {len(token_ids), len(expert_ids), len(valid), len(weight_versions)}
         if len(counts) != 1:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
+        # Sequence by sequence, so that an error names the one that is wrong; rows are checked at once, when packed.
         tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         masks = [as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid)]
         versions, routes = [], []

@@ -199,7 +199,8 @@ class DecisionStream(Stream):
             raise TraceContentError(f"ids go from {flat.min()} to {flat.max()}; expected 0 to {num_choices - 1}")
         stream = cls(num_choices, valid_N, offsets, _sorted_sets(flat.astype(np.int32), offsets), table)
         stream.check_sets()
-        # Engines list a whole vocabulary where nothing was left out; such a set is the same decision as one without ids.
+        # Engines list a whole vocabulary where nothing was left out. Such a set is the same decision as one without
+        # ids, and must compare equal to it.
         whole = np.diff(offsets) == num_choices
         if not whole.any():
             return stream
