@@ -40,7 +40,6 @@ class Stream(ABC):
     Attributes:
         kind: its name in a file.
         valid_N: bool [N], the rows with a decision.
-        depth: layers that decide, each with a frame of its own in every chunk of a file.
     """
 
     kind: ClassVar[str]
@@ -48,7 +47,8 @@ class Stream(ABC):
 
     @property
     @abstractmethod
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """Layers that decide, 1 for a decision of the whole model."""
 
     @property
     def num_rows(self) -> int:
