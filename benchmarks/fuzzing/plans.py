@@ -15,7 +15,7 @@ from benchmarks.fuzzing.target import Target, written
 from foreroute.layout import Packing
 from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.counts import COUNTS_FILE, load_counts
-from foreroute.plan.plan_file import PLAN_FILE, encode_plan, load_plan
+from foreroute.plan.plan_file import load_plan, plan_to_bytes
 
 
 def plan_targets(folder: Path) -> list[Target]:
@@ -95,7 +95,6 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
     tokens_RG = rng.integers(0, int(rng.choice([2, 300, 70_000])), (len(rank_R), num_ranks))
     plan = StepPlan(
         topology=Topology(num_ranks, 1, 1, Links(1e11, 1e10, 1e10, 1e-5, 1e-4)),
-        shape=(*shape, num_experts),
         previous_home_LE=home_LE.astype(np.int16),
         home_LE=home_LE.astype(np.int16),
         offsets=np.searchsorted(cell_R, np.arange(num_micro_steps * num_layers + 1)),
@@ -113,7 +112,7 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
         ),
         tokens_digest=rng.bytes(16).hex(),
     )
-    return PLAN_FILE.to_bytes(*encode_plan(plan))
+    return plan_to_bytes(plan)
 
 
 def same_plan(a: StepPlan, b: StepPlan) -> bool:

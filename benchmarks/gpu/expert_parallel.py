@@ -219,7 +219,7 @@ def halved_plan(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> S
 
     Made by hand, for the planner takes long to compile.
     """
-    num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
+    num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     replicas: list[tuple[int, int]] = []
     tokens: list[NDArray[np.int32]] = []
     offsets = [0]
@@ -235,7 +235,6 @@ def halved_plan(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> S
     expert_R, rank_R = np.array(replicas, np.int16).reshape(-1, 2).T
     plan = StepPlan(
         topology=Topology(num_ranks, num_ranks, 1, LINKS),
-        shape=(num_micro_steps, num_layers, num_experts),
         previous_home_LE=home_LE,
         home_LE=home_LE,
         offsets=np.array(offsets, np.int64),

@@ -18,7 +18,7 @@ from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
-from foreroute.plan.capabilities import EXECUTES, Ability, Executor, fetch_path
+from foreroute.plan.capabilities import EXECUTES, Ability, Executor
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.fit import fit, predict
 from foreroute.simulate.measurements import Measurement
@@ -93,6 +93,7 @@ def processes_config(
 ) -> SimulateConfig:
     """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    path = "host" if Ability.HOST_PATH in EXECUTES[executor] else "direct"
     return parse_config(
         {
             "cluster": {
@@ -128,7 +129,7 @@ def processes_config(
                 "node_latency_s": 1e-4,
                 "cluster_latency_s": 1e-4,
             },
-            "costs": {"paths": fetch_path(executor), "sequence_tokens": float(sequence_tokens)},
+            "costs": {"paths": path, "sequence_tokens": float(sequence_tokens)},
             "execution": {"early_cells": Ability.EARLY_CELLS in EXECUTES[executor], "copy_engines": False},
         },
         source="the benchmark",

@@ -238,7 +238,7 @@ def test_hostile_tokens(tokens):
 
 
 def test_what_the_tokens_were_is_said():
-    with pytest.raises(CaptureError, match="token 11 of sequence 0 is the str 'x'; expected an integer"):
+    with pytest.raises(CaptureError, match=r"the tokens of sequence 0 is <U21 .*; expected token ids, integers \[T\]"):
         decode(ROUTES, model=R.spec, token_ids=[*R.tokens[:-1], "x"])
     with pytest.raises(CaptureError, match=r"token_ids is a dict; expected integers \[T\], or a list of S such"):
         decode(ROUTES, model=R.spec, token_ids=dict.fromkeys(R.tokens))
@@ -309,7 +309,7 @@ def test_a_tensor_dictionary_is_a_batch_and_not_an_array(kind):
 
 
 def test_what_is_no_output_at_all_is_said_to_be_none():
-    with pytest.raises(CaptureError, match="the int 5 is no engine output; expected a response"):
+    with pytest.raises(CaptureError, match="no routed_experts in 5; start the engine"):
         decode(5, model=R.spec)
     with pytest.raises(CaptureError, match=r"no routed_experts in \['text'\]"):
         decode(json.dumps({"text": ""}), model=R.spec)

@@ -99,8 +99,8 @@ def changed(position, value):
 
 
 REFUSED = {
-    "too few": (lambda sets: sets[1:], "4 sampling masks for 5 generated tokens"),
-    "too many": (lambda sets: [*sets, sets[0]], "6 sampling masks for 5 generated"),
+    "too few": (lambda sets: sets[1:], "4 sampling masks, 12 tokens and 5 of them generated"),
+    "too many": (lambda sets: [*sets, sets[0]], "6 sampling masks, 12 tokens and 5 of them generated"),
     "shifted": (lambda sets: sets[-1:] + sets[:-1], "was sampled and is not in its mask"),
     "one lacks its token": (changed(1, [3, 4]), r"is not in its mask \(1 such tokens\)"),
     "empty": (changed(1, []), "the mask of generated token 1 of sequence 0 is empty"),
@@ -138,7 +138,9 @@ def test_a_response_without_a_prompt_has_no_row_for_its_first_mask(others):
     """The row before its first token would be the last of another sequence."""
     bare = replace(R, prompt=[], response=R.tokens)
     answers = [vllm(R, sets_for(R.response))] * others + [vllm(bare, sets_for(bare.response))]
-    with pytest.raises(CaptureError, match=f"sequence {others} has 12 sampling masks and 12 tokens.*expected a prompt"):
+    with pytest.raises(
+        CaptureError, match=f"sequence {others} has 12 sampling masks, 12 tokens and 12 of them.*a prompt of one"
+    ):
         decode(answers, **MODEL)
 
 

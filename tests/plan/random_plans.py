@@ -51,7 +51,6 @@ def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None)
     columns = list(zip(*replicas, strict=True)) or [[]] * 5
     return StepPlan(
         topology=topology,
-        shape=(num_micro_steps, num_layers, num_experts),
         previous_home_LE=before_LE,
         home_LE=home_LE,
         offsets=np.array(offsets, np.int64),

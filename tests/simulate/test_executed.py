@@ -27,33 +27,18 @@ from tests.processes import Workers
 from tests.simulate.simulate_cases import small_config
 
 ROOT = Path(__file__).parents[2]
-SLOTS, ENGINE = "tests/ep/transfer/test_slot_sets.py::", "tests/ep/transfer/test_transfer_engine.py::"
-MOVES, TRAINING = "tests/ep/transfer/test_home_moves.py::", "tests/ep/test_training.py::"
+FETCHES = "tests/ep/transfer/test_transfer_engine.py::test_one_pass_moves_the_fewest_bytes_that_the_plan_needs"
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
 SHARED = "tests/ep/test_shared_plans.py::test_micro_steps_run_while_others_are_planned_and_nothing_changes"
 TESTS = {
     "hf": {
-        Ability.REPLICAS: "tests/ep/test_bits.py::test_where_experts_are_split_all_is_equal_but_their_gradients",
-        Ability.LAYER_SLOTS: SLOTS + "test_slots_per_layer_need_no_refetch",
-        Ability.SHARED_SLOTS: SLOTS + "test_slots_are_refetched_for_backward",
-        Ability.HOME_MOVES: MOVES + "test_training_with_moves_equals_training_without",
-        Ability.HOST_PATH: ENGINE + "test_one_pass_moves_the_fewest_bytes_that_the_plan_needs",
-        Ability.DIRECT_PATH: "tests/ep/transfer/test_direct.py::test_weights_come_and_gradients_return",
-        Ability.PREFETCH: ENGINE + "test_all_but_the_first_fetch_had_begun_before_it_was_asked_for",
-        Ability.DEEP_PREFETCH: ENGINE + "test_one_pass_moves_the_fewest_bytes_that_the_plan_needs",
-        Ability.KNOWN_COUNTS: TRAINING + "test_training_is_that_of_one_process",
+        Ability.LAYER_SLOTS: "tests/ep/transfer/test_slot_sets.py::test_slots_per_layer_need_no_refetch",
+        Ability.HOST_PATH: FETCHES,
+        Ability.DEEP_PREFETCH: FETCHES,
         Ability.EARLY_CELLS: SHARED,
-        Ability.COPIED_DISPATCH: TRAINING + "test_training_is_that_of_one_process",
     },
     "megatron": {
-        Ability.REPLICAS: STATIC,
-        Ability.SHARED_SLOTS: STATIC,
-        Ability.HOME_MOVES: "tests/adapters/megatron/test_home_placement.py::test_so_they_are_on_four_ranks",
-        Ability.DIRECT_PATH: STATIC,
-        Ability.PREFETCH: MEGATRON + "test_fetches_are_begun_ahead_in_the_order_of_the_step_before",
-        Ability.KNOWN_COUNTS: MEGATRON + "test_counts_are_known_ahead",
-        Ability.COPIED_DISPATCH: STATIC,
         Ability.EXPERT_DATA_PARALLEL: STATIC,
         Ability.PIPELINE: STATIC,
     },
@@ -147,7 +132,7 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     counts_MLGE, home_LE, found = executed[0]
     step_plan, _, loss = found[name]
     assert (len(step_plan.expert_R) > 0) == (name != "static")
-    assert (len(step_plan.home_moves) > 0) == (name == "ours_rehomed")
+    assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name == "ours_rehomed")
     simulated = serve(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
     counts_CGE = counts_MLGE.reshape(-1, RANKS, 16)
     loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.kept, counts_CGE, strict=True)]
@@ -185,8 +170,8 @@ def test_what_no_executor_does_is_marked(change, missing):
 
 
 def test_one_executor_must_do_all():
-    assert lacking({Ability.REPLICAS, Ability.DEEP_PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
-    assert lacking({Ability.REPLICAS, Ability.PIPELINE}) == ()
+    assert lacking({Ability.DEEP_PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
+    assert lacking({Ability.PIPELINE}) == ()
     pipelined = small_config(gpus=8, pipeline=2, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
     assert simulate(pipelined)["ours_traffic"].not_executed == ()
 

@@ -15,7 +15,7 @@ MIN_ROWS = 32
 trained model may well go to one set of experts in its first layer."""
 MIN_TOKENS = 8
 """Distinct input tokens among them: a repeated token may well go to the same experts."""
-ROWS_AT_ONCE = 4096
+ROWS_AT_ONCE = 256
 
 
 def refuse_unfilled_layers(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) -> None:
@@ -73,19 +73,14 @@ def refuse_constant_layers(trace: RoutingTrace) -> None:
     if len(np.unique(trace.token_ids_N[valid])) < MIN_TOKENS:
         return
     ids = trace.expert_ids_NLK[valid]
-    # Sets that are equal have equal sums, which spares sorting the layers that cannot be constant; sums take up to
-    # eight times the memory of the ids, and are made in parts.
-    alike_L, first_L = np.ones(spec.num_layers, np.bool_), ids[0].sum(axis=-1, dtype=np.int64)
+    layers, first_LK = np.arange(spec.num_layers), np.sort(ids[0], axis=-1)
+    # In parts: after the first, hardly a layer is left to sort.
     for start in range(0, len(ids), ROWS_AT_ONCE):
-        sums = ids[start : start + ROWS_AT_ONCE].sum(axis=-1, dtype=np.int64)
-        alike_L &= (sums == first_L).all(axis=0)
-    alike = np.flatnonzero(alike_L)
-    sets = np.sort(ids[:, alike], axis=-1)
-    constant = (sets == sets[:1]).all(axis=(0, 2))
-    if constant.any():
-        first = int(np.argmax(constant))
+        part = np.sort(ids[start : start + ROWS_AT_ONCE, layers], axis=-1)
+        layers = layers[(part == first_LK[layers]).all(axis=(0, 2))]
+    if len(layers):
         raise CaptureError(
-            f"{spec.layers[int(alike[first])]} sends all {len(ids)} rows to experts {sets[0, first].tolist()} "
-            f"({int(constant.sum())} such layers); the capture of that layer failed. If its router really "
-            "has collapsed, build the trace with RoutingTrace.from_rows"
+            f"{spec.layers[int(layers[0])]} sends all {len(ids)} rows to experts {first_LK[layers[0]].tolist()} "
+            f"({len(layers)} such layers); the capture of that layer failed. If its router really has collapsed, build "
+            "the trace with RoutingTrace.from_rows"
         )

@@ -275,19 +275,13 @@ def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
 def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
     what = f"the tokens of sequence {sequence}"
     if isinstance(values, list | tuple):
-        values = values if type(values) is list else items_of(values, what)
-        for position, value in enumerate(values):
-            if type(value) is not int and not isinstance(value, np.integer):
-                raise CaptureError(
-                    f"token {position} of sequence {sequence} is the {type(value).__name__} {shown(value)}; "
-                    "expected an integer"
-                )
-    elif is_array(values):
-        values = as_array(values, what)
-    else:
+        values = items_of(values, what)
+        if {bool, np.bool_} & set(map(type, values)):  # numpy takes a bool among integers for 0 or 1
+            raise CaptureError(f"{what} hold a bool; expected integers")
+    elif not is_array(values):
         raise CaptureError(f"{what} are a {type(values).__name__}; expected a list of integers")
     try:
-        return as_tokens(values, name=what)
+        return as_tokens(as_array(values, what), name=what)
     except TraceContentError as error:
         raise CaptureError(str(error)) from error
 
@@ -317,12 +311,11 @@ def _known_engine(name: object, version: object, form: Form) -> str:
             f"engine is {name!r}, but the output has the form {form}; leave engine out, or pass the output of {name}"
         )
     # vLLM's ids are logical in every version, and builds of it may state one without a number
-    if not isinstance(version, str) or (version and engine != "vllm" and not re.search(r"\d", version)):
-        raise CaptureError(f"engine_version is {shown(version)}; expected text such as '0.5.23', or nothing")
-    if version and not engine:
+    digits = isinstance(version, str) and (engine == "vllm" or re.search(r"\d", version))
+    if version != "" and not (engine and digits):
         raise CaptureError(
-            f"engine_version is {version!r}, and neither engine= nor the output says of which engine; pass engine, one "
-            f"of {', '.join(ENGINES)}"
+            f"engine_version is {shown(version)} of engine {engine or '?'}; expected text such as '0.5.23', and "
+            "engine= where the output does not say which"
         )
     if version and engine == "sglang" and tuple(map(int, re.findall(r"\d{1,9}", version)[:3])) < FIRST_LOGICAL_SGLANG:
         raise CaptureError(

@@ -33,13 +33,13 @@ from foreroute.trace.spec import whole_number
 
 GENERATION_FILE = FileFormat(
     name="generation",
-    version=2,
+    version=3,
     kind=TraceFileError,
     metadata=("trace", "trace_digest"),
     tensors={
         "logprobs": TensorSchema("F32", "R"),
         "prompt_lengths": TensorSchema("I64", "S"),
-        "sampled": TensorSchema("U8", "N"),
+        "sampled": TensorSchema("BOOL", "N"),
     },
     made_by="capture.save_generation writes generations; a trace file alone goes with --trace",
 )
@@ -144,7 +144,7 @@ class Generation:
 
     @property
     def targets_N(self) -> NDArray[np.bool_]:
-        """bool [N - S], for all tokens but the last of each sequence: whether the token behind it was sampled."""
+        """Whether the token behind was sampled, for all tokens but the last of each sequence: bool [N - S]."""
         is_first_N = np.zeros(len(self.sampled_N), np.bool_)
         is_first_N[self.trace.offsets[:-1]] = True
         return self.sampled_N[~is_first_N]
@@ -226,7 +226,7 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
     tensors: dict[str, NDArray[Any]] = {
         "logprobs": np.asarray(generation.logprobs_R, np.float32),
         "prompt_lengths": np.asarray(generation.prompt_lengths, np.int64),
-        "sampled": generation.sampled_N.astype(np.uint8),
+        "sampled": generation.sampled_N,
     }
     metadata = {"trace": beside.name, "trace_digest": trace_digest}
     GENERATION_FILE.write(target, metadata, tensors, overwrite=overwrite)
@@ -248,9 +248,7 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
     trace = load(beside)
     if digest(trace) != metadata["trace_digest"]:
         raise TraceFileError(f"{beside} is not the trace that {path} was written with; copy both")
-    if tensors["sampled"].max(initial=0) > 1:
-        raise TraceFileError(f"{path} has sampled tokens that are neither 0 nor 1; it is damaged")
-    return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"], tensors["sampled"].astype(np.bool_))
+    return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"], tensors["sampled"])
 
 
 def trace_of(path: str | os.PathLike[str]) -> Path:

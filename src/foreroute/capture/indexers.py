@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.capture.arrays import as_integers, is_array, read_raw
-from foreroute.capture.recognition import RawSequence
+from foreroute.capture.recognition import RawSequence, have_all
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
 
@@ -30,13 +30,8 @@ def decode_choices(trace: RoutingTrace, sequences: Sequence[RawSequence], indexe
             `with_indexer_choices`.
     """
     returned = [raw.indexer_topk for raw in sequences]
-    there = [each is not None for each in returned]
-    if not any(there):
+    if not have_all(returned, "choices of indexers"):
         return trace
-    if not all(there):
-        raise CaptureError(
-            f"sequence {there.index(False)} has no choices of indexers and others have; ask for all of them"
-        )
     if indexers is None:
         raise CaptureError(
             "the output has choices of sparse-attention indexers, and those of the model are not known; pass "

@@ -8,7 +8,7 @@ array   an array of any library, or the bytes of a .npy file: the door for every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -62,11 +62,8 @@ def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
     if not isinstance(output, list | tuple):
         return _from_one(output)
     items = items_of(output, "the list of outputs")
-    if not items or isinstance(items[0], list | tuple | int | float | None):
-        raise CaptureError(
-            f"a list starting with {shown(items[0]) if items else 'nothing'} is no engine output; expected outputs, "
-            "or arrays [rows, layers, K]: numpy.asarray(rows) makes one of nested lists"
-        )
+    if not items:
+        raise _no_routes(items)
     found = [_from_one(_parsed(item)) for item in items]
     forms = {form for form, _ in found}
     if len(forms) > 1:
@@ -89,16 +86,8 @@ def _parsed(output: Any) -> Any:
 
 def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     """Do as `read_output`, for what is no list of outputs."""
-    if isinstance(output, bytes):
+    if isinstance(output, bytes) or is_array(output):
         return Form.ARRAY, [RawSequence(output)]
-    if is_array(output):
-        routes = as_array(output, "the routes")
-        if routes.ndim == 4:
-            raise CaptureError(
-                f"an array of shape {routes.shape} is a padded batch, and which rows are padding is not in it; "
-                "pass the batch with routed_experts, input_ids and attention_mask"
-            )
-        return Form.ARRAY, [RawSequence(routes)]
     meta, extension = field_of(output, "meta_info"), field_of(output, "sglext")
     if meta is not None:
         return Form.SGLANG, [_sglang(meta, output)]
@@ -164,18 +153,26 @@ def _verl(batch: Any) -> list[RawSequence]:
 
 
 def _no_routes(record: Any) -> CaptureError:
-    if isinstance(record, int | float | complex | None):
-        return CaptureError(
-            f"the {type(record).__name__} {shown(record)} is no engine output; expected a response (parsed, JSON text "
-            "or bytes), an in-process output, a list of them, or an array of routes"
-        )
-    seen = f"a {type(record).__name__}"
+    seen = shown(record)
     if isinstance(record, Mapping):
         seen = str(sorted(key for key in items_of(record, "the keys") if type(key) is str)[:12])
     return CaptureError(
         f"no routed_experts in {seen}; start the engine with --enable-return-routed-experts, ask for them in the "
-        "request (SGLang), and pass the final output: streams and unfinished requests carry none"
+        "request (SGLang), and pass the final output, since streams and unfinished requests carry none; or pass routes "
+        "as arrays, which numpy.asarray makes of nested lists"
     )
+
+
+def have_all(found: Sequence[Any], what: str) -> bool:
+    """Say whether every sequence has what an output may carry beside routes.
+
+    Raises:
+        CaptureError: when some sequences have it and others do not.
+    """
+    there = [each is not None for each in found]
+    if any(there) and not all(there):
+        raise CaptureError(f"sequence {there.index(False)} has no {what} and others have; ask for all of them")
+    return any(there)
 
 
 def _first(*values: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.capture.arrays import field_of, items_of
-from foreroute.capture.recognition import RawSequence
+from foreroute.capture.recognition import RawSequence, have_all
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import DecisionStream
 
@@ -34,13 +34,8 @@ def decode_masks(
     Raises:
         CaptureError: when some sequences have masks and others do not, or masks cannot be those of the tokens.
     """
-    with_masks = [raw.sampling_mask is not None for raw in sequences]
-    if not any(with_masks):
+    if not have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
         return None
-    if not all(with_masks):
-        raise CaptureError(
-            f"sequence {with_masks.index(False)} has no sampling mask and others have; ask for all of them"
-        )
     if vocabulary_size is None:
         raise CaptureError(
             "the output has sampling masks, and the size of the vocabulary is not known; pass vocabulary_size="
@@ -105,19 +100,15 @@ def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.
             "each generated token"
         )
     masks = items_of(masks, "the sampling mask")
-    response = raw.response_token_ids
+    # a mask stands on the row before its token, so that the first token of a sequence has none
     rows = max(num_tokens - 1, 0)
-    generated = rows if response is None else len(items_of(response, "the response"))
-    if len(masks) > generated or (response is not None and len(masks) < generated):
+    response = raw.response_token_ids
+    generated = None if response is None else len(items_of(response, "the response"))
+    if len(masks) > rows or (generated is not None and len(masks) != generated):
         raise CaptureError(
-            f"sequence {sequence} has {len(masks)} sampling masks for {generated} "
-            f"{'tokens behind its first' if response is None else 'generated tokens'}; expected one for each generated "
-            "token"
-        )
-    if len(masks) > rows:
-        raise CaptureError(
-            f"sequence {sequence} has {len(masks)} sampling masks and {num_tokens} tokens, and a mask stands on the "
-            "row before its token; expected a prompt of one token at least"
+            f"sequence {sequence} has {len(masks)} sampling masks, {num_tokens} tokens"
+            f"{'' if generated is None else f' and {generated} of them generated'}; expected a mask for each generated "
+            "token, and a prompt of one token at least"
         )
     counts_R, flat = _joined(masks, sequence)
     if not counts_R.all():

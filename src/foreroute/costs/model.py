@@ -39,9 +39,9 @@ MOST_OF_MODEL = {
     "vocabulary": 1 << 24,
 }
 MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000, "layer_s": 3600.0}
-MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE = 1e24, 64, 1 << 24
-"""Most FLOPs or bytes in a second, bytes of an element, and tokens of a sequence. Like all bounds here, ten times what
-anyone has or more, and such that no product of them overflows."""
+MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1e24, 64, 1 << 24, 999_999
+"""Most FLOPs or bytes in a second, bytes of an element, tokens of a sequence, and cells ahead. Like all bounds here,
+ten times what anyone has or more, and such that no product of them overflows."""
 
 Dispatcher = Literal["copies", "dedup"]
 

@@ -13,7 +13,7 @@ from foreroute.files.container import (
     tensors_to_bytes,
     write_tensors,
 )
-from foreroute.files.format import FileFormat, TensorSchema
+from foreroute.files.format import FileFormat, TensorSchema, objection
 from foreroute.files.regular import ByteSource, HeldBytes, RegularFile, is_text, parse_json, read_file, read_text
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_writable",
     "checksum",
     "is_text",
+    "objection",
     "parse_json",
     "read_file",
     "read_text",

@@ -71,8 +71,9 @@ class FileFormat:
 
     def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """As `read`, of an opened file, without the tensors that stand apart."""
+        # by the header alone: what is no such file is refused before any tensor is read
         ours = self._own_metadata(file)
-        if (why := self._objection(file.tensors)) is not None:
+        if self.tensors is not None and (why := objection(file.tensors, self.tensors)) is not None:
             raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
         tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
         stated = ours.pop(KEY + "checksum")
@@ -124,7 +125,7 @@ class FileFormat:
 
     def _complete(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
         """Metadata as they stand in the file."""
-        if (why := self._objection(tensors)) is not None:
+        if self.tensors is not None and (why := objection(tensors, self.tensors)) is not None:
             raise self.kind(f"this {self.name} file cannot be written: {why}")
         ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
         covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}
@@ -147,21 +148,22 @@ class FileFormat:
             )
         return ours
 
-    def _objection(self, tensors: Mapping[str, StoredTensor] | Mapping[str, NDArray[Any]]) -> str | None:
-        """What is wrong with the names, types and axes of tensors, looked at before any is read."""
-        if self.tensors is None:
-            return None
-        if set(tensors) != set(self.tensors):
-            return f"its tensors are {few(tensors)}; expected {few(self.tensors)}"
-        length_of: dict[str, tuple[int, str]] = {}
-        for name, schema in self.tensors.items():
-            tensor = tensors[name]
-            if tensor.dtype not in [DTYPES[dtype] for dtype in schema.dtypes.split()]:
-                return f"tensor {name} is {tensor.dtype}; expected {' or '.join(schema.dtypes.split())}"
-            if len(tensor.shape) != len(schema.axes):
-                return f"tensor {name} has the shape {list(tensor.shape)}; expected [{', '.join(schema.axes)}]"
-            for axis, length in zip(schema.axes, tensor.shape, strict=True):
-                first, where = length_of.setdefault(axis, (length, name))
-                if length != first:
-                    return f"tensor {name} has {length} along {axis}, and {where} has {first}; expected the same"
-        return None
+
+def objection(
+    tensors: Mapping[str, StoredTensor] | Mapping[str, NDArray[Any]], schemas: Mapping[str, TensorSchema]
+) -> str | None:
+    """What is wrong with the names, types and axes of tensors, looked at before any is read; None for nothing."""
+    if set(tensors) != set(schemas):
+        return f"its tensors are {few(tensors)}; expected {few(schemas)}"
+    length_of: dict[str, tuple[int, str]] = {}
+    for name, schema in schemas.items():
+        tensor = tensors[name]
+        if tensor.dtype not in [DTYPES[dtype] for dtype in schema.dtypes.split()]:
+            return f"tensor {name} is {tensor.dtype}; expected {' or '.join(schema.dtypes.split())}"
+        if len(tensor.shape) != len(schema.axes):
+            return f"tensor {name} has the shape {list(tensor.shape)}; expected [{', '.join(schema.axes)}]"
+        for axis, length in zip(schema.axes, tensor.shape, strict=True):
+            first, where = length_of.setdefault(axis, (length, name))
+            if length != first:
+                return f"tensor {name} has {length} along {axis}, and {where} has {first}; expected the same"
+    return None

@@ -23,19 +23,16 @@ between nodes; "direct", from peer to peer."""
 
 
 class Ability(StrEnum):
-    """One thing that executing a step may ask for, in words."""
+    """One thing that executing a step may ask for and that some executor lacks, in words.
 
-    REPLICAS = "replicas in every micro-step"
+    What all executors do is not listed: replicas in every micro-step, slots that layers share, homes that move between
+    steps, replicas from peer to peer and a cell ahead, counts that are not exchanged, a row for every assignment.
+    """
+
     LAYER_SLOTS = "slots of every layer's own"
-    SHARED_SLOTS = "slots that layers share"
-    HOME_MOVES = "homes that move between steps"
     HOST_PATH = "replicas from host memory of the node"
-    DIRECT_PATH = "replicas from peer to peer"
-    PREFETCH = "replicas fetched a cell ahead"
     DEEP_PREFETCH = "replicas fetched several cells ahead"
-    KNOWN_COUNTS = "no exchange of counts"
     EARLY_CELLS = "cells handed over while others are planned"
-    COPIED_DISPATCH = "a row for every assignment"
     DEDUPLICATED_DISPATCH = "deduplicated dispatch"
     OVERLAP = "all-to-alls hidden behind compute"
     NODES = "expert-parallel ranks on several nodes"
@@ -45,41 +42,10 @@ class Ability(StrEnum):
 
 
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
-    "hf": frozenset(
-        {
-            Ability.REPLICAS,
-            Ability.LAYER_SLOTS,
-            Ability.SHARED_SLOTS,
-            Ability.HOME_MOVES,
-            Ability.HOST_PATH,
-            Ability.DIRECT_PATH,
-            Ability.PREFETCH,
-            Ability.DEEP_PREFETCH,
-            Ability.KNOWN_COUNTS,
-            Ability.EARLY_CELLS,
-            Ability.COPIED_DISPATCH,
-        }
-    ),
-    "megatron": frozenset(
-        {
-            Ability.REPLICAS,
-            Ability.SHARED_SLOTS,
-            Ability.HOME_MOVES,
-            Ability.DIRECT_PATH,
-            Ability.PREFETCH,
-            Ability.KNOWN_COUNTS,
-            Ability.COPIED_DISPATCH,
-            Ability.EXPERT_DATA_PARALLEL,
-            Ability.PIPELINE,
-        }
-    ),
+    "hf": frozenset({Ability.LAYER_SLOTS, Ability.HOST_PATH, Ability.DEEP_PREFETCH, Ability.EARLY_CELLS}),
+    "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL, Ability.PIPELINE}),
 }
 """The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""
-
-
-def fetch_path(executor: Executor) -> FetchPath:
-    """The path that an executor fetches by unless it is told another."""
-    return "host" if Ability.HOST_PATH in EXECUTES[executor] else "direct"
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor) -> None:

@@ -9,13 +9,10 @@ C = M * L cells, G ranks, E logical experts, R replicas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-REPLICA_ARRAYS = ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
-"""What there is of each replica: attributes of a `CellPlan`, of `Hosts` and of a `StepPlan`."""
 
 
 class CellPlan(NamedTuple):
@@ -66,7 +63,7 @@ class Hosts(NamedTuple):
     Attributes:
         home_LE: int16 [L, E], the homes.
         offsets: int64 [C + 1], cell c owns the replicas `offsets[c]:offsets[c + 1]`. There may be room behind the last.
-        expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `CellPlan`.
+        expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `CellPlan`, and in its order.
     """
 
     home_LE: NDArray[np.int16]
@@ -96,7 +93,7 @@ class Hosts(NamedTuple):
     def of_cells(cls, home_LE: NDArray[np.int16], cells: Sequence[CellPlan]) -> Hosts:
         """These cells, one at least, one after the other."""
         offsets = np.cumsum([0, *(len(cell.expert_R) for cell in cells)])
-        rows = (np.concatenate([getattr(cell, name) for cell in cells]) for name in REPLICA_ARRAYS)
+        rows = (np.concatenate(arrays) for arrays in zip(*(cell[1:] for cell in cells), strict=True))
         return cls(home_LE, offsets, *rows)
 
     @classmethod
@@ -104,7 +101,7 @@ class Hosts(NamedTuple):
         """Micro-steps one after the other, at least one; each is given as hosts of layers that stand side by side."""
         parts = [part for side_by_side in micro_steps for part in side_by_side]
         sizes_C = np.concatenate([np.diff(part.offsets) for part in parts])
-        rows = (np.concatenate([getattr(part, name) for part in parts]) for name in REPLICA_ARRAYS)
+        rows = (np.concatenate(arrays) for arrays in zip(*(part[2:] for part in parts), strict=True))
         home_LE = np.concatenate([part.home_LE for part in micro_steps[0]])
         return cls(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *rows)
 
@@ -112,15 +109,10 @@ class Hosts(NamedTuple):
         """One cell, as views."""
         c = micro_step * len(self.home_LE) + layer
         replicas = slice(int(self.offsets[c]), int(self.offsets[c + 1]))
-        return CellPlan(self.home_LE[layer], *(array[replicas] for array in self._rows))
+        return CellPlan(self.home_LE[layer], *(array[replicas] for array in self[2:]))
 
     def part(self, begin: int, end: int) -> Hosts:
         """The micro-steps `begin` to `end` - 1, as views."""
         offsets = self.offsets[begin * len(self.home_LE) : end * len(self.home_LE) + 1]
         replicas = slice(int(offsets[0]), int(offsets[-1]))
-        return Hosts(self.home_LE, offsets - offsets[0], *(array[replicas] for array in self._rows))
-
-    @property
-    def _rows(self) -> tuple[NDArray[Any], ...]:
-        """In the order of `REPLICA_ARRAYS`."""
-        return self[2:]
+        return Hosts(self.home_LE, offsets - offsets[0], *(array[replicas] for array in self[2:]))

@@ -7,18 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
+from foreroute.files import TensorSchema
 from foreroute.layout import Packing
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
 from foreroute.trace.container import RoutingTrace
+
+TENSORS = {
+    "previous_home_LE": TensorSchema("I16", "LE"),
+    "home_LE": TensorSchema("I16", "LE"),
+    "offsets": TensorSchema("I64", "C"),
+    "expert_R": TensorSchema("I16", "R"),
+    "rank_R": TensorSchema("I16", "R"),
+    "slot_R": TensorSchema("I16", "R"),
+    "fetched_R": TensorSchema("BOOL", "R"),
+    "tokens_RG": TensorSchema("I32", "RG"),
+    "max_load_ML": TensorSchema("I64", "ML"),
+    "bound_ML": TensorSchema("F64", "ML"),
+    "micro_step_S": TensorSchema("I32", "S"),
+    "sequence_rank_S": TensorSchema("I32", "S"),
+}
+"""The arrays of a plan, in memory and in its file; those of the packing, which come last, are empty without one."""
 
 
 class ExecutablePlan(Protocol):
@@ -60,7 +77,6 @@ class StepPlan:
 
     Attributes:
         topology: what it was planned for.
-        shape: (M, L, E).
         previous_home_LE: int16 [L, E], the homes before the step.
         home_LE, offsets, expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `Hosts`, without room; each rank is home
             to E / G experts of each layer.
@@ -73,7 +89,6 @@ class StepPlan:
     """
 
     topology: Topology
-    shape: tuple[int, int, int]
     previous_home_LE: NDArray[np.int16]
     home_LE: NDArray[np.int16]
     offsets: NDArray[np.int64]
@@ -88,6 +103,21 @@ class StepPlan:
     slots: SlotSharing
     packing: Packing | None = None
     tokens_digest: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(M, L, E)."""
+        num_layers, num_experts = self.home_LE.shape
+        return len(self.max_load_ML), num_layers, num_experts
+
+    @property
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """The arrays that `TENSORS` declares."""
+        packing = self.packing
+        places = ((), ()) if packing is None else (packing.micro_step_S, packing.rank_S)
+        micro_step_S, sequence_rank_S = (np.asarray(place, np.int32) for place in places)
+        arrays = {name: value for name, value in vars(self).items() if name in TENSORS}
+        return {**arrays, "micro_step_S": micro_step_S, "sequence_rank_S": sequence_rank_S}
 
     @property
     def hosts(self) -> Hosts:
@@ -123,10 +153,3 @@ class StepPlan:
     def num_replicas_ML(self) -> NDArray[np.int64]:
         """int64 [M, L]."""
         return np.diff(self.offsets).reshape(self.shape[:2])
-
-    @property
-    def home_moves(self) -> NDArray[np.int64]:
-        """int64 [moves, 4]: layer, expert, rank before, rank after, of every expert that changes its home."""
-        layer, expert = np.nonzero(self.previous_home_LE != self.home_LE)
-        before, after = self.previous_home_LE[layer, expert], self.home_LE[layer, expert]
-        return np.stack([layer, expert, before, after], axis=1).astype(np.int64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import TopologyError
+from foreroute.errors import TopologyError, shown
 from foreroute.layout import block_homes
 from foreroute.trace.spec import whole_number
 
@@ -41,6 +42,8 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TopologyError(f"{name} is {shown(value)}; expected a number")
             if name.endswith("_latency_s") and not 0 < value <= MOST_LATENCY_S:
                 raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, and {MOST_LATENCY_S:g} at most")
             if name.endswith("_bytes_per_s") and not 1 <= value <= MOST_BYTES_PER_S:
@@ -100,11 +103,6 @@ class Topology:
         """int16 [E], the usual placement: rank g is home to the experts g * E / G to (g + 1) * E / G - 1.
 
         Raises:
-            TopologyError: when G does not divide E.
+            LayoutError: when G does not divide E.
         """
-        if num_experts % self.num_ranks:
-            raise TopologyError(
-                f"{num_experts} experts cannot be placed evenly on {self.num_ranks} ranks; "
-                "use a number of expert-parallel ranks that divides the number of experts"
-            )
         return block_homes(num_experts, self.num_ranks).astype(np.int16)

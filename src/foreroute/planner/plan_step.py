@@ -149,7 +149,6 @@ def _part(
         hosts.fetched_R[np.unique(slot_R, return_index=True)[1]] = True
     return StepPlan(
         topology=topology,
-        shape=(len(counts_MLGE), num_layers, counts.shape[3]),
         previous_home_LE=previous_LE,
         max_load_ML=max_load_ML,
         bound_ML=least_loads(counts_MLGE, hosts.home_LE, _slots(topology, options)),

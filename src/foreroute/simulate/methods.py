@@ -179,27 +179,20 @@ def check_methods(methods: Sequence[str]) -> None:
 def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tuple[str, ...]:
     """What no executor carries out of a step that this method serves, in words; empty where one does all of it."""
     cluster, execution, described = config.cluster, config.execution, config.described()
-    is_on_nodes, by_host = described.topology.num_nodes > 1, described.costs.paths == "host"
-    dedup = described.costs.dispatcher == "dedup"
-    needs = {Ability.KNOWN_COUNTS, Ability.DEDUPLICATED_DISPATCH if dedup else Ability.COPIED_DISPATCH}
     asked = {
-        Ability.NODES: is_on_nodes,
+        Ability.NODES: described.topology.num_nodes > 1,
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
         Ability.PIPELINE: cluster.pipeline > 1,
         Ability.OVERLAP: execution.overlap > 0,
+        Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
     }
     if isinstance(method, PlannerPreset):
         asked |= {
-            Ability.REPLICAS: True,
             Ability.LAYER_SLOTS: method.options.slots == "layer",
-            Ability.SHARED_SLOTS: method.options.slots == "shared",
-            Ability.HOME_MOVES: method.options.home_moves != 0,
-            Ability.HOST_PATH: by_host,
-            Ability.DIRECT_PATH: is_on_nodes or not by_host,
-            Ability.PREFETCH: described.costs.prefetch == 1,
+            Ability.HOST_PATH: described.costs.paths == "host",
             Ability.DEEP_PREFETCH: described.costs.prefetch > 1,
             Ability.EARLY_CELLS: execution.early_cells,
         }
     elif method is not METHODS["static"]:
         asked[Ability.OTHER_BALANCERS] = True
-    return lacking(needs | {ability for ability, is_asked in asked.items() if is_asked})
+    return lacking({ability for ability, is_asked in asked.items() if is_asked})

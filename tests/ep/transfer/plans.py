@@ -46,7 +46,6 @@ def random_plan(
     expert_R, rank_R, slot_R, fetched_R = np.array(rows, np.int64).reshape(-1, 4).T
     return StepPlan(
         topology,
-        (micro_steps, layers, experts),
         home_LE,
         home_LE,
         np.array(offsets),
