@@ -97,6 +97,7 @@ def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequence
     if array.ndim > 1 or array.dtype.kind not in "iu":
         hint = "; turn a mask into numbers with numpy.flatnonzero" if array.dtype.kind == "b" else ""
         raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected integers [S']{hint}")
+    # below 0 would count from the end, as numpy does: a shifted number would pass for a sequence
     chosen = array.astype(np.int64).reshape(-1)
     outside = chosen[(chosen < 0) | (chosen >= count)]
     if outside.size:

@@ -144,6 +144,7 @@ class RoutingTrace:
         counts = {len(token_ids), len(expert_ids), len(valid), len(weight_versions)}
         if len(counts) != 1:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
+        # Sequence by sequence, so that an error names the one that is wrong; rows are checked at once, when packed.
         tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         masks = [as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid)]
         versions, routes = [], []
@@ -155,6 +156,7 @@ class RoutingTrace:
                     f"sequence {s} has {len(t)} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
                     f"and versions of shape {v.shape}; expected one row of each for every token"
                 )
+            # Absent rows hold anything, also ids that no type of ours could take: they are left out before the cast.
             routes.append(narrow_ids(r[m], spec, name=f"expert_ids[{s}]"))
             versions.append(as_versions(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]"))
         return _pack(spec, tokens, routes, masks, versions, provenance)
@@ -252,6 +254,7 @@ class RoutingTrace:
         cut = self.take_rows(join_ranges(self.offsets[:-1], kept), kept)
         if SAMPLING not in cut.streams:
             return cut
+        # Row p holds the set that token p + 1 was drawn from. That token is gone where a sequence was cut.
         last = cut.offsets[1:][(kept > 0) & (kept < self.lengths)] - 1
         return replace(cut, streams={**cut.streams, SAMPLING: cut.streams[SAMPLING].without(last)})
 
@@ -261,6 +264,7 @@ class RoutingTrace:
         if len(suffix) != len(self):
             raise TraceContentError(f"{len(self)} sequences cannot be continued by {len(suffix)}; expected as many")
         both = concatenate([self, suffix])
+        # sequences 0, S, 1, S + 1, ...: each is followed by its continuation, and every second boundary goes
         order = np.arange(2 * len(self)).reshape(2, -1).T.reshape(-1)
         joined = both.select(order)
         return replace(joined, offsets=joined.offsets[::2])
@@ -272,6 +276,7 @@ class RoutingTrace:
 
     def without_pick_order(self) -> RoutingTrace:
         """Return the same sets of experts, ids ascending in each row, as files of sets return them."""
+        # stable, so that rows without a route, all zeros, keep the weights of their zeros where they are
         order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
         return replace(
             self,
@@ -347,6 +352,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         raise TraceContentError("there is no trace to concatenate; pass at least one")
     for part in parts[1:]:
         parts[0].spec.require_same(part.spec, what="a trace to concatenate")
+    # One flag speaks for all rows: what one part has lost, the others must give up too.
     if not all(part.pick_order_kept for part in parts):
         parts = [part.without_pick_order() if part.pick_order_kept else part for part in parts]
     return RoutingTrace(

@@ -43,7 +43,9 @@ from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, spec_from
 from foreroute.trace.streams import DecisionStream, Stream
 
 Encoding = Literal["sets", "ordered"]
+"""How a file holds the picks of a row: as a set, or in pick order."""
 ENCODINGS: tuple[Encoding, ...] = ("sets", "ordered")
+"""All of them, the default first."""
 FRAMES = "frames"
 FORMAT = FileFormat(
     name="trace",

@@ -1,4 +1,9 @@
-"""Gate weights: the stream that follows the routes, a float for each pick. No torch."""
+"""Gate weights: the stream that follows the routes, a float for each pick. No torch.
+
+Weight k of a row and layer belongs to pick k. Whatever reorders picks must reorder weights with them: a file of sets
+keeps each weight with its expert, though it drops the order of picks. Weights take four times the memory of ids in one
+byte, and hardly compress, so that they are recorded on request alone.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +49,7 @@ class GateWeights(Stream):
             raise TraceContentError(
                 f"gate weights have shape {given.shape} for {len(valid_N)} rows; expected [N, L, K]"
             )
+        # Weights of rows without a route are whatever the router made of padding: they are no decisions.
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused
             weights = cls(valid_N, np.where(valid_N[:, None, None], given.astype(np.float32), np.float32(0)))
         weights.check_finite()

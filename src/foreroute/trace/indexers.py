@@ -69,6 +69,7 @@ class IndexerSpec:
         everything_N = self.heads * self.num_visible(position_N)
         sets_of = []
         for layer, (counts_N, ids) in enumerate(chosen):
+            # What is not a part must be all that its query sees, unit by unit; it is then stored as a set without ids.
             is_part_N = counts_N < everything_N
             is_kept = np.repeat(is_part_N, counts_N)
             all_seen = join_ranges(np.zeros(int((~is_part_N).sum()), np.int64), everything_N[~is_part_N])

@@ -61,7 +61,7 @@ def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLK: Any) -> Any
     for layer in range(num_layers):
         gaps_KR = gaps_LKR[layer]
         for row in range(rows):
-            expert = uint64(0)
+            expert = uint64(0)  # in 64 bits, so that no sum of gaps wraps to a small id
             if valid_R[row]:
                 for k in range(top_k):
                     expert += uint64(gaps_KR[k, row])

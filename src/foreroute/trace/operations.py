@@ -40,6 +40,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
             f"sequences of lengths {earlier.lengths.tolist()[:8]} cannot be extended by sequences of lengths "
             f"{later.lengths.tolist()[:8]}; expected as many, none shorter. Pass the whole sequence so far"
         )
+    # the rows of `later` that have a row in `earlier`, in the order of those
     shared = join_ranges(later.offsets[:-1], earlier.lengths)
     differing = np.flatnonzero(later.token_ids_N[shared] != earlier.token_ids_N)
     if differing.size:
@@ -182,6 +183,7 @@ def add_assignments(
     micro_steps = _numbers(micro_step_S, len(trace), "micro-step", shape[0])
     ranks = _numbers(rank_S, len(trace), "rank", shape[2])
     start_S = (micro_steps * shape[1] * shape[2] + ranks) * shape[3]
+    # by where they add, so that each set of counts is filled once and stays in the cache meanwhile
     order = np.argsort(start_S, kind="stable")
 
     def count(part: NDArray[np.int64]) -> None:
@@ -201,6 +203,7 @@ def _parts(
     order: NDArray[np.int64], start_S: NDArray[np.int64], rows_S: NDArray[np.int64], threads: int
 ) -> list[NDArray[np.int64]]:
     """Cut the order into about even parts, none of which writes where another does."""
+    # Sequences of one start add to the same counts, so that only between starts the work may be cut.
     firsts = np.flatnonzero(np.diff(start_S[order])) + 1
     if threads < 2 or not len(firsts):
         return [order]

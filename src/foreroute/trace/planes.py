@@ -54,6 +54,7 @@ def sorted_columns(columns_KX: NDArray[Any]) -> list[NDArray[Any]]:
         return list(np.sort(columns_KX, axis=0))
     columns, spare = list(columns_KX), np.empty_like(columns_KX[0])
     for i, j in _exchanges(len(columns)):
+        # The spare column takes the smaller numbers, and the column that it replaces becomes the spare.
         low = np.minimum(columns[i], columns[j], out=spare)
         np.maximum(columns[i], columns[j], out=columns[j])
         columns[i], spare = low, columns[i]
@@ -63,6 +64,7 @@ def sorted_columns(columns_KX: NDArray[Any]) -> list[NDArray[Any]]:
 @cache
 def _exchanges(size: int) -> list[tuple[int, int]]:
     """Batcher's merge exchange for any number of keys: Knuth, The Art of Computer Programming, vol. 3, 5.2.2, M."""
+    # p, q, r and d are Knuth's: distances that are halved from pass to pass.
     exchanges = []
     top = 1 << max(0, (size - 1).bit_length() - 1)
     p = top

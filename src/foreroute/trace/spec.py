@@ -103,6 +103,7 @@ class RoutingSpec:
             TraceContentError: when something else than routed layers is given.
             SpecMismatchError: when a layer is not in the table.
         """
+        # by name and never by number: a part of a model keeps the names of its layers, and not their places
         place = {layer: i for i, layer in enumerate(self.layers)}
         chosen = as_layers(layers)
         if missing := [str(layer) for layer in chosen if layer not in place]:

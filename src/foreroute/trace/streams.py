@@ -40,7 +40,6 @@ class Stream(ABC):
     Attributes:
         kind: its name in a file.
         valid_N: bool [N], the rows with a decision.
-        depth: layers that decide, each with a frame of its own in every chunk of a file.
     """
 
     kind: ClassVar[str]
@@ -48,7 +47,8 @@ class Stream(ABC):
 
     @property
     @abstractmethod
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """Layers that decide, 1 for a decision of the whole model."""
 
     @property
     def num_rows(self) -> int:
@@ -192,12 +192,15 @@ class DecisionStream(Stream):
                 "joined"
             )
         offsets = as_offsets(counts_ND.astype(np.int64).reshape(-1))
+        # checked before the cast to 32 bits, which would wrap what is out of range
         if offsets[-1] != len(flat):
             raise TraceContentError(f"the sets have {int(offsets[-1])} ids by their counts, and {len(flat)} are there")
         if flat.size and (flat.min() < 0 or flat.max() >= num_choices):
             raise TraceContentError(f"ids go from {flat.min()} to {flat.max()}; expected 0 to {num_choices - 1}")
         stream = cls(num_choices, valid_N, offsets, _sorted_sets(flat.astype(np.int32), offsets), table)
         stream.check_sets()
+        # Engines list a whole vocabulary where nothing was left out. Such a set is the same decision as one without
+        # ids, and must compare equal to it.
         whole = np.diff(offsets) == num_choices
         if not whole.any():
             return stream
@@ -273,7 +276,7 @@ class DecisionStream(Stream):
 
     def take(self, rows: NDArray[np.int64]) -> DecisionStream:
         """Return the given rows, in the given order; -1 for a row without a decision."""
-        there = rows >= 0
+        there = rows >= 0  # padding keeps a count of 0, and so no ids
         starts_ND = self.offsets[:-1].reshape(-1, self.depth)
         counts, starts = np.zeros((2, len(rows), self.depth), np.int64)
         counts[there], starts[there] = self.counts_ND[rows[there]], starts_ND[rows[there]]
@@ -342,6 +345,7 @@ class DecisionStream(Stream):
             counts_R = counts_RD[:, d]
             sizes_R = np.where(self.valid_N[start:stop], counts_R + 1, 0).astype(np.uint32)
             ids = take_ranges(self.ids, starts_RD[:, d], counts_R)
+            # Neighbours of different sets have no gap; their differences, which may be negative, are overwritten.
             gaps = np.diff(ids, prepend=np.int32(0)).astype(np.uint32)
             first = (np.cumsum(counts_R) - counts_R)[counts_R > 0]
             gaps[first] = ids[first]
@@ -370,6 +374,7 @@ class DecisionStream(Stream):
                 raise TraceContentError(f"an id is {ids.max()}; expected {MOST_CHOICES} at most")
             sizes_DR.append(sizes_R)
             sets_of.append((counts_R, ids.astype(np.int32)))
+        # Validity belongs to the row: a reader of one layer must see the same rows as a reader of another.
         decided_DR = np.stack(sizes_DR) > 0
         if (decided_DR != decided_DR[0]).any():
             raise TraceContentError("a row has a decision in some layers and none in others")
@@ -400,6 +405,7 @@ def joined(name: str, parts: Sequence[Stream | None], routed_N: Sequence[NDArray
         SpecMismatchError: when the streams are not of one model.
     """
     first = next(part for part in parts if part is not None)
+    # A trace without routes, such as a tool's text, decided nothing and needs no stream to say so.
     whole: list[Any] = []
     for part, routed in zip(parts, routed_N, strict=True):
         if part is None and routed.any():

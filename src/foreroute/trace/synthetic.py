@@ -71,6 +71,7 @@ def _routes(
         top = np.argpartition(-scores, spec.top_k - 1, axis=-1)[..., : spec.top_k]
         order = np.argsort(-np.take_along_axis(scores, top, axis=-1), axis=-1)
         ids[row] = np.take_along_axis(top, order, axis=-1)
+        # AR(1) with a variance of 1 at every row, whatever the correlation
         fresh = rng.standard_normal(shape, dtype=np.float32)
         own = np.float32(correlation) * own + np.float32(np.sqrt(1 - correlation**2)) * fresh
     return ids
