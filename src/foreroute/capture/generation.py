@@ -223,7 +223,7 @@ def save_generation(generation: Generation, path: str | os.PathLike[str], *, ove
     trace_digest = digest(generation.trace)
     beside = target.with_name(f"{target.name}-{trace_digest[:16]}.trace.safetensors")
     save(generation.trace, beside, encoding="ordered", overwrite=True)
-    tensors = {
+    tensors: dict[str, NDArray[Any]] = {
         "logprobs": np.asarray(generation.logprobs_R, np.float32),
         "prompt_lengths": np.asarray(generation.prompt_lengths, np.int64),
         "sampled": generation.sampled_N,
