@@ -12,7 +12,7 @@ export NUMBA_CACHE_DIR = $(CURDIR)/.numba_cache
 KERNELS := .numba_cache/.sources
 # where kernels stand, and what they take code and constants from
 KERNEL_SOURCES := src/foreroute/kernels.py $(addprefix src/foreroute/,trace layout plan costs planner simulate) \
-	benchmarks/balancers benchmarks/harness tests/costs
+	benchmarks/balancers benchmarks/harness tests/costs tests/simulate
 
 .PHONY: environments demo demo-ep test test-whole test-processors test-all check bench gpu experiments docs config-reference clean
 

@@ -184,7 +184,7 @@ class Home:
 
     def converting(self, target: Path) -> list[Any]:
         """The command that saves a trace."""
-        return ["convert", self.trace, target, "--to", "raw"]
+        return ["convert", self.trace, target, "--to", "ordered"]
 
     def planning(self, target: Path) -> list[Any]:
         """The command that saves a plan and its page."""

@@ -53,10 +53,7 @@ def _lognormal_lengths() -> NDArray[np.int64]:
 def _plan_step(lengths: NDArray[np.int64], cp: int, tp: int) -> list[layout.RankRows]:
     align = 2 * cp * tp
     return [
-        layout.pack(lengths, sequences=sequences, align=align)
-        .split_context(cp, cp - 1)
-        .split_sequence(tp, tp - 1)
-        .rows()
+        layout.pack(lengths[sequences], align=align).split_context(cp, cp - 1).split_sequence(tp, tp - 1).rows()
         for sequences in _micro_batches(lengths, align)
     ]
 

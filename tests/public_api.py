@@ -28,7 +28,9 @@ def modules(package: griffe.Module) -> Iterator[griffe.Module]:
 
 def names_of(room: griffe.Module) -> list[str]:
     """What the room's `__all__` lists; all classes of one that has none."""
-    return sorted(room.exports or (name for name, member in room.members.items() if member.is_class))
+    return sorted(
+        room.exports or (name for name, member in room.members.items() if not member.is_alias and member.is_class)
+    )
 
 
 def lines_of(room: griffe.Module, listed: set[str]) -> Iterator[str]:

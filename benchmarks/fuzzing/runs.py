@@ -152,7 +152,6 @@ def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
         "differing_share": 0.1,
         "differing_tokens_share": 0.2,
         "differing_share_by_layer": [0.1] * layers,
-        "differing_layers_histogram": [40, 8, 2],
     }
     return {
         "step": number,

@@ -78,6 +78,9 @@ def trace_targets(folder: Path) -> list[Target]:
         make=lambda rng: _generation_bytes(rng, folder),
         read=lambda raw: load_generation(written(raw, folder / "rollout.safetensors")),
         same=_same_generation,
+        forge=forge,
+        check=lambda raw, generation: _require_generation(generation),
+        has_checksum=True,
     )
     return [*whole, *beside, part, generation]
 
@@ -114,8 +117,10 @@ def require_possible(trace: RoutingTrace) -> None:
 
 
 def forge_trace(raw: bytes, rng: np.random.Generator) -> bytes:
-    """Changed tables and metadata, or changed contents of frames; with right checksums of everything."""
-    return forge(_with_changed_contents(raw, rng) if rng.random() < 0.6 else raw, rng, apart=FORMAT.apart)
+    """Changed tables and metadata, or changed contents of frames, or both; with right checksums of everything."""
+    kind = rng.random()
+    changed = _with_changed_contents(raw, rng) if kind < 0.6 else raw
+    return changed if kind < 0.4 else forge(changed, rng, apart=FORMAT.apart)
 
 
 def _with_changed_contents(raw: bytes, rng: np.random.Generator) -> bytes:
@@ -227,6 +232,12 @@ def _generation_bytes(rng: np.random.Generator, folder: Path) -> bytes:
 
 def _same_trace(a: RoutingTrace, b: RoutingTrace) -> bool:
     return a.equals(b) and a.provenance == b.provenance
+
+
+def _require_generation(generation: Generation) -> None:
+    assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
+    assert len(generation.sampled_N) == generation.trace.num_rows
+    assert (generation.prompt_lengths >= 1).all()
 
 
 def _same_generation(a: Generation, b: Generation) -> bool:

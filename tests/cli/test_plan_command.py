@@ -93,33 +93,20 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert len(load_plan(tmp_path / "next.safetensors").expert_R) > len(paid.expert_R), "few tokens pay for few"
 
 
-def test_traces_are_packed_with_their_routes_in_view(files, tmp_path):
+def test_traces_are_packed_by_length(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     output = tmp_path / "plan.safetensors"
     arguments = ("--topology", "cluster.toml", "--token-budget", "40", "--output", output, "--no-baselines")
     result = plan(*traces, *arguments, folder=files)
     assert result.returncode == 0, result.stderr
-    assert "16 sequences by routes, at most 40 tokens" in result.stdout
-    assert "static, packed by length" in result.stdout
+    assert "16 sequences by length, at most 40 tokens" in result.stdout
     step = read_step(PlanInputs(topology=files / "cluster.toml", traces=traces, token_budget=40))
     verify(load_plan(output), step.counts_MLGE)
-    loaded = [fr.load(path) for path in traces]
-    total = sum(int(trace.valid_N.sum()) for trace in loaded) * 2
-    for packed in (step.counts_MLGE, step.by_length_MLGE):
-        assert packed.sum(axis=(0, 2, 3)).tolist() == [total] * 3
-        assert packed.sum(axis=3).max() <= 40 * 2
-    assert not np.array_equal(step.counts_MLGE, step.by_length_MLGE)
-
-
-def test_packing_by_length_alone(files):
-    traces = sorted(files.glob("step-*.safetensors"))
-    inputs = PlanInputs(topology=files / "cluster.toml", traces=traces, token_budget=40, pack="lengths")
-    step = read_step(inputs)
-    assert step.by_length_MLGE is None
+    assert step.counts_MLGE.sum(axis=3).max() <= 40 * 2
     loaded, costs = [fr.load(path) for path in traces], load_cluster(files / "cluster.toml").costs
     token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
     lengths = np.concatenate([trace.lengths for trace in loaded])
-    packing = pack_sequences(lengths, 4, 40, token_cost=token_s, square_cost=square_s)
+    packing = pack_sequences(lengths, 4, 40, square_cost=square_s / token_s)
     assert np.array_equal(step.counts_MLGE, packed_counts(loaded, packing))
 
 
@@ -148,7 +135,7 @@ def test_the_step_before_from_traces(files):
         (("step-000000.safetensors", "--token-budget", "9" * 20), "the token budget is 99999999999999999999; expected"),
         ((), "give either trace files or --counts"),
         (("none.safetensors",), "none.safetensors"),
-        (("--counts", "counts.safetensors", "--pack", "routes"), "--pack are for traces"),
+        (("--counts", "counts.safetensors", "--token-budget", "40"), "--token-budget is for traces"),
         (("--counts", "counts.safetensors", "--tolerance", "2"), "tolerance is 2.0"),
         (("--counts", "counts.safetensors", "--home-moves", "many"), "expected a number from 0, or all"),
         (("--counts", "counts.safetensors", "--baseline", "eplp"), "there is no baseline called eplp"),

@@ -1,6 +1,7 @@
 """Losses, gradients and weights after three optimizer steps are those of one process with the plain model.
 
-The truth is the plain model in float64. What single precision may be off by is measured, by the plain model in float32.
+The truth is the plain model in float64. What single precision may be off by hangs on the condition of three steps, and
+is measured by the plain model in float32.
 """
 
 from dataclasses import replace
@@ -35,6 +36,10 @@ CASES = [
     *(Case(family, 8, plan=plan, use_reentrant=way) for family, plan, way in zip(FAMILIES, PLANS, WAYS, strict=True)),
     Case("qwen3_moe", 8, "live", 15, weights="shared"),
 ]
+
+DRAWS = 3
+"""Of the plain model's roundings: a single one may happen to be near the truth. The largest of three draws of all
+losses, or of all tensors, is beyond the standard deviation of one, and four times that is not reached by chance."""
 
 QUICK = {"qwen3_moe": (1, 2, 4), "gpt_oss": (4,), "deepseek_v3": (2,)}
 """Ranks by family of the cases that are no slow ones."""
@@ -72,7 +77,8 @@ def test_training_is_that_of_one_process(workers, case):
     if case.dtype == torch.float64:
         allowed = dict.fromkeys(("losses", "grads", "state"), 1e-13)
     else:
-        allowed = {kind: 4 * error for kind, error in errors(train_alone(case.alone), truth).items()}
+        drawn = [errors(train_alone(case.alone, draw), truth) for draw in range(DRAWS)]
+        allowed = {kind: 4 * max(each[kind] for each in drawn) for kind in drawn[0]}
     found = errors(of_all_ranks(outcomes), truth)
     assert all(found[kind] <= allowed[kind] for kind in found), (found, allowed)
     for outcome in outcomes[1:]:

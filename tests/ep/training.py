@@ -99,9 +99,16 @@ def optimizer_of(model):
 
 
 @lru_cache
-def train_alone(case):
-    """Losses of every rank and micro-step, gradients of the first step, and the last weights, of the plain model."""
+def train_alone(case, draw=0):
+    """Losses of every rank and micro-step, gradients of the first step, and the last weights, of the plain model.
+
+    Draws from 1 on begin with every weight off by a unit in the last place, up or down: their roundings are others.
+    """
     model = policy(case)
+    generator = torch.Generator().manual_seed(draw)
+    for parameter in model.parameters() if draw else ():
+        signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+        parameter.data *= 1 + signs * torch.finfo(case.dtype).eps
     routed = hf.attach(model)
     optimizer = optimizer_of(model)
     losses, first = [], None

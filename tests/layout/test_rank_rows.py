@@ -10,7 +10,6 @@ from foreroute.errors import LayoutError
 def test_padding_is_told_from_rows():
     rows = layout.pack([3, 2], align=4).rows()
     assert rows.is_pad_R.tolist() == [False, False, False, True, False, False, True, True]
-    assert repr(rows) == "RankRows(8 slots, 3 padding, of 5 rows)"
 
 
 def test_collect_keeps_the_trailing_shape_and_drops_padding():

@@ -15,7 +15,6 @@ def test_packed_sequences_are_aligned_one_by_one():
     assert slots_of(layout.pack([3, 2])) == [0, 1, 2, 3, 4]
     assert slots_of(layout.pack([3, 2], align=4)) == [0, 1, 2, -1, 3, 4, -1, -1]
     assert slots_of(layout.pack([3, 2], align=2).align_total(8)) == [0, 1, 2, -1, 3, 4, -1, -1]
-    assert slots_of(layout.pack([3, 2, 1], sequences=[2, 0])) == [5, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +53,8 @@ def test_context_then_sequence():
 
 def test_nothing_at_all_is_a_layout():
     assert slots_of(layout.pack([])) == []
-    assert slots_of(layout.pack([4], sequences=[]).align_total(8).split_context(2, 0).split_sequence(2, 1)) == []
-    assert slots_of(layout.pad([4], side="left", order="sbhd", sequences=[]).split_sequence(4, 0)) == []
+    assert slots_of(layout.pack([]).align_total(8).split_context(2, 0).split_sequence(2, 1)) == []
+    assert slots_of(layout.pad([], side="left", order="sbhd").split_sequence(4, 0)) == []
     assert slots_of(layout.pad([0, 0], side="left", order="sbhd")) == []
 
 
@@ -65,7 +64,7 @@ def test_a_rank_counts_its_slots_without_writing_them():
 
 def test_indices_widen_only_when_rows_need_it():
     assert layout.pack([4]).rows().row_of_slot_R.dtype == np.int32
-    far = layout.pack([2**31, 2], sequences=[1]).rows()
+    far = layout.pack([2**31, 2]).split_sequence(2**30 + 1, 2**30).rows()
     assert far.row_of_slot_R.dtype == np.int64
     assert far.row_of_slot_R.tolist() == [2**31, 2**31 + 1]
 
@@ -84,8 +83,6 @@ def test_indices_widen_only_when_rows_need_it():
         (lambda: layout.pack([3] * 3, align=2**40), "slots add up to"),
         (lambda: layout.pad([3] * 3, side="left", order="bshd", to=2**40), "slots add up to"),
         (lambda: layout.pad([3], side="left", order="bshd", to=3.5), "to is 3.5; expected"),
-        (lambda: layout.pack([3], sequences=[1]), "1 to 1 were chosen from 1; expected 0 to 0"),
-        (lambda: layout.pack([3], sequences=[0.0]), "sequences are float64"),
         (lambda: layout.pad([3], side="top", order="bshd"), "expected 'left' or 'right'"),
         (lambda: layout.pad([3], side="left", order="thd"), "expected 'bshd'"),
         (lambda: layout.pad([3, 9], side="left", order="bshd", to=8), "sequence 1 has 9 tokens"),
@@ -114,7 +111,7 @@ def test_packed_sequences_may_have_slots_of_their_own():
     lengths, slots = [3, 1, 4], [4, 4, 4]
     by_slots = layout.pack(lengths, slots=slots).rows().row_of_slot_R
     assert by_slots.tolist() == [0, 1, 2, -1, 3, -1, -1, -1, 4, 5, 6, 7]
-    uneven = layout.pack(lengths, slots=[3, 5, 4], sequences=[0, 1, 2]).rows().row_of_slot_R
+    uneven = layout.pack(lengths, slots=[3, 5, 4]).rows().row_of_slot_R
     assert uneven.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, 4, 5, 6, 7]
     for wrong in ([2, 4, 4], [4, 4]):
         with pytest.raises(LayoutError, match=r"slots"):

@@ -42,7 +42,7 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
     num_experts = ep * per_rank
     top_k = int(rng.integers(1, num_experts + 1))
     blocks = layout.block_homes(num_experts, ep)
-    homes = {0: blocks, 1: rng.permutation(blocks), 2: np.stack([rng.permutation(blocks) for _ in range(3)])}[seed % 3]
+    homes = np.stack([blocks if seed % 2 else rng.permutation(blocks) for _ in range(3)])
     ids = np.full((int(rng.integers(0, 40)), 3, top_k), num_experts, np.uint8)
     fill = rng.random(len(ids)) < 0.6
     filled = layout.fill_padding(ids, fill, homes, start=int(rng.integers(0, 100)))
@@ -53,23 +53,25 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
         loads = np.bincount(picks.reshape(-1), minlength=num_experts)
         assert loads.shape == (num_experts,)
         assert np.ptp(loads) <= 1
-        assert np.ptp(np.bincount(np.broadcast_to(homes, (3, num_experts))[layer], weights=loads, minlength=ep)) <= 1
+        assert np.ptp(np.bincount(homes[layer], weights=loads, minlength=ep)) <= 1
 
 
 def test_a_rank_with_fewer_experts_gets_fewer_pads_but_none_twice():
-    filled = layout.fill_padding(np.zeros((2, 1, 3), np.uint8), np.ones(2, bool), [0, 0, 1])
+    filled = layout.fill_padding(np.zeros((2, 1, 3), np.uint8), np.ones(2, bool), np.array([[0, 0, 1]]))
     assert sorted(filled[0, 0].tolist()) == sorted(filled[1, 0].tolist()) == [0, 1, 2]
 
 
 def test_impossible_fills_are_refused():
     ids = np.zeros((2, 1, 3), np.uint8)
-    with pytest.raises(LayoutError, match="homes are float64"):
-        layout.fill_padding(ids, np.ones(2, bool), [0.9, 0, 1])
+    homes = np.array([[0, 0, 1]])
+    for wrong in (homes[0], homes.repeat(2, axis=0), homes * 0.9):
+        with pytest.raises(LayoutError, match=r"expected integers \[1 layers, experts\]"):
+            layout.fill_padding(ids, np.ones(2, bool), wrong)
     with pytest.raises(LayoutError, match="3 distinct picks cannot be made from 2"):
-        layout.fill_padding(ids, np.ones(2, bool), [0, 1])
+        layout.fill_padding(ids, np.ones(2, bool), homes[:, 1:])
     with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
-        layout.fill_padding(ids, np.ones(3, bool), [0, 0, 1])
+        layout.fill_padding(ids, np.ones(3, bool), homes)
     with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
-        layout.fill_padding(ids, np.array([0, 1]), [0, 0, 1])
+        layout.fill_padding(ids, np.array([0, 1]), homes)
     with pytest.raises(LayoutError, match="6 experts do not divide over 4"):
         layout.block_homes(6, 4)

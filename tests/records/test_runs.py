@@ -50,12 +50,6 @@ def edit_line(folder, number, text):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def mismatch_line(shares, histogram):
-    native = step_line(1)["mismatch"]["native"]
-    changed = {**native, "differing_share_by_layer": shares, "differing_layers_histogram": histogram}
-    return json.dumps({"step": 1, "mismatch": {"native": changed}})
-
-
 def execution_line(at_home, executed, sides=("at_home", "executed")):
     """Of two ranks with one stage."""
     stages = {"update": {"at_home_MLG": at_home, "executed_MLG": executed}}
@@ -93,8 +87,6 @@ def test_a_quotient_of_sums_may_be_a_share_to_rounding(tmp_path):
         ('{"step": 1, "margins": {"log10_edges": [1, 0], "counts_LB": [[1]]}}', "ascend"),
         ('{"step": 1, "margins": {"log10_edges": [0, 0], "counts_LB": [[1]]}}', "ascend"),
         ('{"step": 1, "margins": {"log10_edges": [0, Infinity], "counts_LB": [[1]]}}', "must be finite"),
-        (mismatch_line([0.1, 0.2], [1, 1]), "2 layers need a histogram of 3 counts, this one has 2"),
-        (mismatch_line([], [1] * 5), "the bins of differing_layers_histogram are 5, on earlier lines they are"),
         (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps, layers and ranks"),
         (execution_line([[[1, 2], [3]]], [[[1, 2], [3]]]), "the same numbers of micro-steps, layers and ranks"),
         (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "stages need loads of 2 ranks"),
@@ -120,7 +112,6 @@ def test_valid_json_of_the_wrong_shape_is_damage_even_on_the_last_line(tmp_path)
 def test_steps_of_another_model_are_refused(tmp_path):
     lines = steps(3)
     lines[2]["mismatch"]["native"]["differing_share_by_layer"] = [0.1, 0.2]
-    lines[2]["mismatch"]["native"]["differing_layers_histogram"] = [1, 1, 1]
     with pytest.raises(RunFolderError, match=r"line 3 is damaged: the layers of differing_share_by_layer are 2"):
         read_run(write_run(tmp_path / "a", config(), lines))
 

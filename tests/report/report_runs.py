@@ -21,7 +21,6 @@ def mismatch(rng, share, k3):
         "differing_share": float(by_layer.mean()),
         "differing_tokens_share": float(1 - histogram[0] / histogram.sum()),
         "differing_share_by_layer": by_layer.tolist(),
-        "differing_layers_histogram": histogram.tolist(),
     }
 
 

@@ -103,10 +103,9 @@ def line(**changes):
     return json.dumps(values | changes)
 
 
-@pytest.mark.parametrize("form", ["{0}\n{1}\n", "[{0},\n {1}]"])
-def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
-    (folder / "m.json").write_text(form.format(line(), line(plan=None, stage="recompute", seconds=0.25)))
-    planned, at_home = load_measurements(folder / "m.json", small_config().described().topology)
+def test_measurements_are_read_from_lines(folder):
+    (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, stage='recompute', seconds=0.25)}\n")
+    planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
     assert (planned.stage, planned.seconds) == (1, 0.5)
     assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
     assert len(at_home.served.kept[0].expert_R) == 0 < len(planned.served.kept[0].expert_R)
@@ -115,19 +114,19 @@ def test_measurements_are_read_from_lines_and_from_arrays(folder, form):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("{", ConfigError, "line 1 is not JSON .*; expected JSON Lines or a JSON array"),
+        ("{", ConfigError, "line 1 is not JSON"),
         (line() + "\n{", ConfigError, "line 2 is not JSON"),
         ("[" * 100_000, ConfigError, "nested too deep"),
         ("1" * 5000, ConfigError, "line 1 is not JSON"),
-        ("3", ConfigError, "measurement 1 is not valid"),
+        ("3", ConfigError, "line 1 is not valid"),
         (line(counts="\0"), CountsError, "cannot be opened"),
         (line(counts="."), CountsError, "is a folder; expected a file"),
-        (line(seconds=10**400), ConfigError, "measurement 1 is not valid: seconds"),
+        (line(seconds=10**400), ConfigError, "line 1 is not valid: seconds"),
         ("x" * (1 << 21), ConfigError, "1048576 at most"),
-        (line(second=1), ConfigError, "measurement 1 is not valid: second: Extra inputs"),
-        (line(seconds=0), ConfigError, "measurement 1 is not valid: seconds: Input should be greater than 0"),
-        (line(stage="rollout"), ConfigError, "measurement 1 is not valid: stage"),
-        (line() + "\n" + line(plan="other.safetensors"), PlanError, "measurement 2: "),
+        (line(second=1), ConfigError, "line 1 is not valid: second: Extra inputs"),
+        (line(seconds=0), ConfigError, "line 1 is not valid: seconds: Input should be greater than 0"),
+        (line(stage="rollout"), ConfigError, "line 1 is not valid: stage"),
+        (line() + "\n" + line(plan="other.safetensors"), PlanError, "line 2: "),
     ],
 )
 def test_bad_measurements_are_refused_with_their_number(folder, text, error, message):

@@ -85,16 +85,16 @@ intermediate = 16
 dense_parameters = 4096
 attention_width = 32
 vocabulary = 16
-weight_bytes = 1e-3
+weight_bytes = {weight_bytes}
 gradient_bytes = 1e-3
 """
 
 
 def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
-    """With a slow link between nodes, replicas keep tokens in them; where weights are slower, no replica pays."""
+    """With a slow link between nodes, replicas keep tokens in them; where weights are large, no replica pays."""
     cheap, dear = tmp_path / "cheap.toml", tmp_path / "dear.toml"
-    cheap.write_text(TOPOLOGY.format(links=""))
-    dear.write_text(TOPOLOGY.format(links="host_bytes_per_s = 1.0"))
+    cheap.write_text(TOPOLOGY.format(links="", weight_bytes=1e-3))
+    dear.write_text(TOPOLOGY.format(links="node_bytes_per_s = 1e6", weight_bytes=64))
     (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots="shared"), 1)
     (none,) = learn_alike(workers, config_of(4, topology=str(dear), paths="direct"), 1)
     for stage in short["execution"]["stages"].values():

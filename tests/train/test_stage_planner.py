@@ -1,34 +1,37 @@
 """What a run plans with: its configuration, and the topology file that it names."""
 
+from dataclasses import replace
+
 import pytest
 
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
-from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.plan import PlanOptions, Topology
 from foreroute.train.model import make_policy
-from foreroute.train.stage_planner import read_planning
+from foreroute.train.stage_planner import NO_LINKS, read_planning
 from foreroute.train.tasks import make_task
 from tests.train.small_runs import small_config
 from tests.train.test_expert_parallel import TOPOLOGY
 
 
-def planning_of(links=None, **parallel):
+def planning_of(**parallel):
     config = small_config(parallel=parallel, rollout={"prompts": 8})
-    return read_planning(config.parallel, make_policy(config, make_task(config)).spec, links)
+    return read_planning(config.parallel, make_policy(config, make_task(config)).spec)
 
 
 def test_without_a_file_nothing_is_priced():
-    links = Links(1e9, 1e8, 1e10, 1e-5, 1e-4)
-    found = planning_of(links, expert=4, ranks_per_node=2, redundant_slots=3, home_moves="all", slots="shared")
-    assert found == (Topology(4, 2, 3, links), PlanOptions(home_moves=None, slots="shared"), None)
+    found = planning_of(expert=4, ranks_per_node=2, redundant_slots=3, home_moves="all", slots="shared")
+    assert found == (Topology(4, 2, 3, NO_LINKS), PlanOptions(home_moves=None, slots="shared"), None)
 
 
 def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
     path = tmp_path / "cluster.toml"
-    path.write_text(TOPOLOGY.format(links=""))
+    path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0))
     cluster = load_cluster(path)
     found = planning_of(expert=4, topology=str(path), pay_off=False, home_moves=6)
     assert found == (cluster.topology, PlanOptions(home_moves=6, pay_off=False), cluster.costs)
+    executed = planning_of(expert=4, topology=str(path), paths="direct", prefetch=3)
+    assert executed.costs == replace(cluster.costs, paths="direct", prefetch=3), "prices are of what the run executes"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +46,7 @@ def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
 )
 def test_a_file_of_another_run_is_refused(before, after, message, tmp_path):
     path = tmp_path / "cluster.toml"
-    path.write_text(TOPOLOGY.format(links="").replace(before, after))
+    path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0).replace(before, after))
     with pytest.raises(ConfigError, match=message):
         planning_of(expert=4, topology=str(path))
     with pytest.raises(ConfigError, match="missing"):

@@ -144,7 +144,7 @@ class Generation:
 
     @property
     def targets_N(self) -> NDArray[np.bool_]:
-        """Of all tokens but the last of each sequence, bool [N - S]: whether the one behind it was sampled."""
+        """Whether the token behind was sampled, for all tokens but the last of each sequence: bool [N - S]."""
         is_first_N = np.zeros(len(self.sampled_N), np.bool_)
         is_first_N[self.trace.offsets[:-1]] = True
         return self.sampled_N[~is_first_N]

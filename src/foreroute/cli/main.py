@@ -200,7 +200,6 @@ def plan(
     token_budget: Annotated[
         int | None, typer.Option(min=1, help="For traces: most tokens of a rank in a micro-step; 16384 by default.")
     ] = None,
-    pack: Annotated[str | None, typer.Option(help="How traces are packed: routes (the default) or lengths.")] = None,
     baseline: Annotated[list[str] | None, typer.Option(help="Compare with this one only; repeat it.")] = None,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
     threads: Annotated[int, typer.Option(min=1, help="Of the planner.")] = 1,
@@ -218,8 +217,6 @@ def plan(
         previous_plan=previous_plan,
         previous_step=previous_step or (),
         token_budget=token_budget,
-        pack=pack,
-        seed=seed,
         threads=threads,
     )
     options = PlanOptions(

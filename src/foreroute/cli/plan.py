@@ -165,11 +165,6 @@ def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console)
     balancers = {name: BALANCERS[name] for name in chosen}
     problem = BalancerInput(step.counts_MLGE, step.topology, step.home_LE, step.previous_LE)
     records = []
-    if step.by_length_MLGE is not None:
-        by_length = replace(problem, counts_MLGE=step.by_length_MLGE)
-        with working("comparing with packing by length", console):
-            (record,) = compare(by_length, step.costs, {"static": BALANCERS["static"]})
-        records.append(replace(record, name="by_length", label="static, packed by length"))
     with working("comparing with other balancers", console, total=len(balancers)) as work:
         for done, record in enumerate(compare(problem, step.costs, balancers), 1):
             work.advance(done, len(balancers))

@@ -19,8 +19,6 @@ from foreroute.plan.topology import Topology
 from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
 
 DEFAULT_BUDGET = 16_384
-PACKING_LAYERS = 8
-"""Layers that packing by routes looks at, spread over the depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +32,6 @@ class PlanInputs:
         previous_plan: the plan of the step before, whose homes are where the experts are now.
         previous_step: traces, or one counts file, of the step before.
         token_budget: most tokens of a rank in a micro-step, for traces.
-        pack: "routes" packs with the routes in view, "lengths" without; for traces.
-        seed: of packing.
         threads: of counting.
     """
 
@@ -45,18 +41,14 @@ class PlanInputs:
     previous_plan: Path | None = None
     previous_step: Sequence[Path] = ()
     token_budget: int | None = None
-    pack: str | None = None
-    seed: int = 0
     threads: int = 1
 
     def __post_init__(self) -> None:
         """Refuses combinations that say nothing, or two things at once."""
         if bool(self.traces) == (self.counts is not None):
             raise InputError("give either trace files or --counts FILE: one of the two says what is to be planned")
-        if self.counts is not None and (self.token_budget is not None or self.pack is not None):
-            raise InputError("--token-budget and --pack are for traces; --counts are packed already")
-        if self.pack not in (None, "routes", "lengths"):
-            raise InputError(f"--pack is {self.pack!r}; expected routes or lengths")
+        if self.counts is not None and self.token_budget is not None:
+            raise InputError("--token-budget is for traces; --counts are packed already")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,7 +57,6 @@ class StepToPlan:
 
     Attributes:
         counts_MLGE: int32.
-        by_length_MLGE: int32, the same sequences packed without regard to routes, when `counts_MLGE` is not.
         topology: ranks and slots.
         costs: the cost model.
         home_LE: int16, where the experts are now.
@@ -77,7 +68,6 @@ class StepToPlan:
     """
 
     counts_MLGE: NDArray[np.int32]
-    by_length_MLGE: NDArray[np.int32] | None
     topology: Topology
     costs: CostModel
     home_LE: NDArray[np.int16]
@@ -106,16 +96,12 @@ def read_step(inputs: PlanInputs) -> StepToPlan:
         shape, picks = (counts.shape[1], counts.shape[3]), None
     _check_model(costs, shape[1], picks, inputs.topology)
     home_LE = _homes(inputs.previous_plan, topology, shape)
-    packing, facts, by_length = (
-        None,
-        {"input": ", ".join(str(path) for path in [*inputs.traces, inputs.counts] if path)},
-        None,
-    )
+    packing, facts = None, {"input": ", ".join(str(path) for path in [*inputs.traces, inputs.counts] if path)}
     if counts is None:
-        packing, counts, by_length, facts["packing"] = _packed(traces, inputs, topology, costs, home_LE)
+        packing, facts["packing"] = _packed(traces, inputs, topology, costs)
+        counts = check_counts(packed_counts(traces, packing, threads=inputs.threads))
     return StepToPlan(
         counts_MLGE=counts,
-        by_length_MLGE=by_length,
         topology=topology,
         costs=costs,
         home_LE=home_LE,
@@ -150,39 +136,15 @@ def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) ->
 
 
 def _packed(
-    traces: list[RoutingTrace], inputs: PlanInputs, topology: Topology, costs: CostModel, home_LE: NDArray[np.int16]
-) -> tuple[Packing, NDArray[np.int32], NDArray[np.int32] | None, str]:
-    """Pack and count; returns also the counts of packing by lengths when they are others, and what was done."""
+    traces: list[RoutingTrace], inputs: PlanInputs, topology: Topology, costs: CostModel
+) -> tuple[Packing, str]:
+    """Where the sequences of all traces go, and what was done in words."""
     lengths = np.concatenate([trace.lengths for trace in traces])
     budget = DEFAULT_BUDGET if inputs.token_budget is None else inputs.token_budget
-    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
-    rule = inputs.pack or "routes"
-
-    def count(packing: Packing) -> NDArray[np.int32]:
-        return check_counts(packed_counts(traces, packing, threads=inputs.threads))
-
-    def pack(counts_SLE: NDArray[np.int32] | None, homes: NDArray[np.int16] | None) -> Packing:
-        return pack_sequences(
-            lengths,
-            topology.num_ranks,
-            budget,
-            token_cost=float(token_s),
-            square_cost=float(square_s),
-            counts_SLE=counts_SLE,
-            home_LE=homes,
-            seed=inputs.seed,
-        )
-
-    by_length = pack(None, None)
-    words = f"{len(lengths)} sequences by {rule}, at most {budget} tokens of a rank in a micro-step"
-    if rule == "lengths":
-        return by_length, count(by_length), None, words
-    layers = np.unique(np.linspace(0, len(home_LE) - 1, PACKING_LAYERS).astype(int))
-    few = [trace.select_layers([trace.spec.layers[layer] for layer in layers]) for trace in traces]
-    each = Packing(np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32), len(lengths), 1)
-    counts_SLE = packed_counts(few, each, threads=inputs.threads)[:, :, 0]
-    packing = pack(counts_SLE, home_LE[layers])
-    return packing, count(packing), count(by_length), words
+    # seconds of one more token of any sequence, and of one more pair of tokens of the same sequence
+    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
+    packing = pack_sequences(lengths, topology.num_ranks, budget, square_cost=square_s / token_s)
+    return packing, f"{len(lengths)} sequences by length, at most {budget} tokens of a rank in a micro-step"
 
 
 def _traces(paths: Sequence[Path]) -> list[RoutingTrace]:

@@ -130,13 +130,13 @@ class TRLModel(HuggingFaceModel):
     def next_logprobs(self, input_ids: Tensor, mask: Tensor, given: Given) -> Tensor:
         """One pass of TRL over shuffled rows, which is undone; under replay an update pass."""
         batch = {"ids": input_ids, "mask": mask, "order": torch.arange(len(input_ids))}
-        is_open = self.attached is not None and self.attached.is_open
-        if is_open:
-            batch |= self.attached.rows(len(input_ids))
+        replaying = self.attached if self.attached is not None and self.attached.is_open else None
+        if replaying is not None:
+            batch |= replaying.rows(len(input_ids))
         if self.attached is None or not self.attached.is_recording:
             batch = _shuffled(batch)
-        if is_open:
-            logprobs = self.attached.log_probs(batch)
+        if replaying is not None:
+            logprobs = replaying.log_probs(batch)
         else:
             keep = input_ids.shape[1] - 1
             labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)

@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError
-from foreroute.files.config_file import MOST
 from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import whole_number
 
+MOST_PREFETCH = 999_999
+"""Cells whose weights are fetched ahead. The trainer's configuration has the same limit."""
 MOST_OF_MODEL = {
     "num_layers": 1024,
     "num_experts": 32_768,  # plans name them in int16
@@ -38,9 +39,9 @@ MOST_OF_MODEL = {
     "vocabulary": 1 << 24,
 }
 MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000, "layer_s": 3600.0}
-MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE = 1e24, 64, 1 << 24
-"""Of FLOPs or bytes in a second, bytes of an element, tokens of a sequence. Like all bounds here: ten times what anyone
-has or more, and such that no product of them overflows."""
+MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1e24, 64, 1 << 24, 999_999
+"""Most FLOPs or bytes in a second, bytes of an element, tokens of a sequence, and cells ahead. Like all bounds here,
+ten times what anyone has or more, and such that no product of them overflows."""
 
 Dispatcher = Literal["copies", "dedup"]
 
@@ -83,7 +84,7 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert."""
+        """Weights of one expert, as a number."""
         return 3 * self.hidden * self.intermediate
 
     @property
@@ -194,7 +195,7 @@ class CostModel:
         if self.dispatcher not in ("copies", "dedup"):
             raise ConfigError(f"dispatcher is {self.dispatcher!r}; expected 'copies' or 'dedup'")
         check_paths(self.paths)
-        whole_number(self.prefetch, name="prefetch", least=0, most=MOST, kind=ConfigError)
+        whole_number(self.prefetch, name="prefetch", least=0, most=MOST_PREFETCH, kind=ConfigError)
         _require_within("sequence_tokens", self.sequence_tokens, MOST_SEQUENCE)
         if not 0 <= self.trial_s_per_count <= MOST_OF_HARDWARE["layer_s"]:
             most = MOST_OF_HARDWARE["layer_s"]

@@ -145,7 +145,7 @@ def _add_expert(rank: int, tokens: int, forward_G: Any, backward_G: Any, prices:
 
 @kernel
 def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> Any:
-    """As `seconds_of_rows`, with the rows that `rows_sent` estimates."""
+    """Give what `seconds_of_rows` gives for the rows that `rows_sent` estimates."""
     rows_G4 = rows_sent(pairs_between(cell, counts_GE), prices)
     return seconds_of_rows(rows_G4, cell, counts_GE, attention_s, prices)
 

@@ -1,4 +1,4 @@
-"""What configurations in TOML have in common: tables that are checked, and words for what is wrong in them."""
+"""Configurations in TOML: tables that are checked, and words for what is wrong in them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from foreroute.errors import ConfigError
 from foreroute.files import read_text
 
 MOST = 999_999
-"""Of what is counted: steps, whose numbers have six digits in file names, and sequences, which are kept in lists."""
+"""Most of what is counted: steps, whose numbers have six digits in file names; sequences, which are kept in lists."""
 MOST_TOKENS = 1 << 24
-"""Of a sequence or a batch; the longest contexts have about 10 million."""
+"""Most tokens of a sequence or a batch; the longest contexts have about 10 million."""
 MOST_SECONDS = 604_800.0
-"""A week: what one waits for at most. Far beyond, the system refuses to wait."""
+"""A week, the longest wait. Far beyond, the system refuses to wait."""
 MOST_EP = MOST_THREADS = 1024
 """Ranks that the experts of a layer are spread over, of which the largest deployments have about 300; threads of a
 process, of which libraries cannot start many more."""
 MOST_FLOAT = 1e30
-"""Of a number that is handed to float32, which ends at 3e38."""
+"""The largest number that is handed to float32, which ends at 3e38."""
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -35,9 +35,9 @@ NotNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
 Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
-"""Of a file, of a line of it, and tables within tables. tomllib takes seconds for a key of thousands of parts."""
+"""Limits of a file: bytes, dots in a line, depth of tables. tomllib takes seconds for a key of thousands of parts."""
 MOST_PROBLEMS, MOST_LINE = 20, 2000
-"""That a message lists, and characters of each."""
+"""Limits of a message: problems that it lists, and characters of each."""
 
 
 class Section(BaseModel):

@@ -134,6 +134,7 @@ class TensorFile:
         if not isinstance(metadata, dict) or not all(map(is_text, (*metadata, *metadata.values()))):
             raise self._wrong("its metadata are not strings")
         tensors, end = {}, 8 + length
+        # in the order of their bytes, each must begin where the one before ends: no gap, no overlap, nothing behind
         entries = [(*self._entry(name, entry), name) for name, entry in header.items()]
         for first, after, dtype, shape, name in sorted(entries, key=lambda each: (each[0], each[1])):
             if 8 + length + first != end:
@@ -151,6 +152,7 @@ class TensorFile:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._wrong(f"tensor {name} is of type {dtype!r:.40}; expected one of {', '.join(DTYPES)}")
+        # types are checked before sizes are multiplied: a shape may hold anything that JSON can
         possible = _counts(shape) and _counts(offsets) and len(offsets) == 2 and len(shape) <= MOST_AXES
         if not possible or prod(max(1, axis) for axis in shape) * DTYPES[dtype].itemsize > MOST_TENSOR_BYTES:
             raise self._wrong(f"tensor {name} has shape {shape!r:.60} and offsets {offsets!r:.60}")
@@ -178,7 +180,7 @@ def write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping
         begin, end = end, end + tensors[name].nbytes
         header[name] = {"dtype": _type(name, tensors[name]), "shape": tensors[name].shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         file.write(_little_endian(tensors[name]).data)

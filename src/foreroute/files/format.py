@@ -71,6 +71,7 @@ class FileFormat:
 
     def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """As `read`, of an opened file, without the tensors that stand apart."""
+        # by the header alone: what is no such file is refused before any tensor is read
         ours = self._own_metadata(file)
         if self.tensors is not None and (why := objection(file.tensors, self.tensors)) is not None:
             raise self.kind(f"{file.name} is no readable {self.name} file: {why}")

@@ -61,7 +61,7 @@ def write_atomically(
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
             file.flush()
             os.fsync(descriptor)
-            _refuse_special(target)
+            _refuse_special(target)  # again: it may have come while the file was filled
             if named is not None:
                 _rename(named, target, overwrite=overwrite)
             elif overwrite:

@@ -11,16 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import ConfigError, CountsError, LayoutError
+from foreroute.errors import ConfigError, LayoutError
 from foreroute.layout.slots import as_lengths, check_count
 from foreroute.trace.checks import as_offsets
-
-WINDOW = 64
-"""Sequences that change places are at most so many apart when sorted by cost: of about the same length. On workload G8
-(4 layers, 16 micro-steps) 6.9 % of the assignments are surplus before the exchange and 6.2 % after it, with any window
-from 16 to 256 and from 25 to 200 proposals per sequence."""
-PROPOSALS_PER_SEQUENCE = 50
-"""Pairs that are looked at, by sequences. The time of packing grows with it; `WINDOW` says which numbers were tried."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,59 +48,39 @@ class Packing:
         return np.flatnonzero((self.micro_step_S == micro_step) & (self.rank_S == rank))
 
 
-def pack_sequences(
-    lengths: ArrayLike,
-    num_ranks: int,
-    token_budget: int,
-    *,
-    num_micro_steps: int | None = None,
-    token_cost: float = 1.0,
-    square_cost: float = 0.0,
-    counts_SLE: ArrayLike | None = None,
-    home_LE: ArrayLike | None = None,
-    seed: int = 0,
-) -> Packing:
+def pack_sequences(lengths: ArrayLike, num_ranks: int, token_budget: int, *, square_cost: float = 0.0) -> Packing:
     """Deal whole sequences to ranks and micro-steps, so that the ranks of a micro-step take equally long.
 
-    A sequence of n tokens costs `token_cost` * n + `square_cost` * n**2 outside the experts: projections and the
-    attention core. The dearest sequence goes first, each to the cheapest of all M * G places that has room; places are
-    numbered by micro-step, so that the longest sequences meet in the same ones.
-
-    With routes in view, sequences of about the same length then change places between micro-steps, where that brings
-    the load of the experts' home ranks nearer to the mean in each. No place gets dearer or longer by it than the
-    dearest and the longest of its micro-step before.
+    A sequence of n tokens costs n + `square_cost` * n**2 outside the experts: projections and the attention core. The
+    dearest sequence goes first, each to the cheapest of all M * G places that has room; places are numbered by
+    micro-step, so that the longest sequences meet in the same ones. M, the number of micro-steps, is such that dealing
+    to one fewer leaves a sequence without room. Routes are not looked at: what experts get too much is the planner's
+    to level.
 
     Args:
         lengths: integers [S], tokens of each sequence.
         num_ranks: G; 1 for the micro-batches of one rank.
         token_budget: most tokens of a rank in a micro-step.
-        num_micro_steps: M. Left out, so many that dealing with one fewer leaves a sequence without room.
-        token_cost: see above; units do not matter.
-        square_cost: see above. 8192 / 37.7e6 of `token_cost` by FLOPs for Qwen3-30B-A3B, more as its kernel is slower.
-        counts_SLE: integers [S, L, E], assignments of each sequence, from `packed_counts` with a micro-step of its own
-            for each. Some of the layers will do.
-        home_LE: integers [L, E], the rank that each expert lives on; goes with `counts_SLE`.
-        seed: of the exchange. The same seed gives the same packing.
+        square_cost: see above. 8192 / 37.7e6 by FLOPs for Qwen3-30B-A3B, more as its kernel is slower.
 
     Raises:
-        LayoutError: when the budget is impossible, or sequences do not fit into `num_micro_steps`.
-        CountsError: when counts and homes do not fit each other, the sequences or the ranks.
-        ConfigError: for negative costs or seeds.
+        LayoutError: when there is no sequence, or one alone exceeds the budget.
+        ConfigError: for a negative cost.
     """
     tokens_S = _lengths_within(lengths, token_budget)
     check_count("the number of ranks", num_ranks)
     if not len(tokens_S):
         raise LayoutError("there is no sequence to pack; expected at least one")
-    if min(token_cost, square_cost) < 0 or seed < 0:
-        raise ConfigError(f"costs are {token_cost} and {square_cost}, the seed is {seed}; expected 0 or more")
-    cost_S = token_cost * tokens_S + square_cost * tokens_S.astype(np.float64) ** 2
-    place_S, micro_steps = _deal(tokens_S, cost_S, num_ranks, token_budget, num_micro_steps)
-    if (counts_SLE is None) != (home_LE is None):
-        raise CountsError("counts of sequences and homes of experts go together; pass both or none")
-    if counts_SLE is not None and home_LE is not None:
-        _exchange(tokens_S, cost_S, (counts_SLE, home_LE), place_S, (micro_steps, num_ranks), seed)
+    if not square_cost >= 0:
+        raise ConfigError(f"square_cost is {square_cost}; expected 0 or more")
+    longest_first = np.argsort(-tokens_S, kind="stable")  # which is the dearest first
+    ordered = tokens_S[longest_first].astype(np.float64)
+    costs = (ordered + square_cost * ordered**2).tolist()
+    places, num_micro_steps = _deal(tokens_S[longest_first].tolist(), costs, num_ranks, token_budget)
+    place_S = np.empty(len(tokens_S), np.int64)
+    place_S[longest_first] = places
     micro_step_S, rank_S = np.divmod(place_S, num_ranks)
-    return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), micro_steps, num_ranks)
+    return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), num_micro_steps, num_ranks)
 
 
 def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0) -> list[NDArray[np.int64]]:
@@ -166,16 +139,8 @@ def _halve_heaviest(bounds: list[int], sums: NDArray[np.int64]) -> list[int]:
     return sorted([*bounds, int(inner[np.abs(sums[inner] - middle).argmin()])])
 
 
-def _deal(
-    tokens_S: NDArray[np.int64],
-    cost_S: NDArray[np.float64],
-    num_ranks: int,
-    token_budget: int,
-    num_micro_steps: int | None,
-) -> tuple[NDArray[np.int64], int]:
+def _deal(tokens: list[int], costs: list[float], num_ranks: int, token_budget: int) -> tuple[list[int], int]:
     """The place of each sequence, micro-step * G + rank, and the number of micro-steps."""
-    longest_first = np.argsort(-tokens_S, kind="stable")  # which is the dearest first
-    tokens, costs = tokens_S[longest_first].tolist(), cost_S[longest_first].tolist()
 
     @cache  # the number that is found was tried before
     def dealt(micro_steps: int) -> list[int] | None:
@@ -185,21 +150,13 @@ def _deal(
                 return places
         return None
 
-    if num_micro_steps is None:
-        # no packing has fewer micro-steps: all tokens have to fit, and two sequences above half the budget never do
-        alone = int((2 * tokens_S > token_budget).sum())
-        fewest = max(1, -(-sum(tokens) // max(1, num_ranks * token_budget)), -(-alone // num_ranks))
-        num_micro_steps = _first_that_works(fewest, dealt)
-    check_count("the number of micro-steps", num_micro_steps)
+    # no packing has fewer micro-steps: all tokens have to fit, and two sequences above half the budget never do
+    alone = sum(2 * count > token_budget for count in tokens)
+    fewest = max(1, -(-sum(tokens) // max(1, num_ranks * token_budget)), -(-alone // num_ranks))
+    num_micro_steps = _first_that_works(fewest, dealt)
     places = dealt(num_micro_steps)
-    if places is None:
-        raise LayoutError(
-            f"{len(tokens)} sequences of {sum(tokens)} tokens found no room in {num_micro_steps} micro-steps of "
-            f"{num_ranks} ranks with {token_budget} tokens each; allow more micro-steps or tokens"
-        )
-    place_S = np.empty(len(tokens), np.int64)
-    place_S[longest_first] = places
-    return place_S, num_micro_steps
+    assert places is not None, "the number was found by dealing"
+    return places, num_micro_steps
 
 
 def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) -> int:
@@ -251,39 +208,3 @@ def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, place
         held[place] += count
         chosen.append(place)
     return chosen
-
-
-def _exchange(
-    tokens_S: NDArray[np.int64],
-    cost_S: NDArray[np.float64],
-    routes: tuple[ArrayLike, ArrayLike],
-    place_S: NDArray[np.int64],
-    shape: tuple[int, int],
-    seed: int,
-) -> None:
-    """Change `place_S` by the routes: counts [S, L, E] and homes [L, E]; `shape` is M, G."""
-    from foreroute.layout.packing_kernels import exchange
-
-    counts, homes = (np.asarray(each) for each in routes)
-    num_ranks = shape[1]
-    if counts.ndim != 3 or len(counts) != len(tokens_S) or homes.shape != counts.shape[1:]:
-        raise CountsError(
-            f"got counts of shape {counts.shape} and homes of shape {homes.shape} for {len(tokens_S)} sequences; "
-            "expected [sequences, layers, experts] and [layers, experts]"
-        )
-    if counts.dtype.kind not in "iu" or homes.dtype.kind not in "iu" or counts.min(initial=0) < 0:
-        raise CountsError(f"got counts of dtype {counts.dtype} and homes of {homes.dtype}; expected integers from 0")
-    if homes.min(initial=0) < 0 or homes.max(initial=0) >= num_ranks:
-        raise CountsError(f"an expert lives on no rank from 0 to {num_ranks - 1}")
-    if len(tokens_S) < 2:
-        return
-    is_home_LEG = (homes[..., None] == np.arange(num_ranks)).astype(np.float64)
-    sent_SLG = np.matmul(counts.swapaxes(0, 1).astype(np.float64), is_home_LEG).swapaxes(0, 1).astype(np.int64)
-    even_SL1 = (sent_SLG.sum(axis=-1, keepdims=True) + num_ranks // 2) // num_ranks
-    apart_SLG = np.ascontiguousarray(sent_SLG - even_SL1, np.int32)
-    held_B, filled_B = (np.bincount(place_S, each, shape[0] * num_ranks) for each in (tokens_S, cost_S))
-    sizes = (tokens_S, cost_S, held_B.astype(np.int64), filled_B)
-    limits = (sizes[2].reshape(shape).max(axis=1), filled_B.reshape(shape).max(axis=1))
-    dearest = np.argsort(-cost_S, kind="stable")
-    word = np.random.default_rng(seed).integers(0, 2**64, dtype=np.uint64)
-    exchange(apart_SLG, dearest, WINDOW, sizes, limits, PROPOSALS_PER_SEQUENCE * len(tokens_S), word, place_S)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.trace import RoutedLayer, RoutingTrace
@@ -35,9 +35,6 @@ class RankRows:
         """R, padding included."""
         return len(self.row_of_slot_R)
 
-    def __repr__(self) -> str:
-        return f"RankRows({len(self)} slots, {int(self.is_pad_R.sum())} padding, of {self.num_rows} rows)"
-
     @property
     def is_pad_R(self) -> NDArray[np.bool_]:
         """Where a slot sees no token, bool [R]."""
@@ -48,8 +45,8 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
     """Put what the ranks computed back into packed rows: the inverse of laying out.
 
     Args:
-        parts: the slots of each rank and micro-batch, with one value per slot ([R, …], any trailing shape). Values in
-            padding slots are dropped.
+        parts: the slots of each rank that shares the rows, with one value per slot ([R, …], any trailing shape). Values
+            in padding slots are dropped.
 
     Returns:
         values_N: [N, …], one value per packed row.
@@ -77,7 +74,7 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
         row = int(np.argmax(arrivals != 1))
         raise LayoutError(
             f"row {row} arrived {int(arrivals[row])} times ({int((arrivals != 1).sum())} of {num_rows} rows did not "
-            "arrive once); pass every context and sequence rank of every micro-batch once, and no replica of one"
+            "arrive once); pass every context and sequence rank once, and no replica of one"
         )
     return values_N
 
@@ -114,7 +111,7 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
     if rank_rows.num_rows != trace.num_rows:
         raise BatchMismatchError(
             f"the layout is for {rank_rows.num_rows} packed rows and the trace has {trace.num_rows}; "
-            "lay out trace.lengths, all of them, and choose sequences with `sequences=`"
+            "lay out trace.lengths of this trace, all of them"
         )
     columns = trace.spec.positions(trace.spec.layers if layers is None else layers)
     routed_R = ~rank_rows.is_pad_R
@@ -127,7 +124,9 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
     return RankRoutes(ids_RLK, routed_R)
 
 
-def fill_padding(ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], homes: ArrayLike, *, start: int = 0) -> NDArray[Any]:
+def fill_padding(
+    ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], home_LE: NDArray[np.integer], *, start: int = 0
+) -> NDArray[Any]:
     """Legal picks for slots that a dispatcher must send somewhere: distinct, and even over EP ranks and experts.
 
     The last step before routes enter a router, and an explicit one: zeros would send all padding to expert 0, twice.
@@ -136,7 +135,7 @@ def fill_padding(ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], homes: ArrayL
     Args:
         ids_RLK: [R, L, K] from `take`.
         fill_R: bool [R], the slots to fill, usually `rank_rows.is_pad_R`.
-        homes: integers [E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks), or [L, E].
+        home_LE: integers [L, E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks).
         start: where in the cycle of experts to begin; give ranks different ones so that their first pads differ.
 
     Returns:
@@ -144,26 +143,23 @@ def fill_padding(ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], homes: ArrayL
         those of two ranks that host equally many experts.
 
     Raises:
-        LayoutError: for a mask of another length, or fewer experts than picks.
+        LayoutError: for a mask of another length, homes of other layers, or fewer experts than picks.
     """
     num_slots, num_layers, top_k = ids_RLK.shape
-    given = np.asarray(homes)
-    if given.dtype.kind not in "iu":
-        raise LayoutError(f"homes are {given.dtype}; expected the rank of each expert, integers")
-    home_XE = np.atleast_2d(given.astype(np.int64))  # X: 1, or a row for each layer
+    num_experts = home_LE.shape[-1]
     if fill_R.shape != (num_slots,) or fill_R.dtype != np.bool_:
         raise LayoutError(f"the mask is {fill_R.dtype} {fill_R.shape}; expected one bool for each of {num_slots} slots")
-    if home_XE.ndim > 2 or len(home_XE) not in (1, num_layers):
+    if home_LE.ndim != 2 or len(home_LE) != num_layers or home_LE.dtype.kind not in "iu":
         raise LayoutError(
-            f"homes are {list(np.shape(homes))}; expected one per expert, or that for {num_layers} layers"
+            f"homes are {home_LE.dtype} {home_LE.shape}; expected integers [{num_layers} layers, experts]"
         )
-    if top_k > home_XE.shape[1]:
-        raise LayoutError(f"{top_k} distinct picks cannot be made from {home_XE.shape[1]} experts; homes have one each")
-    cycle_LE = np.broadcast_to([_round_robin(home_E) for home_E in home_XE], (num_layers, home_XE.shape[1]))
+    if top_k > num_experts:
+        raise LayoutError(f"{top_k} distinct picks cannot be made from {num_experts} experts; homes have one each")
+    cycle_LE = np.array([_round_robin(home_E) for home_E in home_LE], np.int64).reshape(home_LE.shape)
     step = np.arange(int(fill_R.sum()))[:, None, None] * top_k + np.arange(top_k)
     shift = start + np.arange(num_layers)[:, None] * top_k
     filled = ids_RLK.copy()
-    filled[fill_R] = cycle_LE[np.arange(num_layers)[:, None], (step + shift) % cycle_LE.shape[1]]
+    filled[fill_R] = cycle_LE[np.arange(num_layers)[:, None], (step + shift) % num_experts]
     return filled
 
 
@@ -184,7 +180,7 @@ def _round_robin(homes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Every expert once: the first of each rank, then the second of each rank, and so on."""
     by_rank = np.argsort(homes, kind="stable")
     ordered = homes[by_rank]
-    nth = np.empty_like(homes)
+    nth = np.empty(len(homes), np.int64)
     nth[by_rank] = np.arange(len(homes)) - np.searchsorted(ordered, ordered)
     return np.lexsort((homes, nth))
 

@@ -29,34 +29,31 @@ MOST_ROUTER_SLOTS = 1 << 40
 """Router slots of a layout, and tokens of its sequences. Sums and multiples of so many are exact in 64 bits."""
 
 
-def pack(
-    lengths: ArrayLike, *, sequences: ArrayLike | None = None, align: int = 1, slots: ArrayLike | None = None
-) -> Layout:
+def pack(lengths: ArrayLike, *, align: int = 1, slots: ArrayLike | None = None) -> Layout:
     """THD: sequences one after the other, each padded on the right.
 
     Args:
-        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
-        sequences: integers, the sequences to lay out, in batch order; all of them by default.
+        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`). Sequences of a micro-batch are chosen
+            with `trace.select`.
         align: slots of a sequence are a multiple of this. With context and sequence parallelism over CP x TP ranks,
             Megatron-Core and Transformer Engine need 2·CP·TP.
-        slots: integers, the slots of each chosen sequence where no one multiple says them (the differences of
+        slots: integers [S], the slots of each sequence where no one multiple says them (the differences of
             `cu_seqlens_q_padded`); rounded up to `align` too.
 
     Raises:
-        LayoutError: for an `align` below 1, negative lengths, a sequence that is not there, or one that does not fit
-            its slots.
+        LayoutError: for an `align` below 1, negative lengths, or a sequence that does not fit its slots.
     """
-    offsets, chosen = _checked(lengths, sequences)
+    length_S = as_lengths(lengths, "lengths")
     check_count("align", align)
-    low, high = offsets[chosen], offsets[chosen + 1]
-    count = high - low if slots is None else as_lengths(slots, "slots")
-    _require(count.shape == low.shape, f"got slots of {count.size} sequences; expected those of {len(low)}")
-    for j in np.flatnonzero(high - low > count)[:1]:
-        raise LayoutError(
-            f"sequence {chosen[j]} has {high[j] - low[j]} tokens and {count[j]} slots; give it more slots"
-        )
-    count = as_lengths(-(-count // align) * align, "slots")
-    return Layout(SlotRanges(low, count, low, high), "thd", 1, int(offsets[-1]))
+    count_S = length_S if slots is None else as_lengths(slots, "slots")
+    _require(
+        count_S.shape == length_S.shape, f"got slots of {count_S.size} sequences; expected those of {len(length_S)}"
+    )
+    for s in np.flatnonzero(length_S > count_S)[:1]:
+        raise LayoutError(f"sequence {s} has {length_S[s]} tokens and {count_S[s]} slots; give it more slots")
+    count_S = as_lengths(-(-count_S // align) * align, "slots")
+    offsets = as_offsets(length_S)
+    return Layout(SlotRanges(offsets[:-1], count_S, offsets[:-1], offsets[1:]), "thd", 1, int(offsets[-1]))
 
 
 def pad(
@@ -64,35 +61,34 @@ def pad(
     *,
     side: Side,
     order: Literal["bshd", "sbhd"],
-    sequences: ArrayLike | None = None,
     to: int | None = None,
 ) -> Layout:
-    """A grid of B sequences x T slots, padded on one side; side and order have no default, for neither can be guessed.
+    """A grid of S sequences x T slots, padded on one side; side and order have no default, for neither can be guessed.
 
     Args:
         lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
         side: where the padding is.
         order: how the router's rows are flattened: "bshd" batch first (Hugging Face), "sbhd" sequence first (Megatron).
-        sequences: integers [B], the sequences to lay out, in batch order; all of them by default.
         to: T; that of the longest sequence by default. Nothing is ever truncated.
 
     Raises:
         LayoutError: when a sequence is longer than `to`, or an argument is none of the above.
     """
-    offsets, chosen = _checked(lengths, sequences)
+    length_S = as_lengths(lengths, "lengths")
     _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
     _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
-    low, high = offsets[chosen], offsets[chosen + 1]
-    width = int((high - low).max(initial=0)) if to is None else to
+    width = int(length_S.max(initial=0)) if to is None else to
     check_count("to", width, least=0)
-    for s in chosen[high - low > width][:1]:
+    for s in np.flatnonzero(length_S > width)[:1]:
         raise LayoutError(
-            f"sequence {s} has {offsets[s + 1] - offsets[s]} tokens and cannot be padded to {width}; "
+            f"sequence {s} has {length_S[s]} tokens and cannot be padded to {width}; "
             "raise `to`, or cut the trace with trace.truncated(lengths)"
         )
-    count = as_lengths(np.full_like(low, width), "slots")
-    first = low if side == "right" else high - count
-    return Layout(SlotRanges(first, count, low, high), order, len(chosen), int(offsets[-1]))
+    count_S = as_lengths(np.full_like(length_S, width), "slots")
+    offsets = as_offsets(length_S)
+    low_S, high_S = offsets[:-1], offsets[1:]
+    first_S = low_S if side == "right" else high_S - count_S
+    return Layout(SlotRanges(first_S, count_S, low_S, high_S), order, len(length_S), int(offsets[-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +98,7 @@ class Layout:
     Attributes:
         ranges: the slots, as ranges; one per sequence until a split.
         order: "thd", "bshd" or "sbhd".
-        num_lines: lines of slots that a sequence split cuts: 1 when packed, B in a grid.
+        num_lines: lines of slots that a sequence split cuts: 1 when packed, S in a grid.
         num_rows: N, packed rows of the trace.
         is_split: whether ranks already share the slots.
     """
@@ -205,23 +201,6 @@ class Layout:
             f"{int(self.ranges.count_J[j])} slots; context parallelism over {ranks} ranks needs a multiple of "
             f"{chunks}. Give {stage} {chunks} or a multiple of it, as the trainer does"
         )
-
-
-def _checked(lengths: ArrayLike, sequences: ArrayLike | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Offsets int64 [S + 1] and the chosen sequences int64 [B]."""
-    lengths_S = as_lengths(lengths, "lengths")
-    offsets = as_offsets(lengths_S)
-    if sequences is None:
-        return offsets, np.arange(len(lengths_S))
-    chosen = np.asarray(sequences)
-    if chosen.ndim != 1 or (chosen.size and chosen.dtype.kind not in "iu"):
-        raise LayoutError(f"sequences are {chosen.dtype} of shape {chosen.shape}; expected one integer per sequence")
-    if chosen.min(initial=0) < 0 or chosen.max(initial=-1) >= len(lengths_S):
-        raise LayoutError(
-            f"sequences {int(chosen.min())} to {int(chosen.max())} were chosen from {len(lengths_S)}; "
-            f"expected 0 to {len(lengths_S) - 1}"
-        )
-    return offsets, chosen.astype(np.int64)
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:

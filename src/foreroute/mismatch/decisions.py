@@ -1,4 +1,4 @@
-"""Decisions beside routes: how two streams differ, and sets that belong to other tokens, layers or sequences."""
+"""Decisions beside routes: how two streams differ, and sets that belong to other tokens or layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.trace import INDEXER, SAMPLING, DecisionStream, RoutingTrace
 from foreroute.trace.checks import take_ranges
 
-MOST_SHIFT, MOST_SEQUENCES, MOST_ROWS = 4, 256, 256
-"""How far sets are looked for at other tokens and layers, among how many sequences, and for how many rows."""
+MOST_SHIFT, MOST_ROWS = 4, 256
+"""How far sets are looked for at other tokens and layers, and for how many rows."""
 LEAST_ROWS = 4
 """Masks that must fit other tokens before that is believed: a few large sets fit many tokens."""
 NEARER = 2.0
@@ -77,8 +77,8 @@ def misplaced_masks(trace: RoutingTrace) -> str:
     """Say why sampling masks leave out the tokens that were sampled.
 
     Returns:
-        A sentence in the middle, which names rows or sequences that the sets fit instead, where there are such; empty
-        when every set has its token, or the trace has none.
+        A sentence in the middle, which names the tokens that the sets fit instead, where there are such; empty when
+        every set has its token, or the trace has none.
     """
     masks = trace.streams.get(SAMPLING)
     if masks is None:
@@ -98,11 +98,6 @@ def misplaced_masks(trace: RoutingTrace) -> str:
         if looked_at.sum() >= LEAST_ROWS and masks.contains(tokens_N)[looked_at].all():
             away = f"{abs(shift)} token{'' if abs(shift) == 1 else 's'} {'later' if shift > 0 else 'earlier'}"
             return f"{seen}; each is the set of the token {away}"
-    rows_of = [rows[masks.valid_N[rows]] for rows in np.split(np.arange(trace.num_rows), trace.offsets[1:-1])]
-    next_N, own = _tokens_ahead(trace, 1), masks.take(rows_of[sequence])
-    for other, rows in enumerate(rows_of[:MOST_SEQUENCES]):
-        if other != sequence and len(rows) == own.num_rows >= LEAST_ROWS and own.contains(next_N[rows]).all():
-            return f"{seen}; the sets of sequence {sequence} fit the tokens of sequence {other}"
     return f"{seen}; they are of other tokens, or the sampler drew from other sets than it kept"
 
 
@@ -114,8 +109,8 @@ def misplaced_choices(own: RoutingTrace, other: RoutingTrace) -> str:
         other: a trace of the same tokens.
 
     Returns:
-        A sentence in the middle, which names the tokens, layers or sequence that they fit instead; empty when there is
-        no such, or not both traces have choices of the same indexers.
+        A sentence in the middle, which names the token or layer that they fit instead; empty when there is no such, or
+        not both traces have choices of the same indexers.
     """
     mine, theirs = own.streams.get(INDEXER), other.streams.get(INDEXER)
     if mine is None or theirs is None or (mine.layers, mine.num_rows) != (theirs.layers, theirs.num_rows):
@@ -139,32 +134,9 @@ def misplaced_choices(own: RoutingTrace, other: RoutingTrace) -> str:
             found[name] = _share(mine, kept, theirs, _sets(theirs, rows, layers=shift))
     least = 1 - np.nanmax(list(found.values()))
     where = next(name for name, share in found.items() if 1 - share <= NEARER * least)  # the nearest comes first
-    if (1 - found[where]) * NEARER < 1 - here:
-        return f"choices share {here:.0%} of their ids with the reference, and {found[where]:.0%} with {where}"
-    return _of_another_sequence(mine, theirs, rows, sequence, own.offsets)
-
-
-def _of_another_sequence(
-    mine: DecisionStream,
-    theirs: DecisionStream,
-    rows: NDArray[np.int64],
-    sequence: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-) -> str:
-    """Whether the choices of the sequence that is furthest off are those of another sequence."""
-    sets = {int(s): _sets(mine, rows[sequence == s]) for s in set(sequence)}
-    shares = {s: _share(mine, sets_X, theirs, sets_X) for s, sets_X in sets.items()}
-    worst = min(shares, key=lambda s: np.nan_to_num(shares[s], nan=1.0))
-    for other in range(min(len(offsets) - 1, MOST_SEQUENCES)):
-        moved = rows[sequence == worst] - offsets[worst] + offsets[other]
-        moved = np.where(moved < offsets[other + 1], moved, -1)
-        share = _share(mine, _sets(mine, moved), theirs, sets[worst])
-        if other != worst and (1 - share) * NEARER < 1 - shares[worst]:
-            return (
-                f"choices of sequence {worst} share {shares[worst]:.0%} of their ids with the reference, and "
-                f"{share:.0%} with those of its sequence {other}"
-            )
-    return ""
+    if (1 - found[where]) * NEARER >= 1 - here:
+        return ""
+    return f"choices share {here:.0%} of their ids with the reference, and {found[where]:.0%} with {where}"
 
 
 def _shifts() -> Iterator[int]:

@@ -59,7 +59,7 @@ class _Finding(NamedTuple):
     sentence: str
 
 
-def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str, str] = NAMES) -> Explanation:
+def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES) -> Explanation:
     """Compare `b` with the reference `a` and name what sets them apart.
 
     Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens or 64 layers, permutations of
@@ -68,7 +68,6 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str
     Args:
         a: the reference, say the trainer's own routes.
         b: the trace in question, say the engine's. Its sequences may come in another order.
-        seed: of the sample.
         names: what a sentence calls `a` and `b`: singular, and as in the middle of a sentence.
 
     Raises:
@@ -80,7 +79,7 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, seed: int = 0, names: tuple[str
         b = b.select(np.argsort(order))
     shared = overlap(a, b)
     top_k, longest = a.spec.top_k, int(a.lengths.max(initial=0))
-    pair = TracePair(a, b, np.random.default_rng(seed))
+    pair = TracePair(a, b, np.random.default_rng(0))
     positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / top_k
     with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
         rows = np.float64(len(positions))

@@ -191,7 +191,6 @@ class LiveAgreement:
         routing: rows, differing sets, overlap, first differing layer.
         margins_LB: int64 [L, B], rows by the gap between the K-th and the (K+1)-th selection score, as of
             `margin_histogram`.
-        margins_differing_LB: the same, of rows whose set differs.
         replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
             which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
             router selects by logits.
@@ -199,7 +198,6 @@ class LiveAgreement:
 
     routing: RoutingMismatch
     margins_LB: NDArray[np.int64]
-    margins_differing_LB: NDArray[np.int64]
     replaced_mass_L: NDArray[np.float64]
 
     @classmethod
@@ -207,7 +205,7 @@ class LiveAgreement:
         """From arrays named as in `LiveAgreement` and `RoutingMismatch`."""
         counted = {name: sums[name] for name in RoutingMismatch.__dataclass_fields__ if name not in ("rows", "top_k")}
         routing = RoutingMismatch(rows=int(sums["rows"]), top_k=top_k, **counted)
-        return cls(routing, sums["margins_LB"], sums["margins_differing_LB"], sums["replaced_mass_L"])
+        return cls(routing, sums["margins_LB"], sums["replaced_mass_L"])
 
     @property
     def replaced_mass_share_L(self) -> NDArray[np.float64]:

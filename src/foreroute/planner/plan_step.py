@@ -60,7 +60,7 @@ def start(
     costs: CostModel | None = None,
     on_progress: OnProgress | None = None,
 ) -> PlanInProgress:
-    """As `plan`, without waiting for it: cells can be taken from the first micro-step on. Input is checked first."""
+    """As `plan`, without waiting for it: micro-steps can be taken as they are planned. Input is checked first."""
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     num_micro_steps, num_layers, _, num_experts = counts.shape
     if home_LE is None:

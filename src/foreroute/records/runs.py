@@ -152,7 +152,6 @@ def _check_like(shapes: dict[str, object], step: StepRecord) -> None:
     found: list[tuple[str, object]] = []
     for mismatch in step.get("mismatch", {}).values():
         found += [("layers of differing_share_by_layer", len(mismatch.get("differing_share_by_layer", ())))]
-        found += [("bins of differing_layers_histogram", len(mismatch.get("differing_layers_histogram", ())))]
     if margins := step.get("margins"):
         found += [("bins of log10_edges", tuple(margins["log10_edges"]))]
     for what, shape in found:

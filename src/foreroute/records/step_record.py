@@ -66,12 +66,6 @@ class MismatchRecord(_MilderShare, total=False):
     """Share of tokens with a differing layer."""
     differing_share_by_layer: list[Share]
     """The same, per layer."""
-    overlap_by_layer: list[float]
-    """Per layer, mean share of a token's experts that both picked."""
-    differing_layers_histogram: list[int]
-    """Tokens by number of differing layers, from 0."""
-    first_differing_layer: list[int]
-    """Tokens by the first layer that differs."""
 
 
 class MarginsRecord(TypedDict):
@@ -198,14 +192,6 @@ class DeviceRecord(TypedDict, total=False):
     """Most bytes of tensors on any rank; CUDA only."""
 
 
-def _check_mismatch(mismatch: MismatchRecord) -> MismatchRecord:
-    layers = len(mismatch.get("differing_share_by_layer", ()))
-    bins = len(mismatch.get("differing_layers_histogram", ()))
-    if layers and bins and bins != layers + 1:
-        raise ValueError(f"{layers} layers need a histogram of {layers + 1} counts, this one has {bins}")
-    return mismatch
-
-
 def _check_margins(margins: MarginsRecord) -> MarginsRecord:
     edges = margins["log10_edges"]
     if not all(math.isfinite(edge) for edge in edges):
@@ -263,7 +249,7 @@ class StepRecord(TypedDict, total=False):
     """Rows of the rollout's trace."""
     trained_with: Side
     """`native` or `replayed`: whose routes the update used."""
-    mismatch: dict[Side, Annotated[MismatchRecord, AfterValidator(_check_mismatch)]]
+    mismatch: dict[Side, MismatchRecord]
     """By side, `native` and `replayed`."""
     margins: Annotated[MarginsRecord, AfterValidator(_check_margins)] | None
     """Of the trainer's own routers."""

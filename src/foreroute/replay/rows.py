@@ -133,7 +133,8 @@ class ReplayRows:
         counted = is_faithful(decided, row_of_slot) if missing == "drop" and not is_whole else real.copy()
         ids_RLK = _of_slots(trace.expert_ids_NLK, row_of_slot)
         if spread_padding:
-            ids_RLK, routed = fill_padding(ids_RLK, ~real, np.zeros(trace.spec.num_experts, np.int64)), routed | ~real
+            of_one_rank_LE = np.zeros((trace.spec.num_layers, trace.spec.num_experts), np.int64)
+            ids_RLK, routed = fill_padding(ids_RLK, ~real, of_one_rank_LE), routed | ~real
         ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2))
         weights_LRK = None
         if weights and trace.gate_weights_NLK is not None:

@@ -46,7 +46,6 @@ class Telemetry:
             "by_differing_layers": _histogram(per_row_R, routed_R, num_layers + 1),
             "first_differing_L": _histogram(differs_LR.int().argmax(0), per_row_R > 0, num_layers),
             "margins_LB": histogram.scatter_add(1, bins_LR, routed_R.long().expand_as(bins_LR)),
-            "margins_differing_LB": histogram.scatter_add(1, bins_LR, differs_LR.long()),
             "replaced_mass_L": (mass_LRK * (~kept_LRK & routed_R[:, None])).sum((1, 2), dtype=torch.float64),
             "counts_LE": count_experts(counted_LRK, rows.real_R, self._spec.num_experts),
         }

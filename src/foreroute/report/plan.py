@@ -20,9 +20,6 @@ if TYPE_CHECKING:  # they load compiled code
     from foreroute.simulate.compare import MethodFigures, StepFacts
     from foreroute.trace import RoutedLayer
 
-UNBALANCED = ("static", "by_length")
-"""Names of the records that serve every expert at its home, so that they plan nothing."""
-
 
 def write_plan_page(
     plan: StepPlan,
@@ -58,9 +55,9 @@ COLUMNS: dict[str, Callable[[MethodFigures], str]] = {
     "Experts fetched per cell": lambda record: f"{record.fetches_per_cell:.1f}",
     "Homes moved": lambda record: f"{record.home_moves:,}",
     "Served across nodes": lambda record: f"{record.cross_node_share:.0%}",
-    "Planning time": lambda record: duration(record.planning_s) if record.name not in UNBALANCED else "",
+    "Planning time": lambda record: duration(record.planning_s) if record.name != "static" else "",
 }
-"""Of the table of methods; `MethodFigures` explains them."""
+"""Columns of the table of methods; `MethodFigures` explains them."""
 
 
 def method_rows(records: Sequence[MethodFigures], step: StepFacts) -> list[TableRow]:
@@ -159,8 +156,8 @@ def static_of(records: Sequence[MethodFigures]) -> MethodFigures:
 
 
 def strongest_rival(records: Sequence[MethodFigures]) -> MethodFigures | None:
-    """Of all methods but static and the plan at hand, which is the last record, the one with the fastest step."""
-    others = [record for record in records[:-1] if record.name not in UNBALANCED]
+    """The method with the fastest step, but for static and the plan at hand, which is the last record."""
+    others = [record for record in records[:-1] if record.name != "static"]
     return min(others, key=lambda record: record.seconds, default=None)
 
 

@@ -112,9 +112,7 @@ def by_method(records: Sequence[MethodFigures], least_seconds: float, rival: Met
     )
     axes = new_axes((INCHES[0], 1.0 + BAR_INCHES * len(records)))
     times_B = np.array([record.seconds for record in records]) / size
-    colours = {"static": STATIC, "by_length": STATIC, records[-1].name: PLANNED} | (
-        {rival.name: RIVAL} if rival else {}
-    )
+    colours = {"static": STATIC, records[-1].name: PLANNED} | ({rival.name: RIVAL} if rival else {})
     axes.barh(
         np.arange(len(records)), times_B, color=[colours.get(record.name, OTHER) for record in records], height=0.7
     )

@@ -67,7 +67,7 @@ COLUMNS: dict[str, Callable[[MethodRecord], str]] = {
     "Planning time": lambda method: duration(method.planning_s),
     "GPU-hours saved": lambda method: _saved(method),
 }
-"""Of the table of methods; `MethodRecord` explains them."""
+"""Columns of the table of methods; `MethodRecord` explains them."""
 OF_PLANS = ("Wait for the plan", "Planning time", "GPU-hours saved")
 """Columns that say nothing of static."""
 
@@ -268,7 +268,7 @@ def _tiles(record: SimulationRecord) -> list[Tile]:
 
 
 def _saved(method: MethodRecord) -> str:
-    """Of the GPU-hours of static."""
+    """Share of the GPU-hours of static."""
     return percentage(method.gpu_hours_saved / (method.gpu_hours + method.gpu_hours_saved))
 
 

@@ -201,7 +201,7 @@ def _shape(served: ServedStep) -> tuple[int, int]:
 
 
 def _replicas(served: ServedStep, micro_step: int, layer: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """Of the hosts of a cell that are no homes: expert, rank, and whether the plan fetches them. All are [R]."""
+    """The hosts of a cell that are no homes: expert, rank, and whether the plan fetches them. All are [R]."""
     cell = served.kept[micro_step * _shape(served)[1] + layer]
     away_R = cell.home_E[cell.expert_R] != cell.rank_R
     return cell.expert_R[away_R].astype(np.int64), cell.rank_R[away_R].astype(np.int64), cell.fetched_R[away_R]

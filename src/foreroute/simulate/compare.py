@@ -58,7 +58,7 @@ class MethodFigures:
 
     @property
     def cross_node_share(self) -> float:
-        """Of all assignments of the step, those served on another node than their token's."""
+        """Share of the assignments of the step that are served on another node than their token's."""
         total_ML = self.loads_MLG.sum(axis=2)
         return float((self.crossing_ML * total_ML).sum() / max(int(total_ML.sum()), 1))
 

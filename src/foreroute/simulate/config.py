@@ -43,7 +43,7 @@ from foreroute.simulate.workload import WORKLOADS
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 DrawnTokens = Annotated[int, Field(ge=512, le=MOST_TOKENS)]
-"""Of four or five sequences, which must not be shorter than the shortest that is drawn."""
+"""Tokens of four or five sequences, none of which may be shorter than the shortest that is drawn."""
 Skew = Annotated[float, Field(ge=1e-3, le=1e3)]
 Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 DRAWING = ("preset", "tokens_per_rank", "micro_steps", "layers", "groups", "skew", "seed")
@@ -66,7 +66,7 @@ BANDWIDTHS = {
 }
 """The links of each key that a sweep multiplies."""
 MOST_POINTS = 256
-"""Of a sweep."""
+"""Most points of a sweep."""
 
 
 def load_config(path: Path) -> SimulateConfig:
@@ -175,7 +175,7 @@ class WorkloadConfig(Section):
     skew: Skew = 1.0
     """Above 1: less even than the preset; divides concentrations."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of the drawing."""
+    """Seed of the drawing."""
 
     @field_validator("preset")
     @classmethod
@@ -202,13 +202,13 @@ class ExecutionConfig(Section):
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of computing time that hides all-to-alls."""
     planning_s: Seconds | None = None
-    """Of planning a step, any method; measured here by default."""
+    """Seconds of planning a step, any method; measured here by default."""
     planner_speed: Factor = 1.0
     """Divides measured planning times."""
     plan_lead_s: Seconds = 0.0
     """Between the end of the rollout and the recompute."""
     rollout_s: Seconds = 0.0
-    """Of the rollout, added to whole steps."""
+    """Seconds of the rollout, added to whole steps."""
     early_cells: bool = Ability.EARLY_CELLS in EXECUTES["hf"]
     """First micro-steps begin while others are planned; or all wait for the plan."""
 
@@ -289,7 +289,7 @@ class SimulateConfig(Section):
 
 
 def _size(config: SimulateConfig, source: str) -> Size | None:
-    """Of what is drawn; None where counts are read from a file, which says how many there are."""
+    """The size of what is drawn; None where counts are read from a file, which says how many there are."""
     cluster = config.described(source)
     if config.workload.counts is not None:
         return None

@@ -39,7 +39,7 @@ PARTS = (
     "waiting for the plan",
     "pipeline bubbles",
 )
-"""Of the time of a pipeline stage, in this order."""
+"""Parts of the time of a pipeline stage, in this order."""
 
 
 class Rules(NamedTuple):

@@ -209,6 +209,6 @@ def layer_parts(num_layers: int, num_stages: int) -> list[range]:
 
 
 def _joined(parts: Sequence[Transfers]) -> Transfers:
-    """Of all pipeline stages, along the layers: the third axis of what is fetched, the second of gradients."""
+    """Join pipeline stages along the layers: the third axis of what is fetched, the second of gradients."""
     fields = zip(zip(*parts, strict=True), (2, 2, 1), strict=True)
     return Transfers(*(np.concatenate(arrays, axis) for arrays, axis in fields))

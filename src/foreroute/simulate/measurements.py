@@ -1,6 +1,6 @@
 """Steps that were really run and timed, for fitting costs: a file of counts, plans and seconds.
 
-JSON Lines, one measurement a line, or one JSON array of them:
+JSON Lines, one measurement a line:
 
     {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
 
@@ -29,7 +29,7 @@ from foreroute.simulate.methods import ServedStep, all_at_home
 from foreroute.simulate.steps import GroupStep
 
 MOST_BYTES = 1 << 20
-"""Of the file; thousands of measurements."""
+"""Most bytes of the file: thousands of measurements."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +92,22 @@ def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
     """Read a file of measurements.
 
     Raises:
-        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values; with its
-            number.
+        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values; with the
+            number of its line.
         CountsError, PlanError: when counts or plans are damaged, or do not fit each other.
     """
     measured = []
-    for number, values in enumerate(_values(path), start=1):
+    # at line feeds alone: JSON text may hold other separators
+    lines = read_text(path, ConfigError, most_bytes=MOST_BYTES).split("\n")
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
         try:
-            line = _Line.model_validate(values)
+            line = _Line.model_validate(parse_json(text, ConfigError, name=f"{path}, line {number}"))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
             raise ConfigError(
-                f"{path}: measurement {number} is not valid: {problems}. Expected counts, plan (or null), stage "
+                f"{path}: line {number} is not valid: {problems}. Expected counts, plan (or null), stage "
                 '("recompute" or "update") and seconds'
             ) from error
         counts = load_counts(path.parent / line.counts)
@@ -112,18 +116,5 @@ def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
         try:
             measured.append(Measurement.of(name, counts, plan, topology, line.stage, line.seconds))
         except InputError as error:
-            raise type(error)(f"{path}: measurement {number}: {error}") from error
+            raise type(error)(f"{path}: line {number}: {error}") from error
     return measured
-
-
-def _values(path: Path) -> list[Any]:
-    text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
-    try:
-        if text.lstrip().startswith("["):
-            values: list[Any] = parse_json(text, ConfigError, name=str(path))
-            return values
-        # at line feeds alone: JSON text may hold other separators
-        lines = enumerate(text.split("\n"), start=1)
-        return [parse_json(line, ConfigError, name=f"{path}, line {n}") for n, line in lines if line.strip()]
-    except ConfigError as error:
-        raise ConfigError(f"{error}; expected JSON Lines or a JSON array") from error

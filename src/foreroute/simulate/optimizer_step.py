@@ -16,7 +16,7 @@ from foreroute.plan.topology import Topology
 from foreroute.simulate.config import ClusterConfig
 
 STATE_BYTES = 12
-"""Of one parameter beside its weight: float32 master copy and both moments of Adam. They move with a home."""
+"""Bytes of one parameter beside its weight: float32 master copy and both moments of Adam. They move with a home."""
 OPTIMIZER_BYTES = 4 + 12 + 12 + 2
 """Bytes of memory traffic per parameter in an Adam step: gradient and state read, state and weight written."""
 

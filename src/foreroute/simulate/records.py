@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 STAGES = ("planning", "home moves", "publishing", "recompute", "update", "reduction", "optimizer")
-"""Of a step, one after the other."""
+"""Stages of a step, one after the other."""
 
 
 class StageSeconds(NamedTuple):
@@ -74,7 +74,7 @@ class MethodRecord:
 
     @property
     def exposed_share(self) -> float:
-        """Of recompute and update, waiting for weights and gradients that move."""
+        """Share of recompute and update that waits for weights and gradients that move."""
         exposed = self.recompute_parts["exposed transfers"] + self.update_parts["exposed transfers"]
         return exposed / self.training_s
 

@@ -101,7 +101,7 @@ class Size:
 
     @property
     def cells(self) -> int:
-        """Of a group."""
+        """Cells of a group."""
         return self.micro_steps * self.layers
 
     @property
@@ -114,13 +114,13 @@ class Size:
 
     @property
     def work(self) -> int:
-        """Of one method."""
+        """Entries of assignments that one method plans and prices."""
         of_cells = self.cells * (max(self._entries, CELL_WORK) + self.stages * CELL_WORK // 10)
         return self.groups * (of_cells + self.micro_steps * self.model_layers * self.ranks)
 
     @property
     def _entries(self) -> int:
-        """Of a cell's assignments: tokens by host and source, every slot filled."""
+        """Entries of a cell's assignments: tokens by host and source, every slot filled."""
         return self.ranks * (self.experts + self.slots * self.ranks)
 
     def require(self, source: str) -> None:

@@ -29,7 +29,7 @@ LENGTH_SIGMA = 0.7
 SHORTEST = 32
 """Tokens; shorter draws are taken for this."""
 MOST_ASSIGNMENTS = 2**31 - 1
-"""Of a cell, as `plan.counts` has them."""
+"""Most assignments of a cell, as `plan.counts` has them."""
 DRIFT = 0.03
 """Standard deviation of the change of a log share from one step to the next. Chosen by hand."""
 

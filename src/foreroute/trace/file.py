@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,11 +108,11 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     chunks = cut_chunks(trace)
     frames, ends, sizes = bytearray(), [0], []
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
-    columns = np.empty((spec.num_layers * spec.top_k, int(chunks.max(initial=0))), spec.id_dtype)
     for start, stop in pairwise(as_offsets(chunks).tolist()):
-        in_streams = [stream.contents(start, stop) for stream in streams.values()]
-        in_routes = _route_contents(trace, start, stop, as_sets, columns[:, : stop - start])
-        for content in chain([_row_content(trace, start, stop)], in_routes, *in_streams):
+        contents = [_row_content(trace, start, stop), *_route_contents(trace, start, stop, as_sets)]
+        for stream in streams.values():
+            contents += stream.contents(start, stop)
+        for content in contents:
             sizes.append(content.nbytes)
             frames += compress(content.data)
             ends.append(len(frames))
@@ -131,7 +131,7 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     if (header := sum(len(json.dumps(text)) for text in metadata.values())) > most:
         raise TraceContentError(f"the header would take {header} bytes, expected {most} at most; shorten the facts")
     return metadata, {
-        "lengths": trace.lengths,
+        "lengths": np.diff(trace.offsets),
         "chunk_rows": chunks,
         "frame_bytes": np.diff(ends).reshape(shape),
         "content_bytes": np.array(sizes, np.int64).reshape(shape),
@@ -151,7 +151,7 @@ def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
     as_versions(trace.weight_versions_N, name="weight_versions_N")
     if (trace.weight_versions_N[~trace.valid_N] != NO_VERSION).any():
         raise TraceContentError("a row without routes states a weight version; expected NO_VERSION")
-    expected = (trace.num_rows, spec.num_layers, spec.top_k)
+    expected = (len(trace.valid_N), spec.num_layers, spec.top_k)
     if trace.expert_ids_NLK.shape != expected or trace.expert_ids_NLK.dtype != spec.id_dtype:
         found = f"{trace.expert_ids_NLK.dtype} of shape {trace.expert_ids_NLK.shape}"
         raise TraceContentError(f"the routes are {found}; expected {spec.id_dtype} of shape {expected}")
@@ -168,10 +168,10 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
     begins as the one before, by a quarter of the shorter: only within a frame does zstd find a prompt again. A
     sequence that is longer still is cut into about even chunks.
     """
-    arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]
-    row_bytes = max(1, sum(array.nbytes for array in arrays) // max(1, trace.num_rows))
-    most = min(MOST_CHUNK_ROWS, max(1, CHUNK_MEMORY // row_bytes))
     offsets, tokens = trace.offsets.tolist(), trace.token_ids_N
+    arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]
+    row_bytes = max(1, sum(array.nbytes for array in arrays) // max(1, len(tokens)))
+    most = min(MOST_CHUNK_ROWS, max(1, CHUNK_MEMORY // row_bytes))
     cuts = [0]
     for before, start, stop in zip([0, *offsets], offsets, offsets[1:], strict=False):
         if start > cuts[-1] and stop - cuts[-1] > min(CHUNK_ROWS, most):
@@ -185,33 +185,28 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
 
 
 def _row_content(trace: RoutingTrace, start: int, stop: int) -> NDArray[np.uint8]:
-    columns = (trace.token_ids_N, trace.weight_versions_N, trace.valid_N.view(np.uint8))
-    return np.concatenate([to_bytes(column[start:stop]).reshape(-1) for column in columns])
+    numbers = np.stack([trace.token_ids_N[start:stop], trace.weight_versions_N[start:stop]])
+    return np.append(to_bytes(numbers), trace.valid_N[start:stop].view(np.uint8))
 
 
-def _route_contents(
-    trace: RoutingTrace, start: int, stop: int, as_sets: bool, columns: NDArray[Any]
-) -> Iterator[NDArray[np.uint8]]:
-    """Make what the frames of the routes of a chunk hold, layer by layer. `columns` [L · K, R] is scratch."""
-    spec, rows = trace.spec, stop - start
-    absent = np.flatnonzero(~trace.valid_N[start:stop])
-    transposed(trace.expert_ids_NLK[start:stop].reshape(rows, -1), out=columns)
+def _route_contents(trace: RoutingTrace, start: int, stop: int, as_sets: bool) -> NDArray[np.uint8]:
+    """Return what the frames of the routes of a chunk hold: uint8 [L, planes of K numbers, R]."""
+    spec, rows, absent = trace.spec, stop - start, np.flatnonzero(~trace.valid_N[start:stop])
+    columns = transposed(trace.expert_ids_NLK[start:stop].reshape(rows, -1))
     columns[:, absent] = 0
-    gaps_KR = np.empty((spec.top_k, rows), spec.id_dtype)
-    for columns_KR in np.split(columns, spec.num_layers):
-        if not as_sets:
-            yield to_bytes(columns_KR)
-            continue
-        ids = sorted_columns(columns_KR)
-        gaps_KR[0] = ids[0]
+    columns_LKR = columns.reshape(spec.num_layers, spec.top_k, rows)
+    if as_sets:
+        ids = sorted_columns(columns_LKR.swapaxes(0, 1))
+        columns_LKR = np.empty_like(columns_LKR)  # the gaps; what was there is scratch of the sorting
+        columns_LKR[:, 0] = ids[0]
         for k in range(1, spec.top_k):
-            np.subtract(ids[k], ids[k - 1], out=gaps_KR[k])
-        gaps_KR[:, absent] = 1
-        if not gaps_KR[1:].all() or ids[-1].max() >= spec.num_experts:
+            np.subtract(ids[k], ids[k - 1], out=columns_LKR[:, k])
+        columns_LKR[:, :, absent] = 1
+        if not columns_LKR[:, 1:].all() or ids[-1].max() >= spec.num_experts:
             check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
-        gaps_KR[1:] -= 1
-        gaps_KR[0, absent] = 0
-        yield to_bytes(gaps_KR)
+        columns_LKR[:, 1:] -= 1
+        columns_LKR[:, 0, absent] = 0
+    return to_bytes(columns_LKR)
 
 
 @dataclass(frozen=True)
@@ -304,15 +299,19 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     Raises:
         TraceContentError: when it cannot be right.
     """
-    spec = _spec_from(metadata)
-    streams = _streams_from(metadata["streams"], spec)
+    table = parse_json(metadata["layers"], TraceContentError, name="its layer table")
+    entries = parse_json(metadata["streams"], TraceContentError, name="its list of streams")
     provenance = parse_json(metadata["provenance"], TraceContentError, name="its provenance")
     if not isinstance(provenance, dict) or not all(map(is_text, [*provenance, *provenance.values()])):
         raise TraceContentError(f"provenance is {provenance!r:.80}; expected a table of texts")
     if metadata["encoding"] not in ENCODINGS:
         raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
-    rows, frame_bytes, content_bytes = (tables[name] for name in ("chunk_rows", "frame_bytes", "content_bytes"))
+    spec = _spec_from(table, metadata["model"])
+    streams = _streams_from(entries, spec)
+    rows, frame_bytes, content_bytes = tables["chunk_rows"], tables["frame_bytes"], tables["content_bytes"]
+    # no length is below 0, and no sum of them wraps
     offsets, chunk_starts = as_offsets(tables["lengths"]), as_offsets(rows)
+    frame_ends, content_ends = as_offsets(frame_bytes.reshape(-1)), as_offsets(content_bytes.reshape(-1))
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
         raise TraceContentError(
             f"chunks have {chunk_starts[-1]} rows, and sequences {offsets[-1]}; expected as many, in chunks of 1 to "
@@ -321,14 +320,13 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     shape = (len(rows), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     if frame_bytes.shape != shape:
         raise TraceContentError(f"the tables of frames have the shape {frame_bytes.shape}; expected {shape}")
-    frame_ends = as_offsets(frame_bytes.reshape(-1))
     if frame_ends[-1] != stored_bytes:
         raise TraceContentError(f"frames have {frame_ends[-1]} bytes by their table, and {stored_bytes} are there")
     # what is known of the sizes is compared before anything is read or memory is taken for it
     known = np.array([ROW_BYTES, *[spec.top_k * spec.id_dtype.itemsize] * spec.num_layers])
     if (content_bytes[:, : len(known)] != rows[:, None] * known).any():
         raise TraceContentError("a frame of tokens or routes has another size than its rows take")
-    check_memory(int(as_offsets(content_bytes.reshape(-1))[-1]), stored_bytes)
+    check_memory(int(content_ends[-1]), stored_bytes)
     return TraceHeader(
         spec=spec,
         as_sets=metadata["encoding"] == "sets",
@@ -342,8 +340,7 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     )
 
 
-def _spec_from(metadata: Mapping[str, str]) -> RoutingSpec:
-    table = parse_json(metadata["layers"], TraceContentError, name="its layer table")
+def _spec_from(table: Any, model: str) -> RoutingSpec:
     if not isinstance(table, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in table):
         raise TraceContentError(f"the layer table is {table!r:.80}; expected a list of [number, kind, experts, picks]")
     layers = layers_from([entry[:2] for entry in table])
@@ -351,14 +348,13 @@ def _spec_from(metadata: Mapping[str, str]) -> RoutingSpec:
     if any(size != sizes[0] for size in sizes):
         raise TraceContentError("its layers have different numbers of experts or picks, which no trace can hold yet")
     num_experts, top_k = sizes[0] if sizes else (1, 1)  # without a layer, there is no model to refuse
-    return RoutingSpec(num_experts, top_k, layers, metadata["model"])
+    return RoutingSpec(num_experts, top_k, layers, model)
 
 
-def _streams_from(text: str, spec: RoutingSpec) -> dict[str, Stream]:
-    """Return the streams that `foreroute.streams` names, without rows."""
-    entries = parse_json(text, TraceContentError, name="its list of streams")
+def _streams_from(entries: Any, spec: RoutingSpec) -> dict[str, Stream]:
+    """Return the streams that a file names, without rows."""
     if not isinstance(entries, list) or len(entries) > MOST_STREAMS:
-        raise TraceContentError(f"the list of streams is {text!r:.80}; expected a list of {MOST_STREAMS} at most")
+        raise TraceContentError(f"the list of streams is {entries!r:.80}; expected a list of {MOST_STREAMS} at most")
     streams: dict[str, Stream] = {}
     for entry in entries:
         facts = dict(entry) if isinstance(entry, dict) else {}
@@ -418,11 +414,15 @@ def _read_chunks(
     needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
     empty = {name: header.streams[name].select_layers(positions) for name in wanted}
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
+    size = spec.top_k * spec.id_dtype.itemsize
+    # one buffer for all chunks: fresh memory for each would cost about as much as decoding into it
+    routes = np.empty((spec.num_layers, size * int(np.diff(edges).max(initial=0))), np.uint8)
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
         content_of = _read_frames(file, header, chunk, needed)
         tokens[a:b], versions[a:b], valid[a:b] = _rows_from(content_of(0), b - a)
-        routes = map(content_of, (1 + positions).tolist())
-        _put_routes(routes, spec, header.as_sets, valid[a:b], ids_NLK[a:b])
+        for layer, frame in enumerate((1 + positions).tolist()):
+            routes[layer, : size * (b - a)] = np.frombuffer(content_of(frame), np.uint8)
+        _put_routes(routes[:, : size * (b - a)], spec, header.as_sets, valid[a:b], ids_NLK[a:b])
         for name in wanted:
             parts[name].append(empty[name].from_contents(map(content_of, frames[name].tolist()), valid[a:b]))
     return RoutingTrace(
@@ -469,8 +469,8 @@ def _read_frames(
 
 def _rows_from(content: bytes, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
     """Return tokens, weight versions and validity of a chunk, checked."""
-    tokens, versions = (from_bytes(content[at : at + 4 * rows], np.int32, 1, rows)[0] for at in (0, 4 * rows))
-    valid = np.frombuffer(content, np.uint8, offset=8 * rows)
+    held = np.frombuffer(content, np.uint8)
+    (tokens, versions), valid = from_bytes(held[: 8 * rows], np.int32, 2, rows), held[8 * rows :]
     if tokens.min() < 0:
         raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
     if valid.max() > 1:
@@ -481,19 +481,18 @@ def _rows_from(content: bytes, rows: int) -> tuple[NDArray[np.int32], NDArray[np
 
 
 def _put_routes(
-    contents: Iterable[bytes], spec: RoutingSpec, as_sets: bool, valid_R: NDArray[np.bool_], out_RLK: NDArray[Any]
+    contents: NDArray[np.uint8], spec: RoutingSpec, as_sets: bool, valid_R: NDArray[np.bool_], out_RLK: NDArray[Any]
 ) -> None:
-    """Put the routes of a chunk, one content for each layer, into their places."""
+    """Put the routes of a chunk, uint8 [L, bytes], into their places."""
     from foreroute.trace.kernels import put_sets  # numba is slow to load
 
     rows, _, top_k = out_RLK.shape
-    for layer, content in enumerate(contents):
-        stored_KR = from_bytes(content, spec.id_dtype, top_k, rows)
-        if not as_sets:
-            out_RLK[:, layer] = stored_KR.T
-        elif not put_sets(stored_KR, valid_R, spec.num_experts, layer, out_RLK):
+    stored_LKR = from_bytes(contents, spec.id_dtype, top_k, rows)
+    if as_sets:
+        if not put_sets(stored_LKR, valid_R, spec.num_experts, out_RLK):
             raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
-    if not as_sets:
-        if out_RLK[~valid_R].any():
-            raise TraceContentError("a row without a route has ids; expected zeros")
-        check_rows(out_RLK, valid_R, np.array([0, rows]), spec)
+        return
+    out_RLK[:] = stored_LKR.transpose(2, 0, 1)
+    if out_RLK[~valid_R].any():
+        raise TraceContentError("a row without a route has ids; expected zeros")
+    check_rows(out_RLK, valid_R, np.array([0, rows]), spec)

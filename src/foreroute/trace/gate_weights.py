@@ -131,7 +131,7 @@ class GateWeights(Stream):
         for layer, content in enumerate(contents):
             if len(content) != 4 * rows * top_k:
                 raise TraceContentError(f"gate weights of {rows} rows have {len(content)} bytes; expected 4 per pick")
-            values_RLK[:, layer] = from_bytes(content, np.float32, top_k, rows).T
+            values_RLK[:, layer] = from_bytes(np.frombuffer(content, np.uint8), np.float32, top_k, rows).T
         weights = GateWeights(valid_R, values_RLK)
         weights.check_finite()
         return weights

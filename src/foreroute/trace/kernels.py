@@ -45,33 +45,34 @@ def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_e
 
 
 @kernel
-def put_sets(gaps_KR: Any, valid_R: Any, num_experts: Any, layer: Any, out_RLK: Any) -> Any:
-    """Put sets into the rows of a layer, ids ascending: the first gap is the first id, id k is id k - 1 + 1 + gap k.
+def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLK: Any) -> Any:
+    """Put sets into their rows, ids ascending: the first gap is the first id, id k is id k - 1 + 1 + gap k.
 
     Rows without a route get zeros. Returns whether their gaps are zeros too, and all ids are below E.
 
     Args:
-        gaps_KR: uint8 or uint16 [K, R].
+        gaps_LKR: uint8 or uint16 [L, K, R].
         valid_R: bool [R], the routed rows.
         num_experts: E.
-        layer: of `out_RLK`.
         out_RLK: uint8 or uint16 [R, L, K], written.
     """
-    top_k, rows = gaps_KR.shape
+    num_layers, top_k, rows = gaps_LKR.shape
     bad = False
-    for row in range(rows):
-        expert = uint64(0)
-        if valid_R[row]:
-            for k in range(top_k):
-                expert += uint64(gaps_KR[k, row])
-                out_RLK[row, layer, k] = expert
-                expert += uint64(1)
-            bad |= expert > uint64(num_experts)
-        else:
-            for k in range(top_k):
-                expert |= uint64(gaps_KR[k, row])
-                out_RLK[row, layer, k] = 0
-            bad |= expert != uint64(0)
+    for layer in range(num_layers):
+        gaps_KR = gaps_LKR[layer]
+        for row in range(rows):
+            expert = uint64(0)
+            if valid_R[row]:
+                for k in range(top_k):
+                    expert += uint64(gaps_KR[k, row])
+                    out_RLK[row, layer, k] = expert
+                    expert += uint64(1)
+                bad |= expert > uint64(num_experts)
+            else:
+                for k in range(top_k):
+                    expert |= uint64(gaps_KR[k, row])
+                    out_RLK[row, layer, k] = 0
+                bad |= expert != uint64(0)
     return not bad
 
 

@@ -35,23 +35,24 @@ def to_bytes(columns: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(split.swapaxes(-1, -2))
 
 
-def from_bytes(content: bytes | memoryview, dtype: Any, columns: int, rows: int) -> NDArray[Any]:
-    """Return the numbers [columns, rows] that `to_bytes` made planes of; `content` has the bytes of exactly so many."""
+def from_bytes(planes: NDArray[np.uint8], dtype: Any, columns: int, rows: int) -> NDArray[Any]:
+    """Return the numbers [..., columns, rows] that `to_bytes` made planes of, of uint8 [..., bytes of them all]."""
     stored = np.dtype(dtype).newbyteorder("<")
-    planes = np.frombuffer(content, np.uint8).reshape(columns, stored.itemsize, rows)
-    numbers: NDArray[Any] = np.ascontiguousarray(planes.swapaxes(1, 2)).view(stored)
-    return numbers.reshape(columns, rows).astype(dtype, copy=False)
+    shape = (*planes.shape[:-1], columns)
+    split = planes.reshape((*shape, stored.itemsize, rows))
+    numbers: NDArray[Any] = np.ascontiguousarray(split.swapaxes(-1, -2)).view(stored)
+    return numbers.reshape((*shape, rows)).astype(dtype, copy=False)
 
 
-def sorted_columns(columns_KR: NDArray[Any]) -> list[NDArray[Any]]:
-    """Sort the K numbers of each of R rows, and return the columns [R] of the smallest to the largest.
+def sorted_columns(columns_KX: NDArray[Any]) -> list[NDArray[Any]]:
+    """Sort along the first axis, and return the K columns of the smallest to the largest numbers.
 
     A sorting network is a fixed list of exchanges, so that each is done for all rows at once: for K = 8 twenty times as
     fast as sorting row by row. The columns that are given are scratch.
     """
-    if len(columns_KR) > MOST_NETWORK:
-        return list(np.sort(columns_KR, axis=0))
-    columns, spare = list(columns_KR), np.empty_like(columns_KR[0])
+    if len(columns_KX) > MOST_NETWORK:
+        return list(np.sort(columns_KX, axis=0))
+    columns, spare = list(columns_KX), np.empty_like(columns_KX[0])
     for i, j in _exchanges(len(columns)):
         low = np.minimum(columns[i], columns[j], out=spare)
         np.maximum(columns[i], columns[j], out=columns[j])

@@ -352,14 +352,14 @@ class DecisionStream(Stream):
         """Return the rows of a chunk from what `contents` returned."""
         rows, sizes_DR, sets_of = len(valid_R), [], []
         for content in contents:
-            num_ids = len(content) // 4 - rows
+            held, num_ids = np.frombuffer(content, np.uint8), len(content) // 4 - rows
             if num_ids < 0 or len(content) % 4:
                 raise TraceContentError(f"sets of {rows} rows have {len(content)} bytes; expected 4 per row and id")
-            sizes_R = from_bytes(content[: 4 * rows], np.uint32, 1, rows)[0].astype(np.int64)
+            sizes_R = from_bytes(held[: 4 * rows], np.uint32, 1, rows)[0].astype(np.int64)
             counts_R = np.maximum(sizes_R - 1, 0)
             if int(counts_R.sum()) != num_ids:
                 raise TraceContentError(f"sets of {int(counts_R.sum())} ids by their sizes have {num_ids}")
-            gaps = from_bytes(content[4 * rows :], np.uint32, 1, num_ids)[0].astype(np.int64)
+            gaps = from_bytes(held[4 * rows :], np.uint32, 1, num_ids)[0].astype(np.int64)
             if (gaps > MOST_CHOICES).any():
                 raise TraceContentError(f"a gap between ids is {gaps.max()}; expected {MOST_CHOICES} at most")
             # the sum of all gaps so far, less that before the set: 2^31 gaps below 2^31 do not wrap

@@ -39,7 +39,7 @@ CHECKPOINT_FILE = FileFormat(
     most_header_bytes=MOST_HEADER_BYTES,
 )
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
-"""Of a checkpoint in a run's folder, with its step."""
+"""The name of a checkpoint in a run's folder, with its step."""
 DEEPEST = 64
 """States nest far less; what nests deeper would end in the interpreter's stack."""
 WITHOUT_NUMPY = {"bfloat16": (torch.bfloat16, torch.int16)}

@@ -139,9 +139,6 @@ def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchR
         "differing_share": routes.differing_share,
         "differing_tokens_share": routes.differing_tokens_share,
         "differing_share_by_layer": routes.differing_share_L.tolist(),
-        "overlap_by_layer": routes.overlap_L.tolist(),
-        "differing_layers_histogram": routes.by_differing_layers.tolist(),
-        "first_differing_layer": routes.first_differing_L.tolist(),
     }
 
 

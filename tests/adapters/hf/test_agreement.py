@@ -78,7 +78,6 @@ def test_telemetry_is_what_a_recount_finds(family, missing):
         margins = ordered[:, top_k - 1] - ordered[:, top_k]
         assert np.abs(seen.margins_LB[layer] - margin_histogram(margins[:, None])[0]).sum() <= 2
         assert seen.margins_LB[layer].sum() == trace.valid_N.sum()
-        assert seen.margins_differing_LB[layer].sum() == differs[layer].sum()
         mass = np.exp(scores) if family == "gpt_oss" else scores
         replaced = 0.0
         for row in range(len(own)):
@@ -100,7 +99,6 @@ def test_replaying_its_own_routes_a_model_agrees_with_all_of_them(family):
     assert seen.routing.overlap_L.tolist() == [1.0] * routed.spec.num_layers
     assert seen.routing.differing_tokens_share == 0
     assert not seen.replaced_mass_L.any()
-    assert not seen.margins_differing_LB.any()
 
 
 def test_the_first_layer_agrees_with_two_traces_compared_on_the_host():
@@ -134,7 +132,6 @@ def test_micro_batches_add_up_to_the_batch_and_recomputation_counts_once(checkpo
     assert joined.routing.rows == whole.routing.rows
     assert np.array_equal(joined.routing.shared_L, whole.routing.shared_L)
     assert np.array_equal(joined.routing.first_differing_L, whole.routing.first_differing_L)
-    assert np.array_equal(joined.margins_differing_LB, whole.margins_differing_LB)
     assert joined.replaced_mass_L == pytest.approx(whole.replaced_mass_L, rel=1e-5)
     assert np.array_equal(sum(part.expert_counts_LE() for part in parts), counts)
 

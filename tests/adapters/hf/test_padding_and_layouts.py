@@ -64,7 +64,7 @@ def test_spread_padding_is_neither_counted_nor_given_weights():
     with routed.record(gate_weights=True) as recording, torch.no_grad():
         expected = loss_of(model, batch)
     with routed.replay(recording.trace(), padding="spread", gate_weights=True), torch.no_grad():
-        assert torch.equal(loss_of(model, batch), expected)
+        require_rounded(loss_of(model, batch), expected)
 
 
 def test_checkpointed_layers_spread_padding_alike(checkpointing):
