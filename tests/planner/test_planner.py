@@ -111,7 +111,7 @@ def test_bad_input_is_refused():
     counts = _counts(5, (2, 1, 4, 16))
     with pytest.raises(CountsError, match="source ranks"):
         plan(counts[:, :, :2], topology)
-    with pytest.raises(CountsError, match="negative entry, -1"):
+    with pytest.raises(CountsError, match="the entry -1 in micro-step 0"):
         plan(-np.ones_like(counts), topology)
     with pytest.raises(CountsError, match="integers"):
         plan(counts / 2, topology)

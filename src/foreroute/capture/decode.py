@@ -311,8 +311,7 @@ def _known_engine(name: object, version: object, form: Form) -> str:
             f"engine is {name!r}, but the output has the form {form}; leave engine out, or pass the output of {name}"
         )
     # vLLM's ids are logical in every version, and builds of it may state one without a number
-    digits = isinstance(version, str) and (engine == "vllm" or re.search(r"\d", version))
-    if version != "" and not (engine and digits):
+    if not isinstance(version, str) or (version and engine != "vllm" and not (engine and re.search(r"\d", version))):
         raise CaptureError(
             f"engine_version is {shown(version)} of engine {engine or '?'}; expected text such as '0.5.23', and "
             "engine= where the output does not say which"

@@ -67,12 +67,10 @@ def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers:
             yield counts, np.concatenate([row[row >= 0] for row in rows])
 
     # streams are made of the rows that chose, and then moved to those of the trace, where each last token has none
-    place_N = np.full(trace.num_rows, -1)
-    chose_N = np.concatenate([np.arange(a, a + len(each)) for a, each in zip(trace.offsets, chosen, strict=False)])
-    place_N[chose_N] = np.arange(len(chose_N))
+    position_N, is_chosen_N = trace.positions_N, trace.positions_N < np.repeat(trace.lengths - 1, trace.lengths)
+    place_N = np.where(is_chosen_N, np.cumsum(is_chosen_N) - 1, -1)
     try:
-        position_N = np.concatenate([np.arange(len(each)) for each in chosen])
-        stream: DecisionStream = indexers.stream(position_N, by_layer()).take(place_N)
+        stream: DecisionStream = indexers.stream(position_N[is_chosen_N], by_layer()).take(place_N)
         indexers.check(stream, trace.offsets)
     except TraceContentError as error:
         raise CaptureError(f"these are no choices of the sequences ({error}); {UNFUSED}") from error
@@ -81,11 +79,8 @@ def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers:
 
 def _of_layers(returned: Any, sequence: int, length: int, indexers: IndexerSpec) -> NDArray[np.int32]:
     """Return the choices of one sequence in the layers with an indexer, int32 [T - 1, D, k]."""
-    rows, numbers, what = (
-        max(0, length - 1),
-        [layer.index for layer in indexers.layers],
-        f"choices of sequence {sequence}",
-    )
+    rows, what = max(0, length - 1), f"choices of sequence {sequence}"
+    numbers = [layer.index for layer in indexers.layers]
     if isinstance(returned, str):
         flat = read_raw(returned, f"the {what}")
         if flat.size % max(rows * indexers.top_k, 1) or bool(flat.size) != bool(rows):

@@ -111,9 +111,8 @@ class TensorFile:
         row_bytes = prod(rest) * tensor.dtype.itemsize
         content = self._bytes(tensor.start + start * row_bytes, (stop - start) * row_bytes)
         values = np.frombuffer(content if isinstance(content, bytearray) else bytearray(content), tensor.dtype)
-        if (
-            tensor.dtype == np.bool_ and (values.view(np.uint8) > 1).any()
-        ):  # numpy would take them for true and not equal
+        # numpy takes such bytes for true, and yet for unequal
+        if tensor.dtype == np.bool_ and (values.view(np.uint8) > 1).any():
             raise self._wrong(f"tensor {name} holds truth values that are neither 0 nor 1")
         return values.reshape((stop - start, *rest) if tensor.shape else ())
 

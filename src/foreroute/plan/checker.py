@@ -198,7 +198,7 @@ def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
 
 def _check_loads(m: int, stated_L: Ints, bound_L: NDArray[np.float64], loads_LG: Ints) -> None:
     most_L, mean_L = loads_LG.max(axis=1), loads_LG.mean(axis=1)
-    for layer in np.flatnonzero((stated_L != most_L) | (bound_L < mean_L * (1 - 1e-12))):
+    for layer in np.flatnonzero((stated_L != most_L) | (bound_L < mean_L * (1 - 1e-12))).tolist():
         raise PlanError(
             f"{_cell_name(m, layer)}: ranks serve {most_L[layer]} assignments at most and {mean_L[layer]} on average; "
             f"the plan states {stated_L[layer]} at most, and the bound {bound_L[layer]}, which is never below the mean"

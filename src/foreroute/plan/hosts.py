@@ -9,7 +9,7 @@ C = M * L cells, G ranks, E logical experts, R replicas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,10 +109,12 @@ class Hosts(NamedTuple):
         """One cell, as views."""
         c = micro_step * len(self.home_LE) + layer
         replicas = slice(int(self.offsets[c]), int(self.offsets[c + 1]))
-        return CellPlan(self.home_LE[layer], *(array[replicas] for array in self[2:]))
+        rows: tuple[Any, ...] = self[2:]
+        return CellPlan(self.home_LE[layer], *(array[replicas] for array in rows))
 
     def part(self, begin: int, end: int) -> Hosts:
         """The micro-steps `begin` to `end` - 1, as views."""
         offsets = self.offsets[begin * len(self.home_LE) : end * len(self.home_LE) + 1]
         replicas = slice(int(offsets[0]), int(offsets[-1]))
-        return Hosts(self.home_LE, offsets - offsets[0], *(array[replicas] for array in self[2:]))
+        rows: tuple[Any, ...] = self[2:]
+        return Hosts(self.home_LE, offsets - offsets[0], *(array[replicas] for array in rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, Real):
+            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
                 raise TopologyError(f"{name} is {shown(value)}; expected a number")
             if name.endswith("_latency_s") and not 0 < value <= MOST_LATENCY_S:
                 raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, and {MOST_LATENCY_S:g} at most")
