@@ -335,6 +335,6 @@ def test_what_a_reader_refuses_is_not_written(tmp_path, column, at, value, messa
     with pytest.raises(TraceContentError, match=message):
         fr.save(trace, tmp_path / "t")
     for facts in ({"engine": 3}, {"engine": "\udcff"}):
-        with pytest.raises(TraceContentError, match="provenance has 'engine'"):
+        with pytest.raises(TraceContentError, match=r"the provenance \{'engine'"):
             fr.save(random_trace(0).with_provenance(**facts), tmp_path / "t")
     assert not list(tmp_path.iterdir())

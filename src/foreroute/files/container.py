@@ -85,7 +85,9 @@ class TensorFile:
         try:
             size = self._source.size
             self._head = self._source.read(0, min(size, HEAD_BYTES))
-            length = int.from_bytes(self._head[:8], "little") if len(self._head) >= 8 else size
+            if len(self._head) != min(size, HEAD_BYTES):
+                raise kind(f"{self.name} gave {len(self._head)} bytes; expected {min(size, HEAD_BYTES)} from byte 0 on")
+            length = int.from_bytes(self._head[:8], "little") if size >= 8 else size
             if length > size - 8:
                 raise self._wrong(f"its header would take {length} of its {size} bytes")
             if length > most_header_bytes:
