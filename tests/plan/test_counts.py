@@ -1,5 +1,6 @@
 """Counts from traces against a loop, and refusal of counts that cannot be planned."""
 
+import hashlib
 import tracemalloc
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
 from foreroute.layout import Packing
-from foreroute.plan.counts import check_counts, packed_counts
+from foreroute.plan.counts import check_counts, counts_digest, packed_counts
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace.operations import add_assignments
 from tests.traces import mixed_trace, random_trace
@@ -176,3 +177,13 @@ def test_counts_of_other_ranks_are_refused():
 def test_counts_of_the_generator_are_those_of_tokens():
     counts = WORKLOADS["H8"].draw(seed=0).counts()
     assert check_counts(counts, num_ranks=8, top_k=8) is counts
+
+
+@pytest.mark.parametrize(("largest", "stored"), [(0, "<u1"), (255, "<u1"), (256, "<u2"), (70_000, "<u4")])
+def test_the_digest_of_counts_is_that_of_the_page(largest, stored):
+    counts_MLGE = np.zeros((2, 1, 3, 4), np.int64)
+    counts_MLGE[1, 0, 2, 3] = largest
+    content = f"2x1x3x4:{np.dtype(stored).itemsize}".encode() + counts_MLGE.astype(stored).tobytes()
+    expected = hashlib.blake2b(content, digest_size=16).hexdigest()
+    assert counts_digest(counts_MLGE) == expected
+    assert counts_digest(np.asfortranarray(counts_MLGE.astype(np.uint32))) == expected
