@@ -50,7 +50,7 @@ def of_function(function):
     ("verb", "python", "shared"),
     [
         ("plan", of_dataclass(PlanOptions), 9),
-        ("plan", of_dataclass(PlanInputs), 6),
+        ("plan", of_dataclass(PlanInputs), 4),
         ("convert", of_function(decode), 4),
         ("doctor", of_function(examine), 2),
         ("train", of_function(train), 1),

@@ -119,7 +119,7 @@ def test_a_toml_of_the_trainer_with_and_without_checkpoint(tmp_path, capsys):
         doctor_inputs.read_trainer(replace(inputs, model=tmp_path / "other.toml"), None)
     sealed = (tmp_path / "step").read_bytes()
     (tmp_path / "step").write_bytes(sealed[:-6] + bytes([sealed[-6] ^ 1]) + sealed[-5:])  # a weight of the model
-    with pytest.raises(RunFolderError, match=r"step cannot be read .it is damaged"):
+    with pytest.raises(RunFolderError, match=r"step is damaged: its checksum"):
         doctor_inputs.read_trainer(inputs, None)
 
 
@@ -337,7 +337,7 @@ def no_tokens(files):
 
 
 def not_a_generation(files):
-    return ["--model", files / "model", "--generation", files / "bf16.trace.safetensors"], "is not a generation"
+    return ["--model", files / "model", "--generation", files / "bf16.trace.safetensors"], "is no generation file"
 
 
 @pytest.mark.parametrize(

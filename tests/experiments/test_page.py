@@ -364,7 +364,7 @@ def test_the_tables_of_planner_and_simulator_are_those_of_the_results():
     places = ("balanced", "sorted_balanced", "workload_balanced")
     left = ("static", "eplb_previous", "eplb_micro_step", "llep", "ours")
     planner = [row(METHODS[name], *((place, "8x1", name, "imbalance") for place in places)) for name in left]
-    assert "\n".join(planner) in (PAGE.parent / "planner.md").read_text()
+    assert "\n".join(planner) in (PAGE.parent / "simulate.md").read_text()
     simulated = [row[:1] + [cell.partition(" ")[0] for cell in row[1:]] for row in simulated_table(arms)]
     rows = [f"| {' | '.join(row)} |" for row in simulated]
     text = (PAGE.parent / "simulate.md").read_text()

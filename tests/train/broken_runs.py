@@ -10,9 +10,10 @@ import numpy as np
 
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
+from foreroute.files import container
 from foreroute.plan import Topology
 from foreroute.planner import PlanInProgress
-from foreroute.train import checkpoint, expert_parallel, loop, stage_planner
+from foreroute.train import expert_parallel, loop, stage_planner
 from tests.ep.transfer.faults import FaultyPeers
 from tests.train.expert_parallel_runs import run
 from tests.train.expert_parallel_steps import Steps, precise_trainer, steps_of
@@ -92,7 +93,14 @@ def _full_memory(rank):
 
 @contextmanager
 def _full_disk(rank):
-    with mock.patch.object(checkpoint, "_write", _raising(OSError(errno.ENOSPC, "No space left on device"))):
+    write = container.write_atomically
+
+    def without_room(target, *rest, **options):
+        if target.parent.name == "checkpoints":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(target, *rest, **options)
+
+    with mock.patch.object(container, "write_atomically", without_room):
         yield
 
 

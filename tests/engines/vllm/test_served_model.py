@@ -71,7 +71,7 @@ def test_an_engine_samples_and_decodes_without_a_model_of_transformers(routed, f
         engine.load_weights(routed.model.state_dict(), version=4)
         asked = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
         wanted = engine.generate(asked, replace(SAMPLING, group_size=2), seeded())
-    assert load(arguments[-1]).equals(wanted.trace)
+    assert load(arguments[-1]).equals(wanted.trace.without_pick_order())
 
 
 def test_a_folder_says_what_the_model_says(routed, folder):

@@ -137,7 +137,7 @@ def test_cuts_go_to_the_path_that_returns_masks(tmp_path):
         assert (asked["temperature"], asked["top_k"]) == (1.0, 1)
         for damage, said in (
             ({"sampling_mask": None}, "lacks or garbles"),
-            ({"sampling_mask": [[3]] * 4}, "4 sampling masks for 5"),
+            ({"sampling_mask": [[3]] * 4}, "4 sampling masks, 13 tokens and 5 of them generated"),
         ):
             choice |= damage
             with pytest.raises((EngineError, CaptureError), match=said):
