@@ -87,7 +87,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         ffn_hidden_size=config["intermediate_size"],
         layernorm_epsilon=config["rms_norm_eps"],
         qk_layernorm=True,
-        num_moe_experts=config["num_experts"],
+        num_moe_experts=config["num_local_experts"],  # the name that transformers writes
         moe_router_topk=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["moe_intermediate_size"],
         moe_layer_freq=[int(layer not in dense) for layer in range(config["num_hidden_layers"])],
