@@ -19,10 +19,10 @@ MOST_NETWORK = 64
 """Numbers of a row up to which a sorting network is used. Its length grows as K log² K; beyond, numpy sorts rows."""
 
 
-def transposed(values_RX: NDArray[Any], *, out: NDArray[Any] | None = None) -> NDArray[Any]:
-    """Return rows as columns [X, R], copied tile by tile; in `out`, where it is given."""
+def transposed(values_RX: NDArray[Any]) -> NDArray[Any]:
+    """Return rows as columns [X, R], copied tile by tile."""
     rows, columns = values_RX.shape
-    target: NDArray[Any] = np.empty((columns, rows), values_RX.dtype) if out is None else out
+    target: NDArray[Any] = np.empty((columns, rows), values_RX.dtype)
     for start in range(0, rows, TILE_ROWS):
         target[:, start : start + TILE_ROWS] = values_RX[start : start + TILE_ROWS].T
     return target
