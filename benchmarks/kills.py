@@ -50,7 +50,7 @@ from foreroute.records import read_runs
 from foreroute.trace import RoutedLayer, RoutingSpec, load, save
 from foreroute.trace.synthetic import synthetic_trace
 from foreroute.train import RunFolder, load_checkpoint, parse_config
-from foreroute.train.checkpoint import NAME
+from foreroute.train.folder import NAME
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PATIENCE_S = 300.0
@@ -312,7 +312,6 @@ class Home:
         """Flip bits in copies of everything."""
         config = parse_config(self.values, source="benchmarks/kills.py")
         run = flips.copied(self.whole, self.path / "flipped")
-        RunFolder(run, config).bind_data(flips.DATA, begun=False)
         others = {name: getattr(self, name) for name in ("trace", "counts", "train", "topology", "simulate")}
         others["plan"] = self.path / "planned" / "plan.safetensors"
         return flips.flipped(flips.kinds_of(run, config, others), number, seed)
@@ -420,8 +419,6 @@ def _read_run(folder: Path) -> None:
     for path in sorted(folder.glob("checkpoints/*")):
         if NAME.fullmatch(path.name):
             load_checkpoint(path)
-    for path in sorted(folder.glob("traces/*")):
-        load(path)
     for path in sorted(folder.glob("rollouts/step-??????.safetensors")):
         load_generation(path)
     for path in sorted(folder.glob("model/*.safetensors")):

@@ -2,7 +2,7 @@
 
 **Against TRL.** Both train copies of one model on the same rollouts, in turn within one process, on one thread. Per
 rollout both compute the old log-probs of all sequences, then take two optimizer steps, each on the same half of the
-sequences, with the same loss (GRPO with the group's mean as baseline), in float32, with the same AdamW and the same
+sequences, with the same loss (GSPO, with the group's mean as baseline), in float32, with the same AdamW and the same
 clipping of gradients. That it is the same work is checked: after all rollouts the weights of both have to agree, or the
 benchmark fails. Both may put as many token slots into a forward. TRL takes a fixed number of sequences and pads each on
 both sides to the longest prompt and response of the whole rollout; the trainer deals sequences of like lengths to a
@@ -28,7 +28,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache, partial
@@ -37,6 +37,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness import training_trl
@@ -50,15 +51,11 @@ from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import RoutingTrace
 from foreroute.train import TrainConfig
-from foreroute.train.loop import Trainer, make_trainer
-from foreroute.train.model import make_policy
-from foreroute.train.objective import group_advantages
-from foreroute.train.passes import PolicyExecution, make_schedule, recompute
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import Experience, SamplingRounds
-from foreroute.train.tasks import Problem, make_task
-from foreroute.train.tasks.chain import ChainTask
-from foreroute.train.update import update
+from foreroute.train.chain import ChainTask, Problem
+from foreroute.train.loop import Trainer, make_schedule, make_trainer
+from foreroute.train.policy import Alone, make_policy
+from foreroute.train.prompts import make_task
+from foreroute.train.record import Experience
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
@@ -162,51 +159,30 @@ class _Ours:
             name="training",
             rl={  # type: ignore[arg-type]  # pydantic makes it a table
                 "routing": routing,
-                "method": "grpo",
-                "advantage": "group_mean",
+                "method": "gspo",
                 "mini_steps": BATCHES.mini_steps,
                 "micro_step_tokens": slots,
                 "learning_rate": LEARNING_RATE,
                 "warmup_steps": 0,
             },
         )
-        self._execution = PolicyExecution(self.routed)
         engine = EmbeddedEngine(model, "float32")  # samples nothing here
         task = make_task(self._config)  # none of its problems are asked for
-        self._optimizer = make_trainer(self._config, task, self.routed, self._execution, engine).optimizer
+        self._trainer = make_trainer(self._config, task, self.routed, engine)
 
     def order(self, experience: Experience, number: int) -> list[int]:
         """The sequences of each mini-batch, one after another."""
-        stages = make_schedule(experience, self._config.rl, Ranks(), seed=(0, number)).update
-        return [int(s) for stage in stages for part in stage.micro_steps for s in part]
+        _, mini_batches = make_schedule(experience, self._config.rl, Alone(), seed=(0, number))
+        return [int(s) for mini_batch in mini_batches for part in mini_batch.micro_steps for s in part]
 
     def train(self, experience: Experience, number: int) -> None:
         """One rollout."""
         begun = time.thread_time()
-        config, replay = self._config.rl, self._config.rl.routing == "R3"
-        schedule = make_schedule(experience, config, Ranks(), seed=(0, number))
-        trace = experience.generation.trace
-        recomputed = recompute(
-            self.routed,
-            self._execution,
-            experience.generation,
-            schedule.recompute,
-            temperature=1.0,
-            replay=replay,
-            weight_version=0,
-        )
-        update(
-            self.routed,
-            self._execution,
-            self._optimizer,
-            experience,
-            schedule.update,
-            recomputed.logprobs_R,
-            trace if replay else None,
-            config,
-            weight_version=0,
-            temperature=1.0,
-        )
+        replay = self._config.rl.routing == "R3"
+        recompute, mini_batches = make_schedule(experience, self._config.rl, Alone(), seed=(0, number))
+        generation = experience.generation
+        old = self._trainer.recompute(generation, recompute, "replayed" if replay else "native")
+        self._trainer.update(experience, mini_batches, old.logprobs_R, generation.trace if replay else None)
         self.seconds.append(time.thread_time() - begun)
 
 
@@ -222,10 +198,9 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
     trace = RoutingTrace.from_sequences(spec, tokens, routes, weight_version=0)
     logprobs = np.zeros(int(response_S.sum()), np.float32)
     rewards = rng.random(BATCHES.sequences)
-    advantages, informative = group_advantages(rewards, BATCHES.group_size, "group_mean")
-    sampled = SamplingRounds(rewards, 1, len(rewards))
-    generation = Generation(trace, prompt_S, logprobs)
-    return Experience(generation, rewards, advantages, informative, responses[1], sampled)
+    groups = rewards.reshape(-1, BATCHES.group_size)
+    advantages = (groups - groups.mean(axis=1, keepdims=True)).reshape(-1)
+    return Experience(Generation(trace, prompt_S, logprobs), rewards, advantages, np.ones(len(rewards), bool))
 
 
 def _r3_cost(pairs: int, counter: Counter | None) -> PairedRatio:
@@ -244,7 +219,7 @@ def _r3_cost(pairs: int, counter: Counter | None) -> PairedRatio:
         task = _Told(config.task)
         policy = make_policy(config, task)
         engine = (EmbeddedEngine if routing == "R3" else _Silent)(policy.model, "bfloat16")
-        steps[routing] = partial(_step, make_trainer(config, task, policy, PolicyExecution(policy), engine))
+        steps[routing] = partial(_step, make_trainer(config, task, policy, engine))
     return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time, counter=counter)
 
 
@@ -258,8 +233,8 @@ def _step(trainer: Trainer) -> None:
 class _Told(ChainTask):
     """Rewards that differ within a group: all answers of an untrained model are worth 0, and would update nothing."""
 
-    def reward(self, problem: Problem, response: str) -> float:
-        return crc32(response.encode()) / 2**32
+    def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
+        return np.array([crc32(tokens.tobytes()) / 2**32 for tokens in responses])
 
 
 class _Silent(EmbeddedEngine):

@@ -28,15 +28,13 @@ from torch import Tensor
 from experiments.cells import Cell
 from experiments.starts import configuration, loaded
 from experiments.static import figures_of
-from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, routing_mismatch, token_mismatch
-from foreroute.train import TrainConfig
-from foreroute.train.measure import mismatch_of
-from foreroute.train.passes import PolicyExecution, inputs, make_schedule, pad, recompute
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import Experience, roll_out
+from foreroute.records import Side
+from foreroute.train.loop import Trainer, make_schedule, make_trainer
+from foreroute.train.policy import Alone, inputs, pad
+from foreroute.train.record import Experience, mismatch_of
 
 BATCH = 64
 CHUNK = 8
@@ -50,31 +48,21 @@ def run_noise(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, A
     config = configuration(base, cell.settings, cell.seed)
     task, policy = loaded(config, checkpoint)
     engine = ScoringEngine(policy.model, config.rollout.precision)
-    engine.load_weights(policy.model.state_dict(), version=0)
-    experience = roll_out(engine, task, config, 0, Ranks())
+    trainer = make_trainer(config, task, policy, engine)
+    experience = trainer.roll_out()
     whole, others = passes(
         engine, experience.generation, config.rollout.group_size, config.rollout.temperature, config.seed
     )
     own = {name: figures_of(*compared(other, whole)) for name, other in others.items()}
-    return against_trainer(policy, config, experience) | own
+    return against_trainer(trainer, experience) | own
 
 
-def against_trainer(policy: RoutedTransformer, config: TrainConfig, experience: Experience) -> dict[str, Any]:
-    """The trainer's mismatch with a rollout at weights of version 0, on its own routes and on the rollout's."""
-    generation, found = experience.generation, {}
-    stage = make_schedule(experience, config.rl, Ranks(), seed=(config.seed, 0)).recompute
-    for name, replay in (("trainer", False), ("trainer R3", True)):
-        result = recompute(
-            policy,
-            PolicyExecution(policy),
-            generation,
-            stage,
-            temperature=config.rollout.temperature,
-            replay=replay,
-            weight_version=0,
-        )
-        found[name] = figures_of(*mismatch_of(generation, result))
-    return found
+def against_trainer(trainer: Trainer, experience: Experience) -> dict[str, Any]:
+    """The trainer's mismatch with its rollout, on its own routes and on the rollout's."""
+    recompute, _ = make_schedule(experience, trainer.config.rl, Alone(), seed=(trainer.config.seed, 0))
+    sides: dict[str, Side] = {"trainer": "native", "trainer R3": "replayed"}
+    results = {name: trainer.recompute(experience.generation, recompute, side) for name, side in sides.items()}
+    return {name: figures_of(*mismatch_of(experience.generation, result)) for name, result in results.items()}
 
 
 def passes(

@@ -24,8 +24,7 @@ from foreroute.files import write_atomically
 from foreroute.trace import RoutingTrace, load, save
 from foreroute.train import TrainConfig
 from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_engine, make_policy
-from foreroute.train.passes import PolicyExecution
+from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.warm_start import warm_start
 
 WATCHED = 16
@@ -66,7 +65,7 @@ def make_traces(config: TrainConfig, folder: Path) -> dict[str, Any]:
     losses: list[float] = []
     warm_start(policy.model, config, task, lambda step, loss: losses.append(loss), lambda: False)
     trained = _kind_bits(policy)
-    trainer = make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
+    trainer = make_trainer(config, task, policy, make_engine(config, policy))
     rewards = []
     for step in range(config.rl.steps):
         experience, record = trainer.run_step()

@@ -25,8 +25,7 @@ from foreroute.capture import Generation
 from foreroute.engines.vllm import ProcessEngine, ProcessSettings
 from foreroute.engines.vllm.process_engine import DEFAULT_OPTIONS, ENVIRONMENT
 from foreroute.trace import RoutingTrace
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
+from foreroute.train.loop import make_trainer
 
 OPTIONS: dict[str, Any] = {"block_size": 32, "max_num_batched_tokens": 16384, "max_num_seqs": 256}
 """Of every engine: whole sequences of a pass fit into one step."""
@@ -58,12 +57,12 @@ def run_served(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
     task, policy = loaded(config, checkpoint)
     settings = ProcessSettings(python=python, precision="bfloat16", options={**OPTIONS, "enable_prefix_caching": False})
     with ProcessEngine(ServedModel.of(policy), settings) as engine:
-        engine.load_weights(policy.model.state_dict(), version=0)
-        experience = roll_out(engine, task, config, 0, Ranks())
+        trainer = make_trainer(config, task, policy, engine)
+        experience = trainer.roll_out()
     found = passes(policy, experience.generation, python) | {"sampled": experience.generation}
     whole = found.pop("whole")
     own = {name: figures_of(*compared(other, whole)) for name, other in found.items()}
-    return against_trainer(policy, config, experience) | own
+    return against_trainer(trainer, experience) | own
 
 
 def passes(

@@ -13,8 +13,9 @@ import torch
 from experiments.models import merged, start_path
 from foreroute.adapters import hf
 from foreroute.train import TrainConfig, load_checkpoint, parse_config, train
-from foreroute.train.model import make_policy
-from foreroute.train.tasks import Task, make_task
+from foreroute.train.chain import Task
+from foreroute.train.policy import make_policy
+from foreroute.train.prompts import make_task
 
 
 def configuration(base: dict[str, Any], settings: dict[str, Any], seed: int) -> TrainConfig:

@@ -15,12 +15,10 @@ from experiments.starts import configuration, loaded
 from experiments.tampering import shifted
 from foreroute.capture import Generation
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.train.loop import make_trainer
-from foreroute.train.measure import mismatch_of, mismatch_record
-from foreroute.train.model import make_engine
-from foreroute.train.passes import PolicyExecution, Recomputed, make_schedule, recompute
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
+from foreroute.records import Side
+from foreroute.train.loop import make_schedule, make_trainer
+from foreroute.train.policy import Alone, make_engine
+from foreroute.train.record import Recomputed, mismatch_of, mismatch_record
 
 KEPT = ("response_tokens", "k3", "f2", "f1.5", "differing_share", "differing_tokens_share", "max_abs_log_ratio")
 
@@ -32,30 +30,20 @@ def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
     routing = {"rl": {"routing": "R3+weights" if routed else "none"}}
     config = configuration(base, merged(cell.settings, routing), cell.seed)
     task, policy = loaded(config, checkpoint)
-    trainer = make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
-    trainer.engine.load_weights(policy.model.state_dict(), version=0)
-    experience = roll_out(trainer.engine, task, config, 0, Ranks())
+    trainer = make_trainer(config, task, policy, make_engine(config, policy))
+    experience = trainer.roll_out()
     generation = experience.generation
-    stage = make_schedule(experience, config.rl, Ranks(), seed=(config.seed, 0)).recompute
+    recompute, _ = make_schedule(experience, config.rl, Alone(), seed=(config.seed, 0))
 
-    def passed(generation: Generation, replay: bool, gate_weights: bool = False) -> Recomputed:
-        return recompute(
-            policy,
-            trainer.execution,
-            generation,
-            stage,
-            temperature=config.rollout.temperature,
-            replay=replay,
-            weight_version=0,
-            gate_weights=gate_weights,
-        )
+    def passed(generation: Generation, side: Side, gate_weights: bool = False) -> Recomputed:
+        return trainer.recompute(generation, recompute, side, gate_weights=gate_weights)
 
-    passes = {"none": (generation, passed(generation, False))}
+    passes = {"none": (generation, passed(generation, "native"))}
     if routed:
         off = replace(generation, trace=shifted(generation.trace))
-        passes["R3"] = (generation, passed(generation, True))
-        passes["R3+weights"] = (generation, passed(generation, True, True))
-        passes["shifted"] = (generation, passed(off, True))
+        passes["R3"] = (generation, passed(generation, "replayed"))
+        passes["R3+weights"] = (generation, passed(generation, "replayed", True))
+        passes["shifted"] = (generation, passed(off, "replayed"))
     figures: dict[str, Any] = {name: figures_of(*mismatch_of(*each)) for name, each in passes.items()}
     return figures | {
         "reward": float(np.mean(experience.rewards_S)),

@@ -20,7 +20,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.trace import RoutingTrace
 from foreroute.train import run
-from foreroute.train.model import make_engine
+from foreroute.train.policy import make_engine
 
 
 def shifted(trace: RoutingTrace) -> RoutingTrace:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.train.tasks import Demonstration, Problem, Task
-from foreroute.train.tasks.chain import right_share
+from foreroute.train.chain import Demonstration, Problem, Task, right_share
 
 KINDS = ("code", "prose", "arithmetic", "records")
 SHORTEST, LONGEST = 64, 128
@@ -39,22 +39,18 @@ class TextTask(Task):
     vocabulary_size = 128
     max_response_tokens = LONGEST - min(PROMPTS) + 1
 
-    def problems(self, count: int, step: int, number: int, rng: np.random.Generator) -> list[Problem]:
+    def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
         return [_problem(KINDS[i % len(KINDS)], rng) for i in range(count)]
-
-    def held_out(self, count: int, rng: np.random.Generator) -> list[Problem]:
-        return self.problems(count, 0, 0, rng)
 
     def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         texts = [encode(text(KINDS[i % len(KINDS)], rng)) for i in range(count)]
         begin = np.zeros(1, np.int32)
         return [Demonstration(begin, np.append(tokens, begin)) for tokens in texts]
 
-    def text(self, tokens: NDArray[np.int32]) -> str:
-        return bytes(tokens[tokens != self.end_token].astype(np.uint8)).decode("ascii")
-
-    def reward(self, problem: Problem, response: str) -> float:
-        return right_share(problem.row["answer"][:JUDGED], response)
+    def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
+        texts = [bytes(tokens[tokens != self.end_token].astype(np.uint8)).decode("ascii") for tokens in responses]
+        pairs = zip(problems, texts, strict=True)
+        return np.array([right_share(problem.row["answer"][:JUDGED], text) for problem, text in pairs])
 
 
 def text(kind: str, rng: np.random.Generator) -> str:

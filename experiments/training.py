@@ -29,7 +29,7 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
                 train(config, run)
         except DivergedError:
             diverged = True
-        records = RunFolder(run).metrics.records()
+        records = RunFolder(run).records()
     trained_with = "replayed" if config.rl.routing in ("R3", "R3+weights") else "native"
     figures = reduced(records, trained_with)
     if diverged and figures["collapsed_at"] is None:

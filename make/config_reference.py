@@ -43,9 +43,8 @@ then the type or the other values. Unknown keys, wrong types and numbers out of 
 [0, 1) includes 0 and not 1; upper limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference`
 writes this page.
 """
-TRAINING = """For `foreroute train FILE`. Only `name` is required. Pages about the tables: [model, task, rollout and
-evaluation](train.md), [rl](methods.md), [alarms and logging](diagnose.md), [parallel](experts.md#with-the-trainer),
-[vLLM](engines.md)."""
+TRAINING = """For `foreroute train FILE`. Only `name` is required. Pages about the tables: [model, task and
+rollout](train.md), [rl](methods.md), [parallel](experts.md#with-the-trainer), [vLLM](engines.md)."""
 SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
 TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). A default *preset* or *hardware* comes from there,
 and is required without one."""

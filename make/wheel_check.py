@@ -43,8 +43,6 @@ EXTRAS = {
     ],
     "megatron": ["adapters.megatron", "conformance.megatron"],
     "trl": ["trainers.trl", "conformance.trl"],
-    "tensorboard": ["train.recorder"],
-    "wandb": ["train.recorder"],
     "fit": ["simulate.fit"],
     "report": ["report.training_plots", "report.plan_plots", "report.simulation_plots"],
 }

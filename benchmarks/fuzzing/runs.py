@@ -13,10 +13,8 @@ from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
 from foreroute.records import Run, read_run
-from foreroute.train import TrainConfig, load_config, parse_config
-from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from foreroute.train.run_folder import RunFolder
-from foreroute.train.tasks.jsonl import Row, parse_rows
+from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config, parse_config
+from foreroute.train.prompts import parse_row
 
 TRAINING = {
     "name": "fuzz",
@@ -28,7 +26,6 @@ TRAINING = {
     "rl": {"steps": 5, "micro_step_tokens": 64, "warmup_steps": 2, "routing": "R3", "learning_rate": 1e-3},
     "checkpoint": {"every": 2},
     "measure": {"save_trace_every": 2},
-    "alarms": {"action": "warn"},
 }
 ROWS: list[dict[str, Any]] = [
     {"prompt": "What is 3 * 4?", "answer": "12"},
@@ -46,8 +43,8 @@ def run_targets(folder: Path) -> list[Target]:
         Target(
             name="data set",
             make=lambda rng: json_lines(ROWS),
-            read=lambda raw: parse_rows(raw, "rows.jsonl"),
-            same=lambda a, b: [row.values for row in a] == [row.values for row in b],
+            read=lambda raw: [parse_row("rows.jsonl", line) for line in raw.removesuffix(b"\n").split(b"\n")],
+            same=lambda a, b: a == b,
             forge=forge_line,
             check=_require_rows,
         ),
@@ -70,8 +67,8 @@ def run_targets(folder: Path) -> list[Target]:
         Target(
             name="checkpoint",
             make=lambda rng: _checkpoint_bytes(rng, folder / "made"),
-            read=lambda raw: read_checkpoint(written(raw, folder / "checkpoint")),
-            same=_same_state,
+            read=lambda raw: load_checkpoint(written(raw, folder / "checkpoint")),
+            same=_equal,
             forge=lambda raw, rng: forge(raw, rng),
             check=_require_state,
             has_checksum=True,
@@ -104,14 +101,13 @@ def _require_config(given: dict[str, Any], config: TrainConfig) -> None:
     assert "/" not in config.name
 
 
-def _require_rows(raw: bytes, rows: list[Row]) -> None:
+def _require_rows(raw: bytes, rows: list[dict[str, Any]]) -> None:
     lines = [line for line in raw.split(b"\n") if line]
     assert len(rows) == len(lines)
     for row, line in zip(rows, lines, strict=True):
-        given = json.loads(line)
-        assert ("prompt" in given) != ("messages" in given)
-        assert row.values == {**given, **({"answer": str(given["answer"])} if "answer" in given else {})}
-        texts = [given["prompt"]] if "prompt" in given else [m["content"] for m in given["messages"]]
+        assert row == json.loads(line)
+        assert ("prompt" in row) != ("messages" in row)
+        texts = [row["prompt"]] if "prompt" in row else [m["content"] for m in row["messages"]]
         assert all(isinstance(text, str) for text in texts)
 
 
@@ -176,14 +172,14 @@ def _reopened(raw: bytes, folder: Path) -> str:
     """A run is taken up when its stored configuration is the one that is given, but for what may change."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes(raw)
-    RunFolder(folder, parse_config(TRAINING, source="fuzz")).require_begun()
+    RunFolder(folder).require_begun(parse_config(TRAINING, source="fuzz"))
     return raw.decode()
 
 
 def _require_stored(raw: bytes, text: str) -> None:
     given, expected = json.loads(text), json.loads(STORED)
     for values in (given, expected):
-        for name in ("device", "parallel", "alarms", "logging"):
+        for name in ("device", "parallel", "checkpoint"):
             values.pop(name, None)
         values["rl"].pop("steps", None)
     assert given == expected
@@ -192,19 +188,12 @@ def _require_stored(raw: bytes, text: str) -> None:
 def _checkpoint_bytes(rng: np.random.Generator, path: Path) -> bytes:
     seed = torch.Generator().manual_seed(int(rng.integers(2**31)))
     weights = {f"layer.{n}.weight": torch.randn(3, 4, generator=seed) for n in range(3)}
-    weights["gate"] = torch.randn(5, generator=seed).to(torch.bfloat16)
     state = {
         "step": int(rng.integers(0, 50)),
         "model": weights,
         "optimizer": {"state": {0: {"step": torch.tensor(4.0), "exp_avg": torch.randn(3, 4, generator=seed)}}},
-        "rollouts": (None, [1, 2.5, "text", True], {}),
     }
-    write_checkpoint(path, Checkpoint(state, "ab" * 16, "cd" * 16))
-    return path.read_bytes()
-
-
-def _same_state(a: Checkpoint, b: Checkpoint) -> bool:
-    return a.config == b.config and a.metrics == b.metrics and _equal(a.state, b.state)
+    return RunFolder(path).save_checkpoint(state, data="ab" * 16, keep=1).read_bytes()
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -224,7 +213,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _require_state(raw: bytes, checkpoint: Checkpoint) -> None:
-    assert type(checkpoint.state["step"]) is int
-    assert checkpoint.state["step"] >= 0
-    assert isinstance(checkpoint.state["model"], dict)
+def _require_state(raw: bytes, state: dict[str, Any]) -> None:
+    assert type(state["step"]) is int
+    assert state["step"] >= 0
+    assert all(isinstance(weight, torch.Tensor) for weight in state["model"].values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,13 @@ def write_files(folder: Path, *, light: bool = False) -> None:
 
 
 def _write_models(folder: Path) -> None:
-    """What needs torch: a run with checkpoints and traces, a model's folder, a generation, and log-probs."""
+    """What needs torch: a run with checkpoints and rollouts, a model's folder, a generation, and log-probs."""
     import torch
     from transformers.utils import logging
 
     from foreroute.adapters import hf
     from foreroute.capture import Sampling, save_generation
+    from foreroute.capture.generation import trace_of
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.report import write_report
     from foreroute.trace import save
@@ -104,6 +106,9 @@ def _write_models(folder: Path) -> None:
 
     logging.disable_progress_bar()
     train(load_config(folder / "train.toml"), folder / "run")
+    (folder / "run" / "trained").mkdir()
+    beside = trace_of(folder / "run" / "rollouts" / "step-000000.safetensors")
+    shutil.copy(beside, folder / "run" / "trained" / "trace.safetensors")
     write_report([folder / "run"], folder / "run" / "report.html")
     model = hf.build_model("qwen3_moe", seed=0, **MODEL)
     model.save_pretrained(folder / "model")

@@ -21,12 +21,9 @@ from foreroute.plan import load_counts, load_plan
 from foreroute.records import read_runs
 from foreroute.simulate.config import load_config as load_simulation
 from foreroute.trace import RoutingTrace, load
-from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config, parse_config
-from foreroute.train.checkpoint import read_checkpoint
-from foreroute.train.run_folder import config_digest
+from foreroute.train import RunFolder, TrainConfig, load_checkpoint, load_config
+from foreroute.train.folder import MAY_CHANGE, by_key
 
-DATA = "0123456789abcdef" * 2
-"""Stands for the digest of a data set."""
 HEADER_BYTES = 8192
 """Half of the flips are in the beginning of a file, where its header is."""
 
@@ -92,19 +89,14 @@ def kinds_of(run: Path, config: TrainConfig, others: Mapping[str, Path]) -> dict
     """All kinds.
 
     Args:
-        run: the folder of a run with data.
+        run: the folder of a run.
         config: of that run.
         others: files "trace", "plan", "counts", "train", "topology" and "simulate".
     """
-    folder, last = RunFolder(run, config), RunFolder(run).last_checkpoint()
+    folder, last = RunFolder(run), RunFolder(run).last_checkpoint()
     assert last is not None, "the run has checkpoints"
-    checkpoint = read_checkpoint(last)
     rollout = sorted((run / "rollouts").glob("step-??????.safetensors"))[-1]
     beside = trace_of(rollout)
-
-    def metrics() -> Any:
-        folder.metrics.take_up(checkpoint.state["step"], checkpoint.metrics)
-        return folder.metrics.records()
 
     return {
         "checkpoint": Kind(last, lambda: plain(load_checkpoint(last))),
@@ -112,11 +104,10 @@ def kinds_of(run: Path, config: TrainConfig, others: Mapping[str, Path]) -> dict
         "generation": Kind(rollout, lambda: of_generation(load_generation(rollout))),
         "trace of a generation": Kind(beside, lambda: of_generation(load_generation(rollout))),
         "plan": Kind(others["plan"], lambda: plain_fields(load_plan(others["plan"]))),
-        "metrics, resumed": Kind(run / "metrics.jsonl", metrics),
+        "metrics, resumed": Kind(run / "metrics.jsonl", folder.records, same=False),
         "metrics, reported": Kind(run / "metrics.jsonl", lambda: _in_order(run), same=False),
-        "configuration, resumed": Kind(run / "config.json", lambda: _fixed(folder, run)),
+        "configuration, resumed": Kind(run / "config.json", lambda: _fixed(folder, config)),
         "configuration, reported": Kind(run / "config.json", lambda: read_runs([run]), same=False),
-        "data": Kind(run / "data.txt", lambda: _data(folder, run)),
         "TOML of training": Kind(others["train"], lambda: load_config(others["train"]), same=False),
         "TOML of a topology": Kind(others["topology"], lambda: load_cluster(others["topology"]), same=False),
         "TOML of a simulation": Kind(others["simulate"], lambda: load_simulation(others["simulate"]), same=False),
@@ -130,16 +121,11 @@ def _in_order(run: Path) -> None:
     assert steps == list(range(len(steps))), "steps in order"
 
 
-def _fixed(folder: RunFolder, run: Path) -> str:
+def _fixed(folder: RunFolder, config: TrainConfig) -> Any:
     """Of the configuration that a run goes on with, what may not change."""
-    folder.require_begun()
-    stored = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    return config_digest(parse_config(stored, source="config.json"))
-
-
-def _data(folder: RunFolder, run: Path) -> str:
-    folder.bind_data(DATA, begun=True)
-    return (run / "data.txt").read_text(encoding="utf-8")
+    folder.require_begun(config)
+    stored = by_key(json.loads((folder.path / "config.json").read_text(encoding="utf-8")))
+    return {key: value for key, value in stored.items() if not key.startswith(MAY_CHANGE)}
 
 
 def plain(value: Any) -> Any:

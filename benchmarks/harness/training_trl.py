@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from foreroute.train.rollout import Experience
+from foreroute.train.record import Experience
 
 Order = list[int]
 
@@ -147,7 +147,7 @@ def train(
 
 
 def _settings(folder: str, batches: Batches, rollouts: int, longest: int, learning_rate: float) -> GRPOConfig:
-    """GRPO as `rl.method = "grpo"` with `advantage = "group_mean"` has it, plain AdamW, and nothing that costs time."""
+    """GSPO as `rl.method = "gspo"` has it, on rewards less their group's mean, and nothing that costs time."""
     per_rollout = batches.sequences // batches.micro_batch
     return GRPOConfig(
         output_dir=folder,
@@ -158,8 +158,10 @@ def _settings(folder: str, batches: Batches, rollouts: int, longest: int, learni
         num_generations=batches.group_size,
         max_completion_length=longest,
         loss_type="grpo",
+        importance_sampling_level="sequence",
         scale_rewards="none",
-        epsilon=0.2,
+        epsilon=3e-4,
+        epsilon_high=4e-4,
         beta=0.0,
         router_aux_loss_coef=0.0,
         learning_rate=learning_rate,

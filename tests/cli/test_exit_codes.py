@@ -16,7 +16,7 @@ from tests.cli.command import foreroute
 from tests.traces import random_trace
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "tensorboard", "wandb", "peft", "scipy")
+OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", "peft", "scipy")
 BRINGS_HF = "pip install '.[hf]' in a clone of foreroute brings it"
 
 

@@ -109,10 +109,3 @@ def test_a_signal_that_is_ignored_stays_ignored(handlers):
         os.kill(os.getpid(), signal.SIGHUP)
         assert not watcher.should_stop()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
-def test_steps_that_came_out_otherwise_are_told(tmp_path):
-    text = io.StringIO()
-    with watching(CONFIG, Console(file=text, width=200)) as watcher:
-        watcher.on_superseded(4, tmp_path)
-    assert text.getvalue().startswith("watched: step 4 ran again and came out otherwise")

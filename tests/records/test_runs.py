@@ -123,12 +123,6 @@ def test_lines_are_those_of_the_steps_from_0_on(tmp_path, numbers):
         read_run(folder)
 
 
-def test_steps_that_came_out_otherwise_are_noted(tmp_path):
-    folder = write_run(tmp_path / "a", config(), steps(4))
-    (folder / "superseded-1.jsonl").touch()
-    assert "is in superseded-1.jsonl" in read_run(folder).notes[0]
-
-
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"\0" * 40, b'"\\ud800"', b"null", None])
 def test_no_file_of_a_run_ends_in_a_traceback(tmp_path, name, content):

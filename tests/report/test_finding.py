@@ -158,6 +158,9 @@ def test_colours_follow_meaning_and_no_two_runs_look_alike(tmp_path):
     assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 10
 
 
+TRACE = "step-000000.safetensors-0123456789abcdef.trace.safetensors"
+
+
 def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
     spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
     sides = line(0)
@@ -165,9 +168,9 @@ def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
         side["differing_share_by_layer"] = [0.1, 0.2, 0.3]
     folders = [write_run(tmp_path / name, config(name), [sides]) for name in ("a", "b", "damaged")]
     for folder in folders:
-        (folder / "traces").mkdir()
-        save(replace(random_trace(2), spec=spec), folder / "traces" / "step-000000.safetensors")
-    (folders[2] / "traces" / "step-000000.safetensors").write_bytes(b"no trace")
+        (folder / "rollouts").mkdir()
+        save(replace(random_trace(2), spec=spec), folder / "rollouts" / TRACE)
+    (folders[2] / "rollouts" / TRACE).write_bytes(b"no trace")
     runs = read_runs(folders)
     assert runs[0].layers == spec.layers
     assert runs[2].layers == ()

@@ -13,7 +13,8 @@ from foreroute.errors import DivergedError, EngineError
 from foreroute.files import container
 from foreroute.plan import Topology
 from foreroute.planner import PlanInProgress
-from foreroute.train import expert_parallel, loop, stage_planner
+from foreroute.train import experts
+from foreroute.train.loop import Trainer
 from tests.ep.transfer.faults import FaultyPeers
 from tests.train.expert_parallel_runs import run
 from tests.train.expert_parallel_steps import Steps, precise_trainer, steps_of
@@ -21,7 +22,7 @@ from tests.train.expert_parallel_steps import Steps, precise_trainer, steps_of
 
 def faulty_steps(rank, config, faults):
     """A step under each fault. Returns them as one, and how often each fault happened here."""
-    with mock.patch.object(expert_parallel, "PeerGroup", FaultyPeers), precise_trainer(config) as trainer:
+    with mock.patch.object(experts, "PeerGroup", FaultyPeers), precise_trainer(config) as trainer:
         peers, parts, happened = trainer.execution._engine._peers, [], []
         for fault in faults:
             peers.fault, peers.happened = fault, 0
@@ -118,20 +119,20 @@ def _only(there, breakage):
 
 @contextmanager
 def _plan_of_four(rank):
-    begin_plan = stage_planner.begin_plan
+    start = experts.planner.start
 
-    def plan_for_four(planning, counts_MLGE, home_LE):
-        four = Topology(4, 4, planning.topology.redundant_slots, planning.topology.links)
+    def plan_for_four(counts_MLGE, topology, options, *, home_LE, costs):
+        four = Topology(4, 4, topology.redundant_slots, topology.links)
         homes_of_four_LE = np.tile(four.contiguous_home_E(home_LE.shape[1]), (len(home_LE), 1))
-        return begin_plan(planning._replace(topology=four), np.tile(counts_MLGE, (1, 1, 2, 1)), homes_of_four_LE)
+        return start(np.tile(counts_MLGE, (1, 1, 2, 1)), four, options, home_LE=homes_of_four_LE, costs=costs)
 
-    with mock.patch.object(stage_planner, "begin_plan", plan_for_four):
+    with mock.patch.object(experts.planner, "start", plan_for_four):
         yield
 
 
 @contextmanager
 def _no_plan(rank):
-    with mock.patch.object(stage_planner, "begin_plan", _raising(MemoryError("no room to plan"))):
+    with mock.patch.object(experts.planner, "start", _raising(MemoryError("no room to plan"))):
         yield
 
 
@@ -161,28 +162,27 @@ BREAKAGES = {
 
 def die_planning(rank, config, folder):
     """The rank that plans is killed while it plans the second step; the other has nothing to plan."""
-    begin_plan, steps = stage_planner.begin_plan, []
+    start, steps = experts.planner.start, []
 
-    def dying(*args):
+    def dying(*given, **options):
         steps.append(1)
         if len(steps) > 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return begin_plan(*args)
+        return start(*given, **options)
 
-    with mock.patch.object(stage_planner, "begin_plan", dying):
+    with mock.patch.object(experts.planner, "start", dying):
         run(rank, config, folder)
 
 
 def die_in_update(rank, config, folder):
     """Rank 1 is killed in the second step, in the middle of its backward pass."""
-    update, steps = loop.update, []
+    update = Trainer.update
 
-    def dying(routed, *rest, **options):
-        steps.append(1)
-        if rank == 1 and len(steps) == 2:
-            parameter = next(routed.model.parameters())
+    def dying(trainer, *given, **options):
+        if rank == 1 and trainer.step == 1:
+            parameter = next(trainer.policy.model.parameters())
             parameter.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        return update(routed, *rest, **options)
+        return update(trainer, *given, **options)
 
-    with mock.patch.object(loop, "update", dying):
+    with mock.patch.object(Trainer, "update", dying):
         run(rank, config, folder)

@@ -9,7 +9,7 @@ import torch
 
 from foreroute.capture import Generation
 from foreroute.train import run
-from foreroute.train.ranks import Ranks
+from foreroute.train.policy import Alone
 from tests.traces import random_trace
 from tests.train.small_runs import small_config
 
@@ -20,10 +20,13 @@ GENERATION = Generation(TRACE, np.ones(len(TRACE), np.int64), np.zeros(TRACE.num
 class CountingTrainer:
     """What it has learned depends on all data that it was given, in order, and on whose routes it trained with."""
 
-    def __init__(self, config, worthless):
-        self.config, self.worthless = config, worthless
-        self.execution = SimpleNamespace(ranks=Ranks())
-        self.task, self.policy = SimpleNamespace(data_digest=""), SimpleNamespace(model=None)
+    def __init__(self, config):
+        self.config = config
+        self.execution = SimpleNamespace(ranks=Alone(), weights=dict)
+        self.task, self.policy = (
+            SimpleNamespace(data_digest="", save_tokenizer=lambda folder: None),
+            SimpleNamespace(model=None),
+        )
         self.step = 0
         self.learned = torch.zeros(64, dtype=torch.float64)
 
@@ -32,28 +35,22 @@ class CountingTrainer:
         self.learned = self.learned * share + torch.from_numpy(np.random.default_rng(self.step).random(64))
         record = {
             "step": self.step,
-            "reward_mean": 0.0 if self.step in self.worthless else 0.5,
+            "reward_mean": 0.5,
             "learned": float(self.learned.sum()),
         }
         self.step += 1
         return SimpleNamespace(generation=GENERATION), record
 
-    def weights_for_engine(self):
-        return {}
-
-    def close(self):
-        pass
-
     def state(self):
-        return {"model": {"learned": self.learned}}
+        return {"step": self.step, "model": {"learned": self.learned}, "optimizer": {"state": {}}}
 
-    def restore(self, state, name):
+    def restore(self, state):
         self.step, self.learned = state["step"], state["model"]["learned"]
 
 
 @contextmanager
-def counting(worthless=()):
-    """Runs count instead of training; what they are given at the steps `worthless` earns nothing."""
+def counting():
+    """Runs count instead of training."""
     policy = SimpleNamespace(spec=SimpleNamespace(num_experts=1), model=torch.nn.Identity())
     closed = SimpleNamespace(close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
@@ -61,12 +58,10 @@ def counting(worthless=()):
         patch.setattr(run, "make_engine", lambda *_: closed)
         patch.setattr(run, "make_execution", lambda *_: closed)
         patch.setattr(run, "warm_start", lambda *_: True)
-        patch.setattr(run, "write_model", lambda model, weights, task, folder: folder.mkdir(exist_ok=True))
-        patch.setattr(run, "make_trainer", lambda config, *_: CountingTrainer(config, worthless))
+        patch.setattr(run, "ModelWriter", lambda model: SimpleNamespace(write=lambda folder, weights: folder.mkdir()))
+        patch.setattr(run, "make_trainer", lambda config, *_: CountingTrainer(config))
         yield
 
 
 def counting_config(**sections):
-    """Means of two steps, low twice; where steps 5, 6 and 7 are worthless, an alarm goes off at step 7."""
-    alarms = {"window": 2, "collapse_for": 2, **sections.pop("alarms", {})}
-    return small_config(rl={"steps": 9, "routing": "none"}, alarms=alarms, **sections)
+    return small_config(rl={"steps": 9, "routing": "none"}, **sections)

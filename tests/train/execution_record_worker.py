@@ -1,29 +1,21 @@
 """What worker processes do whose records of a step are tested.
 
-Steps run beside meters of what the processes really exchange, set where it leaves and arrives; and kernels are listed
-in a process where nothing was planned before.
+Steps run beside meters of what the processes really exchange, set where it leaves and arrives.
 """
 
-import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
-import numpy as np
 import torch.distributed as dist
-from numba.core.dispatcher import Dispatcher
 
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import PlanInProgress
-from foreroute.train import stage_planner
-from foreroute.train.passes import response_logprobs
-from foreroute.train.stage_planner import Planning, StagePlanner, begin_plan, compile_planner
-from tests.plan.random_plans import LINKS
-from tests.planner.test_options import COSTS
+from foreroute.train import experts
+from foreroute.train.policy import response_logprobs
 from tests.train.expert_parallel_steps import precise_trainer, steps_of
 
 LOCK = threading.Lock()
@@ -58,6 +50,7 @@ def metered_steps(rank, config, count):
 @contextmanager
 def metered(meters):
     exchange_rows, begin, row = dist.all_to_all_single, PeerGroup.begin, HostMemory.row
+    start_plan = experts.planner.start
     in_making = []
 
     def seen_rows(arrived, sent, receive_G, *rest, **options):
@@ -74,8 +67,8 @@ def metered(meters):
         meters.add("host", found.nbytes)
         return found
 
-    def seen_plan(planning, counts_MLGE, home_LE):
-        in_making.append((counts_MLGE, begin_plan(planning, counts_MLGE, home_LE)))
+    def seen_plan(counts_MLGE, *given, **options):
+        in_making.append((counts_MLGE, start_plan(counts_MLGE, *given, **options)))
         return in_making[-1][1]
 
     with ExitStack() as stack:
@@ -83,7 +76,7 @@ def metered(meters):
             (dist, "all_to_all_single", seen_rows),
             (PeerGroup, "begin", seen_messages),
             (HostMemory, "row", seen_row),
-            (stage_planner, "begin_plan", seen_plan),
+            (experts.planner, "start", seen_plan),
         ):
             stack.enter_context(mock.patch.object(place, name, seen))
         yield
@@ -93,17 +86,19 @@ def metered(meters):
 def steps_with_slow_plans(rank, config, plan_s, forward_s):
     """One step, with a planner and a recompute that take at least so long."""
 
-    def slow_plan(*args):
+    start_plan = experts.planner.start
+
+    def slow_plan(*args, **options):
         time.sleep(plan_s)
-        return begin_plan(*args)
+        return start_plan(*args, **options)
 
     def slow_forward(*args):
         time.sleep(forward_s)
         return response_logprobs(*args)
 
     with (
-        mock.patch.object(stage_planner, "begin_plan", slow_plan),
-        mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
+        mock.patch.object(experts.planner, "start", slow_plan),
+        mock.patch("foreroute.train.loop.response_logprobs", slow_forward),
         precise_trainer(config) as trainer,
     ):
         return steps_of(trainer, 1)
@@ -123,35 +118,7 @@ def steps_with_slow_blocks(rank, config, block_s, forward_s):
 
     with (
         mock.patch.object(PlanInProgress, "add", slow_add),
-        mock.patch("foreroute.train.passes.response_logprobs", slow_forward),
+        mock.patch("foreroute.train.loop.response_logprobs", slow_forward),
         precise_trainer(config) as trainer,
     ):
         return steps_of(trainer, 1)
-
-
-def compiled():
-    """Which kernels of the planner are compiled, and for which types."""
-    modules = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith(("foreroute.planner", "foreroute.plan", "foreroute.costs"))
-    ]
-    kernels = {id(f): f for module in modules for f in vars(module).values() if isinstance(f, Dispatcher)}
-    return {(f.__qualname__, str(signature)) for f in kernels.values() for signature in f.signatures}
-
-
-def compiled_before_and_after_plans(rank):
-    """What is compiled at first, after `compile_planner`, and after plans as runs make them."""
-    before, seen = compiled(), []
-    for costs in (None, COSTS):
-        for slots, per_node in (("layer", 4), ("shared", 2)):
-            options = PlanOptions(slots=slots, home_moves=4)
-            planning = Planning(Topology(4, per_node, 2, LINKS), options, costs)
-            compile_planner(planning)
-            ready = compiled()
-            counts_MLGE = np.random.default_rng(0).poisson(3, (3, 2, 4, 16)).astype(np.int32)
-            homes_LE = np.tile(planning.topology.contiguous_home_E(16), (2, 1))
-            begin_plan(planning, counts_MLGE, homes_LE).result()
-            StagePlanner(planning).homes(counts_MLGE, homes_LE)
-            seen.append((ready, compiled()))
-    return before, seen

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 from foreroute.train import RunFolder, Watcher, train
-from foreroute.train.expert_parallel import ExpertParallel
+from foreroute.train.experts import ExpertParallel
 from tests.train.expert_parallel_steps import parallel_steps, scored_by_tokens
 from tests.train.small_runs import small_config
 
@@ -37,16 +37,16 @@ def step_on(rank, config, folder, step, wrong_state=False):
     with mock.patch.object(ExpertParallel, "_converted", rolled) if wrong_state else nullcontext():
         steps = parallel_steps(rank, config, 1, path_of(folder, step))
     if rank == 0:
-        RunFolder(folder).save_checkpoint(step + 1, steps.state)
+        RunFolder(folder).save_checkpoint(steps.state, data="", keep=99)
         return steps
     return None
 
 
-def rolled(self, optimizer, state, *, gather, right=ExpertParallel._converted):
+def rolled(self, optimizer, state, change, right=ExpertParallel._converted):
     """The state of every expert is that of the expert before it on its rank."""
-    converted = right(self, optimizer, state, gather=gather)
+    converted = right(self, optimizer, state, change)
     for values in converted["state"].values():
-        if not gather and values["exp_avg"].dim() == 3:
+        if change == self._model.own and values["exp_avg"].dim() == 3:
             values["exp_avg"] = values["exp_avg"].roll(1, 0)
     return converted
 

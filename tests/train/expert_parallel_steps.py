@@ -8,12 +8,13 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.capture import Generation
 from foreroute.ep import ExpertParallelModel
-from foreroute.train import load_checkpoint, rollout
-from foreroute.train.expert_parallel import make_execution
+from foreroute.train import load_checkpoint
+from foreroute.train.chain import VOCABULARY, ChainTask
+from foreroute.train.experts import make_execution
 from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_engine, make_policy
-from foreroute.train.ranks import Ranks, join_ranks
-from foreroute.train.tasks import make_task
+from foreroute.train.policy import make_engine, make_policy
+from foreroute.train.prompts import make_task
+from foreroute.train.ranks import join_ranks
 from tests.train.small_runs import SIZES, small_config
 
 
@@ -59,7 +60,7 @@ def precise_trainer(config):
         policy = precise_policy(config)
         engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
-            yield make_trainer(config, make_task(config), policy, execution, engine)
+            yield make_trainer(config, make_task(config), policy, engine, execution)
 
 
 def steps_without_sums(rank, config, count):
@@ -73,9 +74,8 @@ def steps_without_sums(rank, config, count):
 def steps_alone(config, generations):
     """By one process, on these rollouts."""
     policy = precise_policy(config)
-    engine = Canned(generations)
-    execution = make_execution(config, policy, Ranks())
-    return steps_of(make_trainer(config, make_task(config), policy, execution, engine), len(generations))
+    trainer = make_trainer(config, make_task(config), policy, Canned(generations))
+    return steps_of(trainer, len(generations))
 
 
 def steps_of(trainer, count):
@@ -110,14 +110,14 @@ class Canned:
 def scored_by_tokens():
     """Rewards that a model without training gets too, and that leave some ranks with less to learn than others."""
 
-    def score(task, problems, generation, group_size):
-        responses = [task.text(generation.response(s)) for s in range(len(generation))]
-        hard = [problems[s // group_size].prompt[0] in "01234" for s in range(len(generation))]
-        points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(responses)]
-        return rollout.Scores(np.array(points, np.float64))
+    def rewards(task, problems, responses):
+        texts = ["".join(VOCABULARY[token] for token in tokens) for tokens in responses]
+        hard = [problem.prompt[0] in "01234" for problem in problems]
+        points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(texts)]
+        return np.array(points, np.float64)
 
-    kept, rollout.score = rollout.score, score
+    kept, ChainTask.rewards = ChainTask.rewards, rewards
     try:
         yield
     finally:
-        rollout.score = kept
+        ChainTask.rewards = kept

@@ -5,7 +5,7 @@ import os
 from contextlib import contextmanager
 from unittest import mock
 
-from foreroute.train import metrics_file
+from foreroute.train import folder as run_folder
 
 
 class Killed(BaseException):
@@ -57,7 +57,7 @@ class Disk:
 @contextmanager
 def on(disk):
     """Files are made, moved, removed and appended to on this disk."""
-    with mock.patch.object(metrics_file, "open", disk.open, create=True):
+    with mock.patch.object(run_folder, "open", disk.open, create=True):
         names = ("replace", "unlink", "mkdir", "link")
         patches = [mock.patch.object(os, name, disk.stopping(getattr(os, name))) for name in names]
         real = os.open

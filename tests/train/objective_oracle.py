@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreroute.train.config.rl import RLConfig
+from foreroute.train.config import RLConfig
 
 
 @dataclass
@@ -15,9 +15,7 @@ class Case:
     now: np.ndarray
     old: np.ndarray
     engine: np.ndarray
-    reference: np.ndarray
     advantages: np.ndarray
-    max_length: int = 9
 
     @classmethod
     def random(cls, seed, *, spread=0.3, sequences=6, lengths=None):
@@ -30,7 +28,6 @@ class Case:
             old + spread * rng.standard_normal(total),
             old,
             old + spread * rng.standard_normal(total),
-            old + spread * rng.standard_normal(total),
             rng.standard_normal(len(lengths)),
         )
 
@@ -39,45 +36,18 @@ class Case:
         return list(zip(ends - self.lengths, ends, strict=True))
 
 
-def mini_batch_loss(case: Case, config: RLConfig, now: np.ndarray, at: np.ndarray) -> float:
-    """The loss at `now`, with everything that no gradient goes through taken at `at`."""
-    total = 0.0
+def mini_batch_loss(case: Case, config: RLConfig, now: np.ndarray) -> float:
+    """The loss at `now`."""
+    total, low, high = 0.0, 1 - config.clip_low, 1 + config.clip_high
     for (start, end), advantage in zip(case.spans(), case.advantages, strict=True):
-        length = end - start
         drift = np.exp(np.mean(now[start:end] - case.old[start:end]))
         for t in range(start, end):
-            loss = weight(case, config, at, start, end, t) * one_token(case, config, now, at, t, advantage, drift)
-            if config.kl_coefficient:
-                x = np.exp(case.reference[t] - now[t])
-                loss += config.kl_coefficient * (x - np.log(x) - 1)
-            total += {"token": 1, "sequence": 1 / length, "constant": 1 / case.max_length}[config.mean] * loss
-    return total / (case.lengths.sum() if config.mean == "token" else len(case.lengths))
-
-
-def one_token(case, config, now, at, t, advantage, drift):
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.loss == "clip":
-        r = drift if config.ratio == "sequence" else np.exp(now[t] - case.old[t])
-        return -min(r * advantage, min(max(r, low), high) * advantage)
-    r = np.exp(at[t] - case.old[t])
-    if config.loss == "cispo":
-        return -min(max(r, low), high) * advantage * now[t]
-    masked = r > high if advantage > 0 else r < low
-    own_weight = r if config.correction.kind == "none" else 1.0
-    return 0.0 if masked else -own_weight * advantage * now[t]
-
-
-def weight(case, config, at, start, end, t):
-    rule = config.correction
-    behind = at if config.loss == "reinforce" else case.old
-    gap = behind - case.engine
-    rho = np.exp(gap[start:end].sum() if rule.level == "sequence" else gap[t])
-    if rule.kind == "none":
-        return 1.0
-    if rule.kind == "tis":
-        return min(rho, rule.high)
-    kept = rho <= rule.high and (rule.kind == "mis" or rho >= rule.low)
-    return rho if kept else 0.0
+            r = drift if config.method == "gspo" else np.exp(now[t] - case.old[t])
+            loss = -min(r * advantage, min(max(r, low), high) * advantage)
+            if config.correction.kind == "tis":
+                loss *= min(np.exp(case.old[t] - case.engine[t]), config.correction.high)
+            total += loss / (end - start if config.method == "gspo" else 1)
+    return total / (len(case.lengths) if config.method == "gspo" else case.lengths.sum())
 
 
 def differences(case: Case, config: RLConfig) -> np.ndarray:
@@ -87,6 +57,6 @@ def differences(case: Case, config: RLConfig) -> np.ndarray:
         up, down = case.now.copy(), case.now.copy()
         up[t] += step
         down[t] -= step
-        losses = [mini_batch_loss(case, config, now, case.now) for now in (up, down)]
+        losses = [mini_batch_loss(case, config, now) for now in (up, down)]
         gradient[t] = (losses[0] - losses[1]) / (2 * step)
     return gradient

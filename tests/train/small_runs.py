@@ -7,10 +7,8 @@ import numpy as np
 from benchmarks.harness import tiny_run
 from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
-from foreroute.train.model import make_engine, make_policy
-from foreroute.train.passes import PolicyExecution
-from foreroute.train.rollout import Scores
-from foreroute.train.tasks import make_task
+from foreroute.train.policy import make_engine, make_policy
+from foreroute.train.prompts import make_task
 
 SIZES = tiny_run.SIZES
 same_state = tiny_run.same_state
@@ -25,7 +23,7 @@ def small_values(**sections):
         "warm_start": {"max_steps": 8, "batch_size": 16, "stop_at_loss": 0.01},
         "rollout": {"prompts": 6, "group_size": 4},
         "rl": {"steps": 5, "micro_step_tokens": 64, "warmup_steps": 2},
-        "checkpoint": {"every": 2},
+        "checkpoint": {"every": 2, "keep": 99},
         "measure": {"save_trace_every": 2},
     }
     for name, section in sections.items():
@@ -47,9 +45,15 @@ def trainer_of(config):
     """A trainer at its initial weights, with the embedded engine."""
     task = make_task(config)
     policy = make_policy(config, task)
-    return make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
+    return make_trainer(config, task, policy, make_engine(config, policy))
 
 
-def always_informative(task, problems, generation, group_size):
-    """Rewards that differ within every group, for `rollout.score`: a model this small is always wrong."""
-    return Scores(np.arange(len(generation)) % group_size / group_size)
+def always_informative(task, problems, responses):
+    """Rewards that differ within every group, for `ChainTask.rewards`: a model this small is always wrong."""
+    return np.arange(len(responses)) % 2 / 2
+
+
+def random_rewards(seed=0):
+    """Rewards for `ChainTask.rewards` that differ in every group, and from call to call."""
+    rng = np.random.default_rng(seed)
+    return lambda task, problems, responses: rng.random(len(responses))

@@ -13,13 +13,11 @@ HUGE = 2**62
 @pytest.mark.parametrize(
     "key",
     [
-        *("threads", "task.min_operands", "task.max_operands", "warm_start.max_steps", "warm_start.batch_size"),
-        *("rollout.prompts", "rollout.group_size", "rollout.max_rounds", "rollout.max_staleness", "rl.steps"),
-        *("rl.mini_steps", "rl.micro_step_tokens", "rl.warmup_steps", "evaluation.every", "evaluation.prompts"),
-        *("evaluation.group_size", "measure.compare_every", "measure.save_trace_every", "checkpoint.every"),
-        *("alarms.window", "alarms.collapse_for", "model.lora.rank", "parallel.expert"),
-        *("parallel.ranks_per_node", "parallel.redundant_slots", "parallel.prefetch", "task.max_prompt_tokens"),
-        *("task.max_response_tokens", "task.max_tool_tokens", "task.max_turns", "rollout.vllm.max_model_len"),
+        *("threads", "task.min_operands", "task.max_operands", "task.max_prompt_tokens", "task.max_response_tokens"),
+        *("warm_start.max_steps", "warm_start.batch_size", "rollout.prompts", "rollout.group_size", "rollout.top_k"),
+        *("rl.steps", "rl.mini_steps", "rl.micro_step_tokens", "rl.warmup_steps", "measure.compare_every"),
+        *("measure.save_trace_every", "checkpoint.every", "checkpoint.keep", "parallel.expert"),
+        *("parallel.ranks_per_node", "parallel.redundant_slots", "parallel.prefetch", "rollout.vllm.max_model_len"),
     ],
 )
 def test_every_count_is_bounded(key):
@@ -37,15 +35,10 @@ def test_every_count_is_bounded(key):
     ("sections", "message"),
     [
         ({"rollout": {"prompts": 100_000, "group_size": 100}}, "prompts times group_size is 10000000; expected 999999"),
-        ({"evaluation": {"every": 1, "prompts": 999_999, "group_size": 2, "temperature": 1.0}}, "is 1999998; expected"),
         ({"rl": {"clip_high": 1.7e308}}, r"rl\.clip_high"),
         ({"rl": {"learning_rate": 1e31}}, r"rl\.learning_rate"),
-        ({"rl": {"kl_coefficient": 1e31}}, r"rl\.kl_coefficient"),
-        ({"model": {"lora": {"rank": 2, "alpha": 1e31}}}, r"model\.lora\.alpha"),
         ({"rollout": {"temperature": 1e-300}}, r"rollout\.temperature"),
         ({"rollout": {"temperature": 1e30}}, r"rollout\.temperature"),
-        ({"evaluation": {"every": 1, "temperature": 1e-30}}, "temperature = 1e-30 overflows; set 0, or 0.001 and more"),
-        ({"task": {"function_timeout_s": 1e30}}, r"task\.function_timeout_s: .* 604800"),
         ({"rollout": {"vllm": {"timeout_s": 1e30}}}, r"rollout\.vllm\.timeout_s: .* 604800"),
         ({"parallel": {"expert": 2, "timeout_s": 1e30}}, r"parallel\.timeout_s: .* 604800"),
         ({"parallel": {"expert": 2, "deadline_s": 1e30}}, r"parallel\.deadline_s: .* 604800"),

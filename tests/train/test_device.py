@@ -1,6 +1,5 @@
 """Where a run computes: the key, the devices of processes, and every tensor of a step on one device."""
 
-import copy
 import math
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -11,18 +10,15 @@ import torch
 
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
-from foreroute.train import load_checkpoint, ranks, rollout, train
-from foreroute.train.checkpoint import Checkpoint, write_checkpoint
+from foreroute.train import RunFolder, load_checkpoint, ranks, train
+from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_trainer
-from foreroute.train.model import Reference, make_engine, make_policy
-from foreroute.train.passes import PolicyExecution
+from foreroute.train.policy import make_engine, make_policy
+from foreroute.train.prompts import make_task
 from foreroute.train.ranks import find_device, num_started
-from foreroute.train.rollout import evaluate
-from foreroute.train.tasks import make_task
 from foreroute.train.warm_start import warm_start
 from tests.other_device import DEVICE, MixedDevicesError, OnDevice, other_device
-from tests.train.expert_parallel_steps import scored_by_tokens
-from tests.train.small_runs import always_informative, records, small_config
+from tests.train.small_runs import always_informative, records, same_state, small_config
 
 FEW = {"prompts": 2, "group_size": 4, "precision": "float32"}
 WARM = {"max_steps": 2, "batch_size": 8}
@@ -94,10 +90,9 @@ def test_processes_that_found_each_other_without_nccl_are_refused():
 
 def test_a_run_says_where_it_ran_and_goes_on_elsewhere(tmp_path):
     config = small_config(device="cpu", rl={"steps": 1}, warm_start=WARM, rollout=FEW)
-    with scored_by_tokens():
-        run = train(config, tmp_path / "run")
-        further = small_config(device="auto", rl={"steps": 2}, warm_start=WARM, rollout=FEW)
-        train(further, run.path, resume=True)
+    run = train(config, tmp_path / "run")
+    further = small_config(device="auto", rl={"steps": 2}, warm_start=WARM, rollout=FEW)
+    train(further, run.path, resume=True)
     assert [record["device"]["kind"] for record in records(run.path)] == ["cpu", "cpu"]
     assert all(record["device"]["name"] for record in records(run.path))
 
@@ -107,19 +102,15 @@ def made(config, where):
     task = make_task(config)
     policy = make_policy(config, task, where)
     warm_start(policy.model, config, task, lambda step, loss: None, lambda: False)
-    trainer = make_trainer(config, task, policy, PolicyExecution(policy), make_engine(config, policy))
-    if config.rl.kl_coefficient:
-        trainer.reference = Reference(copy.deepcopy(policy.model))
-    return trainer
+    return make_trainer(config, task, policy, make_engine(config, policy))
 
 
 def stepped(config, where):
-    """Rollout, record and state of one step, and what was sampled for an evaluation after it."""
+    """Rollout, record and state of one step."""
     trainer = made(config, where)
-    with patch.object(rollout, "score", always_informative):
+    with patch.object(ChainTask, "rewards", always_informative):
         experience, record = trainer.run_step()
-        evaluated = evaluate(trainer.engine, trainer.task, config, 0, trainer.execution.ranks)
-    return experience, record, trainer.state(), evaluated
+    return experience, record, trainer.state()
 
 
 def all_tensors(value):
@@ -131,21 +122,20 @@ def all_tensors(value):
 
 WAYS = {
     "R3": {},
-    "none, with a reference": {"rl": {"routing": "none", "kl_coefficient": 0.1}},
+    "none": {"rl": {"routing": "none"}},
     "R2, checkpointed": {"rl": {"routing": "R2"}, "model": {"gradient_checkpointing": True}},
     "gate weights": {"rl": {"routing": "R3+weights"}},
-    "sequence means": {"rl": {"mean": "sequence"}},
+    "gspo, corrected": {"rl": {"method": "gspo", "correction": {"kind": "tis"}}},
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
-    config = small_config(**{"warm_start": WARM, "rollout": FEW, "evaluation": {"every": 5, "prompts": 4}, **WAYS[way]})
-    first_rollout, expected, state, evaluated = stepped(config, torch.device("cpu"))
+    config = small_config(**{"warm_start": WARM, "rollout": FEW, **WAYS[way]})
+    first_rollout, expected, state = stepped(config, torch.device("cpu"))
     with other_device(generators=DEVICE):
-        second_rollout, record, state_there, evaluated_there = stepped(config, DEVICE)
+        second_rollout, record, state_there = stepped(config, DEVICE)
     assert np.array_equal(second_rollout.generation.trace.token_ids_N, first_rollout.generation.trace.token_ids_N)
-    assert np.array_equal(evaluated_there[1], evaluated[1])
     # AdamW steps by the learning rate, whatever the size of a gradient: one of roundings alone may go either way
     most = 2 * (WARM["max_steps"] * config.warm_start.learning_rate + config.rl.learning_rate)
     for there, here in zip(require_there(record, state_there), all_tensors(state["model"]), strict=True):
@@ -153,12 +143,11 @@ def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
     assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
 
 
-def test_a_step_in_low_precision_mixes_no_devices():
-    """Which tokens are sampled is left open: bfloat16 rounds otherwise in the kernels of another device."""
-    low = {"model": {"dtype": "bfloat16"}, "rollout": {**FEW, "precision": "fp8"}}
-    config = small_config(**{"warm_start": WARM, "evaluation": {"every": 5, "prompts": 4}, **low})
+def test_an_engine_in_low_precision_mixes_no_devices():
+    """Which tokens are sampled is left open: fp8 rounds otherwise in the kernels of another device."""
+    config = small_config(warm_start=WARM, rollout={**FEW, "precision": "fp8"})
     with other_device(generators=DEVICE):
-        experience, record, state, _ = stepped(config, DEVICE)
+        experience, record, state = stepped(config, DEVICE)
     require_there(record, state)
     assert len(experience.generation) == FEW["prompts"] * FEW["group_size"]
     assert 0 < record["grad_norm"] < math.inf
@@ -182,7 +171,7 @@ def test_the_engine_samples_there_by_a_seed_drawn_from_the_generator_it_is_given
         task = make_task(config)
         engine = make_engine(config, make_policy(config, task, DEVICE))
         generator = torch.Generator().manual_seed(seed)
-        problems = task.problems(2, 0, 0, np.random.default_rng(0))
+        problems = task.problems(2, 0, np.random.default_rng(0))
         generation = engine.generate([p.tokens for p in problems], Sampling(6, task.end_token, 4, 1.0), generator)
         return generation.trace.token_ids_N
 
@@ -195,25 +184,26 @@ def test_the_engine_samples_there_by_a_seed_drawn_from_the_generator_it_is_given
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")  # whose values are real here
 def test_a_checkpoint_of_one_device_is_taken_up_on_another(tmp_path):
     config = small_config(warm_start=WARM, rollout=FEW)
-    path = tmp_path / "state.safetensors"
     with other_device(generators=DEVICE):
         there = made(config, DEVICE)
-        with patch.object(rollout, "score", always_informative):
+        with patch.object(ChainTask, "rewards", always_informative):
             there.run_step()
-        write_checkpoint(path, Checkpoint({"step": there.step, **there.state()}, "", ""))
-        state = load_checkpoint(path)
+        state = load_checkpoint(RunFolder(tmp_path).save_checkpoint(there.state(), data="", keep=1))
         assert all(tensor.device.type == "cpu" for tensor in all_tensors(state))
         back = made(config, DEVICE)
         back.restore(state)
         assert {type(tensor) for tensor in all_tensors(back.state()) if tensor.dim()} == {OnDevice}
-        expected = [tensor.values_here for tensor in all_tensors(there.state()) if tensor.dim()]
         here = made(config, torch.device("cpu"))
         here.restore(state)
     for restored in (back, here):
-        for tensor, wanted in zip(
-            (tensor for tensor in all_tensors(restored.state()) if tensor.dim()), expected, strict=True
-        ):
-            assert torch.equal(getattr(tensor, "values_here", tensor), wanted)
+        assert same_state(values_of(restored.state()), values_of(there.state()))
+
+
+def values_of(value):
+    """Of tensors on either device."""
+    if isinstance(value, dict):
+        return {key: values_of(each) for key, each in value.items()}
+    return getattr(value, "values_here", value)
 
 
 def test_the_other_device_refuses_what_cuda_refuses():

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from foreroute.records import parse_step
-from tests.processes import Workers
 from tests.train.execution_record_worker import (
-    compiled_before_and_after_plans,
     metered_steps,
     steps_with_slow_blocks,
     steps_with_slow_plans,
@@ -133,16 +131,3 @@ def test_later_micro_steps_are_planned_while_the_first_run(workers):
     record = steps.records[0]["execution"]
     assert record["planning_s"] >= 2 * block_s
     assert record["exposed_planning_s"] < block_s
-
-
-def test_one_small_plan_compiles_all_that_plans_of_a_run_need():
-    """In a process of its own, where nothing was planned before."""
-    alone = Workers(1, timeout_s=240)
-    try:
-        [(before, seen)] = alone.run(compiled_before_and_after_plans)
-    finally:
-        alone.close()
-    assert not before
-    for ready, after in seen:
-        assert ready
-        assert after == ready, after - ready

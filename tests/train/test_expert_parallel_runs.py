@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import foreroute as fr
+from foreroute.capture import load_generation
 from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, load_checkpoint, train
 from tests.train.expert_parallel_runs import path_of, resume, run, run_config, step_on, stop_early
@@ -27,7 +27,7 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     assert workers(2).run(resume, config, stopped) == [2, 0]
     assert learned(stopped) == learned(whole)
     assert same_state(checkpoint(stopped, 3), checkpoint(whole, 3))
-    trace = fr.load(whole / "traces" / "step-000002.safetensors")
+    trace = load_generation(whole / "rollouts" / "step-000002.safetensors").trace
     assert len(trace) == 8 * 4, "the trace holds the rollouts of all ranks"
     written = AutoModelForCausalLM.from_pretrained(
         stopped / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
@@ -43,7 +43,7 @@ def uninterrupted(workers, tmp_path_factory):
     """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all."""
     folder = tmp_path_factory.mktemp("chain")
     with precise_trainer(config_of(1)) as trainer:
-        RunFolder(folder).save_checkpoint(0, trainer.state())
+        RunFolder(folder).save_checkpoint(trainer.state(), data="", keep=9)
     parts = [one_step(workers, num_ranks, folder, step) for step, num_ranks in enumerate(SIZES)]
     generations = [part.generations[0] for part in parts]
     chain = Steps([part.records[0] for part in parts], generations, parts[-1].state)
@@ -101,7 +101,7 @@ def tensors(state):
     if isinstance(state, torch.Tensor):
         return [state]
     if isinstance(state, dict):
-        return [tensor for key in state for tensor in tensors(state[key])]
+        return [tensor for key in sorted(state, key=str) for tensor in tensors(state[key])]
     if isinstance(state, list | tuple):
         return [tensor for each in state for tensor in tensors(each)]
     return []

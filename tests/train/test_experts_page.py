@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from foreroute.train.config import parse_config
+from foreroute.train import parse_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "experts.md").read_text(encoding="utf-8")
 

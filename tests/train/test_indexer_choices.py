@@ -1,22 +1,18 @@
-"""Choices of indexers in a run: recorded by the engine, replayed in recompute and update, kept in checkpoints.
+"""Choices of indexers in a run: recorded by the engine, replayed in recompute and update.
 
 The oracle is what the indexers of the policy hand on to its attention.
 """
 
+import sys
 import warnings
 
-import numpy as np
 import pytest
 
 from foreroute.engines import vllm
-from foreroute.train import loop, rollout
-from foreroute.train.async_rollout import restored, stored
-from foreroute.train.checkpoint import Checkpoint, load_checkpoint, write_checkpoint
+from foreroute.train.chain import ChainTask
 from foreroute.train.config import RolloutConfig
-from foreroute.train.model import make_engine
-from foreroute.train.passes import make_schedule
-from foreroute.train.ranks import Ranks
-from foreroute.train.update import update
+from foreroute.train.loop import make_schedule
+from foreroute.train.policy import Alone, make_engine
 from tests.attended import SIZES, attended, chosen, followed
 from tests.train.small_runs import always_informative, small_config, trainer_of
 
@@ -32,7 +28,7 @@ def config_of(**rl):
 
 def step_of(monkeypatch, **rl):
     """A step; returns its rollout, what the first recompute executed, and what was attended to in it and the update."""
-    monkeypatch.setattr(rollout, "score", always_informative)
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
     trainer, seen, executed = trainer_of(config_of(**rl)), {}, []
 
     def watched_update(*args, **options):
@@ -41,13 +37,12 @@ def step_of(monkeypatch, **rl):
 
     def watched_recompute(*args):
         with attended(trainer.policy.model) as found:
-            executed.append(real(*args))
+            executed.append(recompute(*args))
         seen.setdefault("recompute", found)
         return executed[-1]
 
-    real = trainer._recompute
-    trainer._recompute = watched_recompute
-    monkeypatch.setattr(loop, "update", watched_update)
+    recompute, update = trainer.recompute, trainer.update
+    trainer.recompute, trainer.update = watched_recompute, watched_update
     experience, _ = trainer.run_step()
     return experience.generation.trace, executed[0].executed, seen
 
@@ -55,10 +50,10 @@ def step_of(monkeypatch, **rl):
 @pytest.mark.parametrize("routing", ["R3", "R3+weights"])
 def test_recompute_and_update_attend_to_what_the_engine_did(monkeypatch, routing):
     trace, _, seen = step_of(monkeypatch, routing=routing, mini_steps=2)
-    for stage in ("recompute", "update"):
-        others, rows = followed(seen[stage], chosen(trace))
+    for each in ("recompute", "update"):
+        others, rows = followed(seen[each], chosen(trace))
         assert rows > 100
-        assert others == 0, stage
+        assert others == 0, each
 
 
 def test_the_update_of_r2_attends_to_what_recompute_did(monkeypatch):
@@ -70,34 +65,23 @@ def test_the_update_of_r2_attends_to_what_recompute_did(monkeypatch):
 
 def test_without_replay_the_trainer_attends_to_others(monkeypatch):
     """The control: in float32 it chooses otherwise than the engine in bfloat16."""
-    monkeypatch.setattr(rollout, "score", always_informative)
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
     trainer = trainer_of(config_of())
-    experience = trainer._roll_out()
-    schedule = make_schedule(experience, trainer.config.rl, Ranks(), seed=(0, 0))
+    experience = trainer.roll_out()
+    recompute, _ = make_schedule(experience, trainer.config.rl, Alone(), seed=(0, 0))
     with attended(trainer.policy.model) as seen:
-        trainer._recompute(experience, schedule, "native")
+        trainer.recompute(experience.generation, recompute, "native")
     others, rows = followed(seen, chosen(experience.generation.trace))
     assert others > 0.01 * rows
 
 
-def test_a_waiting_rollout_keeps_them_in_a_checkpoint(tmp_path):
-    trainer = trainer_of(config_of())
-    experience, path = trainer._roll_out(), tmp_path / "state"
-    write_checkpoint(path, Checkpoint({"step": 0, "model": {}, "rollout": stored(experience)}, "", ""))
-    again = restored(load_checkpoint(path)["rollout"], trainer.policy.spec)
-    trace = experience.generation.trace
-    assert again.generation.trace.equals(trace)
-    stream = again.generation.trace.streams["indexer"]
-    assert stream.layers == trainer.policy.indexers.layers
-    assert np.diff(stream.offsets).max() == SIZES["index_topk"]
-
-
 @pytest.mark.parametrize("routing", ["R3", "R2"])
-def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch, tmp_path, routing):
-    monkeypatch.setattr(vllm, "VLLMServerEngine", lambda *args, **settings: "an engine")
-    server = {"mode": "server", "url": "http://localhost:1", "weights_folder": str(tmp_path)}
+def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch, routing):
+    monkeypatch.setattr(vllm, "ProcessEngine", lambda *args, **settings: "an engine")
     config = config_of(routing=routing).model_copy(
-        update={"rollout": RolloutConfig(engine="vllm", vllm=server)}  # as read, not as checked together
+        update={
+            "rollout": RolloutConfig(engine="vllm", vllm={"python": sys.executable})
+        }  # as read, not as checked together
     )
     policy = trainer_of(config_of()).policy
     with warnings.catch_warnings(record=True) as seen:

@@ -30,7 +30,7 @@ def whole(tmp_path_factory):
 def test_any_point_of_a_run_can_be_the_last(tmp_path, whole):
     """Every one of the beginning and of the first steps, which have a trace, metrics and a checkpoint; then some."""
     run, config, touches = whole
-    assert touches > 60  # all of the first 20 are tried, and every seventh of the others
+    assert touches > 50  # all of the first 20 are tried, and every seventh of the others
     torn = begun_anew = 0
     for point in [*range(20), *range(20, touches, 7)]:
         folder = tmp_path / str(point)
@@ -60,7 +60,7 @@ def content(path):
     if path.parent.name == "rollouts" and ".trace" not in path.name:
         rollout = load_generation(path)
         return digest(rollout.trace), rollout.logprobs_R.tolist()
-    if path.parent.name in ("rollouts", "traces") and path.stat().st_size > 100:
+    if path.parent.name == "rollouts":
         # the order of a trace's metadata is not fixed
         return digest(fr.load(path))
     return path.read_bytes()

@@ -7,27 +7,25 @@ import pytest
 import torch
 
 from foreroute.layout import padded_batches
-from foreroute.train import loop
-from foreroute.train.config import RLConfig
-from foreroute.train.expert_parallel import ExpertParallel, _Announced
-from foreroute.train.passes import inputs, make_schedule, pad, response_logprobs, sampled_logprobs
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
-from foreroute.train.tasks.chain import VOCABULARY, ChainTask, decode, encode, right_share, sample_problems
+from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, right_share
+from foreroute.train.config import RLConfig, TaskConfig
+from foreroute.train.experts import ExpertParallel, _Announced
+from foreroute.train.loop import _in_order, make_schedule
+from foreroute.train.policy import Alone, inputs, pad, response_logprobs, sampled_logprobs
 from tests.train.small_runs import small_config, trainer_of
 
 
 def test_answers_are_right_and_verified():
     rng = np.random.default_rng(0)
-    for problem in sample_problems(rng, 50, min_operands=2, max_operands=6):
+    for problem in [draw_chain(rng, operands) for operands in (2, 3, 6) for _ in range(20)]:
         text = problem.prompt.removesuffix("=")
         result, expected = int(text[0]), text[0]
         for operator, digit in zip(text[1::2], text[2::2], strict=True):
             result = eval(f"({result}) {operator} {digit}") % 10
             expected += str(result)
         assert problem.row["answer"] == expected + ";"
-        assert decode(problem.tokens) == problem.prompt
-        assert right_share(problem.row["answer"], problem.row["answer"]) == 1
+        assert "".join(VOCABULARY[token] for token in problem.tokens) == problem.prompt
+        assert ChainTask(TaskConfig()).rewards([problem], [encode(problem.row["answer"])]).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -35,18 +33,15 @@ def test_answers_are_right_and_verified():
     [("3749;", 1), ("374", 3 / 5), ("", 0), ("9749;", 0), ("3;", 1 / 5), ("37 9;", 2 / 5), ("3749;;", 1)],
 )
 def test_reward_is_the_right_prefix(response, expected):
-    assert right_share("3749;", response) == expected
-
-
-def test_tokens_round_trip():
-    assert decode(encode("12+3=;")) == "12+3=;"
-    assert VOCABULARY[ChainTask.end_token] == ";"
+    assert (
+        right_share("3749;", response) == right_share(encode("3749;"), encode(response.replace(" ", "_"))) == expected
+    )
 
 
 def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     config = small_config(rollout={"temperature": 0.8})
     trainer = trainer_of(config)
-    generation = roll_out(trainer.engine, trainer.task, config, 0, Ranks()).generation
+    generation = trainer.roll_out().generation
     assert len(set(generation.trace.lengths.tolist())) > 1, "the case must be padded"
     model = trainer.policy.model.eval()
     with torch.no_grad():
@@ -71,7 +66,7 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
 def test_all_but_the_last_token_of_each_sequence_is_put_in():
     config = small_config()
     trainer = trainer_of(config)
-    trace = roll_out(trainer.engine, trainer.task, config, 0, Ranks()).generation.trace
+    trace = trainer.roll_out().generation.trace
     input_ids, mask = pad(inputs(trace))
     assert inputs(trace).valid_N.all()
     for s in range(len(trace)):
@@ -83,11 +78,13 @@ def test_the_problems_of_a_step_follow_from_seed_and_step():
     config = small_config()
     trainer = trainer_of(config)
 
-    def rollout_of(step):
-        return roll_out(trainer.engine, trainer.task, config, step, Ranks()).generation.trace
+    def prompts_of(step):
+        trainer.step = step
+        generation = trainer.roll_out().generation
+        return [generation.trace.tokens(s)[:n].tolist() for s, n in enumerate(generation.prompt_lengths)]
 
-    assert rollout_of(3).equals(rollout_of(3))
-    assert not rollout_of(3).equals(rollout_of(4))
+    assert prompts_of(3) == prompts_of(3)
+    assert prompts_of(3) != prompts_of(4)
 
 
 def test_little_of_a_micro_step_is_padding():
@@ -95,33 +92,35 @@ def test_little_of_a_micro_step_is_padding():
     experience = SimpleNamespace(
         generation=SimpleNamespace(trace=SimpleNamespace(lengths=lengths)), informative_S=np.arange(64) % 4 > 0
     )
-    schedule = make_schedule(experience, RLConfig(mini_steps=2, micro_step_tokens=1600), Ranks(), seed=(0, 0))
-    for stage, members in ((schedule.recompute, 64), (schedule.update[0], 24), (schedule.update[1], 24)):
-        taken = stage.order_S
+    recompute, mini_batches = make_schedule(
+        experience, RLConfig(mini_steps=2, micro_step_tokens=1600), Alone(), seed=(0, 0)
+    )
+    for each, members in zip([recompute, *mini_batches], (64, 24, 24), strict=True):
+        taken = np.concatenate(each.micro_steps)
         assert len(set(taken.tolist())) == len(taken) == members
-        slots = [len(part) * int(lengths[part].max() - 1) for part in stage.micro_steps]
+        slots = [len(part) * int(lengths[part].max() - 1) for part in each.micro_steps]
         assert max(slots) <= 1600
         assert sum(slots) < 1.3 * (lengths[taken] - 1).sum()
     # a control: in the order that they came in, a third of what is computed is padding
     as_they_came = padded_batches(lengths - 1, 1600)
     assert sum(len(part) * int(lengths[part].max() - 1) for part in as_they_came) > 1.5 * (lengths - 1).sum()
-    values = [lengths[part].repeat(lengths[part]) for part in schedule.recompute.micro_steps]
-    assert np.array_equal(schedule.recompute.in_order(values, lengths), lengths.repeat(lengths))
+    values, order = [lengths[part].repeat(lengths[part]) for part in recompute.micro_steps], recompute.micro_steps
+    assert np.array_equal(_in_order(values, np.concatenate(order), lengths), lengths.repeat(lengths))
 
 
-def test_a_stage_that_fails_is_timed_and_its_records_are_not_those_of_the_next(monkeypatch):
+def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     trainer = trainer_of(small_config())
 
     def fails(*_, **__):
         raise ArithmeticError
 
-    monkeypatch.setattr(loop, "update", fails)
+    trainer.update = fails
     with pytest.raises(ArithmeticError):
         trainer.run_step()
     assert trainer.seconds.keys() >= {"rollout", "recompute", "update"}
 
     counts_MLGE = np.zeros((1, 1, 2, 2), np.int32)
-    engine = SimpleNamespace(records=["of the stage that fails"])
+    engine = SimpleNamespace(records=["of the pass that fails"])
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
     execution = object.__new__(ExpertParallel)
     execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
@@ -130,6 +129,6 @@ def test_a_stage_that_fails_is_timed_and_its_records_are_not_those_of_the_next(m
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()
     assert (execution._now, execution._executed, engine.records) == (None, [], [])
-    # a stage without a plan is not taken for one that executes the plan of the last
+    # a pass without a plan is not taken for one that executes the plan of the last
     with execution.running(SimpleNamespace(name="update 1")), execution.micro_step(0, None):
         pass

@@ -8,23 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-import foreroute as fr
+from foreroute.capture import load_generation
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
-from foreroute.train import RunFolder, Watcher, load_checkpoint, load_config, parse_config, train
-from foreroute.train.checkpoint import read_checkpoint, write_checkpoint
-from foreroute.train.model import make_policy
-from foreroute.train.passes import make_schedule
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
-from foreroute.train.tasks import make_task
-from foreroute.train.update import update
+from foreroute.train import RunFolder, Watcher, folder, load_checkpoint, load_config, loop, parse_config, train
+from foreroute.train.chain import ChainTask
+from foreroute.train.loop import make_schedule
+from foreroute.train.policy import Alone, make_policy
+from foreroute.train.prompts import make_task
 from tests.models import FAMILIES
 from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that others are compared with. Tests leave its folder as it is."""
+    """The run that others are compared with, with all its checkpoints. Tests leave its folder as it is."""
     return train(small_config(), tmp_path_factory.mktemp("runs") / "whole")
 
 
@@ -44,13 +41,13 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, min
         rl={"routing": routing, "mini_steps": mini_steps, "steps": 3}, rollout={"precision": precision}
     )
     whole = train(config, tmp_path / "whole")
-    seen, stages = [], []
+    seen, phases = [], []
     stop_after = Watcher(
-        on_step=seen.append, should_stop=lambda: len(seen) == 1, on_stage=lambda *stage: stages.append(stage)
+        on_step=seen.append, should_stop=lambda: len(seen) == 1, on_phase=lambda *phase: phases.append(phase)
     )
     stopped = train(config, tmp_path / "stopped", watcher=stop_after)
     assert load_checkpoint(stopped.last_checkpoint())["step"] == 1
-    assert [stage for stage in stages if stage[1] != "measure"] == [(0, "rollout"), (0, "recompute"), (0, "update")]
+    assert phases == [(0, name) for name in ("rollout", "recompute", "measure", "update")]
     resumed = train(config, tmp_path / "stopped", resume=True)
     same_run(resumed, whole)
 
@@ -97,7 +94,7 @@ def test_what_a_step_records(whole):
         assert 0 <= record["reward_mean"] <= 1
     assert any(record["mismatch"]["native"]["differing_share"] > 0 for record in records(whole.path))
     assert any(record["grad_norm"] > 0 for record in records(whole.path))
-    trace = fr.load(whole.path / "traces" / "step-000002.safetensors")
+    trace = load_generation(whole.path / "rollouts" / "step-000002.safetensors").trace
     assert trace.versions == (2,)
 
 
@@ -119,10 +116,13 @@ def test_float32_rollouts_have_no_mismatch(tmp_path):
 def test_routes_of_another_step_are_refused(tmp_path):
     trainer = trainer_of(small_config())
     experience, _ = trainer.run_step()
-    schedule = make_schedule(experience, trainer.config.rl, Ranks(), seed=(0, 0))
+    recompute, mini_batches = make_schedule(experience, trainer.config.rl, Alone(), seed=(0, 0))
+    old = trainer.recompute(experience.generation, recompute, "native").logprobs_R
     trainer.run_step()
     with pytest.raises(StaleTraceError, match="expected only 2"):
-        trainer._recompute(experience, schedule, "replayed")
+        trainer.recompute(experience.generation, recompute, "replayed")
+    with pytest.raises(StaleTraceError, match="expected only 2"):
+        trainer.update(experience, mini_batches, old, experience.generation.trace)
 
 
 def test_a_warm_start_is_shared(whole, tmp_path):
@@ -186,9 +186,6 @@ def test_a_checkpoint_executes_nothing(tmp_path):
         load_checkpoint(path)
 
 
-SERVER = {"mode": "server", "url": "http://x", "weights_folder": "y"}
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -209,8 +206,6 @@ SERVER = {"mode": "server", "url": "http://x", "weights_folder": "y"}
         ({"name": "a" * 5000}, r"'a{20}'\.\.\. cannot name a folder of its own; expected at most 200 bytes"),
         ({"name": "ü" * 120}, "cannot name a folder of its own"),
         ({"name": "name\n"}, "name"),
-        ({"alarms": {"act_on": ["f2"]}}, 'act_on changes nothing with action = "warn"'),
-        ({"logging": {"wandb_mode": "offline"}}, "wandb_mode changes nothing with wandb = false"),
         (
             {"warm_start": {"checkpoint": "x.pt"}},
             "batch_size, stop_at_loss, max_steps change nothing beside a checkpoint",
@@ -218,14 +213,17 @@ SERVER = {"mode": "server", "url": "http://x", "weights_folder": "y"}
         ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
         ({"parallel": {"prefetch": 2, "checksums": True}}, "prefetch, checksums change nothing with expert = 1"),
         ({"rollout": {"vllm": {"timeout_s": 5.0}}}, 'vllm changes nothing with engine = "embedded"'),
-        ({"rollout": {"engine": "vllm", "vllm": {"url": "x"}}}, 'url changes nothing with mode = "process"'),
+        ({"rollout": {"engine": "vllm", "precision": "float32"}}, r"needs vllm\.python"),
         (
-            {"rollout": {"engine": "vllm", "vllm": {**SERVER, "python": "x"}}},
-            'python changes nothing with mode = "server"',
+            {"rollout": {"engine": "vllm", "precision": "fp8", "vllm": {"python": "x"}}},
+            "vLLM takes float32 or bfloat16",
         ),
+        ({"task": {"data": "x.jsonl"}}, "data, a JSONL file, and reward go together"),
+        ({"task": {"max_prompt_tokens": 8}}, "max_prompt_tokens changes nothing without data"),
+        ({"model": {"tokenizer": "folder"}}, r"no use for the tokenizer in folder; set task\.data"),
         (
-            {"rollout": {"engine": "vllm", "precision": "float32", "vllm": SERVER}},
-            "precision changes nothing of a vLLM",
+            {"rl": {"routing": "R3+weights"}, "rollout": {"engine": "vllm", "vllm": {"python": "x"}}},
+            "records gate weights",
         ),
     ],
 )
@@ -291,36 +289,107 @@ def test_a_run_that_diverges_ends_with_one_error_and_keeps_its_checkpoints(tmp_p
     assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.safetensors")["step"] == 0
 
 
-def without_optimizer(state):
-    del state["optimizer"]
+def model_is_another(state):
+    state["model"]["model.norm.weight"] = torch.zeros(3)
 
 
-def optimizer_is_nothing(state):
-    state["optimizer"] = None
+def a_weight_is_whole_numbers(state):
+    state["model"]["model.norm.weight"] = state["model"]["model.norm.weight"].long()
 
 
-def model_is_empty(state):
-    state["model"] = {}
-
-
-def of_another_weight(state):
+def moments_of_another_weight(state):
     state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
 
 
-def of_other_parameters(state):
-    state["optimizer"]["param_groups"][0]["params"].pop()
+def moments_missing(state):
+    del state["optimizer"]["state"][0]["exp_avg"]
+
+
+def steps_below_one(state):
+    state["optimizer"]["state"][0]["step"] = torch.tensor(-1.0)
+
+
+def moments_of_no_weight(state):
+    state["optimizer"]["state"][999] = state["optimizer"]["state"][0]
 
 
 @pytest.mark.parametrize(
-    "change", [without_optimizer, optimizer_is_nothing, model_is_empty, of_another_weight, of_other_parameters]
+    "change",
+    [
+        *(model_is_another, a_weight_is_whole_numbers, moments_of_another_weight, moments_missing, steps_below_one),
+        moments_of_no_weight,
+    ],
 )
-def test_a_checkpoint_of_another_model_is_refused_on_resume(copied, change):
-    last = copied.last_checkpoint()
-    state = load_checkpoint(last)
+def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, change):
+    state = load_checkpoint(copied.last_checkpoint())
     change(state)
-    write_checkpoint(last, replace(read_checkpoint(last), state=state))
-    with pytest.raises(RunFolderError, match="does not fit this model and optimizer"):
+    copied.save_checkpoint(state, data="", keep=9)
+    with pytest.raises(RunFolderError, match=r"step-000005.* does not fit this model and optimizer"):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)
+
+
+def test_a_run_whose_last_update_leaves_no_numbers_ends_with_an_error(copied):
+    """Its loss and gradient were finite, and no later step would look: a second moment below 0 has no root."""
+    state = load_checkpoint(copied.last_checkpoint())
+    state["optimizer"]["state"][0]["exp_avg_sq"] -= 1.0
+    copied.save_checkpoint(state, data="", keep=9)
+    kept = {path: path.read_bytes() for path in (copied.path / "model").iterdir()}
+    with pytest.raises(DivergedError, match=r"model\.embed_tokens\.weight is not finite after step 5"):
+        train(small_config(rl={"steps": 6}), copied.path, resume=True)
+    assert copied.last_checkpoint().name == "step-000005.safetensors"
+    assert {path: path.read_bytes() for path in (copied.path / "model").iterdir()} == kept
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    """And the run that goes on from them ends with the same bits."""
+    config = small_config(rl={"steps": 4}, checkpoint={"every": 1, "keep": 2})
+    run = train(config, tmp_path / "run")
+    assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [
+        "step-000003.safetensors",
+        "step-000004.safetensors",
+    ]
+    whole = load_checkpoint(run.last_checkpoint())
+    run.last_checkpoint().unlink()
+    assert same_state(load_checkpoint(train(config, run.path, resume=True).last_checkpoint()), whole)
+
+
+def test_the_metrics_are_read_once_when_a_run_goes_on_and_never_in_it(copied, monkeypatch):
+    """A checkpoint that read them would make a long run quadratic."""
+    reads, read = [], folder.read_file
+    monkeypatch.setattr(folder, "read_file", lambda path, *rest: reads.append(path.name) or read(path, *rest))
+    train(small_config(rl={"steps": 12}, checkpoint={"every": 1}), copied.path, resume=True)
+    few = len(reads)
+    train(small_config(rl={"steps": 16}, checkpoint={"every": 1}), copied.path, resume=True)
+    assert reads.count("metrics.jsonl") == 2 * few
+    assert few <= 3
+
+
+def test_every_second_of_a_step_is_in_a_phase(monkeypatch):
+    """A clock that planning, publishing and everything else between two phases would move."""
+    now = [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    trainer = trainer_of(small_config())
+
+    def slow(work):
+        def taking_a_second(*given, **options):
+            now[0] += 1.0
+            return work(*given, **options)
+
+        return taking_a_second
+
+    for name in ("weights", "plan", "running", "micro_step", "finish_gradients"):
+        monkeypatch.setattr(trainer.execution, name, slow(getattr(trainer.execution, name)))
+    monkeypatch.setattr(loop, "make_schedule", slow(loop.make_schedule))
+    _, record = trainer.run_step()
+    assert sum(record["seconds"].values()) == now[0] > 5
+
+
+def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
+    """No line with NaN is written, which JSON does not know and an alarm would not see."""
+    monkeypatch.setattr(ChainTask, "rewards", lambda task, problems, responses: np.full(len(responses), np.nan))
+    with pytest.raises(DivergedError, match="reward_mean, reward_std of step 0 are not finite"):
+        train(small_config(), tmp_path / "run")
+    assert RunFolder(tmp_path / "run").records() == []
 
 
 def test_unknown_model_sizes_are_explained(tmp_path):
@@ -341,23 +410,12 @@ def test_impossible_model_sizes_are_explained(tmp_path):
 
 
 def test_all_equal_rewards_leave_the_policy_alone():
-    config = small_config()
-    trainer = trainer_of(config)
+    trainer = trainer_of(small_config())
     before = {k: v.clone() for k, v in trainer.policy.model.state_dict().items()}
-    experience = roll_out(trainer.engine, trainer.task, config, 0, Ranks())
+    experience = trainer.roll_out()
     equal = replace(experience, rewards_S=np.ones(24), advantages_S=np.zeros(24), informative_S=np.zeros(24, bool))
-    result = update(
-        trainer.policy,
-        trainer.execution,
-        trainer.optimizer,
-        equal,
-        make_schedule(equal, config.rl, Ranks(), seed=(0, 0)).update,
-        experience.generation.logprobs_R,
-        None,
-        config.rl,
-        weight_version=0,
-        temperature=1.0,
-    )
-    assert (result.loss, result.grad_norm, result.clip_share) == (0, 0, 0)
+    _, mini_batches = make_schedule(equal, trainer.config.rl, Alone(), seed=(0, 0))
+    result = trainer.update(equal, mini_batches, experience.generation.logprobs_R, None)
+    assert (result.loss, result.grad_norm, mini_batches) == (0, 0, [])
     assert (result.micro_step_S == -1).all()
     assert same_state(before, dict(trainer.policy.model.state_dict()))

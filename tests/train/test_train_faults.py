@@ -14,9 +14,9 @@ import torch
 
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, RunFolderError
-from foreroute.train import RunFolder, load_checkpoint, loop, rollout, train
-from foreroute.train.metrics_file import MetricsFile
-from foreroute.train.update import update
+from foreroute.train import RunFolder, load_checkpoint, train
+from foreroute.train.chain import ChainTask
+from foreroute.train.loop import Trainer
 from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import always_informative, records, same_state, small_config, trainer_of
 
@@ -34,7 +34,7 @@ def config_of(**rl):
 @pytest.fixture(scope="module", autouse=True)
 def _something_to_learn():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "score", always_informative)
+        patch.setattr(ChainTask, "rewards", always_informative)
         yield
 
 
@@ -53,15 +53,16 @@ def test_a_gradient_that_is_no_number_changes_no_weight():
 def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, monkeypatch):
     whole = train(config_of(), tmp_path / "whole")
 
-    def poisoned(routed, *rest, weight_version, **options):
-        if weight_version == 3:
-            with monkeypatch.context() as patch:
+    update = Trainer.update
+
+    def poisoned(trainer, *given, **options):
+        with monkeypatch.context() as patch:
+            if trainer.step == 3:
                 patch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: torch.tensor(float("nan")))
-                return update(routed, *rest, weight_version=weight_version, **options)
-        return update(routed, *rest, weight_version=weight_version, **options)
+            return update(trainer, *given, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "update", poisoned)
+        patch.setattr(Trainer, "update", poisoned)
         with pytest.raises(DivergedError, match="in step 3"):
             train(config_of(), tmp_path / "run")
     assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == 2
@@ -72,10 +73,7 @@ def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, mo
 
 @pytest.mark.parametrize("worth", [0.0, 1.0])
 def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monkeypatch, worth):
-    def score(task, problems, generation, size):
-        return rollout.Scores(np.full(len(generation), worth))
-
-    monkeypatch.setattr(rollout, "score", score)
+    monkeypatch.setattr(ChainTask, "rewards", lambda task, problems, responses: np.full(len(responses), worth))
     trainer = trainer_of(config_of())
     before = {name: tensor.clone() for name, tensor in trainer.policy.model.state_dict().items()}
     _, record = trainer.run_step()
@@ -111,31 +109,31 @@ def room_for(num_bytes):
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "at_call", "num_bytes", "named", "resumes_at"),
+    ("method", "at_call", "num_bytes", "named", "resumes_at"),
     [
         # checkpoints before steps 0, 2 and 4; traces and metrics of steps 0, 2 and of 0, 1, 2
-        (RunFolder, "save_checkpoint", 1, 300, r"step-000002\.safetensors", 0),
-        (RunFolder, "save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
-        (RunFolder, "save_rollout", 1, 100, r"step-000002\.safetensors", 2),
-        (MetricsFile, "append", 2, 150, r"metrics\.jsonl", 2),
+        ("save_checkpoint", 1, 300, r"step-000002\.safetensors", 0),
+        ("save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
+        ("save_rollout", 1, 100, r"step-000002\.safetensors", 2),
+        ("append", 2, 150, r"metrics\.jsonl", 2),
     ],
 )
 def test_a_full_disk_is_one_error_and_what_was_written_is_whole(
-    tmp_path, monkeypatch, owner, method, at_call, num_bytes, named, resumes_at
+    tmp_path, monkeypatch, method, at_call, num_bytes, named, resumes_at
 ):
-    config, write, calls = counting_config(), getattr(owner, method), []
+    config, write, calls = counting_config(), getattr(RunFolder, method), []
 
-    def on_a_full_disk(run, *given):
+    def on_a_full_disk(run, *given, **options):
         calls.append(1)
         if len(calls) <= at_call:
-            return write(run, *given)
+            return write(run, *given, **options)
         with room_for(num_bytes):
-            return write(run, *given)
+            return write(run, *given, **options)
 
     with counting():
         expected = train(config, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(owner, method, on_a_full_disk)
+            patch.setattr(RunFolder, method, on_a_full_disk)
             with pytest.raises(RunFolderError, match=rf"{named}.* cannot be written .*[mM]ake room.*--resume"):
                 train(config, tmp_path / "run")
         assert load_checkpoint(RunFolder(tmp_path / "run").last_checkpoint())["step"] == resumes_at

@@ -8,14 +8,11 @@ import torch
 
 from foreroute.doctor import diagnose
 from foreroute.doctor.examine import examine
-from foreroute.errors import ConfigError
 from foreroute.trace import SAMPLING
-from foreroute.train import rollout
-from foreroute.train.async_rollout import restored, stored
-from foreroute.train.passes import make_schedule, recompute, response_logprobs, sampled_logprobs
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import Experience, roll_out
-from tests.train.expert_parallel_steps import scored_by_tokens
+from foreroute.train import train
+from foreroute.train.chain import ChainTask
+from foreroute.train.loop import make_schedule
+from foreroute.train.policy import Alone, response_logprobs, sampled_logprobs
 from tests.train.small_runs import always_informative, records, small_config, trainer_of
 
 TEMPERATURE = 0.8
@@ -28,24 +25,14 @@ def config_of(cut, **sections):
 
 
 def rolled_out(cut, monkeypatch, **sections):
-    monkeypatch.setattr(rollout, "score", always_informative)
-    config = config_of(cut, **sections)
-    trainer = trainer_of(config)
-    trainer.engine.load_weights(trainer.policy.model.state_dict(), 0)
-    return config, trainer, roll_out(trainer.engine, trainer.task, config, 0, Ranks())
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
+    trainer = trainer_of(config_of(cut, **sections))
+    return trainer, trainer.roll_out()
 
 
-def recomputed(config, trainer, experience):
-    stage = make_schedule(experience, config.rl, Ranks(), seed=(0, 0)).recompute
-    return recompute(
-        trainer.policy,
-        trainer.execution,
-        experience.generation,
-        stage,
-        temperature=TEMPERATURE,
-        replay=True,
-        weight_version=0,
-    )
+def recomputed(trainer, experience):
+    recompute, _ = make_schedule(experience, trainer.config.rl, Alone(), seed=(0, 0))
+    return trainer.recompute(experience.generation, recompute, "replayed")
 
 
 def without_masks(experience):
@@ -56,12 +43,12 @@ def without_masks(experience):
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without(cut, monkeypatch):
-    config, trainer, experience = rolled_out(cut, monkeypatch)
+    trainer, experience = rolled_out(cut, monkeypatch)
     engine = experience.generation.logprobs_R.astype(np.float64)
-    on_sets = recomputed(config, trainer, experience)
+    on_sets = recomputed(trainer, experience)
     log_r = on_sets.logprobs_R - engine
     assert np.mean(np.expm1(log_r) - log_r) < 1e-9
-    assert recomputed(config, trainer, without_masks(experience)).logprobs_R.mean() < on_sets.logprobs_R.mean() - 0.01
+    assert recomputed(trainer, without_masks(experience)).logprobs_R.mean() < on_sets.logprobs_R.mean() - 0.01
     # entropy: of the sets, from dense logits
     generation = experience.generation
     masks = generation.trace.streams[SAMPLING]
@@ -84,7 +71,7 @@ def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without(cut, monk
 
 
 def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(monkeypatch):
-    _, trainer, experience = rolled_out(CUTS[-1], monkeypatch, model={"experts_implementation": "eager"})
+    trainer, experience = rolled_out(CUTS[-1], monkeypatch, model={"experts_implementation": "eager"})
     generation = experience.generation.select([0, 5])
     model = trainer.policy.model.double()
 
@@ -113,29 +100,12 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
 
 
 @pytest.mark.parametrize("routing", ["R3", "R2", "none"])
-def test_a_run_trains_on_them_and_its_evaluations_are_left_alone(tmp_path, routing):
-    from foreroute.train import train
-
-    evaluation = {"every": 2, "prompts": 3, "temperature": 1.0}
-    config = config_of(
-        {"top_p": 0.7},
-        rl={"steps": 3, "routing": routing, "kl_coefficient": 0.01, "mini_steps": 2},
-        evaluation=evaluation,
-    )
-    with scored_by_tokens():
-        train(config, tmp_path / "run")
+def test_a_run_trains_on_them(tmp_path, monkeypatch, routing):
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
+    train(config_of({"top_p": 0.7}, rl={"steps": 3, "routing": routing, "mini_steps": 2}), tmp_path / "run")
     for record in records(tmp_path / "run"):
-        compared = [part["k3"] for part in record["mismatch"].values() if part and "k3" in part]
-        assert compared
-        assert max(compared) < 1e-9
-
-
-def test_rollouts_ahead_keep_their_masks_in_a_checkpoint(monkeypatch):
-    _, _, experience = rolled_out({"top_p": 0.7}, monkeypatch)
-    back = restored(stored(experience), experience.generation.trace.spec)
-    assert isinstance(back, Experience)
-    assert back.generation.trace.equals(experience.generation.trace)
-    assert len(back.generation.trace.streams[SAMPLING].ids)
+        assert record["grad_norm"] > 0
+        assert all(part["k3"] < 1e-9 for part in record["mismatch"].values())
 
 
 def doctored(trainer, generation):
@@ -145,7 +115,7 @@ def doctored(trainer, generation):
 
 
 def test_the_doctor_scores_on_the_sets_and_names_what_does_not_fit(monkeypatch):
-    _, trainer, experience = rolled_out({"top_p": 0.7}, monkeypatch)
+    trainer, experience = rolled_out({"top_p": 0.7}, monkeypatch)
     monkeypatch.setattr("foreroute.doctor.examine.run_conformance", lambda *args, **kwargs: None)
     generation = experience.generation
     found, measures = doctored(trainer, generation)
@@ -176,14 +146,3 @@ def test_the_doctor_scores_on_the_sets_and_names_what_does_not_fit(monkeypatch):
     found, measures = doctored(trainer, replace(generation, trace=generation.trace.with_stream(SAMPLING, shifted)))
     assert "The sampling masks are not those of their tokens" in found[0]
     assert measures.with_replay is None
-
-
-def test_evaluations_that_list_the_vocabulary_for_each_token_are_refused():
-    vllm = {"engine": "vllm", "precision": "float32", "vllm": {"python": "python"}}
-    for temperature in (0.0, 0.5):
-        evaluation = {"every": 1, "prompts": 2, "temperature": temperature}
-        if not temperature:
-            config_of({"top_p": 0.9}, rollout=vllm, evaluation=evaluation)
-            continue
-        with pytest.raises(ConfigError, match=r"evaluation\.temperature is not 0, and vLLM with sampling masks"):
-            config_of({"top_p": 0.9}, rollout=vllm, evaluation=evaluation)

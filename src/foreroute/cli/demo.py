@@ -14,9 +14,11 @@ from typing import Any
 
 from rich.table import Table
 
+from foreroute.capture.generation import trace_of
 from foreroute.cli.terminal import Console, is_first_rank, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
+from foreroute.files.config_file import MOST
 from foreroute.records import SIDES, read_runs
 from foreroute.report import SummaryRow, TableRow, load_rows, run_finding, summary_rows, write_report
 from foreroute.train import RunFolder, TrainConfig, parse_config, train
@@ -54,7 +56,7 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
         highlight=False,
     )
     write_page(console, lambda: write_report(runs, folder / "report.html"), name=f"{'report':<7}")
-    trace = folder / "R3" / "traces" / "step-000000.safetensors"
+    trace = trace_of(folder / "R3" / "rollouts" / "step-000000.safetensors")
     console.print(f"trace   {trace}   (foreroute inspect shows it)", soft_wrap=True, highlight=False, markup=False)
 
 
@@ -75,6 +77,8 @@ def _config(
     values = demo_values()
     values["name"] = routing
     values["rl"]["routing"] = routing
+    # the second run begins with the first checkpoint of the first, which must stay
+    values["checkpoint"] = {"keep": MOST}
     values["rollout"] |= {"precision": precision, "engine": engine}
     if vllm_python is not None:
         values["rollout"]["vllm"] = {"python": str(vllm_python)}

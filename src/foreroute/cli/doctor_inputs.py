@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,7 +157,6 @@ class TrainerModel:
         before_step_0: the configuration that stands for the weights before step 0, where no checkpoint was given.
         checkpoints: of the run, paths by weight version.
         temperature: that the run's engine divides its logits by.
-        max_staleness: weight versions that the run lets rollouts be behind.
     """
 
     model: Any
@@ -167,15 +166,11 @@ class TrainerModel:
     before_step_0: str = ""
     checkpoints: Mapping[int, str] = field(default_factory=dict)
     temperature: float = 1.0
-    max_staleness: int = 0
 
     def expected_version(self, trace: RoutingTrace | None) -> int | None:
-        """Give the weight version that a trace must have; None where nothing is known, or the run allows its own."""
-        known = [version for version in trace.versions if version >= 0] if trace is not None else []
-        if self.weight_version is None or not known:
-            return None
-        allowed = self.weight_version - self.max_staleness <= known[0] and known[-1] <= self.weight_version
-        return None if allowed and self.max_staleness else self.weight_version
+        """Give the weight version that a trace must have; None where nothing is known."""
+        known = trace is not None and any(version >= 0 for version in trace.versions)
+        return self.weight_version if known else None
 
 
 def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> TrainerModel:
@@ -209,7 +204,7 @@ def read_trainer(inputs: DoctorInputs, trace: RoutingTrace | None) -> TrainerMod
         stored = path / "config.json"
         values = parse_json(read_text(stored, RunFolderError), RunFolderError, name=str(stored))
         config, held = parse_config(values, source=str(stored)), checkpoints_of(path)
-        checkpoint = checkpoint or _checkpoint_of(path, held, trace, config.rollout.max_staleness)
+        checkpoint = checkpoint or _checkpoint_of(path, held, trace)
     return _trainer(config, path, checkpoint, {version: str(found) for version, found in held.items()})
 
 
@@ -219,7 +214,7 @@ def checkpoints_of(folder: Path) -> dict[int, Path]:
 
 
 def _by_step(folder: Path) -> dict[int, Path]:
-    from foreroute.train.checkpoint import NAME
+    from foreroute.train.folder import NAME
 
     found = {}
     with suppress(OSError):
@@ -234,47 +229,34 @@ def _is_of_a_run(path: Path) -> bool:
     return path.suffix == ".toml" or (path / "metrics.jsonl").exists() or (path / "checkpoints").is_dir()
 
 
-def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace | None, max_staleness: int) -> Path:
-    """Choose the checkpoint that a trace was recorded under; the last one where there is no trace, or it does not say.
-
-    Where rollouts may be older than the weights that train on them, the first checkpoint that may train on the trace.
-    """
+def _checkpoint_of(folder: Path, held: Mapping[int, Path], trace: RoutingTrace | None) -> Path:
+    """Choose the checkpoint that a trace was recorded under; the last one where there is none, or it does not say."""
     if not held:
         raise RunFolderError(f"{folder} holds no checkpoints, so there are no weights to examine")
     known = [version for version in trace.versions if version >= 0] if trace is not None else []
     if not known:
         return held[max(held)]
-    fitting = [version for version in held if known[-1] <= version <= max(known[-1], known[0] + max_staleness)]
-    if not fitting:
+    if known[-1] not in held:
         raise RunFolderError(
             f"{folder} has no checkpoint of weight version {known[-1]}, under which the trace was recorded; it has "
             f"those of {', '.join(map(str, sorted(held)))}. Give a trace of one of these, or another --checkpoint"
         )
-    return held[min(fitting)]
+    return held[known[-1]]
 
 
 def _trainer(config: TrainConfig, path: Path, checkpoint: Path | None, held: Mapping[int, str]) -> TrainerModel:
-    from foreroute.adapters.hf import add_lora
     from foreroute.train import load_checkpoint
-    from foreroute.train.model import make_model
-    from foreroute.train.tasks import make_task
+    from foreroute.train.policy import make_model
+    from foreroute.train.prompts import make_task
 
-    with closing(make_task(config)) as task:
-        model = make_model(config.model, task, seed=0)
-    given: dict[str, Any] = {
-        "checkpoints": held,
-        "temperature": config.rollout.temperature,
-        "max_staleness": config.rollout.max_staleness,
-    }
+    model = make_model(config.model, make_task(config), seed=0)
+    given: dict[str, Any] = {"checkpoints": held, "temperature": config.rollout.temperature}
     if checkpoint is None:
         return TrainerModel(model=model, has_weights=config.model.path is not None, before_step_0=str(path), **given)
-    state, lora = load_checkpoint(checkpoint), config.model.lora
-    if lora.rank:
-        add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=config.seed)
+    state = load_checkpoint(checkpoint)
     try:
         model.load_state_dict(state["model"])
     except (RuntimeError, TypeError, AttributeError) as error:
         seen = " ".join(str(error).split())
         raise InputError(f"{checkpoint} does not fit the model of {path}: {seen:.200}") from error
-    step = state["step"] if type(state["step"]) is int else None
-    return TrainerModel(model=model, has_weights=True, checkpoint=checkpoint, weight_version=step, **given)
+    return TrainerModel(model=model, has_weights=True, checkpoint=checkpoint, weight_version=state["step"], **given)

@@ -35,8 +35,6 @@ EXTRA_OF = {
     "scipy": "fit",
     "megatron": "megatron",
     "trl": "trl",
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
 USAGE_ERROR = typer.BadParameter.__mro__[1]

@@ -94,7 +94,7 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
                 console.print(f"stopping; {again} again to stop at once")
             return bool(received)
 
-        yield Watcher(display.warm_start, display.step, should_stop, display.superseded, display.stage)
+        yield Watcher(display.warm_start, display.step, should_stop, display.phase)
 
 
 class Display:
@@ -124,9 +124,9 @@ class Display:
         if step % (5 * LINES_EVERY) == 0:
             self._line(f"warm start, step {step}, loss {loss:.2f}")
 
-    def stage(self, step: int, stage: str) -> None:
-        """Note that a stage of a step begins."""
-        self._at(f"step {step}", stage)
+    def phase(self, step: int, phase: str) -> None:
+        """Note that a phase of a step begins."""
+        self._at(f"step {step}", phase)
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a finished step, and the alarms that were not on before it."""
@@ -141,12 +141,6 @@ class Display:
         for kind in sorted(alarms.keys() - self._alarms):
             self._say(f"alarm at step {step}: {alarms[kind]}. {alarms[kind].advice}")
         self._alarms = set(alarms)
-
-    def superseded(self, step: int, file: Path) -> None:
-        """Say that a step ran again, and came out otherwise than it was recorded."""
-        self._say(
-            f"step {step} ran again and came out otherwise; what was recorded of it and of later ones is in {file}"
-        )
 
     def _at(self, what: str, detail: str) -> None:
         """Note what the heartbeat says while nothing is printed."""
@@ -191,10 +185,6 @@ def _pace(seconds: float) -> str:
 
 def _figures(record: dict[str, Any]) -> str:
     parts = [f"reward {record['reward_mean']:.2f}"]
-    if "evaluation" in record:
-        parts.append(f"held out {record['evaluation']['reward_mean']:.2f}")
-    if record.get("reward_failures"):
-        parts.append(f"{record['reward_failures']} without reward")
     for name, label in (("native", "without replay"), ("replayed", "with")):
         if name in record["mismatch"]:
             parts.append(f"k3 {label} {record['mismatch'][name]['k3']:.1e}")

@@ -90,8 +90,7 @@ ADVICE: dict[str, str] = {
     "update's weights. A run that replays may go on as long as F(2) and the reward hold.",
     "stale_routes": "Lower rl.learning_rate or rl.mini_steps, so that an update moves the policy less. A run whose "
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
-    "effective_share": "Lower rl.learning_rate, rl.mini_steps or rollout.max_staleness, or bound the weights with "
-    "rl.correction.",
+    "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
 }
 """What to do, by kind, in the keys of `foreroute train`."""
 

@@ -94,18 +94,14 @@ def read_run(folder: Path) -> Run:
     except ValidationError as error:
         raise RunFolderError(f"{path} is damaged: {why_invalid(error)}. Restore it from a copy") from error
     steps, notes = _read_metrics(folder / "metrics.jsonl")
-    layers, unread = _read_layers(folder / "traces")
-    superseded = [
-        f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
-        for aside in sorted(folder.glob("superseded-*.jsonl"))
-    ]
+    layers, unread = _read_layers(folder / "rollouts")
     return Run(
         folder=folder,
         label=facts.name,
         config=config,
         steps=tuple(steps),
         layers=layers,
-        notes=(*notes, *unread, *superseded),
+        notes=(*notes, *unread),
         **facts.model_dump(),
     )
 
@@ -137,9 +133,9 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
     return steps, notes
 
 
-def _read_layers(traces: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
-    """The layers of the first trace, and a note where it cannot be read."""
-    for path in sorted(traces.glob("step-*.safetensors"))[:1]:
+def _read_layers(rollouts: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
+    """The layers of the first rollout's trace, and a note where it cannot be read."""
+    for path in sorted(rollouts.glob("step-*.trace.safetensors"))[:1]:
         try:
             return load(path, sequences=[]).spec.layers, []
         except TraceFileError as error:

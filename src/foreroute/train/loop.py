@@ -1,4 +1,4 @@
-"""The trainer, from top to bottom: rollout, recompute, update.
+"""One step of RL, from top to bottom: rollout, recompute, update.
 
     engine (another copy, lower precision)            trainer (float32)
     ┌──────────────────────────────┐  tokens, routes  ┌─────────────────────────┐   ┌────────────────────────┐
@@ -7,78 +7,80 @@
     └──────────────▲───────────────┘                  └─────────────────────────┘   └───────────┬────────────┘
                    └──────────────────────── weights, version + 1 ──────────────────────────────┘
 
-`rl.routing` decides whose experts stages 2 and 3 use:  none, the trainer's own in each forward;  R2, those of stage 2
-again in stage 3;  R3, those of stage 1 in both;  R3+weights, those of stage 1 with the gate weights they had there. So
-it does whose choices the indexers of sparse attention make, where the model has some.
-A step is read in `rollout.py`, `passes.py`, `update.py` and `objective.py` (what stage 3 minimises); `measure.py` makes
-its record, `ranks.py` is what processes tell each other, and a task is a file of `tasks/`.
+`rl.routing` decides whose experts 2 and 3 use:  none, the trainer's own in each forward;  R2, those of 2 again in 3;
+R3, those of 1 in both;  R3+weights, those of 1 with the gate weights they had there. So it does whose choices the
+indexers of sparse attention make, where the model has some.
+
+A reader needs two files more: `objective.py`, what 3 minimises, and `policy.py`, what a forward computes. `record.py`
+makes the step's line of metrics, `experts.py` executes plans on several ranks, and `run.py` is the run around steps.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from foreroute.adapters import hf
+from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
+from foreroute.errors import DivergedError
+from foreroute.layout import padded_batches
 from foreroute.records import Side
-from foreroute.train.async_rollout import AsyncRollouts
-from foreroute.train.config import TrainConfig
-from foreroute.train.measure import StepPart, device_record, memory_peak, merged, reset_memory_peak, step_record
-from foreroute.train.model import Reference, trainable
-from foreroute.train.optimizer import make_optimizer
-from foreroute.train.passes import PolicyExecution, Recomputed, Schedule, make_schedule, recompute
-from foreroute.train.rollout import Experience, evaluate, evaluation_record, roll_out
-from foreroute.train.run_folder import misfit_named
-from foreroute.train.tasks import Task
-from foreroute.train.update import Updated, update
+from foreroute.replay import to_device
+from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trace.checks import as_offsets, join_ranges
+from foreroute.train.chain import Task
+from foreroute.train.config import RLConfig, TrainConfig
+from foreroute.train.objective import (
+    NO_TOKENS,
+    Tokens,
+    coefficients,
+    denominator,
+    group_advantages,
+    ratio_sums,
+    token_losses,
+)
+from foreroute.train.policy import (
+    Alone,
+    Execution,
+    OneProcess,
+    Pass,
+    inputs,
+    make_optimizer,
+    response_logprobs,
+    sampled_logprobs,
+)
+from foreroute.train.record import Experience, Recomputed, StepPart, Updated, merged, step_record
 
 
 @dataclass
 class Trainer:
-    """A trainer is the state of a run, and owns the thread of asynchronous rollouts. Whoever makes it closes it.
+    """The state of a run between two steps.
 
     Attributes:
-        step: the next step.
-        seconds: how long each stage of the last step took, by its name.
-        async_rollouts: samples beside the updates; None where each step samples for itself.
-        on_stage: called when a stage begins, with the step and the stage's name.
+        step: the next step; the version of the policy's weights.
+        seconds: how long each phase of the last step took, by its name.
+        on_phase: called when a phase begins, with the step and the phase's name.
     """
 
     config: TrainConfig
     task: Task
     policy: hf.RoutedTransformer
-    execution: PolicyExecution
+    execution: Execution
     engine: Engine
     optimizer: torch.optim.Optimizer
-    reference: Reference | None = None
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    async_rollouts: AsyncRollouts | None = None
-    on_stage: Callable[[int, str], None] = lambda step, stage: None
-
-    def __post_init__(self) -> None:
-        if self.config.rollout.max_staleness:
-            staleness, threads = self.config.rollout.max_staleness, self.config.threads
-            self.async_rollouts = AsyncRollouts(self._sample, staleness, threads, self.device)
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the policy is on."""
-        return next(self.policy.model.parameters()).device
-
-    def close(self) -> None:
-        """End the thread of rollouts, if there is one."""
-        if self.async_rollouts is not None:
-            self.async_rollouts.close()
+    on_phase: Callable[[int, str], object] | None = None
 
     def run_step(self) -> tuple[Experience, dict[str, Any]]:
         """Sample one rollout and take the update on it.
@@ -86,171 +88,314 @@ class Trainer:
         Returns:
             The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
         """
-        self.seconds.clear()
-        reset_memory_peak(self.device)
-        rl, step, ranks = self.config.rl, self.step, self.execution.ranks
-        with self._timed("rollout"):
-            experience = self._roll_out()
-        evaluation = self._evaluate()
-        schedule = make_schedule(experience, rl, ranks, seed=(self.config.seed, step))
-
-        # under R3 all stages replay the rollout's routes, so all are planned, in a thread, while the first runs; under
-        # R2 the update's routes are known after recompute
-        trains_with: Side = "replayed" if rl.routing in ("R3", "R3+weights") else "native"
+        rl, step, execution, ranks = self.config.rl, self.step, self.execution, self.execution.ranks
+        device = self.policy.model.device
+        replays = rl.routing in ("R3", "R3+weights")
+        trains_with: Side = "replayed" if replays else "native"
+        other: Side = "native" if replays else "replayed"
+        measures = step % self.config.measure.compare_every == 0
         steps_taken = step * rl.mini_steps  # of the optimizer, one per mini-batch; they number the weights
-        if trains_with == "replayed":
-            stages = [schedule.recompute, *schedule.update]
-            self.execution.plan(steps_taken, experience.generation.trace, stages, self.optimizer)
+        routes: RoutingTrace | None = None
+        self.seconds.clear()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+        with self._timed("rollout"):
+            experience = ranks.on_all(f"the rollout of step {step}", self.roll_out)
+
         with self._timed("recompute"):
-            passes = {trains_with: self._recompute(experience, schedule, trains_with)}
-        if rl.routing == "R2":
-            self.execution.plan(steps_taken, passes[trains_with].executed, schedule.update, self.optimizer)
-        if self._measures:
-            other: Side = "native" if trains_with == "replayed" else "replayed"
+            recompute, mini_batches = make_schedule(experience, rl, ranks, seed=(self.config.seed, step))
+            if replays:
+                # all passes replay the rollout's routes, so all are planned, in a thread, while the first runs
+                routes = experience.generation.trace
+                execution.plan(steps_taken, routes, [recompute, *mini_batches], self.optimizer)
+            passes = {trains_with: self.recompute(experience.generation, recompute, trains_with)}
+            if rl.routing == "R2":
+                # the update's routes are known from here on
+                routes = passes["native"].executed
+                execution.plan(steps_taken, routes, mini_batches, self.optimizer)
+
+        if measures:
             with self._timed("measure"):
-                passes[other] = self._recompute(experience, schedule, other)
-        reference_R = None
-        if self.reference is not None:
-            with self._timed("reference"):
-                temperature = self.config.rollout.temperature
-                reference_R = self.reference.logprobs_R(experience.generation, schedule.recompute, temperature)
+                passes[other] = self.recompute(experience.generation, recompute, other)
+
         with self._timed("update"):
-            updated = self._update(experience, schedule, passes[trains_with], reference_R)
+            old_logprobs_R = passes[trains_with].logprobs_R
+            updated = self.update(experience, mini_batches, old_logprobs_R, routes, watch_routes=measures)
 
         self.step += 1
-        execution = self.execution.record()
-        (most_bytes,) = ranks.max([memory_peak(self.device)])
+        executed = execution.record()
+        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         # rank 0 writes the step's record; the others have nothing more to say about it
-        parts = ranks.gather(StepPart(experience, passes, updated))
+        parts = ranks.gather(StepPart(experience, passes, updated, peak_bytes))
         if not parts:
             return experience, {}
-        whole = merged(parts)
-        record = step_record(step, whole, trains_with, self.seconds) | evaluation | execution
-        record["device"] = device_record(self.device, int(most_bytes))
-        return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
+        whole = merged(parts) if len(parts) > 1 else parts[0]
+        return whole.experience, {**step_record(step, whole, trains_with, self.seconds, device), **executed}
 
-    def state(self) -> dict[str, Any]:
-        """Give everything that a resumed run needs; randomness follows from the seed and the step."""
-        optimizer = self.execution.optimizer_state(self.optimizer)
-        waiting = {} if self.async_rollouts is None else {"rollouts": self.async_rollouts.state()}
-        home_LE = self.execution.home_LE()
-        homes = {} if home_LE is None else {"homes": torch.from_numpy(home_LE)}
-        return {"model": dict(self.execution.state_dict()), "optimizer": optimizer} | homes | waiting
+    def roll_out(self) -> Experience:
+        """Draw this step's problems, and sample and score the responses to this rank's block of them.
 
-    def restore(self, state: Mapping[str, Any], name: str = "the checkpoint") -> None:
-        """Continue from a checkpoint of the same run.
+        Problems follow from the seed and the step, responses from the number of ranks too.
+        """
+        settings, task, step, ranks = self.config.rollout, self.task, self.step, self.execution.ranks
+        self.engine.load_weights(self.execution.weights(), version=step)
+        # the third number names the stream: 0 the warm start's, 1 the rollout's, 2 the schedule's, 5 the order of data
+        rng = np.random.default_rng([self.config.seed, step, 1])
+        generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
+        each = settings.prompts // ranks.size
+        problems = task.problems(settings.prompts, step, rng)[each * ranks.rank : each * (ranks.rank + 1)]
+        sampling = Sampling(
+            task.max_response_tokens,
+            task.end_token,
+            settings.group_size,
+            settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+        )
+        generation = self.engine.generate([problem.tokens for problem in problems], sampling, generator)
+        asked = [problem for problem in problems for _ in range(settings.group_size)]
+        ends_S = np.cumsum(generation.response_lengths)[:-1]
+        rewards_S = task.rewards(asked, np.split(generation.trace.token_ids_N[generation.sampled_N], ends_S))
+        return Experience(generation, rewards_S, *group_advantages(rewards_S, settings.group_size))
+
+    def recompute(
+        self, generation: Generation, planned: Pass, side: Side, *, gate_weights: bool | None = None
+    ) -> Recomputed:
+        """Run the policy over the rollout without gradients: the old log-probs, before the update.
 
         Args:
-            state: as `load_checkpoint` gave it.
-            name: of the checkpoint, for errors.
+            generation: S sequences.
+            planned: takes all of them.
+            side: "native", on its own routes, or "replayed", on the rollout's and its choices of indexers.
+            gate_weights: replay the rollout's gate weights too; by default under "R3+weights".
 
         Raises:
-            RunFolderError: when it is of another model.
+            StaleTraceError: when the rollout's routes are not of this step's weights.
         """
-        with misfit_named(name):
-            if "homes" in state:
-                self.execution.move_homes(state["homes"].numpy(), self.optimizer)
-            self.execution.load(state["model"], self.optimizer, state["optimizer"])
-            self.step = state["step"]
-            if self.async_rollouts is not None:
-                self.async_rollouts.restore(state["rollouts"], self.policy.spec)
-
-    @property
-    def _measures(self) -> bool:
-        return self.step % self.config.measure.compare_every == 0
-
-    def weights_for_engine(self) -> Mapping[str, torch.Tensor]:
-        weights = self.execution.state_dict()
-        return weights if self.config.model.lora.rank == 0 else hf.merged(weights, self.policy.model)
-
-    def _roll_out(self) -> Experience:
-        weights, step = self.weights_for_engine(), self.step
-        if self.async_rollouts is not None:
-            self.async_rollouts.order(step, weights)
-            return self.async_rollouts.take(step)
-        sample = partial(self._sample, step, step, weights)
-        return self.execution.ranks.on_all(f"the rollout of step {step}", sample)
-
-    def _sample(self, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> Experience:
-        self.engine.load_weights(weights, version=version)
-        return roll_out(self.engine, self.task, self.config, step, self.execution.ranks)
-
-    @property
-    def _accepted(self) -> range:
-        """The weight versions that the rollout's routes may be of."""
-        return range(max(0, self.step - self.config.rollout.max_staleness), self.step + 1)
-
-    def _evaluate(self) -> dict[str, Any]:
-        """Evaluate with the weights that the step begins with, where it is due."""
-        every, ranks = self.config.evaluation.every, self.execution.ranks
-        if not every or self.step % every:
-            return {}
-        # a rollout has just been sampled or ordered with these weights, and whoever samples has loaded them for it
-        work = partial(evaluate, self.engine, self.task, self.config, self.step, ranks)
-        if self.async_rollouts is not None:
-            work = partial(self.async_rollouts.in_thread, work)
-        with self._timed("evaluation"):
-            return evaluation_record(ranks.gather(ranks.on_all(f"the evaluation of step {self.step}", work)))
-
-    def _recompute(self, experience: Experience, schedule: Schedule, routes: Side) -> Recomputed:
-        replay = routes == "replayed"
-        return recompute(
-            self.policy,
-            self.execution,
-            experience.generation,
-            schedule.recompute,
-            temperature=self.config.rollout.temperature,
-            replay=replay,
-            weight_version=self.step,
-            accepted=self._accepted,
-            gate_weights=replay and self.config.rl.routing == "R3+weights",
-            indexers=self.policy.indexers is not None and self.config.rl.routing == "R2",
+        routed, replay, routing = self.policy, side == "replayed", self.config.rl.routing
+        weights = routing == "R3+weights" if gate_weights is None else gate_weights
+        # R2 replays in the update what this pass chooses
+        indexers = routed.indexers is not None and routing == "R2"
+        logprobs, entropies, executed, margins = [], [], [], []
+        with torch.no_grad(), self.execution.running(planned) if replay else nullcontext():
+            for number, sequences in enumerate(planned.micro_steps):
+                part = generation.select(sequences)
+                routes = inputs(part.trace)
+                forced: AbstractContextManager[Any] = nullcontext()
+                if replay:
+                    forced = routed.replay(routes, weight_version=self.step, gate_weights=weights)
+                recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
+                with forced, self.execution.micro_step(number, routes), recorded as recording:
+                    logprobs_R, entropy_R = response_logprobs(routed.model, part, self.config.rollout.temperature)
+                logprobs.append(logprobs_R.cpu().numpy())
+                entropies.append(entropy_R.cpu().numpy())
+                executed.append(recording.rollout(np.split(part.trace.token_ids_N, part.trace.offsets[1:-1])))
+                margins.append(recording.margins_NL())
+        order_S = np.concatenate(planned.micro_steps)
+        responses_S, routed_S = generation.response_lengths, generation.trace.lengths - 1
+        return Recomputed(
+            _in_order(logprobs, order_S, responses_S),
+            _in_order(entropies, order_S, responses_S),
+            concatenate(executed).select(np.argsort(order_S)),
+            _in_order(margins, order_S, routed_S),
         )
 
-    def _update(
+    def update(
         self,
         experience: Experience,
-        schedule: Schedule,
-        recomputed: Recomputed,
-        reference_logprobs_R: NDArray[np.float32] | None,
+        mini_batches: list[Pass],
+        old_logprobs_R: NDArray[np.float32],
+        routes: RoutingTrace | None,
+        *,
+        watch_routes: bool = False,
     ) -> Updated:
-        rl = self.config.rl
+        """Take an optimizer step for each mini-batch, whose gradients are accumulated over micro-steps.
+
+        Args:
+            experience: the rollout with its advantages.
+            mini_batches: the sequences of each forward and backward.
+            old_logprobs_R: float32 [R], from recompute.
+            routes: of all S sequences, to replay in every forward and recomputation; None for the policy's own.
+            watch_routes: have routers select by themselves too, in the same forwards, for `live_agreement`.
+
+        Raises:
+            StaleTraceError: when `routes` are not of this step's weights.
+            DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
+        """
+        rl, routed, execution, ranks = self.config.rl, self.policy, self.execution, self.execution.ranks
+        generation, lengths_S = experience.generation, experience.generation.response_lengths
         # the learning rate rises linearly over the first steps, and stays
         for group in self.optimizer.param_groups:
             group["lr"] = rl.learning_rate * min(1.0, (self.step + 1) / (rl.warmup_steps + 1))
-        routes = {"none": None, "R2": recomputed.executed}
-        return update(
-            self.policy,
-            self.execution,
-            self.optimizer,
-            experience,
-            schedule.update,
-            recomputed.logprobs_R,
-            routes.get(rl.routing, experience.generation.trace),
-            rl,
-            weight_version=self.step,
-            temperature=self.config.rollout.temperature,
-            accepted=None if rl.routing == "R2" else self._accepted,
-            reference_logprobs_R=reference_logprobs_R,
-            watch_routes=self._measures,
-        )
+        sums, losses, norms = [NO_TOKENS], [], []
+        agreement_M2, micro_step_S = np.zeros((len(mini_batches), 2)), np.full(len(lengths_S), -1)
+
+        for mini_batch in mini_batches:
+            sequences = np.concatenate(mini_batch.micro_steps)
+            trained = sequences[experience.informative_S[sequences]]
+            divisor = max(int(ranks.sum([denominator(lengths_S[trained], rl.method)])[0]), 1)
+            parts: list[Tensor] = []
+            with nullcontext() if routes is None else execution.running(mini_batch, updating=True):
+                # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole
+                for number, sequences in enumerate(mini_batch.micro_steps):
+                    micro_step_S[sequences] = micro_step_S.max() + 1
+                    with ExitStack() as replaying:
+                        if routes is not None:
+                            taken = inputs(routes.select(sequences))
+                            forced = routed.replay(
+                                taken,
+                                weight_version=self.step,
+                                gate_weights=rl.routing == "R3+weights",
+                                telemetry=watch_routes,
+                            )
+                            session = replaying.enter_context(forced)
+                            replaying.enter_context(execution.micro_step(number, taken))
+                        logprobs_R = sampled_logprobs(
+                            routed.model, generation.select(sequences), self.config.rollout.temperature
+                        )
+                        tokens = _trained_tokens(experience, sequences, old_logprobs_R, logprobs_R)
+                        each = token_losses(tokens, rl)
+                        weights_R = coefficients(tokens.lengths_S, rl.method, each.losses_R.dtype)
+                        loss = (weights_R * each.losses_R).sum()
+                        (loss / divisor).backward()
+                    sums.append(ratio_sums(each))
+                    parts.append(loss.detach().double())
+                    if routes is not None and watch_routes:
+                        live = session.agreement().routing
+                        agreement_M2[mini_batch.after] += live.differing_L.sum(), live.rows * len(live.differing_L)
+                # one read of the device for all of them
+                losses.append(float(ranks.sum([float(sum(parts))])[0]) / divisor)
+            norms.append(execution.finish_gradients(rl.max_grad_norm))
+            if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
+                raise DivergedError(
+                    f"loss {losses[-1]} and gradient norm {norms[-1]} in step {self.step}; lower rl.learning_rate"
+                )
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        loss, norm = float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0]))
+        return Updated(loss, norm, np.stack(sums), micro_step_S, agreement_M2)
+
+    def state(self) -> dict[str, Any]:
+        """Give everything that a resumed run needs; randomness follows from the seed and the step.
+
+        Raises:
+            DivergedError: when a weight, or what the optimizer keeps of one, is not finite.
+        """
+        state = {"step": self.step, **self.execution.state(self.optimizer)}
+        moments = {f"{i}/{key}": m for i, kept in state["optimizer"]["state"].items() for key, m in kept.items()}
+        for name, tensor in [*state["model"].items(), *moments.items()]:
+            if not tensor.isfinite().all():
+                raise DivergedError(
+                    f"{name} is not finite after step {self.step - 1}; lower rl.learning_rate. Nothing was saved of it"
+                )
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` gave, in a run of the same configuration.
+
+        Raises:
+            ValueError, KeyError, RuntimeError: when it is of another model.
+        """
+        for name, weight in self.execution.weights().items():
+            if name in state["model"] and state["model"][name].dtype != weight.dtype:
+                raise ValueError(f"{name} is {state['model'][name].dtype}; expected {weight.dtype}")
+        self.execution.restore(state, self.optimizer)
+        self.step = state["step"]
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        self.on_stage(self.step, stage)
-        start = time.perf_counter()
+    def _timed(self, phase: str) -> Iterator[None]:
+        if self.on_phase is not None:
+            self.on_phase(self.step, phase)
+        start, device = time.perf_counter(), self.policy.model.device
         try:
             yield
-            if self.device.type == "cuda":  # so that the clock sees what was launched
-                torch.cuda.synchronize(self.device)
+            if device.type == "cuda":  # so that the clock sees what was launched
+                torch.cuda.synchronize(device)
         finally:
-            self.seconds[stage] = time.perf_counter() - start
+            self.seconds[phase] = time.perf_counter() - start
 
 
 def make_trainer(
-    config: TrainConfig, task: Task, policy: hf.RoutedTransformer, execution: PolicyExecution, engine: Engine
+    config: TrainConfig,
+    task: Task,
+    policy: hf.RoutedTransformer,
+    engine: Engine,
+    execution: Execution | None = None,
 ) -> Trainer:
-    """Make a trainer with a new optimizer, over the parameters that the configuration has RL change."""
-    policy = trainable(config, policy)
-    optimizer = make_optimizer(policy.model, lr=config.rl.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
-    return Trainer(config, task, policy, execution, engine, optimizer)
+    """Make a trainer with a new optimizer; it executes in this process unless told otherwise."""
+    optimizer = make_optimizer(config, policy)
+    return Trainer(config, task, policy, execution or OneProcess(policy), engine, optimizer)
+
+
+def make_schedule(
+    experience: Experience, config: RLConfig, ranks: Alone, *, seed: tuple[int, int]
+) -> tuple[Pass, list[Pass]]:
+    """Assign the sequences of this rank to micro-steps, in an order that follows from the seed. A collective call.
+
+    All ranks have equally many sequences, and take the same number of micro-steps. Sequences of like lengths share a
+    micro-step, so that little is padded.
+
+    Returns:
+        Recompute, of all sequences; and for each mini-batch, the update on its informative sequences. A rank that has
+        too few for as many micro-steps as another takes some of no advantage beside them, which add nothing to the
+        gradient.
+    """
+    # the last token of a sequence is not put into the model
+    lengths_S = experience.generation.trace.lengths - 1
+
+    def packed(sequences: NDArray[np.int64], fewest: int = 0) -> list[NDArray[np.int64]]:
+        longest_first = np.argsort(-lengths_S[sequences], kind="stable")
+        batches = padded_batches(lengths_S[sequences[longest_first]], config.micro_step_tokens, min_count=fewest)
+        # within a micro-step they keep the order that they were given in
+        return [sequences[np.sort(longest_first[batch])] for batch in batches]
+
+    everything = np.arange(len(lengths_S))
+    order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
+    spare = np.flatnonzero(~experience.informative_S)
+    parts = np.array_split(order, config.mini_steps)
+    # every rank takes part in the collectives of every micro-step, so all need as many as the rank with the most
+    num_recompute, *num_update = ranks.max([*map(len, map(packed, [everything, *parts]))]).tolist()
+    update: list[Pass] = []
+    for part, count in zip(parts, num_update, strict=True):
+        # a micro-step holds one sequence at least
+        missing = max(0, count - len(part))
+        taken, spare = np.concatenate([part, spare[:missing]]), spare[missing:]
+        if count:
+            update.append(Pass(f"update {len(update)}", len(update), packed(taken, count)))
+    return Pass("recompute", 0, packed(everything, num_recompute)), update
+
+
+def _in_order(parts: list[NDArray[Any]], order_S: NDArray[np.int64], lengths_S: NDArray[np.int64]) -> NDArray[Any]:
+    """Put rows of all micro-steps, which take sequences in `order_S`, in their own order; each has `lengths_S` rows."""
+    joined = np.concatenate(parts)
+    ordered = np.empty_like(joined)
+    # row r of the joined parts belongs to a sequence that starts at that sequence's offset in the result
+    ordered[join_ranges(as_offsets(lengths_S)[order_S], lengths_S[order_S])] = joined
+    return ordered
+
+
+def _trained_tokens(
+    experience: Experience, sequences: NDArray[np.int64], old_R: NDArray[np.float32], logprobs_R: Tensor
+) -> Tokens:
+    """Select the tokens of informative sequences; `logprobs_R`, of the policy as it is now, are of all `sequences`.
+
+    The others take part in the forward alone.
+    """
+    generation, lengths_S = experience.generation, experience.generation.response_lengths
+    trained_S = experience.informative_S[sequences]
+    trained = sequences[trained_S]
+    of_trained_R = np.repeat(trained_S, lengths_S[sequences])
+    # the response of each sequence in all tokens of the rollout
+    rows_R = join_ranges(as_offsets(lengths_S)[trained], lengths_S[trained])
+    advantages_S = experience.advantages_S[trained].astype(np.float32)
+    device = logprobs_R.device
+    return Tokens(
+        logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
+        to_device(old_R[rows_R], device),
+        to_device(generation.logprobs_R[rows_R], device),
+        to_device(np.repeat(advantages_S, lengths_S[trained]), device),
+        to_device(lengths_S[trained], device),
+    )

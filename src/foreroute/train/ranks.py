@@ -1,4 +1,4 @@
-"""The processes of a run: the device of each, how they find each other, and what they tell each other in a step."""
+"""The processes of a run: the device of each, how they find each other, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ from torch import Tensor
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
+from foreroute.train.policy import CPU, Alone
 
-CPU = torch.device("cpu")
 WORK_TIMEOUT_S = 86400.0
 """A day. Ranks wait this long for the work of others, such as a warm start; one that dies is noticed at once, since its
-connection closes. `parallel.timeout_s` is for exchanges in the middle of a stage."""
+connection closes. `parallel.timeout_s` is for exchanges in the middle of a pass."""
 
 T = TypeVar("T")
 
 
-class Ranks:
-    """G processes, or one, for which every question has its own answer. Methods are collective calls.
+class Ranks(Alone):
+    """G processes. Methods are collective calls, which all of them make in the same order.
 
-    Attributes:
-        rank: of this process.
-        size: G.
+    Args:
+        votes: the group that answers.
     """
 
-    def __init__(self, votes: RankConsensus | None = None) -> None:
-        """Take the group that votes; None for one process alone."""
+    def __init__(self, votes: RankConsensus) -> None:
         self._votes = votes
-        self.rank = 0 if votes is None else votes.rank
-        self.size = 1 if votes is None else votes.size
+        self.rank, self.size = votes.rank, votes.size
 
     def on_all(self, what: str, work: Callable[[], T]) -> T:
         """Do this rank's part of the work, `what` in words. All ranks go on, or none.
@@ -47,8 +44,6 @@ class Ranks:
             RankError: when another rank failed; a rank that fails raises what went wrong there, whatever it is.
             DivergedError: on every rank, when numbers are not finite on some, and nothing else is wrong.
         """
-        if self._votes is None:
-            return work()
         error, done = None, None
         try:
             done = work()
@@ -64,18 +59,12 @@ class Ranks:
         kind = RankError if otherwise else DivergedError
         raise kind(f"{what} failed on another rank: " + "; ".join(objections)) from error
 
-    def on_rank_0(self, what: str, work: Callable[[], object]) -> None:
-        """Have rank 0 do the work while the others wait. Raises as `on_all`."""
-        self.on_all(what, lambda: work() if self.rank == 0 else None)
-
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
         """Make sure that all ranks know the same facts, plain values by name.
 
         Raises:
             ConfigError: on every rank alike, naming what differs from rank 0; `advice` says what to do.
         """
-        if self._votes is None:
-            return
         what, sent = f"comparing {next(iter(facts))}", [dict(facts)]
         with collective_errors(what, self._votes.group):
             dist.broadcast_object_list(sent, group=self._votes.group, group_src=0)
@@ -86,43 +75,21 @@ class Ranks:
             raise ConfigError(f"ranks differ: {'; '.join(objections)}. {advice}")
 
     def max(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Give the elementwise largest of the integers of all ranks."""
-        mine = np.asarray(numbers, np.int64)
-        if self._votes is None:
-            return mine
-        return self._votes.most(torch.from_numpy(mine), "agreeing on numbers").numpy()
+        return self._votes.most(torch.from_numpy(np.asarray(numbers, np.int64)), "agreeing on numbers").numpy()
 
     def sum(self, numbers: ArrayLike) -> NDArray[np.float64]:
-        """Give the elementwise sum of the numbers of all ranks, added in their order: all get the same bits."""
-        mine = np.asarray(numbers, np.float64)
-        if self._votes is None:
-            return mine
-        return self.all_gather(mine).sum(axis=0)  # type: ignore[no-any-return]
+        return self.all_gather(np.asarray(numbers, np.float64)).sum(axis=0)  # type: ignore[no-any-return]
 
     def all_gather(self, array: NDArray[Any]) -> NDArray[Any]:
-        """Stack the arrays of all ranks, which have one shape and dtype, to [G, ...]."""
-        if self._votes is None:
-            return array[None]
         return self._votes.gather(torch.from_numpy(np.ascontiguousarray(array)), "gathering arrays").numpy()
 
     def gather(self, part: T) -> list[T]:
-        """Collect the parts of all ranks on rank 0; elsewhere there are none."""
-        if self._votes is None:
-            return [part]
         parts: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with collective_errors("gathering records", self._votes.group):
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
 
-    def block(self, items: list[T]) -> list[T]:
-        """Give the part of this rank of items that are dealt to all of them evenly."""
-        each = len(items) // self.size
-        return items[each * self.rank : each * (self.rank + 1)]
-
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
-        if self._votes is None:
-            return
         with collective_errors("copying weights from rank 0", self._votes.group):
             for tensor in tensors.values():
                 there = tensor.detach().cpu()
@@ -201,12 +168,12 @@ def num_started() -> int:
 
 
 @contextmanager
-def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iterator[Ranks]:
+def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> Iterator[Alone]:
     """Join the processes that were started for this run, by torchrun or in a group that exists already.
 
     Args:
         num_ranks: how many there must be.
-        timeout_s: seconds that they have to find each other, and to answer in the middle of a stage.
+        timeout_s: seconds that they have to find each other, and to answer in the middle of a pass.
         device: of this process, on which they exchange rows and gradients.
 
     Raises:
@@ -220,7 +187,7 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
             f"for each rank: torchrun --nproc-per-node {num_ranks} -m foreroute.cli train CONFIG"
         )
     if num_ranks == 1:
-        yield Ranks()
+        yield Alone()
         return
     made_here = not dist.is_initialized()
     if made_here:

@@ -12,12 +12,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.errors import ConfigError
-from foreroute.train.checkpoint import load_checkpoint
+from foreroute.train.chain import Demonstration, Task
 from foreroute.train.config import TrainConfig, WarmStartConfig
-from foreroute.train.model import to_training
-from foreroute.train.optimizer import make_optimizer
-from foreroute.train.run_folder import misfit_named
-from foreroute.train.tasks import Demonstration, Task
+from foreroute.train.folder import as_run_folder_error, load_checkpoint
+from foreroute.train.policy import to_training
 
 SMOOTHING = 0.9
 """Of the moving average that ends the warm start: it forgets a step within some ten others."""
@@ -51,12 +49,12 @@ def warm_start(
     settings = config.warm_start
     if settings.checkpoint is not None:
         weights = load_checkpoint(Path(settings.checkpoint))["model"]
-        with misfit_named(f"warm_start.checkpoint {settings.checkpoint}"):
+        with as_run_folder_error(f"warm_start.checkpoint {settings.checkpoint}"):
             model.load_state_dict(weights)
         return True
     if settings.max_steps == 0:
         return True
-    optimizer = make_optimizer(model, lr=settings.learning_rate)
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.max_steps)
     smoothed = float("nan")
     to_training(model)

@@ -618,14 +618,14 @@ def test_attaching_on_a_machine_of_two_gpus_warns_of_nothing(monkeypatch):
 
 
 def test_nothing_forks_the_random_state_without_naming_the_devices():
-    """Where a model is loaded, tried out by a trainer, or given adapters, it would warn just so."""
+    """Where a model is loaded, or tried out by a trainer, it would warn just so."""
     found = []
     for path in Path(fr.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fork_rng"):
                 found.append(path.name)
                 assert node.args or "devices" in [keyword.arg for keyword in node.keywords], f"{path}:{node.lineno}"
-    assert {"attach.py", "checks.py", "local_models.py", "lora.py"} <= set(found)
+    assert {"attach.py", "checks.py", "local_models.py"} <= set(found)
 
 
 def test_rows_are_let_go_with_the_graph_that_recomputes_on_them(checkpointing, monkeypatch):

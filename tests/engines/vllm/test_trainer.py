@@ -61,7 +61,7 @@ def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
     ("rollout", "said"),
     [
         ({"precision": "fp8"}, "fp8"),
-        ({"vllm": {"mode": "server"}}, "needs url and weights_folder"),
+        ({"vllm": {}}, "needs vllm.python"),
         ({"vllm": {"pyton": "x"}}, "did you mean python"),
         ({"engine": "sglan"}, "embedded"),
     ],

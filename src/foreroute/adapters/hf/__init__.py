@@ -13,18 +13,14 @@ require_peers("torch", "transformers")
 from foreroute.adapters.hf.attach import attach
 from foreroute.adapters.hf.distribute import distribute
 from foreroute.adapters.hf.local_models import build_model, load_pretrained
-from foreroute.adapters.hf.lora import add_lora, merged, without_lora
 from foreroute.adapters.hf.model import RoutedTransformer
 from foreroute.adapters.hf.tokenizer import Tokenizer
 
 __all__ = [
     "RoutedTransformer",
     "Tokenizer",
-    "add_lora",
     "attach",
     "build_model",
     "distribute",
     "load_pretrained",
-    "merged",
-    "without_lora",
 ]

@@ -7,9 +7,9 @@ import pytest
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology
-from foreroute.train.model import make_policy
-from foreroute.train.stage_planner import NO_LINKS, read_planning
-from foreroute.train.tasks import make_task
+from foreroute.train.experts import NO_LINKS, read_planning
+from foreroute.train.policy import make_policy
+from foreroute.train.prompts import make_task
 from tests.train.small_runs import small_config
 from tests.train.test_expert_parallel import TOPOLOGY
 

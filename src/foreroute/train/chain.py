@@ -1,0 +1,137 @@
+"""The interface of a task, and the built-in one: running results of digit arithmetic, modulo 10.
+
+    prompt  3+4*2-5=        answer  3749;
+
+The answer's i-th character is the result after the i-th operand; ";" ends it. Every token matters, and one slip spoils
+the rest, as in a chain of reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.train.config import TaskConfig
+
+VOCABULARY = "0123456789+-*=;_"
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Something to answer.
+
+    Attributes:
+        prompt: as text.
+        tokens: int32 [T], the prompt as the model is given it.
+        row: what else is known of it, by name; "answer" is the right answer of a chain.
+    """
+
+    prompt: str
+    tokens: NDArray[np.int32]
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Demonstration:
+    """A problem with a right answer, for supervised training.
+
+    Attributes:
+        prompt: int32 [T].
+        answer: int32 [T], with the end token.
+    """
+
+    prompt: NDArray[np.int32]
+    answer: NDArray[np.int32]
+
+
+class Task(Protocol):
+    """Problems, and what responses to them are worth. The trainer knows nothing else about a task.
+
+    Attributes:
+        end_token: ends a response, and is part of it.
+        vocabulary_size: of a model that is made for this task.
+        max_response_tokens: the most that a response may have, its end token included.
+        data_digest: of what the problems are read from; empty where they are made.
+    """
+
+    end_token: int
+    vocabulary_size: int
+    max_response_tokens: int
+    data_digest: str = ""
+
+    def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
+        """Give so many problems for a step, from 0. The randomness follows from the seed of the run and the step."""
+
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
+        """Give problems with right answers, for the warm start."""
+
+    def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
+        """Give what responses are worth, finite float64 [S], each to its problem.
+
+        Raises:
+            FunctionError: when a function of the user's did not say.
+        """
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer beside a model, if there is one."""
+        return
+
+
+class ChainTask(Task):
+    """Random chains of digits; a response is worth the share of the answer that it has right."""
+
+    end_token = VOCABULARY.index(";")
+    vocabulary_size = len(VOCABULARY)
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._shortest, self._longest = config.min_operands, config.max_operands
+        self.max_response_tokens = config.max_operands + 1
+
+    def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
+        return [draw_chain(rng, int(rng.integers(self._shortest, self._longest + 1))) for _ in range(count)]
+
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
+        operands = int(rng.integers(self._shortest, self._longest + 1))  # of one length, so that nothing is padded
+        problems = [draw_chain(rng, operands) for _ in range(count)]
+        return [Demonstration(problem.tokens, encode(problem.row["answer"])) for problem in problems]
+
+    def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
+        worth_S = np.zeros(len(problems))
+        for s, (problem, tokens) in enumerate(zip(problems, responses, strict=True)):
+            worth_S[s] = right_share(encode(problem.row["answer"]), tokens)
+        return worth_S
+
+
+def encode(text: str) -> NDArray[np.int32]:
+    """Give int32 [T], one token per character."""
+    return np.array(list(map(VOCABULARY.index, text)), np.int32)
+
+
+def draw_chain(rng: np.random.Generator, operands: int) -> Problem:
+    """Draw a random chain of so many digits, with its answer."""
+    digits = rng.integers(0, 10, operands)
+    operators = rng.choice(list("+-*"), operands - 1)
+    result, results, prompt = int(digits[0]), [int(digits[0])], str(digits[0])
+    for operator, digit in zip(operators, digits[1:].tolist(), strict=True):
+        result = {"+": result + digit, "-": result - digit, "*": result * digit}[str(operator)] % 10
+        results.append(result)
+        prompt += f"{operator}{digit}"
+    return Problem(prompt + "=", encode(prompt + "="), {"answer": "".join(map(str, results)) + ";"})
+
+
+def right_share(answer: Sequence[Any] | NDArray[Any], response: Sequence[Any] | NDArray[Any]) -> float:
+    """Give the share of the answer's tokens or characters that come before the response's first mistake, from 0 to 1.
+
+    Whatever follows the end of the answer is a mistake.
+    """
+    right = 0
+    for expected, given in zip(answer, response, strict=False):
+        if expected != given:
+            break
+        right += 1
+    return right / len(answer)

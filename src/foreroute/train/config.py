@@ -1,0 +1,440 @@
+"""The configuration of a run, as a TOML file says it: every table, every key, and what does not fit together."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from foreroute.files.config_file import (
+    MOST,
+    MOST_SECONDS,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    Ranks,
+    Section,
+    Slots,
+    Threads,
+    Timeout,
+    Tokens,
+    checked,
+    read_toml,
+)
+from foreroute.plan.capabilities import FetchPath
+
+Routing = Literal["none", "R2", "R3", "R3+weights"]
+Method = Literal["dapo", "gspo"]
+
+METHODS: dict[str, dict[str, float]] = {
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+}
+"""The clip bounds of each method where the configuration gives none. docs/methods.md has the papers."""
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
+"""Logits that are divided by less overflow; divided by more, all are alike."""
+MOST_NAME_BYTES = 200
+"""File systems take 255, and the names of temporary files are longer."""
+DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face model from a folder, or a new one from sizes and seed."""
+
+    path: str | None = None
+    """Folder of an MoE model: config.json and safetensors."""
+    tokenizer: str | None = None
+    """Folder of a tokenizer; the model's own by default. A new model gets its vocabulary."""
+    family: str | None = None
+    """Without path: model type in transformers, "qwen3_moe" by default."""
+    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
+    """How transformers computes experts, if the family has a choice."""
+    sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Without path: fields of the family's configuration, without the vocabulary."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward. Changes no bit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_family(cls, values: Any) -> Any:
+        new = isinstance(values, dict) and values.get("path") is None and values.get("family") is None
+        return {**values, "family": "qwen3_moe"} if new else values
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if self.path is not None and (self.family is not None or self.sizes):
+            raise ValueError("path names a model that has its family and sizes; leave family and sizes out")
+        if "vocab_size" in self.sizes:
+            raise ValueError("sizes.vocab_size comes from the task; leave it out")
+        return self
+
+    @property
+    def tokenizer_folder(self) -> str | None:
+        """Where the tokenizer is, if there is one."""
+        return self.tokenizer or self.path
+
+
+class WarmStartConfig(Section):
+    """Supervised training on chains before RL."""
+
+    checkpoint: str | None = None
+    """A checkpoint to start from, instead of the other keys."""
+    max_steps: Natural = 800
+    """Most steps; the learning rate falls along a cosine. 0, the default with model.path or task.data: none."""
+    batch_size: Count = 128
+    """Right answers per step."""
+    learning_rate: Positive = 3e-3
+    """Of AdamW, at first."""
+    stop_at_loss: Positive = 0.3
+    """Stop when the loss's moving average, nats per answer token, is below this."""
+    aux_loss: NotNegative = 0.01
+    """Weight of the load-balancing loss; RL has none."""
+
+    @model_validator(mode="after")
+    def _takes_place(self) -> WarmStartConfig:
+        others = [name for name in WarmStartConfig.model_fields if name not in ("checkpoint", "max_steps")]
+        if self.checkpoint is not None:
+            # 0 is what a model from a path has by default
+            unused = [*others, "max_steps"] if self.max_steps else others
+            self.refuse_unused(unused, "beside a checkpoint; leave it out")
+        elif self.max_steps == 0:
+            self.refuse_unused(others, "with max_steps = 0; set max_steps")
+        return self
+
+
+class TaskConfig(Section):
+    """Chains of digit arithmetic, or prompts of your own with your reward."""
+
+    min_operands: Count = 8
+    """chains: digits of the shortest."""
+    max_operands: Count = 8
+    """chains: digits of the longest."""
+    data: str | None = None
+    """JSONL file, one prompt per line, in place of chains."""
+    reward: str | None = None
+    """data: "file.py:function", which scores a batch of responses."""
+    max_prompt_tokens: Tokens = 512
+    """data: limit of a prompt."""
+    max_response_tokens: Tokens = 512
+    """data: limit of a response; a longer one is cut."""
+
+    @property
+    def longest_input(self) -> int:
+        """Tokens of the longest sequence that is put into the model; the last token of a sequence is not."""
+        if self.data is not None:
+            return self.max_prompt_tokens + self.max_response_tokens - 1
+        return 3 * self.max_operands  # operands, operators and "=", then one result each
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> TaskConfig:
+        if self.min_operands > self.max_operands:
+            raise ValueError(f"min_operands = {self.min_operands} exceeds max_operands = {self.max_operands}")
+        if (self.data is None) != (self.reward is None):
+            raise ValueError("data, a JSONL file, and reward go together; set both, or neither for chains")
+        if self.data is None:
+            self.refuse_unused(("max_prompt_tokens", "max_response_tokens"), "without data; set data and reward")
+        else:
+            self.refuse_unused(("min_operands", "max_operands"), "beside data; leave them out")
+        if self.reward is not None and not self.reward.partition(".py:")[2]:
+            raise ValueError(f'reward = "{self.reward}" is no function; write "file.py:function"')
+        return self
+
+
+class VLLMConfig(Section):
+    """The vLLM process of `rollout.engine = "vllm"`."""
+
+    python: str | None = None
+    """Interpreter of an environment with vLLM."""
+    max_model_len: Tokens | None = None
+    """Tokens of the longest sequence; by default the model's limit."""
+    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Further arguments of `vllm.LLM`."""
+    timeout_s: Timeout = 600.0
+    """Of loading, and of each request."""
+
+
+class RolloutConfig(Section):
+    """Sampling."""
+
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """A copy of the policy in this process, or vLLM in its own."""
+    precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
+    """Of the engine."""
+    vllm: VLLMConfig = VLLMConfig()
+    prompts: Count = 32
+    """Prompts per step."""
+    group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
+    """Responses per prompt."""
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
+    """Divides the logits, in engine and trainer."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the fewest tokens with this much of the probability; the trainer uses the same ones."""
+    top_k: Natural = 0
+    """Keep so many of the most probable tokens; 0: all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Keep tokens of at least this part of the highest probability."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> RolloutConfig:
+        if self.prompts * self.group_size > MOST:
+            raise ValueError(f"prompts times group_size is {self.prompts * self.group_size}; expected {MOST} at most")
+        if self.engine != "vllm":
+            self.refuse_unused(["vllm"], f'with engine = "{self.engine}"; set engine = "vllm", or leave it out')
+        elif self.vllm.python is None:
+            raise ValueError('engine = "vllm" needs vllm.python, the interpreter of an environment with vLLM')
+        elif self.precision == "fp8":
+            raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
+        return self
+
+
+class CorrectionConfig(Section):
+    """Weights for tokens whose probabilities in trainer and engine differ."""
+
+    kind: Literal["none", "tis"] = "none"
+    """Truncated importance sampling, by the ratio of each token."""
+    high: Positive | None = None
+    """tis: bound of the weights; 2 by default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_bound(cls, values: Any) -> Any:
+        bounds = {"high": 2.0} if isinstance(values, dict) and values.get("kind") == "tis" else {}
+        return {**bounds, **{key: value for key, value in values.items() if value is not None}} if bounds else values
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> CorrectionConfig:
+        if self.kind == "none" and self.high is not None:
+            raise ValueError('high changes nothing without a kind; set kind = "tis"')
+        return self
+
+
+class RLConfig(Section):
+    """The old-log-prob pass and the update."""
+
+    routing: Routing = "R3"
+    """Routes of the forwards: live, of the old-log-prob pass (R2), of the rollout (R3), or those with gate weights."""
+    router: Literal["trained", "frozen"] = "trained"
+    """Whether RL changes the routers."""
+    steps: Count = 80
+    """Rollouts, each with its update. On resume, at least those recorded."""
+    mini_steps: Count = 1
+    """Optimizer steps per rollout."""
+    micro_step_tokens: Tokens = 4096
+    """Tokens of one forward and backward, padding included."""
+    learning_rate: Positive = 6e-4
+    """Of AdamW, after the warm-up."""
+    warmup_steps: Natural = 5
+    """Steps over which the learning rate rises."""
+    max_grad_norm: Positive = 1.0
+    """Larger gradients are scaled down to it."""
+    method: Method = "dapo"
+    """Ratios of tokens and a mean over tokens, or both of sequences (gspo). Sets the clip bounds, unless given."""
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Ratios below 1 - clip_low are clipped; 1: none."""
+    clip_high: Positive = 0.28
+    """Ratios above 1 + clip_high are clipped."""
+    correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_method_says(cls, values: Any) -> Any:
+        method = values.get("method", "dapo") if isinstance(values, dict) else None
+        return {**METHODS[method], **values} if isinstance(method, str) and method in METHODS else values
+
+
+class MeasureConfig(Section):
+    """What is measured. Changes nothing in the run."""
+
+    compare_every: Count = 1
+    """Steps between measurements of the other side's mismatch (under R3: without replay)."""
+    save_trace_every: Count = 20
+    """Steps between saved rollouts."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved."""
+
+    every: Count = 20
+    """Steps between checkpoints."""
+    keep: Count = 2
+    """The last so many stay; earlier ones are removed."""
+
+
+class ParallelConfig(Section):
+    """Expert parallelism under torchrun. Changes nothing that a run learns."""
+
+    expert: Ranks = 1
+    """Ranks, one process each."""
+    topology: str | None = None
+    """[File](planner.md#the-topology-file) of ranks, links and prices."""
+    ranks_per_node: Ranks | None = None
+    """Ranks that share a node's memory; all by default."""
+    redundant_slots: Slots = 2
+    """Replicas on a rank, per layer; 0: every expert at home."""
+    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
+    """Most that the busiest rank of a balanced cell is above the mean."""
+    slots: Literal["layer", "shared"] = "layer"
+    """Slots of each layer, or one set for all."""
+    home_moves: Natural | Literal["all"] = 0
+    """Most experts of a layer that change their home before a step."""
+    pay_off: bool | None = None
+    """Drop replicas that cost more than they save; by default where priced."""
+    traffic: bool | None = None
+    """More replicas, against traffic between nodes; likewise."""
+    paths: FetchPath = "host"
+    """Replicas by the node's memory, or peer to peer."""
+    shared_memory: str = "/dev/shm"
+    """Folder in the node's memory for replicas."""
+    prefetch: Natural = 1
+    """Cells whose replicas are fetched ahead."""
+    deadline_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] | None = None
+    """A cell waits so long for replicas, then uses the homes."""
+    checksums: bool = False
+    """Verify replicas on arrival."""
+    dense: Literal["replicated", "fsdp2"] = "replicated"
+    """All but experts: whole on every rank, or sharded."""
+    timeout_s: Timeout = 600.0
+    """A rank that is silent so long is taken for dead."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ParallelConfig:
+        if self.ranks_per_node is not None and self.expert % self.ranks_per_node:
+            raise ValueError(
+                f"expert = {self.expert} ranks do not fill nodes of ranks_per_node = {self.ranks_per_node}"
+            )
+        if self.expert == 1:
+            self.refuse_unused(
+                ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
+            )
+        if self.topology is not None:
+            self.refuse_unused(
+                ("ranks_per_node", "redundant_slots"), "beside topology, which says them; leave them out"
+            )
+        elif self.pay_off or self.traffic:
+            asked = "pay_off" if self.pay_off else "traffic"
+            raise ValueError(f"{asked} = true goes by prices; name a topology file, or leave it out")
+        if self.traffic and self.slots != "shared":
+            raise ValueError('traffic = true refills all slots in every cell; set slots = "shared", or leave it out')
+        if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
+            raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
+        return self
+
+
+class TrainConfig(Section):
+    """A run."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Names the run's folder: letters, digits, dots, dashes, underscores."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of initial weights, problems, sampling and order."""
+    device: str = "auto"
+    """`"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: CUDA if every process has a GPU."""
+    threads: Threads = 1
+    """Threads of torch. With 1, small models are fastest and runs repeat bit for bit."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rl: RLConfig = RLConfig()
+    measure: MeasureConfig = MeasureConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not name.strip(".") or len(name.encode()) > MOST_NAME_BYTES:
+            raise ValueError(
+                f"{name[:20]!r}{'...' * (len(name) > 20)} cannot name a folder of its own; expected at most "
+                f"{MOST_NAME_BYTES} bytes, and more than dots"
+            )
+        return name
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        if not DEVICE.fullmatch(device):
+            raise ValueError(f'{device!r:.40} is no device; expected "auto", "cpu", "cuda" or "cuda:N"')
+        return device
+
+    @model_validator(mode="before")
+    @classmethod
+    def _new_models_start_warm(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        sections = [(values.get("model"), "path"), (values.get("task"), "data")]
+        learned = any(isinstance(table, dict) and table.get(key) is not None for table, key in sections)
+        warm_start = values.get("warm_start", {})
+        if learned and isinstance(warm_start, dict):
+            return {**values, "warm_start": {"max_steps": 0, **warm_start}}
+        return values
+
+    @model_validator(mode="after")
+    def _task_fits(self) -> TrainConfig:
+        folder = self.model.tokenizer_folder
+        if self.task.data is not None and folder is None:
+            raise ValueError("task.data needs a tokenizer; set model.path, or model.tokenizer for a new model")
+        if self.task.data is None and folder is not None:
+            raise ValueError(
+                f"chains have 16 tokens of their own, and no use for the tokenizer in {folder}; set task.data and "
+                "task.reward, or leave model.path and model.tokenizer out"
+            )
+        if self.task.data is not None and self.warm_start.max_steps and self.warm_start.checkpoint is None:
+            raise ValueError("a warm start teaches chains, and task.data has others; leave warm_start out")
+        if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
+            raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> TrainConfig:
+        sequences = self.rollout.prompts * self.rollout.group_size
+        if self.rl.mini_steps > sequences:
+            raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
+        longest = self.task.longest_input
+        if self.rl.micro_step_tokens < longest:
+            raise ValueError(
+                f"rl.micro_step_tokens = {self.rl.micro_step_tokens} cannot hold a sequence of up to {longest} tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _runs_on_these_ranks(self) -> TrainConfig:
+        num_ranks = self.parallel.expert
+        if num_ranks > 1 and ":" in self.device:
+            raise ValueError(
+                f'device = "{self.device}" is one device, and parallel.expert = {num_ranks} processes need one each; '
+                'set device = "cuda"'
+            )
+        if self.rollout.prompts % num_ranks:
+            raise ValueError(
+                f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
+            )
+        if num_ranks > 1 and self.rollout.engine != "embedded":
+            raise ValueError(f'parallel.expert = {num_ranks} needs rollout.engine = "embedded", which every rank has')
+        return self
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
+    """
+    return parse_config(read_toml(path), source=str(path))
+
+
+def parse_config(values: dict[str, Any], *, source: str) -> TrainConfig:
+    """Check values that came from `source`.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return checked(TrainConfig, values, source=source)

@@ -1,0 +1,297 @@
+"""Expert-parallel execution: the experts are spread over the ranks of a run, and each pass executes a plan.
+
+routes known ─▶ counts of all ranks ─▶ rank 0's thread:   recompute │ update 0 │ update 1 │ …
+                                                           ▼ ▼  ▼       ▼ ▼
+every rank:                                                recompute ─▶ update 0 ─▶ …    micro-steps as they are planned
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute import planner
+from foreroute.adapters.hf import RoutedTransformer, distribute
+from foreroute.costs.cluster_file import load_cluster
+from foreroute.costs.model import CostModel
+from foreroute.ep import BatchRows
+from foreroute.ep.shared_plan import SharedPlan
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.errors import ConfigError, PlanError
+from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.planner import PlanInProgress
+from foreroute.planner.homes import place_homes
+from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
+from foreroute.train.config import ParallelConfig, TrainConfig
+from foreroute.train.policy import Alone, Execution, OneProcess, Pass, load_optimizer_state, pad
+from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
+
+NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
+"""Of a run without a topology file, whose plans nobody prices."""
+
+
+def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone) -> Execution:
+    """Execute the policy in one process, or with its experts spread over all ranks."""
+    return OneProcess(policy) if ranks.size == 1 else ExpertParallel(policy, config.parallel, ranks)
+
+
+class Planning(NamedTuple):
+    """What plans are made with.
+
+    Attributes:
+        topology: of the run's ranks.
+        options: of the planner.
+        costs: the prices; None where nothing is priced.
+    """
+
+    topology: Topology
+    options: PlanOptions
+    costs: CostModel | None
+
+
+def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
+    """Put together what the configuration says and its topology file.
+
+    Args:
+        config: of the run.
+        spec: of the model that is trained.
+
+    Raises:
+        ConfigError: when the file cannot be read, or is of other ranks or another model; or the experts cannot be
+            dealt to the ranks evenly.
+    """
+    if spec.num_experts % config.expert:
+        raise ConfigError(
+            f"the model's {spec.num_experts} experts cannot be dealt to parallel.expert = {config.expert} evenly"
+        )
+    options = PlanOptions(
+        tolerance=config.tolerance,
+        home_moves=None if config.home_moves == "all" else config.home_moves,
+        slots=config.slots,
+        traffic=config.traffic,
+        pay_off=config.pay_off,
+    )
+    if config.topology is None:
+        per_node = config.ranks_per_node or config.expert
+        return Planning(Topology(config.expert, per_node, config.redundant_slots, NO_LINKS), options, None)
+    path = Path(config.topology)
+    cluster = load_cluster(path)
+    model = cluster.costs.model
+    seen = {
+        "num_ranks": (cluster.topology.num_ranks, config.expert),
+        "num_layers": (model.num_layers, spec.num_layers),
+        "num_experts": (model.num_experts, spec.num_experts),
+        "top_k": (model.top_k, spec.top_k),
+    }
+    if wrong := [f"{name} = {said}, the run has {here}" for name, (said, here) in seen.items() if said != here]:
+        raise ConfigError(f"{path} says {'; '.join(wrong)}; describe the ranks and the model of the run")
+    return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths, prefetch=config.prefetch))
+
+
+class _Planned(NamedTuple):
+    """A pass's plan, on the rank that plans: as soon as it is begun, and the seconds that it took in all."""
+
+    progress: Future[PlanInProgress]
+    seconds: Future[float]
+
+
+class _Announced(NamedTuple):
+    """A pass that will run on weights with `number` optimizer steps behind them; its plan, on the rank that plans."""
+
+    counts_MLGE: NDArray[np.integer]
+    number: int
+    planned: _Planned | None
+
+
+class ExpertParallel(Execution):
+    """The execution with experts spread over the ranks. Made on all ranks, with the same whole policy.
+
+    Raises:
+        AttachError, TopologyError: when its experts cannot be spread over these ranks.
+        ConfigError: when the topology file cannot be read, or is not the same on all ranks.
+        TransferError: when shared memory cannot be had.
+    """
+
+    def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
+        self.ranks = ranks
+        self._model = distribute(policy.model, timeout_s=config.timeout_s)
+        if config.dense == "fsdp2":
+            self._model.shard_dense()
+        options = TransferOptions(
+            paths=config.paths,
+            slots=config.slots,
+            prefetch=config.prefetch,
+            deadline_s=config.deadline_s,
+            checksums=config.checksums,
+            timeout_s=config.timeout_s,
+            directory=Path(config.shared_memory),
+        )
+        peers = PeerGroup(timeout_s=config.timeout_s)
+        self._planning = read_planning(config, policy.spec)
+        ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
+        self._engine = TransferEngine(self._model.homes, self._planning.topology, options, peers)
+        self._model.use(self._engine)
+        self._published = False
+        self._announced: dict[str, _Announced] = {}
+        self._moved = MovedHomes()
+        self._now: ExecutedPass | None = None
+        self._executed: list[ExecutedPass] = []
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._model.state_dict()
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Give what the base says, and "homes", int16 [L, E], where experts may move."""
+        whole = self._converted(optimizer, optimizer.state_dict(), self._model.whole)
+        homes = {"homes": torch.from_numpy(self._model.home_LE)} if self._planning.options.home_moves != 0 else {}
+        return {"model": dict(self._model.state_dict()), "optimizer": whole, **homes}
+
+    def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        if "homes" in state and self._planning.options.home_moves != 0:
+            home_LE = state["homes"].numpy()
+            num_experts, size = home_LE.shape[1], self.ranks.size
+            # those of a run on other ranks are of no use
+            if (np.sort(home_LE, axis=1) == np.repeat(np.arange(size), num_experts // size)).all():
+                self._model.move_homes(home_LE, optimizer)
+        self._model.load_state_dict(state["model"])
+        load_optimizer_state(optimizer, self._converted(optimizer, state["optimizer"], self._model.own))
+        self._published = False
+
+    def plan(self, first: int, routes: RoutingTrace, passes: Sequence[Pass], optimizer: torch.optim.Optimizer) -> None:
+        counts = [self._count(routes, each) for each in passes]
+        if counts and self._planning.options.home_moves != 0:
+            self._place_experts(np.concatenate(counts), optimizer)
+        for each, counts_MLGE in zip(passes, counts, strict=True):
+            planned = self._submitted(counts_MLGE) if self.ranks.rank == 0 else None
+            self._announced[each.name] = _Announced(counts_MLGE, first + each.after, planned)
+
+    @contextmanager
+    def running(self, planned: Pass, *, updating: bool = False) -> Iterator[None]:
+        announced = self._announced.pop(planned.name, None)
+        if announced is None:
+            yield
+            return
+        plan, waited_s = self._shared(announced.planned)
+        known = time.monotonic()
+        # replicas are fetched from what is published, which is the same for all passes on the same weights
+        if not self._published:
+            self._engine.publish()
+            self._published = True
+        publishing_s = time.monotonic() - known
+        self._model.begin_step(announced.number, plan, announced.counts_MLGE, updating=updating)
+        now = self._now = ExecutedPass(planned.name, plan, announced.counts_MLGE, publishing_s)
+        try:
+            yield
+        finally:
+            # records of a pass that failed are not those of the next one
+            self._now, now.transfers = None, self._engine.take_records()
+        if announced.planned is not None:
+            now.planning_s, now.exposed_planning_s = announced.planned.seconds.result(), waited_s + plan.waited_s
+            now.priced_options = announced.planned.progress.result().priced_options
+        self._executed.append(now)
+
+    @contextmanager
+    def micro_step(self, number: int, routes: RoutingTrace) -> Iterator[None]:
+        if self._now is None:
+            yield
+            return
+        with self._model.executing(number, BatchRows.replayed(routes, *pad(routes))) as execution:
+            yield
+        self._now.executed_ML[number] = execution.executed_L
+
+    def finish_gradients(self, max_norm: float) -> float:
+        self._model.sum_gradients()
+        # the optimizer steps next: what is published are then earlier weights
+        self._published = False
+        return self._model.clip_gradients(max_norm).item()
+
+    def record(self) -> dict[str, Any]:
+        assert not self._announced, f"planned and never executed: {', '.join(self._announced)}"
+        executed, self._executed = self._executed, []
+        moved, self._moved = self._moved, MovedHomes()
+        return execution_record(executed, moved, self.ranks)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._engine.close()
+
+    def _place_experts(self, counts_MLGE: NDArray[np.integer], optimizer: torch.optim.Optimizer) -> None:
+        """Move experts to where rank 0 wants them for these micro-steps, until they can move again."""
+        begun, before_LE = time.monotonic(), self._model.home_LE
+        after_LE = torch.from_numpy(before_LE.astype(np.int64))
+        topology, options, _ = self._planning
+
+        def place() -> None:
+            placed_LE = place_homes(counts_MLGE, topology, before_LE, max_moves=options.home_moves, seed=options.seed)
+            after_LE.copy_(torch.from_numpy(placed_LE))
+
+        self.ranks.on_rank_0("placing experts", place)
+        self.ranks.broadcast({"homes": after_LE})
+        home_LE = after_LE.numpy().astype(np.int16)
+        received = self._model.move_homes(home_LE, optimizer)
+        self._published = False
+        self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
+
+    def _submitted(self, counts_MLGE: NDArray[np.integer]) -> _Planned:
+        """Have the thread plan a pass, after those that were announced before. Homes stay: they move between steps."""
+        progress: Future[PlanInProgress] = Future()
+        home_LE = self._model.home_LE
+        topology, options, costs = self._planning
+
+        def work() -> float:
+            begun = time.monotonic()
+            try:
+                stay = replace(options, home_moves=0)
+                progress.set_result(planner.start(counts_MLGE, topology, stay, home_LE=home_LE, costs=costs))
+            except BaseException as error:  # it must reach whoever waits for the plan
+                progress.set_exception(error)
+                raise
+            progress.result().result()
+            return time.monotonic() - begun
+
+        return _Planned(progress, self._thread.submit(work))
+
+    def _shared(self, planned: _Planned | None) -> tuple[SharedPlan, float]:
+        """The plan of a pass, its first micro-steps known, and the seconds that this rank waited for it to begin."""
+        begun, progress = time.monotonic(), None
+        try:
+            if planned is not None:
+                progress = planned.progress.result()
+        except Exception:
+            with suppress(PlanError):  # of no plan, which is what the others are told
+                self._model.share_plan(None)
+            raise
+        waited_s = time.monotonic() - begun
+        return self._model.share_plan(progress), waited_s
+
+    def _count(self, routes: RoutingTrace, planned: Pass) -> NDArray[np.int64]:
+        """Count the assignments of all ranks, int64 [M, L, G, E]."""
+        micro_step_S = np.repeat(np.arange(len(planned.micro_steps)), [len(each) for each in planned.micro_steps])
+        return self._model.gather_counts(
+            count_assignments(routes.select(np.concatenate(planned.micro_steps)), micro_step_S)
+        )
+
+    def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Any) -> dict[str, Any]:
+        """Gather the state of every parameter, or cut it to the part that this rank has."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        converted: dict[int, dict[str, Any]] = {}
+        for position, values in state["state"].items():
+            of_parameter = partial(change, parameters[position])
+            converted[position] = {
+                key: of_parameter(value) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in values.items()
+            }
+        return {"state": converted}

@@ -1,0 +1,325 @@
+"""The folder of a run: its configuration, a line of metrics per step, checkpoints, rollouts, and the final model.
+
+config.json                           the resolved configuration
+metrics.jsonl                         one JSON object per finished step, from step 0 on
+checkpoints/step-000020.safetensors   the state before step 20, with a checksum; the last few are kept
+rollouts/step-000020.safetensors      the log-probs of step 20, and beside them its trace, as `save_generation` writes
+model/                                the policy after the last step, as a Hugging Face folder
+
+What cannot be written, on a full disk for one, is a `RunFolderError`; what was there before is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.capture import Generation, save_generation
+from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
+from foreroute.files import FileFormat, parse_json, read_file, read_text, write_atomically
+from foreroute.files.container import MOST_HEADER_BYTES
+from foreroute.train.config import TrainConfig, parse_config
+from foreroute.train.record import not_finite
+
+CHECKPOINT_FILE = FileFormat(
+    name="checkpoint",
+    version=3,
+    kind=RunFolderError,
+    metadata=("step", "data"),
+    tensors=None,
+    made_by="foreroute train writes checkpoints",
+    most_header_bytes=MOST_HEADER_BYTES,
+)
+"""Its tensors are "model/NAME", "optimizer/NUMBER/KEY" for what AdamW keeps of each parameter, and "homes" where
+experts move; its metadata the next step, and the digest of the data that is trained on."""
+NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
+"""The name of a checkpoint in a run's folder, with its step."""
+MAY_CHANGE = ("device", "parallel.", "checkpoint.", "rl.steps")
+"""Beginnings of keys that may change on resume: how a run is executed and saved, and how long it is."""
+
+
+class RunFolder:
+    """A run's folder, newly made or taken up again.
+
+    Args:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Make sure that no other process trains here meanwhile. A folder in which nothing was written is removed.
+
+        Raises:
+            RunFolderError: when one does.
+        """
+        existed = os.path.lexists(self.path)
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # the system lets go of the lock when the process ends; a file system without locks has none to give
+            with suppress(OSError):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise RunFolderError(
+                        f"{self.path} is already in use: another process trains in it. Wait for it to end, or use "
+                        "another folder"
+                    ) from error
+            yield
+        finally:
+            if not existed:
+                with suppress(OSError):  # it is not empty
+                    os.rmdir(self.path)
+            os.close(descriptor)
+
+    def require_new(self, advice: str = "Use --resume to go on, or another folder") -> None:
+        """Make sure that nothing is there.
+
+        Raises:
+            RunFolderError: when the folder already holds something; `advice` says what to do.
+        """
+        # a run that is killed while it writes its configuration leaves half of it behind
+        if not all(path.name.startswith(".config.json.") for path in _entries(self.path)):
+            raise RunFolderError(f"{self.path} is not empty; nothing was changed. {advice}")
+
+    def begin(self, config: TrainConfig) -> None:
+        """Write the configuration."""
+        path = self.path / "config.json"
+        with _writing(path):
+            write_atomically(path, json.dumps(config.model_dump(), indent=2))
+
+    def require_begun(self, config: TrainConfig) -> None:
+        """Make sure that a run of this configuration is there; `MAY_CHANGE` may differ.
+
+        Raises:
+            RunFolderError: when there is no run, or its configuration is damaged or another.
+            ConfigError: when it has recorded more steps than the configuration has.
+        """
+        path = self.path / "config.json"
+        if not os.path.lexists(path):
+            raise RunFolderError(f"{self.path} holds no run to resume: there is no config.json")
+        stored = parse_json(read_text(path, RunFolderError), RunFolderError, name=str(path))
+        try:
+            parse_config(stored, source=str(path))
+        except ConfigError as error:
+            raise RunFolderError(f"{path} is damaged: {error}\nRestore it from a copy") from error
+        old, new = by_key(stored), by_key(config.model_dump())
+        differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+        if changed := [key for key in differ if not key.startswith(MAY_CHANGE)]:
+            raise RunFolderError(
+                f"{self.path} was started with another configuration; these keys differ: {', '.join(changed)}. "
+                "Resume with the configuration in its config.json, or start in another folder"
+            )
+        if (recorded := len(self.records())) > config.rl.steps:
+            raise ConfigError(
+                f"rl.steps = {config.rl.steps} is fewer than the {recorded} steps that {self.path} has recorded; "
+                f"give {recorded} or more, or start in another folder"
+            )
+
+    def records(self) -> list[dict[str, Any]]:
+        """Read the metrics of all finished steps, from 0; a torn last line is none.
+
+        Raises:
+            RunFolderError: when a line is no record of its step, naming it.
+        """
+        path = self.path / "metrics.jsonl"
+        content = read_file(path, RunFolderError) if os.path.lexists(path) else b""
+        found = []
+        for number, line in enumerate(content.split(b"\n")[:-1]):
+            record = parse_json(line, RunFolderError, name=f"{path}, line {number + 1}")
+            if not isinstance(record, dict) or record.get("step") != number:
+                raise RunFolderError(
+                    f"{path}, line {number + 1} is damaged: it is no record of step {number}. Restore the file from a "
+                    "copy, or remove this line and those after it and the checkpoints of later steps"
+                )
+            found.append(record)
+        return found
+
+    def go_on_from(self, step: int) -> list[dict[str, Any]]:
+        """Drop the metrics of steps that run again, from `step` on, and give those of the steps before.
+
+        Raises:
+            RunFolderError: when some are missing.
+        """
+        path, records = self.path / "metrics.jsonl", self.records()
+        if len(records) < step:
+            raise RunFolderError(
+                f"{path} has the records of {len(records)} steps, and the last checkpoint is of step {step}: lines are "
+                "missing. Restore the file from a copy, or start in another folder"
+            )
+        with _writing(path):
+            if os.path.lexists(path):
+                lines = read_file(path, RunFolderError).split(b"\n")[:step]
+                write_atomically(path, b"".join(line + b"\n" for line in lines))
+        return records[:step]
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a line to the metrics and flush it to disk.
+
+        Raises:
+            DivergedError: when a metric is not finite.
+        """
+        if wrong := list(not_finite(record)):
+            raise DivergedError(
+                f"{', '.join(wrong)} of step {record['step']} {'is' if len(wrong) == 1 else 'are'} not finite; lower "
+                "rl.learning_rate"
+            )
+        path = self.path / "metrics.jsonl"
+        with _writing(path), open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def save_checkpoint(self, state: Mapping[str, Any], *, data: str, keep: int) -> Path:
+        """Write the state before `state["step"]`, the whole file or nothing; then remove all but the last `keep`.
+
+        Args:
+            state: of a trainer.
+            data: the digest of what it is trained on.
+            keep: at least 1.
+        """
+        tensors: dict[str, Tensor] = {f"model/{name}": weight for name, weight in state["model"].items()}
+        for number, kept in state["optimizer"]["state"].items():
+            tensors |= {f"optimizer/{number}/{key}": value for key, value in kept.items()}
+        if "homes" in state:
+            tensors["homes"] = state["homes"]
+        arrays: dict[str, NDArray[Any]] = {name: each.detach().cpu().numpy() for name, each in tensors.items()}
+        folder = self.path / "checkpoints"
+        path = folder / f"step-{state['step']:06d}.safetensors"
+        with _writing(path):
+            CHECKPOINT_FILE.write(path, {"step": str(state["step"]), "data": data}, arrays, overwrite=True)
+            for _, earlier in _by_step(folder)[:-keep]:
+                earlier.unlink()
+        return path
+
+    def last_checkpoint(self) -> Path | None:
+        """The checkpoint of the highest step, or None."""
+        found = _by_step(self.path / "checkpoints")
+        return found[-1][1] if found else None
+
+    def load(self, path: Path, *, data: str) -> dict[str, Any]:
+        """Read a checkpoint of this run, whose data has the digest `data`.
+
+        Raises:
+            RunFolderError: when it is missing or damaged, or the run is of other data.
+        """
+        try:
+            state = load_checkpoint(path)
+        except RunFolderError as error:
+            raise RunFolderError(f"{error}. Restore it from a copy, or remove it to use the one before") from error
+        if state["data"] != data:
+            raise RunFolderError(
+                f"{self.path} was started with other data: task.data has changed since. Resume with the file as it "
+                "was, or start in another folder"
+            )
+        return state
+
+    def save_rollout(self, step: int, generation: Generation) -> None:
+        """Keep a step's rollout. A step that runs again writes the same again."""
+        path = self.path / "rollouts" / f"step-{step:06d}.safetensors"
+        with _writing(path):
+            save_generation(generation, path, overwrite=True)
+
+    def save_model(self, write: Callable[[Path], None]) -> Path:
+        """Write the final model to a folder: all of it or nothing. One that is there is replaced."""
+        path = self.path / "model"
+        with _writing(path):
+            unfinished = path.with_name(".model")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            write(unfinished)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(unfinished, path)
+        return path
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read the state in a checkpoint: "step", "model", "optimizer", "data", and "homes" where experts move.
+
+    Raises:
+        RunFolderError: when it is missing, damaged, no checkpoint, or named after another step.
+    """
+    metadata, arrays = CHECKPOINT_FILE.read(path)
+    step, named = metadata["step"], NAME.fullmatch(path.name)
+    if not (step.isascii() and step.isdecimal() and len(step) < 10):
+        raise RunFolderError(f"checkpoint {path} is of step {step!r:.40}; expected a number from 0")
+    if named and int(named[1]) != int(step):
+        raise RunFolderError(f"checkpoint {path} is of step {step}: it was renamed. Give it its own name back")
+    state: dict[str, Any] = {"step": int(step), "model": {}, "optimizer": {"state": {}}, "data": metadata["data"]}
+    for name, array in arrays.items():
+        tensor, parts = torch.from_numpy(array), name.split("/", 2)
+        match parts:
+            case ["model", *rest] if rest:
+                state["model"]["/".join(rest)] = tensor
+            case ["optimizer", number, key] if number.isdecimal() and len(number) < 10:
+                state["optimizer"]["state"].setdefault(int(number), {})[key] = tensor
+            case ["homes"]:
+                state["homes"] = tensor
+            case _:
+                raise RunFolderError(f"checkpoint {path} has the unknown tensor {name!r:.60}")
+    if not state["model"]:
+        raise RunFolderError(f"checkpoint {path} holds no weights of a model")
+    return state
+
+
+@contextmanager
+def as_run_folder_error(what: str) -> Iterator[None]:
+    """Make a `RunFolderError`, which says what was loaded, of an error in loading it."""
+    try:
+        yield
+    except ForerouteError:
+        raise
+    except (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise RunFolderError(f"{what} does not fit this model and optimizer: {error}") from error
+
+
+def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten tables within tables: their values by their whole key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Make a `RunFolderError` of an error in writing `path`."""
+    try:
+        yield
+    except ForerouteError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        raise RunFolderError(f"{error}. Make room, then go on with --resume") from error
+    except (OSError, ValueError) as error:
+        raise RunFolderError(
+            f"{path} cannot be written ({error}). What was written before is whole: make room, then go on with --resume"
+        ) from error
+
+
+def _by_step(folder: Path) -> list[tuple[int, Path]]:
+    """List the checkpoints in a folder, the last step last."""
+    return sorted((int(match[1]), path) for path in _entries(folder) if (match := NAME.fullmatch(path.name)))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """List what is in a folder; nothing when there is none."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{folder} cannot be looked into ({error}); expected the folder of a run") from error

@@ -1,0 +1,362 @@
+"""The policy: where its weights come from, what a forward computes of a rollout, and how one process executes it.
+
+`experts.py` has the execution of several ranks, on which all of them make the same calls.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from foreroute.adapters import hf
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Generation
+from foreroute.engines import vllm
+from foreroute.engines.base import Engine
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import AttachError, ConfigError
+from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
+from foreroute.trace import SAMPLING, RoutingTrace
+from foreroute.train.chain import Task
+from foreroute.train.config import ModelConfig, TrainConfig
+
+CPU = torch.device("cpu")
+BETAS = (0.9, 0.99)
+"""Decay of AdamW's moments in RL. Weights do not decay."""
+T = TypeVar("T")
+
+
+def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedTransformer:
+    """Make the policy, with initial weights, ready to record and replay.
+
+    Raises:
+        ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
+    """
+    model = make_model(config.model, task, config.seed).to(device)
+    if config.model.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"{config.model.family} has no activation checkpointing; set model.gradient_checkpointing = false"
+            )
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    to_training(model)
+    try:
+        return hf.attach(model)
+    except AttachError as error:
+        raise ConfigError(
+            f"the model of {config.model.path or config.model.family} cannot be trained: {error}"
+        ) from error
+
+
+def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
+    """Make a model with its first weights, float32 on the CPU: a seed gives the same ones for every device.
+
+    Raises:
+        ConfigError: when transformers cannot make or load it, or it has no embedding for a token of the task.
+    """
+    if config.path is None:
+        return hf.build_model(
+            str(config.family),
+            seed=seed,
+            experts_implementation=config.experts_implementation,
+            **{**config.sizes, "vocab_size": task.vocabulary_size},
+        )
+    model = hf.load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
+    embeddings = model.get_input_embeddings().num_embeddings
+    if task.vocabulary_size > embeddings:
+        raise ConfigError(
+            f"the tokenizer in {config.tokenizer_folder} has {task.vocabulary_size} tokens, the model in {config.path} "
+            f"embeds {embeddings}; name the tokenizer that the model was trained with as model.tokenizer"
+        )
+    return model
+
+
+def to_training(model: Any) -> None:
+    """Put a model into training mode, in place, without what would draw random numbers: dropout, and noise of routers.
+
+    Updates then compute what the rollout's engine did, and repeating a step gives the same result.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and name.endswith("dropout"):
+                setattr(module, name, 0.0)
+        if any(name.endswith("jitter_noise") for name in vars(module)):
+            # it also sets which logits PhiMoE looks at, so that it stays, and the router alone is not in training
+            module.training = False
+
+
+def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
+    """Start the engine; the caller closes it.
+
+    Raises:
+        EngineError: when there is no vLLM to run.
+    """
+    config, place = run.rollout, run.rollout.vllm
+    if config.engine == "embedded":
+        return EmbeddedEngine(
+            policy.model,
+            config.precision,
+            gate_weights=run.rl.routing == "R3+weights",
+            indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
+        )
+    if policy.indexers is not None and run.rl.routing == "R3":
+        warnings.warn(
+            "the policy has indexers of sparse attention, and vLLM returns none of their choices: routes alone are "
+            'replayed, and queries attend to other units than in the rollout. rollout.engine = "embedded" records both',
+            stacklevel=2,
+        )
+    settings = vllm.ProcessSettings(
+        python=Path(str(place.python)),  # TrainConfig refuses vLLM without
+        precision=config.precision,
+        max_model_len=place.max_model_len,
+        timeout_s=place.timeout_s,
+        sampling_masks=config.truncates,
+        options=place.options,
+    )
+    return vllm.ProcessEngine(ServedModel.of(policy), settings)
+
+
+def make_optimizer(config: TrainConfig, policy: hf.RoutedTransformer) -> torch.optim.Optimizer:
+    """Make AdamW over the parameters that RL changes; frozen routers get no gradients from here on."""
+    if config.rl.router == "frozen":
+        for parameter in policy.router_parameters():
+            parameter.requires_grad_(False)
+    parameters = list(policy.model.parameters())
+    return torch.optim.AdamW(parameters, lr=config.rl.learning_rate, betas=BETAS, weight_decay=0.0)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state, of which torch itself checks the number of parameters alone.
+
+    Raises:
+        ValueError: when a parameter has no moments, moments of another shape, or a number of steps below 1.
+        KeyError: when it is none.
+    """
+    # learning rates and such are the configuration's
+    optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+    for parameter, values in optimizer.state.items():
+        if values.keys() != {"step", "exp_avg", "exp_avg_sq"} or not float(values["step"]) >= 1:
+            raise ValueError(
+                f"of a weight of shape {list(parameter.shape)} there is {sorted(values)}; expected AdamW's"
+            )
+        for name in ("exp_avg", "exp_avg_sq"):
+            if values[name].shape != parameter.shape:
+                seen, expected = list(values[name].shape), list(parameter.shape)
+                raise ValueError(f"{name} of shape {seen} is not that of a weight of shape {expected}")
+
+
+def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute the log-probability of each sampled token, and the entropy of the distribution it was sampled from.
+
+    Both are on the recorded sets where top-p, top-k or min-p left tokens out.
+
+    Returns:
+        Two tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
+        sequence. Entropy is in nats, without gradient.
+    """
+    logits_RV, targets_R = _response_logits(model, generation)
+    if (masks := generation.trace.streams.get(SAMPLING)) is not None:
+        masks_R = masks.take(np.flatnonzero(generation.sampled_N) - 1)
+        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks_R, temperature=temperature)
+        return logprobs_R, masked_entropy_of_logits(logits_RV.detach(), targets_R, masks_R, temperature=temperature)
+    scaled_RV = logits_RV if temperature == 1 else logits_RV / temperature
+    logprobs_RV = scaled_RV.log_softmax(-1)
+    entropy_R = -(logprobs_RV.detach().exp() * logprobs_RV.detach()).sum(-1)
+    return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], entropy_R
+
+
+def sampled_logprobs(model: Any, generation: Generation, temperature: float) -> Tensor:
+    """Compute the log-probabilities of `response_logprobs`, to the bit, without the passes over logits for entropy."""
+    logits_RV, targets_R = _response_logits(model, generation)
+    if (masks := generation.trace.streams.get(SAMPLING)) is not None:
+        masks_R = masks.take(np.flatnonzero(generation.sampled_N) - 1)
+        return masked_logprobs_of_logits(logits_RV, targets_R, masks_R, temperature=temperature)
+    scaled_RV = logits_RV if temperature == 1 else logits_RV / temperature
+    return -cross_entropy(scaled_RV, targets_R, reduction="none")
+
+
+def inputs(trace: RoutingTrace) -> RoutingTrace:
+    """Give what is put into the model: all but the last token of each sequence, whose logits nobody asks for.
+
+    The engine never routed that token either, so every row that is left can be replayed, and counted ahead.
+    """
+    return trace.truncated(trace.lengths - 1)
+
+
+def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pad tokens and mask, int64 [B, T], on the right, where the mask hides whatever token there is."""
+    mask_BT = np.arange(int(trace.lengths.max())) < trace.lengths[:, None]
+    input_ids_BT = np.zeros(mask_BT.shape, np.int64)
+    input_ids_BT[mask_BT] = trace.token_ids_N
+    return input_ids_BT, mask_BT.astype(np.int64)
+
+
+def _response_logits(model: Any, generation: Generation) -> tuple[Tensor, Tensor]:
+    """Compute logits [R, V], and find the tokens [R] that were sampled there."""
+    input_ids_BT, mask_BT = pad(inputs(generation.trace))
+    # the logits at position p are those of token p + 1
+    predicts_BT = mask_BT.astype(bool)
+    predicts_BT[predicts_BT] = generation.targets_N
+    device = model.device
+    picked_R = to_device(np.flatnonzero(predicts_BT), device)
+    # the output head sees the picked positions alone, as rows [R, hidden]; how many a mask picks only the device knows
+    head = model.get_output_embeddings()
+    picking = (
+        nullcontext()
+        if head is None
+        else head.register_forward_pre_hook(
+            lambda _, args: (args[0].flatten(0, 1).index_select(0, picked_R), *args[1:])
+        )
+    )
+    with picking:
+        logits = model(
+            input_ids=to_device(input_ids_BT, device), attention_mask=to_device(mask_BT, device), use_cache=False
+        ).logits
+    # a family whose head is a function and no module has computed all of them
+    logits_RV = logits if logits.ndim == 2 else logits.flatten(0, 1).index_select(0, picked_R)
+    logits_RV = logits_RV.to(torch.promote_types(logits.dtype, torch.float32))
+    targets_R = generation.trace.token_ids_N[generation.sampled_N].astype(np.int64)
+    return logits_RV, to_device(targets_R, device)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Micro-steps that run on the same weights: recompute, or one mini-batch of the update.
+
+    Attributes:
+        name: "recompute", or "update 0" and so on.
+        after: how many optimizer steps of this rollout come before it.
+        micro_steps: the sequences of each, int64.
+    """
+
+    name: str
+    after: int
+    micro_steps: list[NDArray[np.int64]]
+
+
+class Alone:
+    """What the processes of a run tell each other, where there is one: every question has its own answer.
+
+    `ranks.Ranks` is the same for several, whose methods are then collective calls.
+
+    Attributes:
+        rank: of this process.
+        size: G, the number of processes.
+    """
+
+    rank, size = 0, 1
+
+    def on_all(self, what: str, work: Callable[[], T]) -> T:
+        """Do this rank's part of the work, `what` in words. All ranks go on, or none."""
+        return work()
+
+    def on_rank_0(self, what: str, work: Callable[[], object]) -> None:
+        """Have rank 0 do the work while the others wait. Raises as `on_all`."""
+        self.on_all(what, lambda: work() if self.rank == 0 else None)
+
+    def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
+        """Make sure that all ranks know the same facts, plain values by name; `advice` says what to do if not."""
+
+    def max(self, numbers: ArrayLike) -> NDArray[np.int64]:
+        """Give the elementwise largest of the integers of all ranks."""
+        return np.asarray(numbers, np.int64)
+
+    def sum(self, numbers: ArrayLike) -> NDArray[np.float64]:
+        """Give the elementwise sum of the numbers of all ranks, added in their order: all get the same bits."""
+        return np.asarray(numbers, np.float64)
+
+    def all_gather(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Stack the arrays of all ranks, which have one shape and dtype, to [G, ...]."""
+        return array[None]
+
+    def gather(self, part: T) -> list[T]:
+        """Collect the parts of all ranks on rank 0; elsewhere there are none."""
+        return [part]
+
+    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite tensors with those of rank 0."""
+
+
+class Execution(Protocol):
+    """Runs the forwards and backwards of a policy.
+
+    `plan` announces passes; `running` is open during one of them, `micro_step` during each forward and backward of it;
+    `finish_gradients` comes before each optimizer step.
+
+    Attributes:
+        ranks: of the run.
+    """
+
+    ranks: Alone
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Give the weights of the whole policy."""
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Give "model", the weights, and "optimizer", the "state" of its state dict, both as one process has them."""
+
+    def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        """Take up what `state` gave, on these ranks or others."""
+
+    def plan(self, first: int, routes: RoutingTrace, passes: Sequence[Pass], optimizer: torch.optim.Optimizer) -> None:
+        """Announce passes, in their order, and the routes to replay; `first` optimizer steps come before them.
+
+        Experts may move to other homes for them, with what the optimizer keeps of them.
+        """
+
+    def running(self, planned: Pass, *, updating: bool = False) -> AbstractContextManager[None]:
+        """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
+
+    def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
+        """Run one forward and its backward on rows that `routes` are replayed on."""
+
+    def finish_gradients(self, max_norm: float) -> float:
+        """Add up and clip the gradients of all ranks, before the optimizer steps. Returns their norm before it."""
+
+    def record(self) -> dict[str, Any]:
+        """Give what is to be recorded about the step's execution; empty on all ranks but the first."""
+
+    def close(self) -> None:
+        """Give back the memory and threads that are held for it."""
+
+
+class OneProcess(Execution):
+    """The execution of one process, where there is nothing to plan and nothing to record."""
+
+    def __init__(self, policy: hf.RoutedTransformer) -> None:
+        self.ranks, self._model = Alone(), policy.model
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self._model.state_dict()  # type: ignore[no-any-return]
+
+    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "optimizer": {"state": optimizer.state_dict()["state"]}}
+
+    def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        self._model.load_state_dict(state["model"])
+        load_optimizer_state(optimizer, state["optimizer"])
+
+    def running(self, planned: Pass, *, updating: bool = False) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish_gradients(self, max_norm: float) -> float:
+        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
+
+    def record(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,169 @@
+"""Prompts of your own, from a JSONL file, and your reward for a batch of responses to them.
+
+    {"prompt": "What is 3 * 4?", "answer": "12"}
+    {"messages": [{"role": "user", "content": "What is 3 * 4?"}], "answer": 12}
+
+Every line is checked before the first step. Keys beside "prompt" or "messages" are the reward's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.adapters.hf import Tokenizer
+from foreroute.errors import ConfigError, DatasetError, FunctionError
+from foreroute.files import blake2b_hex, read_file
+from foreroute.train.chain import ChainTask, Demonstration, Problem, Task
+from foreroute.train.config import TaskConfig, TrainConfig
+
+MOST_CHARACTERS = 128
+"""Characters of a prompt for each token that it may have; a longer one is not tokenised. The longest tokens of usual
+vocabularies, runs of blanks, have about as many."""
+Reward = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
+"""Takes prompts, responses and rows, one of each for a response; returns a finite number for each."""
+
+
+def make_task(config: TrainConfig) -> Task:
+    """Make the task that a configuration asks for.
+
+    Raises:
+        ConfigError: when there is no tokenizer, or no reward.
+        DatasetError: when a line of the data is not what it must be.
+    """
+    if config.task.data is None:
+        return ChainTask(config.task)
+    return PromptTask(config.task, Tokenizer(Path(str(config.model.tokenizer_folder))), config.seed)
+
+
+class PromptTask(Task):
+    """Rows of a file, in an order that follows from the seed.
+
+    Step s takes the rows from s * prompts on, of one permutation of the file after another, so that a run can go on at
+    any step.
+
+    Args:
+        config: the task.
+        tokenizer: of the model.
+        seed: of the order.
+
+    Raises:
+        ConfigError, DatasetError: as `make_task`.
+    """
+
+    def __init__(self, config: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
+        self._config, self._tokenizer, self._seed = config, tokenizer, seed
+        self.end_token, self.vocabulary_size = tokenizer.end_token, tokenizer.size
+        self.max_response_tokens = config.max_response_tokens
+        self._reward = load_reward(str(config.reward))
+        content = read_file(Path(str(config.data)), DatasetError)
+        lines = content.removesuffix(b"\n").split(b"\n")
+        self._problems = [self._problem(f"{config.data}, line {number}", line) for number, line in enumerate(lines, 1)]
+        self.data_digest = blake2b_hex(content)
+
+    def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
+        size = len(self._problems)
+        places = np.arange(step * count, (step + 1) * count)
+        orders = {int(e): np.random.default_rng([self._seed, int(e), 5]).permutation(size) for e in places // size}
+        return [self._problems[int(orders[int(place // size)][place % size])] for place in places]
+
+    def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
+        raise ConfigError("task.data has no right answers to teach; leave warm_start out")
+
+    def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
+        texts = [self._tokenizer.text(tokens) for tokens in responses]
+        name, prompts, rows = f"task.reward = {self._config.reward!r}", [each.prompt for each in problems], []
+        rows = [dict(problem.row) for problem in problems]
+        try:
+            values = list(self._reward(prompts, texts, rows))
+        except Exception as error:  # a function of the user's raises what it likes
+            raise FunctionError(f"{name} raised {type(error).__name__}: {error}") from error
+        if len(values) != len(texts):
+            raise FunctionError(f"{name} returned {len(values)} rewards for {len(texts)} responses; expected one each")
+        for text, value in zip(texts, values, strict=True):
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise FunctionError(f"{name} returned {value!r:.60} for {text!r:.60}; expected a finite number")
+        return np.array(values, np.float64)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        self._tokenizer.save(folder)
+
+    def _problem(self, where: str, line: bytes) -> Problem:
+        row = parse_row(where, line)
+        most = self._config.max_prompt_tokens
+        try:
+            prompt = row["prompt"] if "prompt" in row else self._tokenizer.chat(row["messages"])
+            if len(prompt) > MOST_CHARACTERS * most:
+                raise DatasetError(
+                    f"{where}: the prompt has {len(prompt):,} characters; expected at most {MOST_CHARACTERS} for each "
+                    f"of task.max_prompt_tokens = {most}; raise it, or shorten the prompt"
+                )
+            # a chat template wrote what comes first
+            tokens = self._tokenizer.prompt(prompt) if "prompt" in row else self._tokenizer.continuation(prompt)
+        except ConfigError as error:
+            raise DatasetError(f"{where}: {error}") from error
+        if not 1 <= len(tokens) <= most:
+            raise DatasetError(
+                f"{where}: the prompt has {len(tokens)} tokens; expected 1 to task.max_prompt_tokens = {most}; raise "
+                "it, or shorten the prompt"
+            )
+        return Problem(prompt, tokens, row)
+
+
+def load_reward(reference: str) -> Reward:
+    """Import the reward "file.py:function", the file relative to the working directory. It runs in this process.
+
+    Raises:
+        ConfigError: when there is no such file or function, or the file cannot be imported.
+    """
+    file, _, name = reference.rpartition(":")
+    path = Path(file).absolute()
+    if not os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
+        raise ConfigError(f"task.reward = {reference!r}: {path} is no file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file raises
+        raise ConfigError(f"task.reward = {reference!r}: importing raised {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"task.reward = {reference!r}: {path} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def parse_row(where: str, line: bytes) -> dict[str, Any]:
+    """Read a line: an object with either a prompt or messages."""
+
+    def refuse(seen: str, expected: str) -> NoReturn:
+        raise DatasetError(f"{where}: {seen}; expected {expected}")
+
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{where}: {line.decode(errors='replace')!r:.80} is not JSON ({error!s:.200})") from error
+    if not isinstance(row, dict):
+        refuse(f"{row!r:.60} is no object", 'one such as {"prompt": "…", "answer": "…"}')
+    if ("prompt" in row) == ("messages" in row):
+        refuse(f"keys {', '.join(row)[:80] or 'none'}", 'one of "prompt" and "messages"')
+    if "prompt" in row and not (isinstance(row["prompt"], str) and row["prompt"]):
+        refuse(f'"prompt" is {row["prompt"]!r:.60}', "text")
+    messages = row.get("messages", [{"role": "", "content": ""}])
+    if not isinstance(messages, list) or not messages:
+        refuse(f'"messages" is {messages!r:.60}', "a list of messages")
+    for message in messages:
+        keys = set(message) if isinstance(message, dict) else None
+        if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+            refuse(f"a message is {message!r:.60}", '{"role": "…", "content": "…"}, both text')
+    return row

@@ -1,0 +1,340 @@
+"""What a step is recorded as: reward, mismatch without and with replay on one rollout, loads of ranks."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foreroute.capture import Generation
+from foreroute.ep.shared_plan import SharedPlan
+from foreroute.ep.transfer.engine import TransferRecord
+from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
+from foreroute.mismatch.measures import LOG10_EDGES
+from foreroute.plan import contiguous_imbalance
+from foreroute.records import MismatchRecord, Side, StepRecord
+from foreroute.trace import RoutingTrace, concatenate, count_assignments
+from foreroute.train.objective import importance_of
+from foreroute.train.policy import Alone
+
+HYPOTHETICAL_RANKS = (4, 8, 16)
+"""Sizes of expert-parallel groups whose imbalance a step's record states, whatever the run is executed on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """A step's rollout with its rewards and advantages.
+
+    Attributes:
+        generation: S = prompts * group size sequences, grouped by prompt.
+        rewards_S: float64 [S].
+        advantages_S: float64 [S].
+        informative_S: bool [S], False in groups whose rewards are all equal; they are left out of the update.
+    """
+
+    generation: Generation
+    rewards_S: NDArray[np.float64]
+    advantages_S: NDArray[np.float64]
+    informative_S: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Recomputed:
+    """One pass of the trainer over a rollout, without gradients.
+
+    Attributes:
+        logprobs_R: float32 [R], of the response tokens, sequence after sequence.
+        entropy_R: float32 [R], in nats.
+        executed: the routes that this pass took, and the choices of indexers where they were asked for; last tokens
+            have none.
+        margins_NL: float32 [N - S, L], top-k margins of its routers; last tokens are not put into the model.
+    """
+
+    logprobs_R: NDArray[np.float32]
+    entropy_R: NDArray[np.float32]
+    executed: RoutingTrace
+    margins_NL: NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Updated:
+    """What an update did.
+
+    Attributes:
+        loss: mean over mini-batches, of all ranks.
+        grad_norm: mean over mini-batches, before clipping, of all ranks.
+        sums_X7: `objective.ratio_sums` of the micro-steps of this rank.
+        micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
+        agreement_M2: for each mini-batch, (token, layer) of this rank whose live top-k is another than the replayed
+            set, and all of them; 0 where nothing is replayed, or it was not watched.
+    """
+
+    loss: float
+    grad_norm: float
+    sums_X7: NDArray[np.float64]
+    micro_step_S: NDArray[np.int64]
+    agreement_M2: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class StepPart:
+    """What one rank saw of a step, or all of them.
+
+    Attributes:
+        experience: the rollout.
+        passes: forwards of the trainer on it at the same weights: "native" on its own routes, "replayed" on the
+            rollout's; one of them may be missing.
+        updated: what the update did.
+        peak_bytes: most bytes of tensors on the device; 0 on the CPU, where torch counts none.
+    """
+
+    experience: Experience
+    passes: dict[Side, Recomputed]
+    updated: Updated
+    peak_bytes: int
+
+
+def merged(parts: list[StepPart]) -> StepPart:
+    """Join the step of all ranks, one rank's sequences after another's."""
+    experiences, updates = [part.experience for part in parts], [part.updated for part in parts]
+    passes = {
+        name: Recomputed(
+            np.concatenate([part.passes[name].logprobs_R for part in parts]),
+            np.concatenate([part.passes[name].entropy_R for part in parts]),
+            concatenate([part.passes[name].executed for part in parts]),
+            np.concatenate([part.passes[name].margins_NL for part in parts]),
+        )
+        for name in parts[0].passes
+    }
+    experience = Experience(
+        Generation.concatenate([each.generation for each in experiences]),
+        np.concatenate([each.rewards_S for each in experiences]),
+        np.concatenate([each.advantages_S for each in experiences]),
+        np.concatenate([each.informative_S for each in experiences]),
+    )
+    updated = replace(
+        updates[0],
+        sums_X7=np.concatenate([each.sums_X7 for each in updates]),
+        micro_step_S=np.concatenate([each.micro_step_S for each in updates]),
+        agreement_M2=np.sum([each.agreement_M2 for each in updates], axis=0),
+    )
+    return StepPart(experience, passes, updated, max(part.peak_bytes for part in parts))
+
+
+def step_record(
+    step: int, whole: StepPart, trained_with: Side, seconds: Mapping[str, float], device: torch.device
+) -> StepRecord:
+    """Make one line of metrics.jsonl, of what all ranks saw.
+
+    Args:
+        step: its number.
+        whole: what all ranks saw of it.
+        trained_with: the side that the update ran with.
+        seconds: by phase.
+        device: of rank 0.
+    """
+    experience, passes, updated = whole.experience, whole.passes, whole.updated
+    generation, rewards_S = experience.generation, experience.rewards_S
+    importance, clip_share = importance_of(updated.sums_X7)
+    record: StepRecord = {
+        "step": step,
+        "weight_version": max(generation.trace.versions),
+        "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
+        "reward_mean": float(rewards_S.mean()),
+        "reward_std": float(rewards_S.std()),
+        "exact_share": float((rewards_S == 1).mean()),
+        "response_tokens_mean": float(generation.response_lengths.mean()),
+        "entropy": float(passes[trained_with].entropy_R.mean()),
+        "grad_norm": updated.grad_norm,
+        "clip_share": clip_share,
+        "loss": updated.loss,
+        "tokens": generation.trace.num_rows,
+        "trained_with": trained_with,
+        "mismatch": {name: mismatch_record(*mismatch_of(generation, each)) for name, each in passes.items()},
+        "importance": importance,
+        "sampling": {"responses": len(rewards_S), "informative_share": float(experience.informative_S.mean())},
+        "device": {"kind": device.type, "name": platform.machine()},
+    }
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        record["device"] = {"kind": "cuda", "name": name, "peak_memory_bytes": whole.peak_bytes}
+    trained = np.flatnonzero(updated.micro_step_S >= 0)
+    if len(trained):
+        counts = count_assignments(generation.trace.select(trained), updated.micro_step_S[trained])
+        num_experts = counts.shape[-1]
+        record["expert_load"] = {
+            str(ranks): contiguous_imbalance(counts, ranks) for ranks in HYPOTHETICAL_RANKS if num_experts % ranks == 0
+        }
+    differing, cells = updated.agreement_M2[updated.agreement_M2[:, 1] > 0].T
+    if len(cells):
+        record["live_agreement"] = (1 - differing / cells).tolist()
+    if "native" in passes:
+        record["margins"] = {
+            "log10_edges": LOG10_EDGES.tolist(),
+            "counts_LB": margin_histogram(passes["native"].margins_NL).tolist(),
+        }
+    return record
+
+
+def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismatch, RoutingMismatch]:
+    """Compare trainer and engine: log-probs of response tokens, routes of all tokens that both routed."""
+    return (
+        token_mismatch(result.logprobs_R, generation.logprobs_R),
+        routing_mismatch(generation.trace, result.executed),
+    )
+
+
+def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchRecord:
+    """Give the measures of `foreroute.mismatch` as plain data."""
+    return {
+        "response_tokens": tokens.count,
+        "k3": tokens.k3,
+        "f2": tokens.f(2.0),
+        "f1.5": tokens.f(1.5),
+        "max_abs_log_ratio": tokens.max_abs_log,
+        "routed_rows": routes.rows,
+        "differing_share": routes.differing_share,
+        "differing_tokens_share": routes.differing_tokens_share,
+        "differing_share_by_layer": routes.differing_share_L.tolist(),
+    }
+
+
+def not_finite(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Name the metrics of a record that are no finite numbers, such as "mismatch/native/k3"."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from not_finite(value, f"{prefix}{key}/")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield prefix + key
+
+
+@dataclass(eq=False)
+class ExecutedPass:
+    """What one pass did on one rank under its plan for `counts_MLGE`.
+
+    Attributes:
+        publishing_s: seconds that it waited for weights to be published.
+        planning_s: seconds that the planner took, on the rank that plans.
+        exposed_planning_s: seconds of them that the pass waited for, before it began and before later micro-steps.
+        priced_options: whether pay-off and traffic were on, and why, on the rank that plans.
+        transfers: of this rank, once the pass has ended.
+        executed_ML: int64 [M, L], assignments that this rank computed.
+    """
+
+    name: str
+    plan: SharedPlan
+    counts_MLGE: NDArray[np.integer]
+    publishing_s: float
+    planning_s: float = 0.0
+    exposed_planning_s: float = 0.0
+    priced_options: dict[str, str] = field(default_factory=dict)
+    transfers: list[TransferRecord] = field(default_factory=list)
+    executed_ML: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.executed_ML = np.zeros(self.counts_MLGE.shape[:2], np.int64)
+
+    @property
+    def bytes_P(self) -> list[int]:
+        """The bytes that arrived at this rank: weights by host memory, weights directly, and gradients."""
+        fetched = [record for record in self.transfers if record.kind == "fetch"]
+        returned = [record for record in self.transfers if record.kind == "return"]
+        return [
+            sum(record.host_bytes for record in fetched),
+            sum(record.direct_bytes for record in fetched),
+            sum(record.direct_bytes for record in returned),
+        ]
+
+    @property
+    def exposed_transfer_s(self) -> float:
+        """The seconds that this rank waited for weights and gradients."""
+        return self.publishing_s + sum(record.exposed_s for record in self.transfers)
+
+    @property
+    def fell_back(self) -> list[dict[str, Any]]:
+        """The cells that their homes served alone, and why; the same on all ranks."""
+        because = {(r.cell.micro_step, r.cell.layer): r.at_home_because for r in self.transfers if r.at_home_because}
+        return [{"micro_step": m, "layer": layer, "because": because[m, layer]} for m, layer in sorted(because)]
+
+
+@dataclass(frozen=True)
+class MovedHomes:
+    """Experts that changed their home before the passes of a step.
+
+    Attributes:
+        number: experts, of all layers.
+        received_bytes: of weights and optimizer state, on this rank.
+        seconds: of placing and moving them, which nothing hides.
+    """
+
+    number: int = 0
+    received_bytes: int = 0
+    seconds: float = 0.0
+
+
+def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alone) -> dict[str, Any]:
+    """Make the record "execution" of a step on rank 0; it is empty elsewhere. A collective call.
+
+    It is what `docs/metrics.md` lists under `execution`; `ranks` alone where nothing was planned.
+    """
+    if not executed:
+        return {} if ranks.rank else {"execution": {"ranks": ranks.size}}
+    executed_PMLG = [ranks.all_gather(each.executed_ML).transpose(1, 2, 0) for each in executed]
+    mine = np.sum([each.bytes_P for each in executed], axis=0)
+    bytes_P = ranks.sum([*mine, moved.received_bytes]).astype(np.int64).tolist()
+    waits = [[each.planning_s, each.exposed_planning_s, each.exposed_transfer_s] for each in executed]
+    seconds_G4 = ranks.all_gather(np.append(np.sum(waits, axis=0), moved.seconds))
+    if ranks.rank:
+        return {}
+    # what the slowest rank waited for
+    planning_s, waited_s, transfer_s, moving_s = seconds_G4.max(axis=0).tolist()
+    loads = {each.name: _loads(each, executed_MLG) for each, executed_MLG in zip(executed, executed_PMLG, strict=True)}
+    record = {
+        "ranks": ranks.size,
+        "max_over_mean": {
+            kind: _max_over_mean([each[f"{kind}_MLG"] for each in loads.values()])
+            for kind in ("planned", "executed", "at_home")
+        },
+        "replicas": sum(int(each.plan.num_replicas_ML.sum()) for each in executed),
+        "bytes": dict(zip(("host", "direct", "gradients", "homes"), bytes_P, strict=True)),
+        "home_moves": moved.number,
+        "cells_at_home": sum(len(each.fell_back) for each in executed),
+        "moving_homes_s": round(moving_s, 4),
+        "exposed_transfer_s": round(transfer_s, 4),
+        "planning_s": round(planning_s, 4),
+        "exposed_planning_s": round(waited_s, 4),
+        "hidden_planning_share": round(1 - min(1.0, waited_s / planning_s), 4),
+        "stages": {
+            each.name: {
+                **{kind: load_MLG.tolist() for kind, load_MLG in loads[each.name].items()},
+                "replicas": int(each.plan.num_replicas_ML.sum()),
+                "fell_back": each.fell_back,
+                "priced_options": each.priced_options,
+            }
+            for each in executed
+        },
+    }
+    return {"execution": record}
+
+
+def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    """Give the assignments of every rank [M, L, G]: by the plan, as executed, and with every expert at its home."""
+    planned_MLG, at_home_MLG = np.zeros_like(executed_MLG), np.zeros_like(executed_MLG)
+    for m, layer in np.ndindex(*executed_MLG.shape[:2]):
+        counts_GE = each.counts_MLGE[m, layer]
+        cell = each.plan.cell(m, layer)
+        planned_MLG[m, layer] = cell.loads_G(counts_GE)
+        np.add.at(at_home_MLG[m, layer], cell.home_E, counts_GE.sum(axis=0))
+    return {"planned_MLG": planned_MLG, "executed_MLG": executed_MLG, "at_home_MLG": at_home_MLG}
+
+
+def _max_over_mean(loads: list[NDArray[np.int64]]) -> float:
+    """Sum the busiest rank's load over all cells, over the sum of means."""
+    loads_CG = np.concatenate([load_MLG.reshape(-1, load_MLG.shape[2]) for load_MLG in loads])
+    return float(loads_CG.max(axis=1).sum() / loads_CG.mean(axis=1).sum())

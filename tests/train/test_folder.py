@@ -1,0 +1,342 @@
+"""A run folder with something damaged, missing, foreign or in use: one error that names it, and nothing is lost."""
+
+import errno
+import fcntl
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from foreroute.errors import ConfigError, RunFolderError
+from foreroute.train import RunFolder, Watcher, load_checkpoint, train
+from foreroute.train.folder import CHECKPOINT_FILE
+from tests.train.counting_runs import counting, counting_config
+from tests.train.small_runs import records, same_state
+
+
+def config_of(steps=9, **sections):
+    config = counting_config(**sections)
+    return config.model_copy(update={"rl": config.rl.model_copy(update={"steps": steps})})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of nine steps, with checkpoints of steps 0, 2, 4, 6, 8 and 9."""
+    with counting():
+        yield train(config_of(), tmp_path_factory.mktemp("damaged") / "whole")
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    shutil.copytree(whole.path, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edited(name, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def line(number, change):
+    def changed(content):
+        lines = content.split(b"\n")
+        lines[number] = change(lines[number])
+        return b"\n".join(lines)
+
+    return edited("metrics.jsonl", changed)
+
+
+def values(change):
+    """A change of what config.json holds."""
+
+    def changed(content):
+        stored = json.loads(content)
+        change(stored)
+        return json.dumps(stored).encode()
+
+    return edited("config.json", changed)
+
+
+def removed(name):
+    def damage(folder):
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return damage
+
+
+DAMAGES = {
+    "a line that is no JSON": (line(3, lambda text: text[:20]), r"metrics\.jsonl, line 4 is not JSON"),
+    "a line that is no object": (line(3, lambda text: b"[1]"), "line 4 is damaged: it is no record of step 3"),
+    "a line that is not UTF-8": (line(3, lambda text: b"\xff" + text), "line 4 is not text in UTF-8"),
+    "a line nested deep": (line(3, lambda text: b"[" * 100_000), "line 4 is not JSON"),
+    "a line of another step": (line(3, lambda text: text.replace(b": 3", b": 4")), "it is no record of step 3"),
+    "lines missing": (edited("metrics.jsonl", lambda text: text[:100]), "last checkpoint is of step 9: lines are miss"),
+    "metrics gone": (removed("metrics.jsonl"), "has the records of 0 steps, and the last checkpoint is of step 9"),
+    "metrics are a folder": (
+        lambda folder: (removed("metrics.jsonl")(folder), (folder / "metrics.jsonl").mkdir()),
+        r"metrics\.jsonl is a folder",
+    ),
+    "config that is no JSON": (edited("config.json", lambda text: text[:-1]), r"config\.json is not JSON"),
+    "config is no object": (edited("config.json", lambda _: b"3"), r"config\.json is damaged"),
+    "config nested deep": (edited("config.json", lambda _: b"[" * 100_000), r"config\.json.*nested too deep"),
+    "config is no text": (edited("config.json", lambda _: b"\xff\xfe"), r"config\.json is not text"),
+    "config with a text for steps": (
+        values(lambda stored: stored["rl"].update(steps="many")),
+        r"config\.json is not a valid configuration",
+    ),
+    "config without a section": (values(lambda stored: stored.pop("rl")), "keys differ: rl"),
+    "config gone": (removed("config.json"), "holds no run to resume"),
+    "checkpoints are a file": (
+        lambda folder: (removed("checkpoints")(folder), (folder / "checkpoints").write_text("")),
+        "checkpoints cannot be looked into",
+    ),
+    "the last checkpoint is damaged": (
+        edited("checkpoints/step-000009.safetensors", lambda content: content[:-1]),
+        r"step-000009\.safetensors is not a whole safetensors file.*remove it to use the one before",
+    ),
+    "the last checkpoint is another one": (
+        lambda folder: shutil.copy(*(folder / "checkpoints" / f"step-00000{n}.safetensors" for n in (6, 9))),
+        r"step-000009\.safetensors is of step 6: it was renamed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_damaged_is_named_and_nothing_is_written(folder, name):
+    damage, message = DAMAGES[name]
+    damage(folder)
+    before = contents(folder)
+    with counting(), pytest.raises(RunFolderError, match=message):
+        train(config_of(11), folder, resume=True)
+    assert contents(folder) == before
+
+
+def test_a_run_is_not_shortened_below_what_it_has_recorded(folder):
+    before = contents(folder)
+    with (
+        counting(),
+        pytest.raises(ConfigError, match=r"rl\.steps = 8 is fewer than the 9 steps that .*run has recorded; give 9"),
+    ):
+        train(config_of(8), folder, resume=True)
+    assert contents(folder) == before
+
+
+def test_what_is_not_damaged_goes_on(whole, folder):
+    """From the last checkpoint; the metrics of later steps are written anew, and so is a torn last line."""
+    for step in (8, 9):
+        (folder / "checkpoints" / f"step-00000{step}.safetensors").unlink()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "rew')
+    with counting():
+        train(config_of(), folder, resume=True)
+    assert records(folder) == records(whole.path)
+    with counting():
+        train(config_of(11), folder, resume=True)
+    assert [record["step"] for record in records(folder)] == list(range(11))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again(tmp_path):
+    with counting():
+        (tmp_path / "run").mkdir()
+        RunFolder(tmp_path / "run").begin(config_of())
+        train(config_of(), tmp_path / "run", resume=True)
+    assert len(records(tmp_path / "run")) == 9
+
+
+def test_a_folder_is_in_use_by_one_run(folder, tmp_path):
+    """The second is refused before it writes anything, and the first goes on."""
+    refused = []
+
+    def try_again(*_):
+        for resume in (False, True):
+            with pytest.raises(RunFolderError, match="already in use: another process trains in it"):
+                train(config_of(), tmp_path / "new", resume=resume)
+            refused.append(resume)
+
+    with counting():
+        train(config_of(), tmp_path / "new", watcher=Watcher(on_step=try_again))
+        assert len(refused) == 18
+        with RunFolder(folder).held(), pytest.raises(RunFolderError, match="run is already in use"):
+            train(config_of(11), folder, resume=True)
+        train(config_of(11), folder, resume=True)
+    assert len(records(tmp_path / "new")) == 9
+
+
+def test_a_new_folder_is_removed_when_nothing_is_written(tmp_path):
+    with RunFolder(tmp_path / "new").held(), counting():
+        with pytest.raises(RunFolderError, match="new is already in use"):
+            train(config_of(), tmp_path / "new")
+        assert (tmp_path / "new").is_dir()
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "there").mkdir()
+    with RunFolder(tmp_path / "there").held():
+        pass
+    assert (tmp_path / "there").is_dir()
+
+
+def test_a_file_system_without_locks_is_trained_on_all_the_same(tmp_path, monkeypatch):
+    def flock(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunFolder(tmp_path / "run").held():
+        assert (tmp_path / "run").is_dir()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from foreroute.train import RunFolder
+with RunFolder(Path(sys.argv[1])).held():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_system_lets_go_of_a_folder_whose_process_was_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"held\n"
+    with counting():
+        with pytest.raises(RunFolderError, match="already in use"):
+            train(config_of(), tmp_path / "run")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        train(config_of(), tmp_path / "run")
+    assert len(records(tmp_path / "run")) == 9
+
+
+def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path):
+    run = RunFolder(tmp_path)
+
+    def write(text):
+        def into(folder: Path):
+            folder.mkdir()
+            (folder / "weights").write_text(text)
+
+        return into
+
+    def dies(folder: Path):
+        write("half")(folder)
+        raise KeyboardInterrupt
+
+    run.save_model(write("first"))
+    with pytest.raises(KeyboardInterrupt):
+        run.save_model(dies)
+    assert (tmp_path / "model" / "weights").read_text() == "first"
+    run.save_model(write("second"))
+    assert (tmp_path / "model" / "weights").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "elsewhere").mkdir()
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "model").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match="model cannot be written"):  # what a link points at is left alone
+        run.save_model(write("third"))
+    assert (tmp_path / "elsewhere").is_dir()
+
+
+def state_of():
+    """Everything that a trainer's state is made of."""
+    torch.manual_seed(0)
+    return {
+        "step": 7,
+        "model": {
+            "embed/weight": torch.randn(3, 4),
+            "counts": torch.arange(6),
+            "transposed": torch.randn(2, 6).T,
+            "empty": torch.zeros(0, 3),
+            "scalar": torch.tensor(1.5, dtype=torch.float64),
+        },
+        "optimizer": {"state": {n: {"step": torch.tensor(3.0), "exp_avg": torch.randn(3, 4)} for n in (0, 2, 10)}},
+        "homes": torch.zeros(2, 4, dtype=torch.int16),
+    }
+
+
+@pytest.fixture
+def path(tmp_path):
+    return RunFolder(tmp_path).save_checkpoint(state_of(), data="d0", keep=1)
+
+
+def test_a_checkpoint_is_read_with_the_same_bits_types_and_shapes(path, tmp_path):
+    read = load_checkpoint(path)
+    assert same_state(read, {**state_of(), "data": "d0"})
+    assert {name: each.dtype for name, each in read["model"].items()} == {
+        name: each.dtype for name, each in state_of()["model"].items()
+    }
+    read["model"]["counts"].add_(1)  # and can be written to
+    again = RunFolder(tmp_path / "again").save_checkpoint(state_of(), data="d0", keep=1)
+    assert again.read_bytes() == path.read_bytes()
+    assert torch.equal(load_file(path)["model/embed/weight"], state_of()["model"]["embed/weight"])
+
+
+def test_no_flipped_bit_is_read(path):
+    """Every bit of the length of the header, and one of every fifth byte behind it."""
+    written, accepted = path.read_bytes(), 0
+    rng = np.random.default_rng(0)
+    for position in [*range(8), *range(8, len(written), 5)]:
+        for bit in range(8) if position < 8 else [rng.integers(8)]:
+            damaged = bytearray(written)
+            damaged[position] ^= 1 << int(bit)
+            path.write_bytes(damaged)
+            with suppress(RunFolderError):
+                load_checkpoint(path)
+                accepted += 1
+    assert accepted == 0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "name", "message"),
+    [
+        ({"step": "-1"}, "model/w", "is of step '-1'; expected a number from 0"),
+        ({"step": "9" * 30}, "model/w", "expected a number from 0"),
+        ({}, "w", "has the unknown tensor 'w'"),
+        ({}, "optimizer/x/exp_avg", "has the unknown tensor 'optimizer/x/exp_avg'"),
+        ({}, "optimizer/0", "has the unknown tensor 'optimizer/0'"),
+        ({}, "homes", "holds no weights of a model"),
+    ],
+)
+def test_a_forged_checkpoint_is_refused_with_what_is_wrong_in_it(tmp_path, metadata, name, message):
+    tensors = {name: np.zeros(2, np.float32)}
+    CHECKPOINT_FILE.write(tmp_path / "forged", {"step": "0", "data": "", **metadata}, tensors, overwrite=True)
+    with pytest.raises(RunFolderError, match=message):
+        load_checkpoint(tmp_path / "forged")
+    # the forger can write a right one
+    tensors = {"model/w": np.zeros(2, np.float32)}
+    CHECKPOINT_FILE.write(tmp_path / "right", {"step": "0", "data": ""}, tensors, overwrite=True)
+    assert load_checkpoint(tmp_path / "right")["step"] == 0
+
+
+def test_what_is_no_checkpoint_is_refused_and_nothing_in_it_is_executed(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    torch.save({"step": 0, "model": Trap()}, tmp_path / "pickled")
+    (tmp_path / "folder").mkdir()
+    for name in ("pickled", "folder", "missing"):
+        with pytest.raises(RunFolderError, match=rf"{name} (is|does)"):
+            load_checkpoint(tmp_path / name)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(path, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        with pytest.raises(RunFolderError, match=r"cannot be written .File too large.; what was there before is whole"):
+            RunFolder(tmp_path).save_checkpoint({**state_of(), "step": 8}, data="d0", keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert load_checkpoint(path)["step"] == 7

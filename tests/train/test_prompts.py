@@ -1,0 +1,299 @@
+"""Runs on a model, a tokenizer, prompts and a reward of one's own, from folders that transformers wrote."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from foreroute.adapters import hf
+from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
+from foreroute.train import Watcher, load_checkpoint, parse_config, train
+from foreroute.train.chain import Demonstration
+from foreroute.train.policy import make_policy
+from foreroute.train.prompts import make_task
+from foreroute.train.warm_start import _loss
+from tests.train.small_runs import SIZES, records
+from tests.train.tiny_model import write_model, write_tokenizer
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "hard": a > 5} for a in range(9) for b in (1, 4)]
+REWARD = """
+calls = []
+
+def by_characters(prompts, responses, rows):
+    calls.append((prompts, responses, rows))
+    return [sum(map(ord, prompt + response)) % 7 for prompt, response in zip(prompts, responses)]
+
+def right(prompts, responses, rows):
+    return [float(response == str(row["answer"])) for response, row in zip(responses, rows)]
+
+def fails(prompts, responses, rows):
+    raise KeyError("no such row")
+
+def one(prompts, responses, rows):
+    return [1.0]
+
+def nan(prompts, responses, rows):
+    return [float("nan")] * len(responses)
+
+def nothing(prompts, responses, rows):
+    return [None] * len(responses)
+
+def no_list(prompts, responses, rows):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_tokenizer(folder / "model")
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "mine.py").write_text(REWARD)
+    return folder
+
+
+def config_of(home, reward="by_characters", **sections):
+    values = {
+        "name": "mine",
+        "model": {"path": str(home / "model")},
+        "task": {
+            "data": str(home / "data.jsonl"),
+            "reward": f"{home / 'mine.py'}:{reward}",
+            "max_prompt_tokens": 8,
+            "max_response_tokens": 6,
+        },
+        "rollout": {"prompts": 4, "group_size": 4},
+        "rl": {"steps": 4, "micro_step_tokens": 64},
+        "checkpoint": {"every": 2, "keep": 9},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return parse_config(values, source="test")
+
+
+def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home, tmp_path):
+    config = config_of(home)
+    assert config.warm_start.max_steps == 0
+    whole = train(config, tmp_path / "whole")
+    seen = []
+    stop = Watcher(on_step=seen.append, should_stop=lambda: len(seen) == 3)
+    train(config, tmp_path / "stopped", watcher=stop)
+    assert not (tmp_path / "stopped" / "model").exists()
+    resumed = train(config, tmp_path / "stopped", resume=True)
+    assert records(resumed.path) == records(whole.path)
+    assert any(record["grad_norm"] > 0 for record in records(whole.path))
+
+    def weights_at(step):
+        return load_checkpoint(resumed.path / "checkpoints" / f"step-{step:06d}.safetensors")["model"]
+
+    def weights_of(folder):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        ).state_dict()
+
+    given = weights_of(home / "model")
+    assert all(torch.equal(given[name], value) for name, value in weights_at(0).items()), "no warm start"
+    written = weights_of(resumed.path / "model")
+    assert all(torch.equal(written[name], value) for name, value in weights_at(4).items())
+    assert any(not torch.equal(given[name], value) for name, value in written.items())
+    tokenizer = AutoTokenizer.from_pretrained(resumed.path / "model", trust_remote_code=False)
+    assert tokenizer("1+2=")["input_ids"] == [5, 14, 6, 17]
+
+
+def test_a_run_does_not_go_on_with_other_data(copied, tmp_path):
+    run = train(config_of(copied, rl={"steps": 1}), tmp_path / "run")
+    (copied / "data.jsonl").write_text('{"prompt": "1+2=", "answer": 3}\n')
+    with pytest.raises(RunFolderError, match="was started with other data"):
+        train(config_of(copied, rl={"steps": 2}), run.path, resume=True)
+    assert run.last_checkpoint().name == "step-000001.safetensors"
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own(home):
+    task, rng = make_task(config_of(home)), np.random.default_rng(0)
+    drawn = [problem.prompt for step in range(9) for problem in task.problems(4, step, rng)]
+    prompts = sorted(row["prompt"] for row in ROWS)
+    assert sorted(drawn[:18]) == sorted(drawn[18:]) == prompts
+    assert drawn[:18] != drawn[18:]
+    again = make_task(config_of(home))
+    assert [p.prompt for p in again.problems(4, 5, rng)] == drawn[20:24], "the step alone decides"
+
+
+def test_messages_go_through_the_chat_template(home, tmp_path):
+    row = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    task = make_task(config_of(home, reward="right", task={"data": str(tmp_path / "chat.jsonl")}))
+    (problem,) = task.problems(1, 0, np.random.default_rng(0))
+    assert problem.prompt == "<user>1+2=<bot>"
+    assert problem.tokens.tolist() == [2, 5, 14, 6, 17, 3]
+    assert task.rewards([problem] * 2, [np.array([7, 1]), np.array([8, 1])]).tolist() == [1.0, 0.0]
+
+
+def test_a_reward_is_called_once_for_a_batch_of_responses(home):
+    """With all prompts, responses and rows of it: a judge may answer them at once."""
+    task = make_task(config_of(home))
+    problems = [problem for problem in task.problems(3, 0, np.random.default_rng(0)) for _ in range(2)]
+    responses = [np.array([n + 4, 1]) for n in range(6)]
+    rewards = task.rewards(problems, responses)
+    (call,) = task._reward.__globals__["calls"]
+    assert call == ([p.prompt for p in problems], list("012345"), [p.row for p in problems])
+    expected = [sum(map(ord, prompt + response)) % 7 for prompt, response, _ in zip(*call, strict=True)]
+    assert rewards.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("fails", "mine.py:fails' raised KeyError: 'no such row'"),
+        ("one", "returned 1 rewards for 16 responses; expected one each"),
+        ("nan", "returned nan for .*; expected a finite number"),
+        ("nothing", "returned None for .*; expected a finite number"),
+        ("no_list", "raised TypeError: 'float' object is not iterable"),
+    ],
+)
+def test_a_reward_that_does_not_say_ends_the_run_which_can_go_on(home, tmp_path, reward, message):
+    with pytest.raises(FunctionError, match=message):
+        train(config_of(home, reward), tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run" / "checkpoints" / "step-000000.safetensors")["step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("{home}/nowhere.py:f", "nowhere.py is no file"),
+        ("{home}/mine.py:nowhere", "mine.py has no function nowhere"),
+        ("{home}/mine.py:calls", "mine.py has no function calls"),
+        ("{home}/bad.py:f", "importing raised ZeroDivisionError: division by zero"),
+        ("{home}/" + "a" * 5000 + ".py:f", "is no file"),
+    ],
+)
+def test_functions_that_are_not_there_are_named(home, reward, message):
+    (home / "bad.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=rf"task\.reward = .*{message}"):
+        make_task(config_of(home, task={"reward": reward.format(home=home)}))
+
+
+def test_prompts_that_are_too_long_are_named_and_megabytes_are_not_tokenised(home, tmp_path, monkeypatch):
+    with pytest.raises(DatasetError, match=r"line 1: the prompt has 4 tokens; expected 1 to .* = 3"):
+        make_task(config_of(home, task={"max_prompt_tokens": 3}))
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 1_500_000}) + "\n")
+    monkeypatch.setattr(hf.Tokenizer, "prompt", lambda *_: pytest.fail("it was tokenised"))
+    with pytest.raises(DatasetError, match=r"line 1: the prompt has 3,000,000 characters; expected at most 128 for"):
+        make_task(config_of(home, task={"data": str(tmp_path / "long.jsonl")}))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("", "'' is not JSON"),
+        ('{"prompt": "1+', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", r"\[1\] is no object"),
+        ('{"answer": 1}', "keys answer; expected one of"),
+        ('{"prompt": "1", "messages": []}', "keys prompt, messages; expected one of"),
+        ('{"prompt": ""}', "\"prompt\" is ''; expected text"),
+        ('{"prompt": 3}', '"prompt" is 3; expected text'),
+        ('{"messages": []}', r'"messages" is \[\]; expected a list of messages'),
+        ('{"messages": [{"role": "user"}]}', "a message is .*; expected"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "a message is .*; expected"),
+        (r'{"prompt": "\ud800"}', "the tokenizer in .* makes no tokens of"),
+        ('{"prompt": "größer?"}', r"the tokenizer in .* makes no tokens of 'größer\?' \(.*[Ww]ordLevel"),
+    ],
+)
+def test_a_wrong_line_is_named(home, tmp_path, row, message):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+2="}\n' + row + "\n")
+    with pytest.raises(DatasetError, match=rf"data\.jsonl, line 2: .*{message}"):
+        make_task(config_of(home, task={"data": str(tmp_path / "data.jsonl")}))
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "FIFO", "device"])
+def test_data_that_is_no_file_is_named_and_not_waited_for(home, tmp_path, kind):
+    path = {"device": Path("/dev/zero")}.get(kind, tmp_path / kind)
+    {"folder": Path.mkdir, "FIFO": os.mkfifo}.get(kind, str)(path)
+    with pytest.raises(DatasetError, match=rf"{path} (does not exist|is a {kind}; expected a file)"):
+        make_task(config_of(home, task={"data": str(path)}))
+
+
+def test_a_new_model_gets_the_vocabulary_of_its_tokenizer(home):
+    model = {"path": None, "tokenizer": str(home / "model"), "sizes": {**SIZES, "initializer_range": 0.02}}
+    config = config_of(home, model=model)
+    assert make_policy(config, make_task(config)).model.config.vocab_size == 51
+
+
+def test_right_answers_are_taught_by_their_tokens_alone(home):
+    """Padded side by side, lessons have the loss that they have one at a time."""
+    config = config_of(home)
+    settings = config.warm_start.model_copy(update={"aux_loss": 0.0})
+    model = make_policy(config, make_task(config)).model.eval()
+    rng = np.random.default_rng(1)
+    lessons = [Demonstration(*(rng.integers(0, 51, n).astype(np.int32) for n in sizes)) for sizes in ((3, 2), (5, 4))]
+    losses = []
+    for lesson in lessons:
+        tokens = torch.tensor([*lesson.prompt, *lesson.answer], dtype=torch.int64)
+        logprobs = model(input_ids=tokens[None]).logits[0].double().log_softmax(-1)
+        losses += [-logprobs[t - 1, tokens[t]].item() for t in range(len(lesson.prompt), len(tokens))]
+    assert _loss(model, settings, lessons).item() == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+@pytest.fixture
+def copied(home, tmp_path):
+    shutil.copytree(home / "model", tmp_path / "model")
+    for name in ("data.jsonl", "mine.py"):
+        shutil.copy(home / name, tmp_path)
+    return tmp_path
+
+
+def test_models_that_cannot_be_trained_are_refused(copied):
+    def policy_of(folder):
+        return make_policy(config_of(folder), make_task(config_of(folder)))
+
+    model = copied / "model"
+    weights = load_file(model / "model.safetensors")
+    weights.pop("lm_head.weight")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 are missing or of another shape \(lm_head\.weight"):
+        policy_of(copied)
+    write_tokenizer(model, characters="0123456789+-*=;?")
+    write_model(model, vocab_size=12)
+    with pytest.raises(ConfigError, match=r"has 20 tokens, the model in .* embeds 12; name the tokenizer"):
+        policy_of(copied)
+    dense = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=51, intermediate_size=16, **dense)).save_pretrained(model)
+    with pytest.raises(ConfigError, match=r"model cannot be trained: Qwen3ForCausalLM has no router"):
+        policy_of(copied)
+
+
+def test_tokenizers_that_are_of_no_use_are_refused(copied):
+    model = copied / "model"
+    write_tokenizer(model, eos_token=None)
+    with pytest.raises(ConfigError, match="has no end token"):
+        make_task(config_of(copied))
+    (copied / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "1"}], "answer": "1"}\n')
+    write_tokenizer(model, chat_template=None)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(DatasetError, match=r"line 1: the tokenizer in .* has no chat template"):
+        make_task(config_of(copied))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"task": {"min_operands": 2}}, "min_operands changes nothing beside data"),
+        ({"task": {"reward": "mine.py"}}, 'reward = "mine.py" is no function; write "file.py:function"'),
+        ({"task": {"reward": "exact_match"}}, 'write "file.py:function"'),
+        ({"model": {"path": None}}, r"task\.data needs a tokenizer; set model\.path"),
+        ({"model": {"sizes": {"hidden_size": 3}}}, "leave family and sizes out"),
+        ({"warm_start": {"max_steps": 4}}, r"a warm start teaches chains, and task\.data has others"),
+        ({"warm_start": {"batch_size": 4}}, "batch_size changes nothing with max_steps = 0"),
+        ({"rl": {"micro_step_tokens": 12}}, "cannot hold a sequence of up to 13 tokens"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_explained(home, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(home, **sections)
