@@ -106,7 +106,7 @@ def _moves(part: Part, folder: Path) -> None:
     if not half.exists():
         raise Skipped("no run was stopped half way")
     at = RunFolder(half).last_checkpoint()
-    for device, steps in (("cpu", 3), (str(part.device), 4)):
+    for device, steps in (("cpu", 3), (part.device.type, 4)):
         config = _config(part, "stopped", begins_at=_warm(folder), device=device, rl={"steps": steps})
         train(config, half, resume=True)
     records = RunFolder(half).records()
@@ -122,7 +122,7 @@ def _run(part: Part, folder: Path, name: str, *, warm: bool = True, **sections: 
 def _config(part: Part, name: str, *, begins_at: Path | None = None, **sections: Any) -> Any:
     """The demo's, with less of a warm start, and smaller where the part is not run in full."""
     text = (files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8")
-    values = tomllib.loads(text) | {"name": name, "device": str(part.device)}
+    values = tomllib.loads(text) | {"name": name, "device": part.device.type}
     few = {"prompts": 32, "group_size": 8} if part.full else {"prompts": 4, "group_size": 8}
     values["rollout"] |= few
     values["rl"] |= {"steps": STEPS}

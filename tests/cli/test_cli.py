@@ -16,6 +16,7 @@ from typer.main import get_command
 
 import foreroute as fr
 from benchmarks.harness import wires
+from foreroute.capture.generation import trace_of
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
 from foreroute.trace import DecisionStream
@@ -100,7 +101,7 @@ def test_train_report_and_inspect(tmp_path):
     assert page == str(tmp_path / "page.html")
     assert f'<p class="finding">{finding}</p>' in (tmp_path / "page.html").read_text()
     assert " ".join(finding.split()) in " ".join(result.stdout.split()), "train says it as well"
-    shown = foreroute("inspect", tmp_path / "run" / "traces" / "step-000000.safetensors")
+    shown = foreroute("inspect", trace_of(tmp_path / "run" / "rollouts" / "step-000000.safetensors"))
     assert "top-2 of 16 experts in 2 layers" in shown.stdout
     assert "pick order" in shown.stdout
     assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)

@@ -14,16 +14,15 @@ import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.capture import save_generation
+from foreroute.capture import load_generation, save_generation
 from foreroute.cli import doctor_inputs
 from foreroute.cli.doctor import run_doctor
 from foreroute.cli.doctor_inputs import DoctorInputs
 from foreroute.doctor import Severity
 from foreroute.doctor.examine import examine
 from foreroute.errors import InputError, RunFolderError
-from foreroute.train import parse_config, train
-from foreroute.train.checkpoint import Checkpoint, write_checkpoint
-from foreroute.train.tasks.chain import VOCABULARY
+from foreroute.train import RunFolder, parse_config, train
+from foreroute.train.chain import VOCABULARY
 from tests.cli.command import foreroute
 from tests.doctor.doctor_cases import generation, shifted
 from tests.models import tiny
@@ -105,7 +104,8 @@ def test_a_toml_of_the_trainer_with_and_without_checkpoint(tmp_path, capsys):
     values = small_values()
     (tmp_path / "run.toml").write_text(tomli_w.dumps(values))
     model = hf.build_model("qwen3_moe", seed=7, **{**values["model"]["sizes"], "vocab_size": len(VOCABULARY)})
-    write_checkpoint(tmp_path / "step", Checkpoint({"step": 0, "model": model.state_dict()}, "", ""))
+    state = {"step": 0, "model": model.state_dict(), "optimizer": {"state": {}}}
+    shutil.copy(RunFolder(tmp_path / "made").save_checkpoint(state, data="", keep=1), tmp_path / "step")
     assert run_doctor(DoctorInputs(model=tmp_path / "run.toml"), None, **OPTIONS) is Severity.NOTE
     assert "stands for the weights before step 0" in " ".join(capsys.readouterr().out.split())
     inputs = DoctorInputs(model=tmp_path / "run.toml", checkpoint=tmp_path / "step")
@@ -134,8 +134,8 @@ def run(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(config.model_dump()))
     for step in (0, 20):
         model = hf.build_model("qwen3_moe", seed=step, **{**values["model"]["sizes"], "vocab_size": len(VOCABULARY)})
-        state = {"step": step, "model": model.state_dict()}
-        write_checkpoint(folder / "checkpoints" / f"step-{step:06d}.safetensors", Checkpoint(state, "", ""))
+        state = {"step": step, "model": model.state_dict(), "optimizer": {"state": {}}}
+        RunFolder(folder).save_checkpoint(state, data="", keep=2)
     good = generation(model, "bfloat16", temperature=0.7, below=len(VOCABULARY) - 1)
     good = replace(good, trace=good.trace.with_weight_version(20))
     save_generation(good, folder / "rollouts" / "step-000020.safetensors")
@@ -160,14 +160,15 @@ def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
     assert words(doctor("--model", run / "config.json", "--generation", rollout)) == words(result)
 
 
-@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])
-def test_the_folder_of_a_run_alone_is_enough(more, tmp_path):
-    values = small_values(rl={"steps": 3, "micro_step_tokens": 64, "warmup_steps": 2}, model=more)
+def test_the_folder_of_a_run_alone_is_enough(tmp_path):
+    values = small_values(rl={"steps": 3, "micro_step_tokens": 64, "warmup_steps": 2})
     train(parse_config(values, source="test"), tmp_path / "run")
     result = doctor("--model", tmp_path / "run")
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"k3 goes from \d\.\d+e-\d+ to \d\.\d+e-\d+ nats", words(result)), words(result)
-    fr.save(fr.load(tmp_path / "run" / "traces" / "step-000002.safetensors"), tmp_path / "trace.safetensors")
+    fr.save(
+        load_generation(tmp_path / "run" / "rollouts" / "step-000002.safetensors").trace, tmp_path / "trace.safetensors"
+    )
     (tmp_path / "run.toml").write_text(tomli_w.dumps(values))
     without = doctor("--model", tmp_path / "run.toml", "--trace", tmp_path / "trace.safetensors", cwd=tmp_path)
     assert without.returncode == 1

@@ -12,8 +12,7 @@ from experiments.claims import PASSES
 from experiments.models import merged
 from experiments.noise import ScoringEngine, batches_of, compared, passes, run_noise
 from experiments.starts import configuration, loaded, started
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
+from foreroute.train.loop import make_trainer
 from tests.models import round_by_shape
 from tests.train.small_runs import small_values
 
@@ -35,8 +34,7 @@ def rolled_out(start, precision):
     config = configuration(small(precision), {}, 3)
     task, policy = loaded(config, start)
     engine = ScoringEngine(policy.model, precision)
-    engine.load_weights(policy.model.state_dict(), version=0)
-    generation = roll_out(engine, task, config, 0, Ranks()).generation
+    generation = make_trainer(config, task, policy, engine).roll_out().generation
     assert len(np.unique(generation.prompt_lengths)) > 1
     assert len(np.unique(generation.response_lengths)) > 1
     return policy, engine, generation

@@ -35,7 +35,7 @@ def test_texts_are_what_their_kinds_say():
         texts = [text(kind, rng) for _ in range(20)]
         assert all(SHORTEST <= len(each) <= LONGEST for each in texts)
         assert len(set(texts)) == 20
-        assert all(TextTask().text(np.append(encode(each), 0)) == each for each in texts)
+        assert all(bytes(encode(each).astype(np.uint8)).decode() == each for each in texts)
     texts = [text("arithmetic", rng) for _ in range(9)]
     whole = [line for each in texts for line in re.findall(r"^(\d+[-+*]\d+)=(-?\d+)\n", each, re.MULTILINE)]
     assert len(whole) > 20
@@ -44,11 +44,12 @@ def test_texts_are_what_their_kinds_say():
 
 def test_rewards_are_shares_of_the_next_characters():
     task = TextTask()
-    problems = task.problems(8, 0, 0, np.random.default_rng(0))
+    problems = task.problems(8, 0, np.random.default_rng(0))
     assert [problem.row["kind"] for problem in problems] == [*KINDS, *KINDS]
     answer = problems[0].row["answer"]
     wrong = answer[:2] + chr(ord(answer[2]) + 1) + answer[3:]
-    assert [task.reward(problems[0], response) for response in (answer, wrong, "")] == [1, 0.25, 0]
+    responses = [np.append(encode(text), np.int32(0)) for text in (answer, wrong, "")]
+    assert task.rewards(problems[:1] * 3, responses).tolist() == [1, 0.25, 0]
 
 
 @pytest.mark.parametrize("order", ["mixed", "even", "sorted"])

@@ -10,8 +10,7 @@ from experiments.models import merged
 from experiments.noise import ScoringEngine
 from experiments.served import PASSES, passes
 from experiments.starts import configuration, loaded, started
-from foreroute.train.ranks import Ranks
-from foreroute.train.rollout import roll_out
+from foreroute.train.loop import make_trainer
 from tests.experiments.test_noise import by_the_model
 from tests.train.small_runs import small_values
 
@@ -27,8 +26,7 @@ def test_every_pass_computes_the_model(tmp_path):
     config = configuration(values, {}, 3)
     task, policy = loaded(config, started(tmp_path, "served", values, 3))
     engine = ScoringEngine(policy.model, "float32")
-    engine.load_weights(policy.model.state_dict(), version=0)
-    generation = roll_out(engine, task, config, 0, Ranks()).generation
+    generation = make_trainer(config, task, policy, engine).roll_out().generation
     routes, logprobs_R = by_the_model(policy, generation, temperature=1.0)
     found = passes(policy, generation, PYTHON, dtype="float32")
     assert found.keys() == {name for _, asked in PASSES for name in asked}

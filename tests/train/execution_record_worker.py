@@ -92,9 +92,9 @@ def steps_with_slow_plans(rank, config, plan_s, forward_s):
         time.sleep(plan_s)
         return start_plan(*args, **options)
 
-    def slow_forward(*args):
-        time.sleep(forward_s)
-        return response_logprobs(*args)
+    def slow_forward(*args, **options):
+        time.sleep(forward_s if options else 0)
+        return response_logprobs(*args, **options)
 
     with (
         mock.patch.object(experts.planner, "start", slow_plan),
@@ -112,9 +112,9 @@ def steps_with_slow_blocks(rank, config, block_s, forward_s):
         time.sleep(block_s if micro_steps.start else 0)
         add(self, cells, micro_steps, layers)
 
-    def slow_forward(*args):
-        time.sleep(forward_s)
-        return response_logprobs(*args)
+    def slow_forward(*args, **options):
+        time.sleep(forward_s if options else 0)
+        return response_logprobs(*args, **options)
 
     with (
         mock.patch.object(PlanInProgress, "add", slow_add),

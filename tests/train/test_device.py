@@ -38,7 +38,6 @@ def test_auto_takes_a_device_of_its_own_or_the_cpu():
         assert find_device("auto") == find_device("cpu") == torch.device("cpu")
     with seen(2):
         assert find_device("auto") == find_device("cuda") == torch.device("cuda:0")
-        assert find_device("cuda:1") == torch.device("cuda:1")
         assert find_device("cpu") == torch.device("cpu")
     with seen(2, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2"):
         assert find_device("auto") == find_device("cuda") == torch.device("cuda:1")
@@ -48,10 +47,8 @@ def test_auto_takes_a_device_of_its_own_or_the_cpu():
 
 
 def test_a_device_that_is_not_there_is_refused():
-    with seen(0), pytest.raises(ConfigError, match=r'device = "cuda" needs CUDA device 0 and torch .* sees 0; set'):
+    with seen(0), pytest.raises(ConfigError, match=r'device = "cuda" needs CUDA device 0, .* sees 0; set'):
         find_device("cuda")
-    with seen(2), pytest.raises(ConfigError, match=r'device = "cuda:2" needs CUDA device 2 and .* sees 2'):
-        find_device("cuda:2")
     several = seen(1, LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     with several, pytest.raises(ConfigError, match=r"CUDA device 1, that of process 1 of the machine, and .* sees 1"):
         find_device("cuda")
@@ -66,15 +63,10 @@ def test_a_number_of_processes_is_one_or_more(monkeypatch, said):
         num_started()
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:-1", "CUDA", "cuda:0 ", "meta", ""])
-def test_other_words_are_refused(name):
-    with pytest.raises(ConfigError, match=r"is no device; expected \"auto\", \"cpu\", \"cuda\" or \"cuda:N\""):
-        small_config(device=name)
-
-
-def test_processes_cannot_share_a_device():
-    with pytest.raises(ConfigError, match=r'device = "cuda:0" is one device, and parallel\.expert = 2 processes'):
-        small_config(device="cuda:0", parallel={"expert": 2})
+def test_other_words_are_refused():
+    for name in ("gpu", "cuda:1", "CUDA", "meta", ""):
+        with pytest.raises(ConfigError, match="device: Input should be 'auto', 'cpu' or 'cuda'"):
+            small_config(device=name)
 
 
 def test_processes_that_found_each_other_without_nccl_are_refused():

@@ -1,13 +1,8 @@
-"""A run folder with something damaged, missing, foreign or in use: one error that names it, and nothing is lost."""
+"""A run folder with something damaged, missing or foreign: one error that names it, and nothing is lost."""
 
-import errno
-import fcntl
 import json
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from foreroute.errors import ConfigError, RunFolderError
-from foreroute.train import RunFolder, Watcher, load_checkpoint, train
+from foreroute.train import RunFolder, load_checkpoint, train
 from foreroute.train.folder import CHECKPOINT_FILE
 from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import records, same_state
@@ -150,71 +145,8 @@ def test_what_is_not_damaged_goes_on(whole, folder):
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again(tmp_path):
     with counting():
-        (tmp_path / "run").mkdir()
         RunFolder(tmp_path / "run").begin(config_of())
         train(config_of(), tmp_path / "run", resume=True)
-    assert len(records(tmp_path / "run")) == 9
-
-
-def test_a_folder_is_in_use_by_one_run(folder, tmp_path):
-    """The second is refused before it writes anything, and the first goes on."""
-    refused = []
-
-    def try_again(*_):
-        for resume in (False, True):
-            with pytest.raises(RunFolderError, match="already in use: another process trains in it"):
-                train(config_of(), tmp_path / "new", resume=resume)
-            refused.append(resume)
-
-    with counting():
-        train(config_of(), tmp_path / "new", watcher=Watcher(on_step=try_again))
-        assert len(refused) == 18
-        with RunFolder(folder).held(), pytest.raises(RunFolderError, match="run is already in use"):
-            train(config_of(11), folder, resume=True)
-        train(config_of(11), folder, resume=True)
-    assert len(records(tmp_path / "new")) == 9
-
-
-def test_a_new_folder_is_removed_when_nothing_is_written(tmp_path):
-    with RunFolder(tmp_path / "new").held(), counting():
-        with pytest.raises(RunFolderError, match="new is already in use"):
-            train(config_of(), tmp_path / "new")
-        assert (tmp_path / "new").is_dir()
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "there").mkdir()
-    with RunFolder(tmp_path / "there").held():
-        pass
-    assert (tmp_path / "there").is_dir()
-
-
-def test_a_file_system_without_locks_is_trained_on_all_the_same(tmp_path, monkeypatch):
-    def flock(descriptor, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with RunFolder(tmp_path / "run").held():
-        assert (tmp_path / "run").is_dir()
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from foreroute.train import RunFolder
-with RunFolder(Path(sys.argv[1])).held():
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_the_system_lets_go_of_a_folder_whose_process_was_killed(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"held\n"
-    with counting():
-        with pytest.raises(RunFolderError, match="already in use"):
-            train(config_of(), tmp_path / "run")
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        train(config_of(), tmp_path / "run")
     assert len(records(tmp_path / "run")) == 9
 
 

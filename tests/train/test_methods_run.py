@@ -16,12 +16,12 @@ from foreroute.records import parse_step
 from foreroute.train import parse_config
 from foreroute.train.chain import ChainTask
 from foreroute.train.config import METHODS
-from foreroute.train.policy import Pass
+from foreroute.train.policy import ScheduledPass
 from tests.train.small_runs import SIZES, random_rewards, small_config, small_values, trainer_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 DISAGREEING = {"rollout": {"precision": "fp8"}}
-ALL = Pass("recompute", 0, [np.arange(24)])
+ALL = ScheduledPass("recompute", 0, [np.arange(24)])
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ from foreroute.train.objective import (
     group_advantages,
     importance_of,
     policy_log_ratio,
-    ratio_sums,
     token_losses,
 )
 from tests.train.objective_oracle import Case, differences, mini_batch_loss
@@ -139,10 +138,13 @@ def test_a_ratio_beyond_all_numbers_is_cut_and_counted():
     tokens = objective.Tokens(*([torch.zeros(4)] * 2), -log_rho, torch.ones(4), torch.tensor([4]))
     seen = token_losses(tokens, RLConfig(**TIS))
     assert seen.weights_R.tolist() == pytest.approx([1.2, 1.2, 1, 1])
-    importance, _ = importance_of(np.stack([ratio_sums(seen), objective.NO_TOKENS]))
+    of_tokens = [seen.clipped_R, seen.log_ratio_R, seen.weights_R, seen.cut_R]
+    importance, _ = importance_of(np.stack([each.double().numpy() for each in of_tokens]))
     assert importance["ratio_max"] == pytest.approx(np.finfo(np.float64).max, rel=1e-9)
     assert importance["effective_share"] == pytest.approx(1 / 4)
     assert math.isfinite(importance["ratio_mean"])
+    none, clipped = importance_of(np.zeros((4, 0)))
+    assert ({*none.values()}, clipped) == ({0}, 0)
 
 
 BOUNDS = {"gspo": {"clip_low": 0.05, "clip_high": 0.05}}  # some tokens on either side
@@ -234,7 +236,7 @@ def test_a_mean_of_means_is_seen(method):
     [
         ({"method": "GSPO"}, "'dapo' or 'gspo'"),
         ({"method": "cispo"}, "'dapo' or 'gspo'"),
-        ({"correction": {"high": 2.0}}, "changes nothing without a kind"),
+        ({"correction": {"high": 3.0}}, "high changes nothing without a kind"),
         ({"correction": {"kind": "mis"}}, "'none' or 'tis'"),
         ({"correction": {"kind": "tis", "high": 0.0}}, "greater than 0"),
     ],

@@ -11,7 +11,7 @@ from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, rig
 from foreroute.train.config import RLConfig, TaskConfig
 from foreroute.train.experts import ExpertParallel, _Announced
 from foreroute.train.loop import _in_order, make_schedule
-from foreroute.train.policy import Alone, inputs, pad, response_logprobs, sampled_logprobs
+from foreroute.train.policy import Alone, inputs, pad, response_logprobs
 from tests.train.small_runs import small_config, trainer_of
 
 
@@ -45,10 +45,10 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     assert len(set(generation.trace.lengths.tolist())) > 1, "the case must be padded"
     model = trainer.policy.model.eval()
     with torch.no_grad():
-        logprobs, entropy = response_logprobs(model, generation, 0.8)
+        logprobs, entropy = response_logprobs(model, generation, 0.8, entropy=True)
         seen = []
         watch = model.lm_head.register_forward_hook(lambda _, args, out: seen.append(out.shape[:-1]))
-        assert torch.equal(sampled_logprobs(model, generation, 0.8), logprobs)
+        assert torch.equal(response_logprobs(model, generation, 0.8)[0], logprobs)
         watch.remove()
         assert seen == [(len(generation.logprobs_R),)], "logits are those of response tokens alone"
         expected, expected_entropy = [], []

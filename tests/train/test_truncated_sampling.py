@@ -12,7 +12,7 @@ from foreroute.trace import SAMPLING
 from foreroute.train import train
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
-from foreroute.train.policy import Alone, response_logprobs, sampled_logprobs
+from foreroute.train.policy import Alone, response_logprobs
 from tests.train.small_runs import always_informative, records, small_config, trainer_of
 
 TEMPERATURE = 0.8
@@ -80,8 +80,8 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
         logprobs_R.sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
-    found = sampled_logprobs(model, generation, TEMPERATURE)
-    assert torch.equal(found, response_logprobs(model, generation, TEMPERATURE)[0])
+    found, _ = response_logprobs(model, generation, TEMPERATURE)
+    assert torch.equal(found, response_logprobs(model, generation, TEMPERATURE, entropy=True)[0])
     parts = []
     for s in range(2):
         own = generation.select([s])
@@ -135,7 +135,8 @@ def test_the_doctor_scores_on_the_sets_and_names_what_does_not_fit(monkeypatch):
     for temperature in (TEMPERATURE, 0.5):
         with torch.no_grad():
             of_all = [
-                sampled_logprobs(trainer.policy.model, flat.select([s]), temperature).numpy() for s in range(len(flat))
+                response_logprobs(trainer.policy.model, flat.select([s]), temperature)[0].numpy()
+                for s in range(len(flat))
             ]
         found, _ = doctored(trainer, replace(generation, logprobs_R=np.concatenate(of_all)))
         assert found[0].startswith(f"The engine's log-probs fit a temperature of {temperature} over all tokens: k3 is ")

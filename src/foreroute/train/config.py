@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from foreroute.files.config_file import (
     MOST,
@@ -36,9 +35,6 @@ METHODS: dict[str, dict[str, float]] = {
 """The clip bounds of each method where the configuration gives none. docs/methods.md has the papers."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Logits that are divided by less overflow; divided by more, all are alike."""
-MOST_NAME_BYTES = 200
-"""File systems take 255, and the names of temporary files are longer."""
-DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 class ModelConfig(Section):
@@ -57,12 +53,6 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward. Changes no bit."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _usual_family(cls, values: Any) -> Any:
-        new = isinstance(values, dict) and values.get("path") is None and values.get("family") is None
-        return {**values, "family": "qwen3_moe"} if new else values
-
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if self.path is not None and (self.family is not None or self.sizes):
@@ -78,12 +68,12 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised training on chains before RL."""
+    """Supervised training on chains before RL; with task.data there is none."""
 
     checkpoint: str | None = None
     """A checkpoint to start from, instead of the other keys."""
     max_steps: Natural = 800
-    """Most steps; the learning rate falls along a cosine. 0, the default with model.path or task.data: none."""
+    """Most steps; the learning rate falls along a cosine. 0: none."""
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Positive = 3e-3
@@ -95,14 +85,15 @@ class WarmStartConfig(Section):
 
     @model_validator(mode="after")
     def _takes_place(self) -> WarmStartConfig:
-        others = [name for name in WarmStartConfig.model_fields if name not in ("checkpoint", "max_steps")]
         if self.checkpoint is not None:
-            # 0 is what a model from a path has by default
-            unused = [*others, "max_steps"] if self.max_steps else others
-            self.refuse_unused(unused, "beside a checkpoint; leave it out")
+            self.refuse_unused(LEARNING, "beside a checkpoint; leave it out")
         elif self.max_steps == 0:
-            self.refuse_unused(others, "with max_steps = 0; set max_steps")
+            self.refuse_unused(LEARNING[1:], "with max_steps = 0; set max_steps")
         return self
+
+
+LEARNING = ("max_steps", "batch_size", "learning_rate", "stop_at_loss", "aux_loss")
+"""Keys of a warm start that teaches."""
 
 
 class TaskConfig(Section):
@@ -200,19 +191,13 @@ class CorrectionConfig(Section):
 
     kind: Literal["none", "tis"] = "none"
     """Truncated importance sampling, by the ratio of each token."""
-    high: Positive | None = None
-    """tis: bound of the weights; 2 by default."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _usual_bound(cls, values: Any) -> Any:
-        bounds = {"high": 2.0} if isinstance(values, dict) and values.get("kind") == "tis" else {}
-        return {**bounds, **{key: value for key, value in values.items() if value is not None}} if bounds else values
+    high: Positive = 2.0
+    """tis: bound of the weights."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> CorrectionConfig:
-        if self.kind == "none" and self.high is not None:
-            raise ValueError('high changes nothing without a kind; set kind = "tis"')
+        if self.kind == "none":
+            self.refuse_unused(["high"], 'without a kind; set kind = "tis"')
         return self
 
 
@@ -331,12 +316,12 @@ class ParallelConfig(Section):
 class TrainConfig(Section):
     """A run."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
-    """Names the run's folder: letters, digits, dots, dashes, underscores."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=50)]
+    """Names the run's folder: letters, digits, dots, dashes, underscores, and more than dots."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of initial weights, problems, sampling and order."""
-    device: str = "auto"
-    """`"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`: CUDA if every process has a GPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Auto: CUDA if every process has a GPU."""
     threads: Threads = 1
     """Threads of torch. With 1, small models are fastest and runs repeat bit for bit."""
     model: ModelConfig = ModelConfig()
@@ -348,35 +333,6 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
 
-    @field_validator("name")
-    @classmethod
-    def _names_a_folder(cls, name: str) -> str:
-        if not name.strip(".") or len(name.encode()) > MOST_NAME_BYTES:
-            raise ValueError(
-                f"{name[:20]!r}{'...' * (len(name) > 20)} cannot name a folder of its own; expected at most "
-                f"{MOST_NAME_BYTES} bytes, and more than dots"
-            )
-        return name
-
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, device: str) -> str:
-        if not DEVICE.fullmatch(device):
-            raise ValueError(f'{device!r:.40} is no device; expected "auto", "cpu", "cuda" or "cuda:N"')
-        return device
-
-    @model_validator(mode="before")
-    @classmethod
-    def _new_models_start_warm(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        sections = [(values.get("model"), "path"), (values.get("task"), "data")]
-        learned = any(isinstance(table, dict) and table.get(key) is not None for table, key in sections)
-        warm_start = values.get("warm_start", {})
-        if learned and isinstance(warm_start, dict):
-            return {**values, "warm_start": {"max_steps": 0, **warm_start}}
-        return values
-
     @model_validator(mode="after")
     def _task_fits(self) -> TrainConfig:
         folder = self.model.tokenizer_folder
@@ -387,8 +343,8 @@ class TrainConfig(Section):
                 f"chains have 16 tokens of their own, and no use for the tokenizer in {folder}; set task.data and "
                 "task.reward, or leave model.path and model.tokenizer out"
             )
-        if self.task.data is not None and self.warm_start.max_steps and self.warm_start.checkpoint is None:
-            raise ValueError("a warm start teaches chains, and task.data has others; leave warm_start out")
+        if self.task.data is not None:
+            self.warm_start.refuse_unused(LEARNING, "with task.data, which has no right answers; leave it out")
         if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
             raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
         return self
@@ -408,11 +364,6 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _runs_on_these_ranks(self) -> TrainConfig:
         num_ranks = self.parallel.expert
-        if num_ranks > 1 and ":" in self.device:
-            raise ValueError(
-                f'device = "{self.device}" is one device, and parallel.expert = {num_ranks} processes need one each; '
-                'set device = "cuda"'
-            )
         if self.rollout.prompts % num_ranks:
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"

@@ -35,14 +35,14 @@ from foreroute.planner import PlanInProgress
 from foreroute.planner.homes import place_homes
 from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
-from foreroute.train.policy import Alone, Execution, OneProcess, Pass, load_optimizer_state, pad
+from foreroute.train.policy import Alone, OneProcess, PolicyExecution, ScheduledPass, load_optimizer_state, pad
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
 NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
 """Of a run without a topology file, whose plans nobody prices."""
 
 
-def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone) -> Execution:
+def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone) -> PolicyExecution:
     """Execute the policy in one process, or with its experts spread over all ranks."""
     return OneProcess(policy) if ranks.size == 1 else ExpertParallel(policy, config.parallel, ranks)
 
@@ -100,22 +100,19 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths, prefetch=config.prefetch))
 
 
-class _Planned(NamedTuple):
-    """A pass's plan, on the rank that plans: as soon as it is begun, and the seconds that it took in all."""
-
-    progress: Future[PlanInProgress]
-    seconds: Future[float]
-
-
 class _Announced(NamedTuple):
-    """A pass that will run on weights with `number` optimizer steps behind them; its plan, on the rank that plans."""
+    """A pass that will run on weights with `number` optimizer steps behind them.
+
+    On the rank that plans `progress` is its plan, as soon as it is begun, and `seconds` how long that took in all.
+    """
 
     counts_MLGE: NDArray[np.integer]
     number: int
-    planned: _Planned | None
+    progress: Future[PlanInProgress] | None = None
+    seconds: Future[float] | None = None
 
 
-class ExpertParallel(Execution):
+class ExpertParallel(PolicyExecution):
     """The execution with experts spread over the ranks. Made on all ranks, with the same whole policy.
 
     Raises:
@@ -170,21 +167,23 @@ class ExpertParallel(Execution):
         load_optimizer_state(optimizer, self._converted(optimizer, state["optimizer"], self._model.own))
         self._published = False
 
-    def plan(self, first: int, routes: RoutingTrace, passes: Sequence[Pass], optimizer: torch.optim.Optimizer) -> None:
+    def plan(
+        self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
+    ) -> None:
         counts = [self._count(routes, each) for each in passes]
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
         for each, counts_MLGE in zip(passes, counts, strict=True):
-            planned = self._submitted(counts_MLGE) if self.ranks.rank == 0 else None
-            self._announced[each.name] = _Announced(counts_MLGE, first + each.after, planned)
+            planned = self._submitted(counts_MLGE) if self.ranks.rank == 0 else ()
+            self._announced[each.name] = _Announced(counts_MLGE, first + each.after, *planned)
 
     @contextmanager
-    def running(self, planned: Pass, *, updating: bool = False) -> Iterator[None]:
+    def running(self, planned: ScheduledPass, *, updating: bool = False) -> Iterator[None]:
         announced = self._announced.pop(planned.name, None)
         if announced is None:
             yield
             return
-        plan, waited_s = self._shared(announced.planned)
+        plan, waited_s = self._shared(announced.progress)
         known = time.monotonic()
         # replicas are fetched from what is published, which is the same for all passes on the same weights
         if not self._published:
@@ -198,9 +197,9 @@ class ExpertParallel(Execution):
         finally:
             # records of a pass that failed are not those of the next one
             self._now, now.transfers = None, self._engine.take_records()
-        if announced.planned is not None:
-            now.planning_s, now.exposed_planning_s = announced.planned.seconds.result(), waited_s + plan.waited_s
-            now.priced_options = announced.planned.progress.result().priced_options
+        if announced.progress is not None and announced.seconds is not None:
+            now.planning_s, now.exposed_planning_s = announced.seconds.result(), waited_s + plan.waited_s
+            now.priced_options = announced.progress.result().priced_options
         self._executed.append(now)
 
     @contextmanager
@@ -245,7 +244,7 @@ class ExpertParallel(Execution):
         self._published = False
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
-    def _submitted(self, counts_MLGE: NDArray[np.integer]) -> _Planned:
+    def _submitted(self, counts_MLGE: NDArray[np.integer]) -> tuple[Future[PlanInProgress], Future[float]]:
         """Have the thread plan a pass, after those that were announced before. Homes stay: they move between steps."""
         progress: Future[PlanInProgress] = Future()
         home_LE = self._model.home_LE
@@ -262,14 +261,13 @@ class ExpertParallel(Execution):
             progress.result().result()
             return time.monotonic() - begun
 
-        return _Planned(progress, self._thread.submit(work))
+        return progress, self._thread.submit(work)
 
-    def _shared(self, planned: _Planned | None) -> tuple[SharedPlan, float]:
+    def _shared(self, planned: Future[PlanInProgress] | None) -> tuple[SharedPlan, float]:
         """The plan of a pass, its first micro-steps known, and the seconds that this rank waited for it to begin."""
-        begun, progress = time.monotonic(), None
+        begun = time.monotonic()
         try:
-            if planned is not None:
-                progress = planned.progress.result()
+            progress = None if planned is None else planned.result()
         except Exception:
             with suppress(PlanError):  # of no plan, which is what the others are told
                 self._model.share_plan(None)
@@ -277,7 +275,7 @@ class ExpertParallel(Execution):
         waited_s = time.monotonic() - begun
         return self._model.share_plan(progress), waited_s
 
-    def _count(self, routes: RoutingTrace, planned: Pass) -> NDArray[np.int64]:
+    def _count(self, routes: RoutingTrace, planned: ScheduledPass) -> NDArray[np.int64]:
         """Count the assignments of all ranks, int64 [M, L, G, E]."""
         micro_step_S = np.repeat(np.arange(len(planned.micro_steps)), [len(each) for each in planned.micro_steps])
         return self._model.gather_counts(

@@ -11,13 +11,12 @@ What cannot be written, on a full disk for one, is a `RunFolderError`; what was 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,34 +58,6 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Make sure that no other process trains here meanwhile. A folder in which nothing was written is removed.
-
-        Raises:
-            RunFolderError: when one does.
-        """
-        existed = os.path.lexists(self.path)
-        with _writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # the system lets go of the lock when the process ends; a file system without locks has none to give
-            with suppress(OSError):
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise RunFolderError(
-                        f"{self.path} is already in use: another process trains in it. Wait for it to end, or use "
-                        "another folder"
-                    ) from error
-            yield
-        finally:
-            if not existed:
-                with suppress(OSError):  # it is not empty
-                    os.rmdir(self.path)
-            os.close(descriptor)
-
     def require_new(self, advice: str = "Use --resume to go on, or another folder") -> None:
         """Make sure that nothing is there.
 
@@ -101,6 +72,7 @@ class RunFolder:
         """Write the configuration."""
         path = self.path / "config.json"
         with _writing(path):
+            self.path.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(config.model_dump(), indent=2))
 
     def require_begun(self, config: TrainConfig) -> None:
@@ -163,9 +135,7 @@ class RunFolder:
                 "missing. Restore the file from a copy, or start in another folder"
             )
         with _writing(path):
-            if os.path.lexists(path):
-                lines = read_file(path, RunFolderError).split(b"\n")[:step]
-                write_atomically(path, b"".join(line + b"\n" for line in lines))
+            write_atomically(path, "".join(map(_line, records[:step])))
         return records[:step]
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -181,7 +151,7 @@ class RunFolder:
             )
         path = self.path / "metrics.jsonl"
         with _writing(path), open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.write(_line(record))
             file.flush()
             os.fsync(file.fileno())
 
@@ -222,7 +192,7 @@ class RunFolder:
             state = load_checkpoint(path)
         except RunFolderError as error:
             raise RunFolderError(f"{error}. Restore it from a copy, or remove it to use the one before") from error
-        if state["data"] != data:
+        if state.pop("data") != data:
             raise RunFolderError(
                 f"{self.path} was started with other data: task.data has changed since. Resume with the file as it "
                 "was, or start in another folder"
@@ -274,6 +244,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not state["model"]:
         raise RunFolderError(f"checkpoint {path} holds no weights of a model")
     return state
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 @contextmanager

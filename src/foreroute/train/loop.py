@@ -41,23 +41,20 @@ from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.chain import Task
 from foreroute.train.config import RLConfig, TrainConfig
 from foreroute.train.objective import (
-    NO_TOKENS,
     Tokens,
     coefficients,
     denominator,
     group_advantages,
-    ratio_sums,
     token_losses,
 )
 from foreroute.train.policy import (
     Alone,
-    Execution,
     OneProcess,
-    Pass,
+    PolicyExecution,
+    ScheduledPass,
     inputs,
     make_optimizer,
     response_logprobs,
-    sampled_logprobs,
 )
 from foreroute.train.record import Experience, Recomputed, StepPart, Updated, merged, step_record
 
@@ -75,7 +72,7 @@ class Trainer:
     config: TrainConfig
     task: Task
     policy: hf.RoutedTransformer
-    execution: Execution
+    execution: PolicyExecution
     engine: Engine
     optimizer: torch.optim.Optimizer
     step: int = 0
@@ -161,7 +158,7 @@ class Trainer:
         return Experience(generation, rewards_S, *group_advantages(rewards_S, settings.group_size))
 
     def recompute(
-        self, generation: Generation, planned: Pass, side: Side, *, gate_weights: bool | None = None
+        self, generation: Generation, planned: ScheduledPass, side: Side, *, gate_weights: bool | None = None
     ) -> Recomputed:
         """Run the policy over the rollout without gradients: the old log-probs, before the update.
 
@@ -188,7 +185,10 @@ class Trainer:
                     forced = routed.replay(routes, weight_version=self.step, gate_weights=weights)
                 recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
                 with forced, self.execution.micro_step(number, routes), recorded as recording:
-                    logprobs_R, entropy_R = response_logprobs(routed.model, part, self.config.rollout.temperature)
+                    logprobs_R, entropy_R = response_logprobs(
+                        routed.model, part, self.config.rollout.temperature, entropy=True
+                    )
+                assert entropy_R is not None, "it was asked for"
                 logprobs.append(logprobs_R.cpu().numpy())
                 entropies.append(entropy_R.cpu().numpy())
                 executed.append(recording.rollout(np.split(part.trace.token_ids_N, part.trace.offsets[1:-1])))
@@ -205,7 +205,7 @@ class Trainer:
     def update(
         self,
         experience: Experience,
-        mini_batches: list[Pass],
+        mini_batches: list[ScheduledPass],
         old_logprobs_R: NDArray[np.float32],
         routes: RoutingTrace | None,
         *,
@@ -229,7 +229,7 @@ class Trainer:
         # the learning rate rises linearly over the first steps, and stays
         for group in self.optimizer.param_groups:
             group["lr"] = rl.learning_rate * min(1.0, (self.step + 1) / (rl.warmup_steps + 1))
-        sums, losses, norms = [NO_TOKENS], [], []
+        losses, norms, seen = [], [], [np.zeros((4, 0))]
         agreement_M2, micro_step_S = np.zeros((len(mini_batches), 2)), np.full(len(lengths_S), -1)
 
         for mini_batch in mini_batches:
@@ -252,7 +252,7 @@ class Trainer:
                             )
                             session = replaying.enter_context(forced)
                             replaying.enter_context(execution.micro_step(number, taken))
-                        logprobs_R = sampled_logprobs(
+                        logprobs_R, _ = response_logprobs(
                             routed.model, generation.select(sequences), self.config.rollout.temperature
                         )
                         tokens = _trained_tokens(experience, sequences, old_logprobs_R, logprobs_R)
@@ -260,7 +260,9 @@ class Trainer:
                         weights_R = coefficients(tokens.lengths_S, rl.method, each.losses_R.dtype)
                         loss = (weights_R * each.losses_R).sum()
                         (loss / divisor).backward()
-                    sums.append(ratio_sums(each))
+                    of_tokens = [each.clipped_R, each.log_ratio_R, each.weights_R, each.cut_R]
+                    # one copy, for which the device is waited for once
+                    seen.append(torch.stack([*map(Tensor.double, of_tokens)]).cpu().numpy())
                     parts.append(loss.detach().double())
                     if routes is not None and watch_routes:
                         live = session.agreement().routing
@@ -276,7 +278,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
         loss, norm = float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0]))
-        return Updated(loss, norm, np.stack(sums), micro_step_S, agreement_M2)
+        return Updated(loss, norm, np.concatenate(seen, axis=1), micro_step_S, agreement_M2)
 
     def state(self) -> dict[str, Any]:
         """Give everything that a resumed run needs; randomness follows from the seed and the step.
@@ -323,7 +325,7 @@ def make_trainer(
     task: Task,
     policy: hf.RoutedTransformer,
     engine: Engine,
-    execution: Execution | None = None,
+    execution: PolicyExecution | None = None,
 ) -> Trainer:
     """Make a trainer with a new optimizer; it executes in this process unless told otherwise."""
     optimizer = make_optimizer(config, policy)
@@ -332,7 +334,7 @@ def make_trainer(
 
 def make_schedule(
     experience: Experience, config: RLConfig, ranks: Alone, *, seed: tuple[int, int]
-) -> tuple[Pass, list[Pass]]:
+) -> tuple[ScheduledPass, list[ScheduledPass]]:
     """Assign the sequences of this rank to micro-steps, in an order that follows from the seed. A collective call.
 
     All ranks have equally many sequences, and take the same number of micro-steps. Sequences of like lengths share a
@@ -358,14 +360,14 @@ def make_schedule(
     parts = np.array_split(order, config.mini_steps)
     # every rank takes part in the collectives of every micro-step, so all need as many as the rank with the most
     num_recompute, *num_update = ranks.max([*map(len, map(packed, [everything, *parts]))]).tolist()
-    update: list[Pass] = []
+    update: list[ScheduledPass] = []
     for part, count in zip(parts, num_update, strict=True):
         # a micro-step holds one sequence at least
         missing = max(0, count - len(part))
         taken, spare = np.concatenate([part, spare[:missing]]), spare[missing:]
         if count:
-            update.append(Pass(f"update {len(update)}", len(update), packed(taken, count)))
-    return Pass("recompute", 0, packed(everything, num_recompute)), update
+            update.append(ScheduledPass(f"update {len(update)}", len(update), packed(taken, count)))
+    return ScheduledPass("recompute", 0, packed(everything, num_recompute)), update
 
 
 def _in_order(parts: list[NDArray[Any]], order_S: NDArray[np.int64], lengths_S: NDArray[np.int64]) -> NDArray[Any]:

@@ -30,8 +30,6 @@ EQUAL = 1e-9
 """Rewards of a group that differ by no more than this part of the largest are equal, as 0.1 + 0.2 and 0.3 are."""
 LOG_OF_FLOAT64 = math.log(np.finfo(np.float64).max)
 """Log of its largest number, which stands for every rho above."""
-NO_TOKENS = np.array([*np.zeros(6), -np.finfo(np.float64).max])
-"""What `ratio_sums` gives of no tokens."""
 
 
 def group_advantages(rewards_S: NDArray[np.float64], group_size: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -163,38 +161,22 @@ def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:
     return TokenLosses(losses_R, clipped_R, (old.double() - engine.double()).detach(), weights_R, cut_R)
 
 
-def ratio_sums(losses: TokenLosses) -> NDArray[np.float64]:
-    """Sum up the trained tokens of a micro-step: their number, clipped, rho, rho², w, cut; and the largest log rho.
-
-    rho is divided by the largest of them, which float64 may not hold.
-    """
-    if not len(losses.log_ratio_R):
-        return NO_TOKENS
-    largest = losses.log_ratio_R.max()
-    ratio_R = (losses.log_ratio_R - largest).exp()
-    parts = [losses.clipped_R.sum(), ratio_R.sum(), ratio_R.square().sum()]
-    parts += [losses.weights_R.double().sum(), losses.cut_R.sum(), largest]
-    # one copy, for which the device is waited for once
-    return np.array([len(ratio_R), *torch.stack([*map(Tensor.double, parts)]).cpu().tolist()])
-
-
-def importance_of(sums_X7: NDArray[np.float64]) -> tuple[ImportanceRecord, float]:
-    """Give how far trainer and engine are apart on the trained tokens, and the share of clipped ones; 0 of none.
+def importance_of(tokens_4R: NDArray[np.float64]) -> tuple[ImportanceRecord, float]:
+    """Give how far trainer and engine are apart on R trained tokens, and the share of clipped ones; 0 of none.
 
     Args:
-        sums_X7: `ratio_sums` of all micro-steps of all ranks. rho is divided anew by the largest of all.
+        tokens_4R: of each token whether it was clipped, log rho, w, and whether w is cut.
     """
-    log_largest = sums_X7[:, -1].max()
-    scale_X = np.exp(sums_X7[:, -1] - log_largest)
-    tokens, clipped, ratio_X, square_X, weight, cut, _ = sums_X7.T
-    ratio, square = float((ratio_X * scale_X).sum()), float((square_X * scale_X**2).sum())
-    count, largest = max(float(tokens.sum()), 1.0), math.exp(min(float(log_largest), LOG_OF_FLOAT64))
+    clipped_R, log_rho_R, weights_R, cut_R = tokens_4R
+    log_largest, count = log_rho_R.max(initial=-np.finfo(np.float64).max), max(len(log_rho_R), 1)
+    # rho is divided by the largest of all, which float64 may not hold
+    ratio_R, largest = np.exp(log_rho_R - log_largest), math.exp(min(log_largest, LOG_OF_FLOAT64))
     importance: ImportanceRecord = {
-        "ratio_mean": ratio / count * largest,
+        "ratio_mean": float(ratio_R.sum()) / count * largest,
         "ratio_max": largest,
-        "effective_share": ratio**2 / (count * square) if square else 0.0,
-        "weight_mean": float(weight.sum()) / count,
-        "cut_share": float(cut.sum()) / count,
+        "effective_share": float(ratio_R.sum() ** 2 / (count * np.square(ratio_R).sum())) if len(ratio_R) else 0.0,
+        "weight_mean": float(weights_R.sum()) / count,
+        "cut_share": float(cut_R.sum()) / count,
         "rejected_sequences": 0,
     }
-    return importance, float(clipped.sum()) / count
+    return importance, float(clipped_R.sum()) / count

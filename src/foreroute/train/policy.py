@@ -66,7 +66,7 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
     """
     if config.path is None:
         return hf.build_model(
-            str(config.family),
+            config.family or "qwen3_moe",
             seed=seed,
             experts_implementation=config.experts_implementation,
             **{**config.sizes, "vocab_size": task.vocabulary_size},
@@ -158,34 +158,30 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
                 raise ValueError(f"{name} of shape {seen} is not that of a weight of shape {expected}")
 
 
-def response_logprobs(model: Any, generation: Generation, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each sampled token, and the entropy of the distribution it was sampled from.
+def response_logprobs(
+    model: Any, generation: Generation, temperature: float, *, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the log-probability of each sampled token, and on request the entropy of what it was sampled from.
 
     Both are on the recorded sets where top-p, top-k or min-p left tokens out.
 
     Returns:
-        Two tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
-        sequence. Entropy is in nats, without gradient.
+        Tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
+        sequence. Log-probs have the same bits with the entropy and without. Entropy is in nats, without gradient.
     """
     logits_RV, targets_R = _response_logits(model, generation)
     if (masks := generation.trace.streams.get(SAMPLING)) is not None:
         masks_R = masks.take(np.flatnonzero(generation.sampled_N) - 1)
         logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks_R, temperature=temperature)
+        if not entropy:
+            return logprobs_R, None
         return logprobs_R, masked_entropy_of_logits(logits_RV.detach(), targets_R, masks_R, temperature=temperature)
     scaled_RV = logits_RV if temperature == 1 else logits_RV / temperature
+    if not entropy:  # one pass over the logits less
+        return -cross_entropy(scaled_RV, targets_R, reduction="none"), None
     logprobs_RV = scaled_RV.log_softmax(-1)
     entropy_R = -(logprobs_RV.detach().exp() * logprobs_RV.detach()).sum(-1)
     return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], entropy_R
-
-
-def sampled_logprobs(model: Any, generation: Generation, temperature: float) -> Tensor:
-    """Compute the log-probabilities of `response_logprobs`, to the bit, without the passes over logits for entropy."""
-    logits_RV, targets_R = _response_logits(model, generation)
-    if (masks := generation.trace.streams.get(SAMPLING)) is not None:
-        masks_R = masks.take(np.flatnonzero(generation.sampled_N) - 1)
-        return masked_logprobs_of_logits(logits_RV, targets_R, masks_R, temperature=temperature)
-    scaled_RV = logits_RV if temperature == 1 else logits_RV / temperature
-    return -cross_entropy(scaled_RV, targets_R, reduction="none")
 
 
 def inputs(trace: RoutingTrace) -> RoutingTrace:
@@ -233,7 +229,7 @@ def _response_logits(model: Any, generation: Generation) -> tuple[Tensor, Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class ScheduledPass:
     """Micro-steps that run on the same weights: recompute, or one mini-batch of the update.
 
     Attributes:
@@ -290,7 +286,7 @@ class Alone:
         """Overwrite tensors with those of rank 0."""
 
 
-class Execution(Protocol):
+class PolicyExecution(Protocol):
     """Runs the forwards and backwards of a policy.
 
     `plan` announces passes; `running` is open during one of them, `micro_step` during each forward and backward of it;
@@ -311,13 +307,15 @@ class Execution(Protocol):
     def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
         """Take up what `state` gave, on these ranks or others."""
 
-    def plan(self, first: int, routes: RoutingTrace, passes: Sequence[Pass], optimizer: torch.optim.Optimizer) -> None:
+    def plan(
+        self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
+    ) -> None:
         """Announce passes, in their order, and the routes to replay; `first` optimizer steps come before them.
 
         Experts may move to other homes for them, with what the optimizer keeps of them.
         """
 
-    def running(self, planned: Pass, *, updating: bool = False) -> AbstractContextManager[None]:
+    def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
 
     def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
@@ -333,7 +331,7 @@ class Execution(Protocol):
         """Give back the memory and threads that are held for it."""
 
 
-class OneProcess(Execution):
+class OneProcess(PolicyExecution):
     """The execution of one process, where there is nothing to plan and nothing to record."""
 
     def __init__(self, policy: hf.RoutedTransformer) -> None:
@@ -349,7 +347,7 @@ class OneProcess(Execution):
         self._model.load_state_dict(state["model"])
         load_optimizer_state(optimizer, state["optimizer"])
 
-    def running(self, planned: Pass, *, updating: bool = False) -> AbstractContextManager[None]:
+    def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:

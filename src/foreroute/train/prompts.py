@@ -8,10 +8,10 @@ Every line is checked before the first step. Keys beside "prompt" or "messages" 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
+import runpy
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
@@ -81,7 +81,7 @@ class PromptTask(Task):
 
     def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
         texts = [self._tokenizer.text(tokens) for tokens in responses]
-        name, prompts, rows = f"task.reward = {self._config.reward!r}", [each.prompt for each in problems], []
+        name, prompts = f"task.reward = {self._config.reward!r}", [problem.prompt for problem in problems]
         rows = [dict(problem.row) for problem in problems]
         try:
             values = list(self._reward(prompts, texts, rows))
@@ -129,15 +129,10 @@ def load_reward(reference: str) -> Reward:
     path = Path(file).absolute()
     if not os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
         raise ConfigError(f"task.reward = {reference!r}: {path} is no file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "a .py file has a loader"
-    assert spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        function = runpy.run_path(str(path)).get(name)
     except Exception as error:  # whatever the file raises
         raise ConfigError(f"task.reward = {reference!r}: importing raised {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"task.reward = {reference!r}: {path} has no function {name}")
     return function  # type: ignore[no-any-return]

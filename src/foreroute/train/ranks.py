@@ -23,6 +23,8 @@ WORK_TIMEOUT_S = 86400.0
 """A day. Ranks wait this long for the work of others, such as a warm start; one that dies is noticed at once, since its
 connection closes. `parallel.timeout_s` is for exchanges in the middle of a pass."""
 
+BACKENDS = {"cpu": "gloo", "cuda": "cuda:nccl,cpu:gloo"}
+"""For torch.distributed, by device. Plans, votes and records are exchanged on the host in any case."""
 T = TypeVar("T")
 
 
@@ -109,8 +111,8 @@ def find_device(asked: str) -> torch.device:
 
     Args:
         asked: "cpu"; "cuda", that of this process among those of the machine (`LOCAL_RANK` under torchrun, else the
-            first); "cuda:N"; or "auto", which is "cuda" where every process of the machine has a CUDA device of its
-            own, and else "cpu". So all processes of a machine decide alike.
+            first); or "auto", which is "cuda" where every process of the machine has a CUDA device of its own, and else
+            "cpu". So all processes of a machine decide alike.
 
     Raises:
         ConfigError: when the device is not there, or the environment says nonsense.
@@ -119,28 +121,15 @@ def find_device(asked: str) -> torch.device:
         return CPU
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     rank, processes = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+    if max(rank + 1, processes if asked == "auto" else 1) <= there:
+        return torch.device("cuda", rank)
     if asked == "auto":
-        return torch.device("cuda", rank) if max(rank + 1, processes) <= there else CPU
-    wanted = torch.device(asked).index if ":" in asked else rank
-    if wanted is None or wanted >= there:
-        whose = f", that of process {rank} of the machine," if ":" not in asked and processes > 1 else ""
-        raise ConfigError(
-            f'device = "{asked}" needs CUDA device {wanted}{whose} and torch {torch.__version__} sees {there}; '
-            'set device = "auto" or "cpu", start no more processes than there are devices, or install a torch for CUDA'
-        )
-    return torch.device("cuda", wanted)
-
-
-def use_device(device: torch.device, threads: int) -> None:
-    """Have the thread that calls this launch on the device by default, and torch use so many threads on the CPU."""
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def backend_of(device: torch.device) -> str:
-    """Name the backend for torch.distributed. Plans, votes and records are exchanged on the host in any case."""
-    return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+        return CPU
+    raise ConfigError(
+        f'device = "cuda" needs CUDA device {rank}, that of process {rank} of the machine, and torch '
+        f'{torch.__version__} sees {there}; set device = "auto" or "cpu", start no more processes than there are '
+        "devices, or install a torch for CUDA"
+    )
 
 
 def require_backend(device: torch.device) -> None:
@@ -154,7 +143,7 @@ def require_backend(device: torch.device) -> None:
     if ("cuda:nccl" if device.type == "cuda" else "cpu:") not in given:
         raise ConfigError(
             f"torch.distributed was started with {given}, which carries no tensors of {device}; start it with "
-            f'backend "{backend_of(device)}", or set device = "cpu"'
+            f'backend "{BACKENDS[device.type]}", or set device = "cpu"'
         )
 
 
@@ -192,7 +181,7 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
     made_here = not dist.is_initialized()
     if made_here:
         try:
-            dist.init_process_group(backend_of(device), timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
         except (ValueError, RuntimeError) as error:
             raise RankError(
                 f"the {num_ranks} processes of the run did not find each other: {error}. Start them with torchrun, and "

@@ -69,7 +69,7 @@ class Updated:
     Attributes:
         loss: mean over mini-batches, of all ranks.
         grad_norm: mean over mini-batches, before clipping, of all ranks.
-        sums_X7: `objective.ratio_sums` of the micro-steps of this rank.
+        tokens_4R: of the trained tokens of this rank, what `objective.importance_of` takes.
         micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
         agreement_M2: for each mini-batch, (token, layer) of this rank whose live top-k is another than the replayed
             set, and all of them; 0 where nothing is replayed, or it was not watched.
@@ -77,7 +77,7 @@ class Updated:
 
     loss: float
     grad_norm: float
-    sums_X7: NDArray[np.float64]
+    tokens_4R: NDArray[np.float64]
     micro_step_S: NDArray[np.int64]
     agreement_M2: NDArray[np.float64]
 
@@ -120,7 +120,7 @@ def merged(parts: list[StepPart]) -> StepPart:
     )
     updated = replace(
         updates[0],
-        sums_X7=np.concatenate([each.sums_X7 for each in updates]),
+        tokens_4R=np.concatenate([each.tokens_4R for each in updates], axis=1),
         micro_step_S=np.concatenate([each.micro_step_S for each in updates]),
         agreement_M2=np.sum([each.agreement_M2 for each in updates], axis=0),
     )
@@ -141,7 +141,7 @@ def step_record(
     """
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.rewards_S
-    importance, clip_share = importance_of(updated.sums_X7)
+    importance, clip_share = importance_of(updated.tokens_4R)
     record: StepRecord = {
         "step": step,
         "weight_version": max(generation.trace.versions),
@@ -241,22 +241,6 @@ class ExecutedPass:
         self.executed_ML = np.zeros(self.counts_MLGE.shape[:2], np.int64)
 
     @property
-    def bytes_P(self) -> list[int]:
-        """The bytes that arrived at this rank: weights by host memory, weights directly, and gradients."""
-        fetched = [record for record in self.transfers if record.kind == "fetch"]
-        returned = [record for record in self.transfers if record.kind == "return"]
-        return [
-            sum(record.host_bytes for record in fetched),
-            sum(record.direct_bytes for record in fetched),
-            sum(record.direct_bytes for record in returned),
-        ]
-
-    @property
-    def exposed_transfer_s(self) -> float:
-        """The seconds that this rank waited for weights and gradients."""
-        return self.publishing_s + sum(record.exposed_s for record in self.transfers)
-
-    @property
     def fell_back(self) -> list[dict[str, Any]]:
         """The cells that their homes served alone, and why; the same on all ranks."""
         because = {(r.cell.micro_step, r.cell.layer): r.at_home_because for r in self.transfers if r.at_home_because}
@@ -286,10 +270,18 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
     if not executed:
         return {} if ranks.rank else {"execution": {"ranks": ranks.size}}
     executed_PMLG = [ranks.all_gather(each.executed_ML).transpose(1, 2, 0) for each in executed]
-    mine = np.sum([each.bytes_P for each in executed], axis=0)
-    bytes_P = ranks.sum([*mine, moved.received_bytes]).astype(np.int64).tolist()
-    waits = [[each.planning_s, each.exposed_planning_s, each.exposed_transfer_s] for each in executed]
-    seconds_G4 = ranks.all_gather(np.append(np.sum(waits, axis=0), moved.seconds))
+    transfers = [transfer for each in executed for transfer in each.transfers]
+    fetched = [transfer for transfer in transfers if transfer.kind == "fetch"]
+    arrived = {
+        "host": sum(transfer.host_bytes for transfer in fetched),
+        "direct": sum(transfer.direct_bytes for transfer in fetched),
+        "gradients": sum(transfer.direct_bytes for transfer in transfers if transfer.kind == "return"),
+        "homes": moved.received_bytes,
+    }
+    bytes_P = ranks.sum(list(arrived.values())).astype(np.int64).tolist()
+    transfer_s = sum(each.publishing_s for each in executed) + sum(transfer.exposed_s for transfer in transfers)
+    planning = np.sum([[each.planning_s, each.exposed_planning_s] for each in executed], axis=0)
+    seconds_G4 = ranks.all_gather(np.array([*planning, transfer_s, moved.seconds]))
     if ranks.rank:
         return {}
     # what the slowest rank waited for
@@ -302,7 +294,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
             for kind in ("planned", "executed", "at_home")
         },
         "replicas": sum(int(each.plan.num_replicas_ML.sum()) for each in executed),
-        "bytes": dict(zip(("host", "direct", "gradients", "homes"), bytes_P, strict=True)),
+        "bytes": dict(zip(arrived, bytes_P, strict=True)),
         "home_moves": moved.number,
         "cells_at_home": sum(len(each.fell_back) for each in executed),
         "moving_homes_s": round(moving_s, 4),

@@ -54,7 +54,7 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ConfigError: when the model cannot be made or trained as configured, other processes run than configured, or
             a resumed run has recorded more than `rl.steps`.
         DatasetError, FunctionError: when a line of the data, or a reward, is not what it must be.
-        RunFolderError: when the folder is in use, or cannot be resumed.
+        RunFolderError: when the folder is not empty, or cannot be resumed.
         EngineError: when the rollout engine cannot be started, or fails.
         DivergedError: when loss, gradients, weights or metrics stop being finite; the checkpoints before stay.
         RankError, TransferError: when another process fails, or is gone; the checkpoints before stay.
@@ -67,7 +67,8 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
     run = RunFolder(folder)
     with join_ranks(config.parallel.expert, config.parallel.timeout_s, device) as ranks, ExitStack() as held:
         ranks.require_same(by_key(config.model_dump()), "Start all of them with the same configuration")
-        ranks.on_rank_0("opening the run folder", lambda: _open(run, config, held, resume=resume))
+        opened = partial(run.require_begun, config) if resume else run.require_new
+        ranks.on_rank_0("opening the run folder", opened)
         task = ranks.on_all("reading the task", lambda: make_task(config))
         ranks.require_same({"the data": task.data_digest}, "Give all of them the same files")
         policy = make_policy(config, task, device)
@@ -98,14 +99,6 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
             ranks.on_all(f"taking up {last}", lambda: _restore(trainer, state, last))
         _take_steps(trainer, run, watcher)
     return run
-
-
-def _open(run: RunFolder, config: TrainConfig, held: ExitStack, *, resume: bool) -> None:
-    held.enter_context(run.held())
-    if resume:
-        run.require_begun(config)
-    else:
-        run.require_new()
 
 
 def _restore(trainer: Trainer, state: dict[str, Any], path: Path) -> None:

@@ -52,7 +52,7 @@ def warm_start(
         with as_run_folder_error(f"warm_start.checkpoint {settings.checkpoint}"):
             model.load_state_dict(weights)
         return True
-    if settings.max_steps == 0:
+    if settings.max_steps == 0 or config.task.data is not None:
         return True
     optimizer = torch.optim.AdamW(list(model.parameters()), lr=settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.max_steps)
