@@ -45,10 +45,10 @@ class PricedOptions:
             self._attention_ML2 = np.stack(attention_s, axis=2)
         self._held_LGS = np.full((num_layers, num_ranks, topology.redundant_slots), -1, np.int16)
 
-    def refine(self, hosts: Hosts, max_load_ML: NDArray[np.int64], place: tuple[int, int, int, int]) -> Hosts:
+    def refine(self, hosts: Hosts, max_load_ML: NDArray[np.int64], place: tuple[int, int, int, int]) -> None:
         """Give cells of a block other replicas where that is faster; `place` as of `plan_block`.
 
-        `max_load_ML` is brought up to date.
+        `hosts` and `max_load_ML` of all micro-steps of these layers are brought up to date.
         """
         begin, end, first_layer, end_layer = place
         if begin == 0 and self._open:
@@ -57,12 +57,12 @@ class PricedOptions:
         cells = []
         for m in range(begin, end):
             for layer in range(first_layer, end_layer):
-                before, held_GS = hosts.cell(m - begin, layer - first_layer), self._held_LGS[layer]
+                before, held_GS = hosts.cell(m, layer - first_layer), self._held_LGS[layer]
                 on = {name for name in PRICED if self._on_L[name][layer]}
                 cells.append(self._refined(before, m, layer, on, held_GS))
                 loads_G = pairs_between(cells[-1], self._counts_MLGE[m, layer]).sum(axis=0)
-                max_load_ML[m - begin, layer - first_layer] = loads_G.max()
-        return Hosts.of_cells(hosts.home_LE, cells)
+                max_load_ML[m, layer - first_layer] = loads_G.max()
+        hosts.write(begin, Hosts.of_cells(hosts.home_LE, cells))
 
     def why(self) -> dict[str, str]:
         """By option, whether it is on, and why. Final when all cells are refined."""
