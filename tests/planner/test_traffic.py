@@ -33,7 +33,7 @@ def _seconds(cell, counts_GE, topology, costs, price=price_cell):
 
 def _traffic(cell, counts_GE, topology, costs, tolerance=0.02):
     target = math.ceil((1 + tolerance) * counts_GE.sum() / topology.num_ranks)
-    counts, attention_s = counts_GE.astype(np.int32), slowest_attention(counts_GE.sum(axis=1), costs)
+    counts, attention_s = counts_GE.astype(np.int32), slowest_attention(counts_GE, costs)
     return replicate_for_traffic(cell, counts, topology.redundant_slots, target, attention_s, costs.prices(topology))
 
 
@@ -42,7 +42,7 @@ def _same(one, other):
 
 
 def _prune(cell, counts_GE, topology, costs):
-    attention_s = slowest_attention(counts_GE.sum(axis=1), costs)
+    attention_s = slowest_attention(counts_GE, costs)
     return prune_replicas(cell, counts_GE.astype(np.int32), attention_s, costs.prices(topology))
 
 

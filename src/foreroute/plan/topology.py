@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import TopologyError, shown
+from foreroute.errors import InputError, TopologyError, shown
 from foreroute.layout import block_homes
 from foreroute.trace.spec import whole_number
 
@@ -19,6 +19,15 @@ MOST_SLOT_MEMORY_BYTES = 1 << 60
 """More than any machine has, and few enough to be a float64 or an int64."""
 MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
 """Far beyond any link, and such that no product of costs overflows."""
+
+
+def check_number(value: object, *, name: str, least: float = 0, most: float, kind: type[InputError]) -> None:
+    """Raise `kind` unless this is a number from `least` to `most`; one above 0, where `least` is 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise kind(f"{name} is {shown(value)}; expected a number")
+    if not (value > 0 and least <= value <= most):
+        span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
+        raise kind(f"{name} is {value!r:.40}; expected {span}")
 
 
 @dataclass(frozen=True)
@@ -41,12 +50,8 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise TopologyError(f"{name} is {shown(value)}; expected a number")
-            if name.endswith("_latency_s") and not 0 < value <= MOST_LATENCY_S:
-                raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, and {MOST_LATENCY_S:g} at most")
-            if name.endswith("_bytes_per_s") and not 1 <= value <= MOST_BYTES_PER_S:
-                raise TopologyError(f"{name} is {value!r:.40}; expected 1 to {MOST_BYTES_PER_S:g}")
+            least, most = (0, MOST_LATENCY_S) if name.endswith("_latency_s") else (1, MOST_BYTES_PER_S)
+            check_number(value, name=name, least=least, most=most, kind=TopologyError)
 
 
 @dataclass(frozen=True)

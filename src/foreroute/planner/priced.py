@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.links import pairs_between
-from foreroute.costs.model import BACKWARD, FORWARD, CostModel
-from foreroute.costs.pricing import cell_seconds
+from foreroute.costs.model import CostModel
+from foreroute.costs.pricing import cell_seconds, slowest_attention
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.topology import Topology
@@ -40,9 +40,7 @@ class PricedOptions:
         self.is_any_on = any(reason is None for reason in self._against.values())
         if costs is not None:
             self._prices = costs.prices(topology)
-            tokens_MLG = counts_MLGE.sum(axis=3) / costs.model.top_k
-            attention_s = [costs.attention_seconds(tokens_MLG, one=one).max(axis=2) for one in (FORWARD, BACKWARD)]
-            self._attention_ML2 = np.stack(attention_s, axis=2)
+            self._attention_ML2 = slowest_attention(counts_MLGE, costs)
         self._held_LGS = np.full((num_layers, num_ranks, topology.redundant_slots), -1, np.int16)
 
     def refine(self, hosts: Hosts, max_load_ML: NDArray[np.int64], place: tuple[int, int, int, int]) -> None:
