@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import PlanError, TopologyError, TraceFileError
+from foreroute.errors import PlanError, TraceFileError
 from foreroute.files import checksum, tensors_to_bytes
 from foreroute.layout import Packing
 from foreroute.plan import Hosts, Links, StepPlan, Topology
@@ -46,7 +46,6 @@ def equal(a, b):
 @pytest.mark.parametrize("seed", range(12))
 def test_round_trip(seed, tmp_path):
     plan, counts = small_case(seed, slots=seed % 4, moves=2, micro_steps=seed % 3 + 1)
-    plan = replace(plan, topology=replace(plan.topology, slot_memory_bytes=None if seed % 2 else 10**12))
     path = save_plan(plan, tmp_path / "deep" / "plan.safetensors")
     again = load_plan(path)
     assert equal(again, plan)
@@ -153,7 +152,7 @@ FORGERIES = {
     "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
     "more ranks": (_edit_topology(num_ranks=8, ranks_per_node=1), "tokens_RG is of 4 source ranks; the topology has 8"),
     "slots beyond int16": (_edit_topology(redundant_slots=2**15 + 1), "redundant_slots is 32769"),
-    "memory below 0": (_edit_topology(slot_memory_bytes=-1), "slot_memory_bytes is -1"),
+    "slots below 0": (_edit_topology(redundant_slots=-1), "redundant_slots is -1"),
     "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
     "far more ranks": (_edit_topology(num_ranks=10**12, ranks_per_node=1), "num_ranks is 1000000000000"),
     "unknown topology": (_edit_topology(extra=3), "the topology is .* unexpected keyword argument 'extra'"),
@@ -197,7 +196,7 @@ FORGERIES = {
         "the bound is 376.5 and the largest load",
     ),
     "a load of none": (_tensor("max_load_ML", np.zeros((3, 2), np.int64)), "the largest load 0; expected a bound"),
-    "memory of 400 digits": (_edit_topology(slot_memory_bytes=10**400), "slot_memory_bytes is 1000"),
+    "slots of 400 digits": (_edit_topology(redundant_slots=10**400), "redundant_slots is 1000"),
     "a packing of two sizes": (
         _tensor("micro_step_S", np.zeros(2, np.int32)),
         "0 along S, and micro_step_S has 2",
@@ -250,14 +249,12 @@ def test_every_bit_of_a_small_file_counts(tmp_path):
     assert refused > 0.9 * 8 * len(raw)
 
 
-def test_numbers_of_numpy_and_whole_floats_are_kept_as_integers(tmp_path):
+def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
     plan, _ = small_case(3)
-    given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links, 8e9)
+    given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links)
     kept = load_plan(save_plan(replace(plan, topology=given), tmp_path / "p")).topology
-    assert kept == replace(plan.topology, redundant_slots=2, slot_memory_bytes=8_000_000_000)
-    for memory in (0.5, float("nan"), float("inf"), -1):
-        with pytest.raises(TopologyError, match=r"slot_memory_bytes is .*; expected a whole number from 0"):
-            replace(given, slot_memory_bytes=memory)
+    assert kept == replace(plan.topology, redundant_slots=2)
+    assert type(kept.num_ranks) is int
 
 
 def test_cells_that_there_are_not_are_refused():
@@ -283,7 +280,7 @@ def archived():
     links = Links(340e9, 45e9, 50e9, 2e-5, 5e-5)
     home_LE = np.array([[0, 0, 1, 1], [1, 0, 0, 1]], np.int16)
     return StepPlan(
-        topology=Topology(2, 1, 1, links, slot_memory_bytes=10**9),
+        topology=Topology(2, 1, 1, links),
         previous_home_LE=np.array([[0, 0, 1, 1], [0, 0, 1, 1]], np.int16),
         hosts=Hosts(
             home_LE=home_LE,

@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.costs.pricing import price_cell
-from foreroute.ep.transfer import Cell
-from foreroute.ep.transfer.slots import SlotSets
-from foreroute.errors import ConfigError, TopologyError
+from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology, verify
 from foreroute.planner import plan, start
 from foreroute.planner.homes import place_homes
@@ -166,33 +163,8 @@ def test_micro_steps_handed_out_early_are_those_of_the_plan():
     [
         (TOPOLOGY, PlanOptions(slots="shared", traffic=True)),
         (TOPOLOGY, PlanOptions(pay_off=True)),
-        (replace(TOPOLOGY, slot_memory_bytes=10**12), PlanOptions()),
     ],
 )
 def test_what_needs_prices_is_refused_without(topology, options):
     with pytest.raises(ConfigError, match="cannot be heeded without a cost model"):
         plan(counts(), topology, options)
-
-
-@pytest.mark.parametrize(("slots", "sets"), [("layer", 3), ("shared", 2)])
-def test_slots_fit_into_their_memory(slots, sets):
-    size = int(2 * sets * MODEL.expert_bytes)
-    options = PlanOptions(slots=slots)
-    plan(counts(), replace(TOPOLOGY, slot_memory_bytes=size), options, costs=COSTS)
-    with pytest.raises(TopologyError, match=f"take {size:,} bytes of a rank; slot_memory_bytes is {size - 1:,}"):
-        plan(counts(), replace(TOPOLOGY, slot_memory_bytes=size - 1), options, costs=COSTS)
-    plan(counts(), replace(TOPOLOGY, slot_memory_bytes=0), replace(options, replicas=False), costs=COSTS)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_shared_slots_are_counted_as_often_as_the_executor_makes_them(prefetch):
-    """A set for the cell that runs, and one for each that is fetched ahead, as `SlotSets` makes them."""
-    costs, options = replace(COSTS, prefetch=prefetch), PlanOptions(slots="shared", traffic=False, pay_off=False)
-    home = {"weight": torch.empty((2, int(MODEL.expert_bytes)), dtype=torch.uint8, device="meta")}
-    made = SlotSets("shared", 1 + prefetch, [home] * 3, TOPOLOGY)
-    for m, layer in np.ndindex(2, 3):
-        made.of(Cell(0, m, layer))
-    size = sum(slots.tensors["weight"].nbytes for slots in made)
-    plan(counts(), replace(TOPOLOGY, slot_memory_bytes=size), options, costs=costs)
-    with pytest.raises(TopologyError, match=f"take {size:,} bytes of a rank"):
-        plan(counts(), replace(TOPOLOGY, slot_memory_bytes=size - 1), options, costs=costs)

@@ -160,12 +160,10 @@ FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
 BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
-RECOMPUTE = ((1, 0),)
-# All layers forward; then backward, where each layer's activations are first computed anew. Replicas return gradients.
-UPDATE = ((1, 0), (1, 1))
-STAGES = (RECOMPUTE, UPDATE)
-"""The stages of a step, each as its groups of (forward passes, backward passes) over every cell, in order. Weights of
-replicas are fetched once for each group, while the group before it runs."""
+STAGES = (((1, 0),), ((1, 0), (1, 1)))
+"""Recompute and update, each as its groups of (forward passes, backward passes) over every cell, in order. The update
+goes through all layers forward, then backward, where each layer's activations are first computed anew and replicas
+return gradients. Weights of replicas are fetched once for each group, while the group before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,39 +36,6 @@ TENSORS = {
     "sequence_rank_S": TensorSchema("I32", "S"),
 }
 """The arrays of a plan; those of the packing, which come last, are empty without one."""
-
-
-class ExecutablePlan(Protocol):
-    """What an executor reads in a plan: in a `StepPlan`, or in one whose later micro-steps are still being planned."""
-
-    @property
-    def topology(self) -> Topology:
-        """What it was planned for."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(M, L, E)."""
-        ...
-
-    @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the homes during the step."""
-        ...
-
-    @property
-    def max_load_ML(self) -> NDArray[np.int64]:
-        """int64 [M, L], assignments of the slowest rank; 0 in cells that are not planned yet."""
-        ...
-
-    @property
-    def num_replicas_ML(self) -> NDArray[np.int64]:
-        """int64 [M, L]; 0 in cells that are not planned yet."""
-        ...
-
-    def cell(self, micro_step: int, layer: int) -> CellPlan:
-        """The plan of one cell."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,6 @@ MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
 MOST_REDUNDANT_SLOTS = 1 << 17
 """Redundant slots of all ranks together. What they hold is kept for every layer."""
-MOST_SLOT_MEMORY_BYTES = 1 << 60
-"""More than any machine has, and few enough to be a float64 or an int64."""
 MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
 """Far beyond any link, and such that no product of costs overflows."""
 
@@ -63,14 +61,12 @@ class Topology:
         ranks_per_node: ranks joined by the fast link; divides G.
         redundant_slots: slots for replicas on every rank.
         links: bandwidths.
-        slot_memory_bytes: limit of a rank's redundant slots over all layers, or None. `plan` refuses to exceed it.
     """
 
     num_ranks: int
     ranks_per_node: int
     redundant_slots: int
     links: Links
-    slot_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_ranks", 1), ("ranks_per_node", 1), ("redundant_slots", 0)):
@@ -80,13 +76,6 @@ class Topology:
             raise TopologyError(
                 f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple"
             )
-        if self.slot_memory_bytes is not None:
-            given: object = self.slot_memory_bytes
-            whole = int(given) if isinstance(given, float) and given.is_integer() else given  # 80e9 is whole
-            memory = whole_number(
-                whole, name="slot_memory_bytes", least=0, most=MOST_SLOT_MEMORY_BYTES, kind=TopologyError
-            )
-            object.__setattr__(self, "slot_memory_bytes", memory)
         if self.num_ranks * self.redundant_slots > MOST_REDUNDANT_SLOTS:
             raise TopologyError(
                 f"redundant_slots is {self.redundant_slots} on each of {self.num_ranks} ranks; expected at most "

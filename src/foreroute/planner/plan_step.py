@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
-from foreroute.errors import ConfigError, TopologyError
+from foreroute.errors import ConfigError
 from foreroute.plan.counts import check_counts
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.options import PlanOptions
+from foreroute.plan.options import PRICED, PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
@@ -38,11 +38,11 @@ def plan(
         options: what the plan may do.
         home_LE: integers [L, E], the rank that each expert lives on now; E / G experts per rank. Contiguous when left
             out.
-        costs: the cost model, which `traffic`, `pay_off` and a limit of slot memory need.
+        costs: the cost model, which `traffic` and `pay_off` need.
 
     Raises:
         CountsError: when the counts are no counts, not of these ranks, or of experts that do not divide over them.
-        TopologyError: when ranks are not home to E / G experts each, or slots take more memory than there is.
+        TopologyError: when ranks are not home to E / G experts each.
         ConfigError: when something was asked for that needs a cost model, and there is none.
     """
     return start(counts_MLGE, topology, options, home_LE=home_LE, costs=costs).result()
@@ -66,7 +66,9 @@ def start(
     if home_LE is None:
         home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
-    _check_costs(topology, options, costs, num_layers)
+    if costs is None and (options.traffic or options.pay_off):
+        asked = " and ".join(name for name in PRICED if getattr(options, name))
+        raise ConfigError(f"{asked} cannot be heeded without a cost model; pass costs")
     progress = PlanInProgress(counts, topology, options, previous_LE, on_progress)
 
     def run() -> None:
@@ -83,31 +85,6 @@ def start(
 
     threading.Thread(target=run, name="foreroute-plan", daemon=True).start()
     return progress
-
-
-def _check_costs(topology: Topology, options: PlanOptions, costs: CostModel | None, num_layers: int) -> None:
-    """What needs a cost model has one, and redundant slots fit into their memory."""
-    needs = {
-        "traffic": bool(options.traffic),
-        "pay_off": bool(options.pay_off),
-        "slot_memory_bytes": topology.slot_memory_bytes is not None,
-    }
-    if costs is None:
-        asked = [name for name, needed in needs.items() if needed]
-        if asked:
-            raise ConfigError(f"{' and '.join(asked)} cannot be heeded without a cost model; pass costs")
-        return
-    if topology.slot_memory_bytes is None or not options.replicas:
-        return
-    # slots that all layers share: a set for the cell that runs, and one for each that is fetched ahead
-    sets = num_layers if options.slots == "layer" else 1 + costs.prefetch
-    size = int(topology.redundant_slots * sets * costs.model.expert_bytes)
-    if size > topology.slot_memory_bytes:
-        raise TopologyError(
-            f"{topology.redundant_slots} redundant slots in {sets} sets, with {costs.model.expert_bytes:,.0f} bytes an "
-            f"expert, take {size:,} bytes of a rank; slot_memory_bytes is {topology.slot_memory_bytes:,}. Use fewer "
-            "slots, or slots='shared'"
-        )
 
 
 def _plan_cells(

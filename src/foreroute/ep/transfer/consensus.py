@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,7 +14,9 @@ from foreroute.errors import PlanError
 from foreroute.files import checksum
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
-from foreroute.plan.step_plan import ExecutablePlan
+
+if TYPE_CHECKING:
+    from foreroute.ep.shared_plan import ExecutablePlan
 
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
