@@ -52,11 +52,12 @@ def test_round_trip(seed, tmp_path):
     verify(again, counts)
 
 
-@pytest.mark.parametrize("most", [200, 60_000, 2**31 - 1])
-def test_large_splits_keep_their_values(most, tmp_path):
+@pytest.mark.parametrize(("most", "stored"), [(200, np.uint8), (60_000, np.uint16), (2**31 - 1, np.int32)])
+def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp_path):
     counts = random_counts(0, (2, 2, 2, 4), most=most)
     plan = random_plan(counts, Topology(2, 1, 1, LINKS))
     assert plan.hosts.tokens_RG.max() > most // 10
+    assert plan_content(plan)[1]["tokens_RG"].dtype == stored
     assert equal(load_plan(save_plan(plan, tmp_path / "p")), plan)
 
 

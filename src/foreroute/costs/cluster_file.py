@@ -59,7 +59,9 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
             if key not in known:
                 raise ConfigError(f"{source}: {unknown_key(f'{name}.{key}', key, known)}")
     given = {name: dict(values.get(name, {})) for name in TABLES}
-    preset = {name: of(given[name].pop("preset")) for name, of in PRESETS.items() if "preset" in given[name]}
+    preset: dict[str, Any] = {
+        name: of(given[name].pop("preset")) for name, of in PRESETS.items() if "preset" in given[name]
+    }
     hardware = preset.get("hardware")
     links = _made("links", given, source, preset=None if hardware is None else hardware.links)
     hardware = _made("hardware", given, source, preset=hardware, links=links)
