@@ -143,8 +143,7 @@ def plan_digest(plan: StepPlan) -> str:
         "counts": plan.counts_digest,
         "tokens": plan.tokens_digest,
     }
-    names = ("home_LE", "offsets", "expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
-    return checksum(facts, {name: getattr(plan, name) for name in names})
+    return checksum(facts, plan.hosts._asdict())
 
 
 def require_ranks(plan: ExecutablePlan, num_ranks: int) -> None:
