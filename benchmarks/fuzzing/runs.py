@@ -116,7 +116,7 @@ def _require_rows(raw: bytes, rows: list[Row]) -> None:
 
 
 def _require_steps(raw: bytes, run: Run) -> None:
-    numbers = [step["step"] for step in run.steps]
+    numbers = [step.step for step in run.steps]
     assert numbers == sorted(set(numbers))
     assert all(type(number) is int and number >= 0 for number in numbers)
     given = {}
@@ -127,10 +127,10 @@ def _require_steps(raw: bytes, run: Run) -> None:
         except (ValueError, KeyError, TypeError):  # a torn last line, which is left out and said so
             continue
     for step in run.steps:
-        # a key that is not there was not recorded; a number is read as the nearest that 64 bits hold, or as infinity
-        reward = given[step["step"]].get("reward_mean")
-        assert step.get("reward_mean") == (None if reward is None else float(str(reward)))
-        assert type(given[step["step"]]["step"]) is int
+        # a key that is not there was not recorded
+        reward = given[step.step].get("reward_mean")
+        assert step.reward_mean == (None if reward is None else float(str(reward)))
+        assert type(given[step.step]["step"]) is int
 
 
 def _run_folder(raw: bytes, folder: Path) -> Path:

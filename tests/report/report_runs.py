@@ -72,19 +72,22 @@ def execution(step, *, ranks=4, micro_steps=3, layers=2):
     rng = np.random.default_rng([7, step])
     at_home = rng.integers(40, 160, (micro_steps, layers, ranks))
     executed = np.broadcast_to(at_home.sum(axis=2, keepdims=True) // ranks, at_home.shape)
-    stage = {"planned_MLG": executed.tolist(), "executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
+    stages = {"executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
+    stages = {
+        name: stages | {"fell_back": {}, "priced_options": {"pay_off": "on: where it saves time"}}
+        for name in ("recompute", "update 0")
+    }
+    stages["recompute"]["fell_back"] = {f"{number}.0": "late" for number in range(step)}
     most = float(at_home.max(axis=2).sum() / at_home.mean(axis=2).sum())
     return {
         "ranks": ranks,
         "max_over_mean": {"planned": 1.0, "executed": 1.0, "at_home": most},
         "replicas": 12,
         "bytes": {"host": 3_000_000, "direct": 1_000_000 * step, "gradients": 5_000_000},
-        "cells_at_home": step,
         "exposed_transfer_s": 0.5,
         "planning_s": 0.2 + step,
         "exposed_planning_s": 0.2,
-        "hidden_planning_share": step / (0.2 + step),
-        "stages": {name: stage | {"replicas": 6, "fell_back": []} for name in ("recompute", "update 0")},
+        "stages": stages,
     }
 
 
