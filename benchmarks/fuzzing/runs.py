@@ -12,6 +12,7 @@ import torch
 from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
+from foreroute.mismatch import LOG10_EDGES
 from foreroute.records import Run, read_run
 from foreroute.train import TrainConfig, load_config, parse_config
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -167,7 +168,7 @@ def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
         "loss": 0.0,
         "tokens": 4096,
         "mismatch": {"native": mismatch, "replayed": mismatch},
-        "margins": {"log10_edges": [-2.0, -1.0, 0.0], "counts_LB": [[3, 4]] * layers},
+        "margins_LB": [[3] * (len(LOG10_EDGES) - 1)] * layers,
         "expert_load": {"4": 1.3},
     }
 

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from foreroute.mismatch import LOG10_EDGES
+
 LAYERS = 8
 
 
@@ -27,8 +29,7 @@ def mismatch(rng, share, k3):
 def step_line(step, *, seed=0, native=True, replayed=True, total=80, share=0.1, k3=1e-3):
     """One step with everything in it; drop keys from the answer to make a sparse one."""
     rng = np.random.default_rng([seed, step])
-    edges = np.linspace(-6, 0, 25)
-    shape = np.exp(-0.5 * ((edges[:-1] + 1.7) / 0.7) ** 2)
+    shape = np.exp(-0.5 * ((LOG10_EDGES[:-1] + 1.7) / 0.7) ** 2)
     drift = share * (1 + step / total)
     sides = {}
     if native:
@@ -56,10 +57,7 @@ def step_line(step, *, seed=0, native=True, replayed=True, total=80, share=0.1, 
         "loss": 0.0,
         "tokens": 4096,
         "mismatch": sides,
-        "margins": {
-            "log10_edges": edges.tolist(),
-            "counts_LB": [(shape * rng.uniform(800, 1200, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
-        },
+        "margins_LB": [(shape * rng.uniform(800, 1200, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
         "expert_load": {
             str(ranks): float(1 + 0.12 * ranks**0.7 * (1 + 0.3 * step / total) + rng.normal(0, 0.02))
             for ranks in (4, 8, 16)

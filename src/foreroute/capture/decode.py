@@ -239,6 +239,7 @@ def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
 
 
 def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
+    """Return the tokens of one sequence, int32 [T]; those that it carries and those that are given must be equal."""
     halves = (raw.prompt_token_ids, raw.response_token_ids)
     carried = None  # one half alone says nothing about positions
     if raw.token_ids is not None:
@@ -261,6 +262,7 @@ def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
 
 
 def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
+    """Return a list or array of any library as int32 [T], and refuse what holds no token ids."""
     what = f"the tokens of sequence {sequence}"
     if isinstance(values, list | tuple):
         values = items_of(values, what)

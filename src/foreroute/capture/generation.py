@@ -185,6 +185,10 @@ class Generation:
         return self.sampled_N[int(start) : int(end)]
 
     def _check_logprobs(self) -> None:
+        """Raise `TraceContentError` unless each sampled token has a log-prob that can be.
+
+        One above 0 would make every ratio to the trainer's wrong, and no measure would say so.
+        """
         given: Any = self.logprobs_R
         expected = (int(self.sampled_N.sum()),)
         if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or given.shape != expected:

@@ -1,4 +1,7 @@
-"""Records as JSON objects: one reader, which checks every value against the type of its field, and one writer."""
+"""Records as JSON objects: one reader, which checks every value against the type of its field, and one writer.
+
+A line is what `json` writes of the values: numbers that are not finite are NaN, Infinity and -Infinity.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ def from_json(kind: type[Value], values: object, place: str = "") -> Value:
         RunFolderError: naming the place, for a key that is missing or unknown, and for a value of another type or one
             that a check of the field or record refuses.
     """
-    given: dict[str, Any] = value_of(dict, values, place)
-    of_key = {KEYS.get(field.name, field.name): field for field in fields(cast(Any, kind))}
+    record, given = cast(Any, kind), cast(dict[str, Any], value_of(dict, values, place))
+    of_key = {KEYS.get(field.name, field.name): field for field in fields(record)}
     needed = {key for key, field in of_key.items() if field.default is MISSING and field.default_factory is MISSING}
     if missing := needed - given.keys():
         raise RunFolderError(f"{_at(place)} lacks {few(missing)}")
     if unknown := given.keys() - of_key.keys():
         raise RunFolderError(f"{_at(place)} has the unknown keys {few(unknown)}; expected no other than {few(of_key)}")
-    hints, prefix = _hints(kind), f"{place}." if place else ""
+    hints, prefix = _hints(record), f"{place}." if place else ""
     found = {of_key[key].name: value_of(hints[of_key[key].name], each, prefix + key) for key, each in given.items()}
     try:
         return kind(**found)
@@ -50,7 +53,11 @@ def from_json(kind: type[Value], values: object, place: str = "") -> Value:
 
 
 def value_of(hint: Any, value: Any, place: str) -> Any:
-    """Return the value of a JSON text as one of the type `hint`, as `from_json` does."""
+    """Return the value of a JSON text as one of the type `hint`.
+
+    Raises:
+        RunFolderError: as `from_json`.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):  # with None
         return None if value is None else value_of(arguments[0], value, place)

@@ -124,11 +124,14 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
     lines = [(number, line) for number, line in enumerate(content, 1) if line.strip()]
     steps: list[StepRecord] = []
     notes: list[str] = []
-    shapes: dict[str, object] = {}
+    layers: set[int] = set()
     for number, line in lines:
         try:
             step = parse_step(line)
-            _check_like(shapes, step)
+            # shares of layers are averaged over steps
+            layers |= {len(side.differing_share_by_layer) for side in step.mismatch.values()} - {0}
+            if len(layers) > 1:
+                raise RunFolderError(f"differing_share_by_layer has {sorted(layers)} layers here and on earlier lines")
             if step.step != len(steps):
                 raise RunFolderError(f"its step is {step.step}, expected {len(steps)}")
             steps.append(step)
@@ -153,15 +156,3 @@ def _read_layers(traces: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
         except TraceFileError as error:
             return (), [f"The numbers of the layers are not known: {error}"]
     return (), []
-
-
-def _check_like(shapes: dict[str, object], step: StepRecord) -> None:
-    """Refuse a step of another model: layers and bins are summed over steps. `shapes` remembers what came first."""
-    found: list[tuple[str, object]] = []
-    for mismatch in step.mismatch.values():
-        found += [("layers of differing_share_by_layer", len(mismatch.differing_share_by_layer))]
-    if step.margins:
-        found += [("bins of log10_edges", tuple(step.margins.log10_edges))]
-    for what, shape in found:
-        if shape and shapes.setdefault(what, shape) != shape:
-            raise RunFolderError(f"the {what} are {shape}, on earlier lines they are {shapes[what]}")

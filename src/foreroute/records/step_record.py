@@ -6,14 +6,12 @@ of another trainer may leave the others out. docs/metrics.md is made from the st
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import numpy as np
 
-from foreroute.mismatch import Alarm
+from foreroute.mismatch import LOG10_EDGES, Alarm
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
@@ -32,15 +30,10 @@ def _check_share(value: float) -> None:
         raise ValueError("expected a share from 0 to 1")
 
 
-def _check_ranks(key: str) -> None:
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", key):
-        raise ValueError("expected a number of ranks, from 1")
-
-
 Share = Annotated[float, _check_share]
 """From 0 to 1, or NaN: a share of nothing."""
-NumRanks = Annotated[str, _check_ranks]
-"""A number of ranks, as a key of JSON."""
+NumRanks = Literal["4", "8", "16"]
+"""Numbers of ranks that the load of experts is stated for, as keys of JSON."""
 Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
 
@@ -67,25 +60,6 @@ class MismatchRecord:
     """Share of tokens with a differing layer."""
     differing_share_by_layer: list[Share] = field(default_factory=list)
     """The same, per layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MarginsRecord:
-    """Gaps between the K-th and the (K+1)-th selection score, by layer."""
-
-    log10_edges: list[float]
-    """Edges of the bins, decimal logarithms."""
-    counts_LB: list[list[int]]
-    """Decisions in each layer and bin."""
-
-    def __post_init__(self) -> None:
-        edges = self.log10_edges
-        if not all(math.isfinite(edge) for edge in edges):
-            raise ValueError("log10_edges must be finite")
-        if edges != sorted(set(edges)):
-            raise ValueError("log10_edges must ascend")
-        if any(len(counts) != len(edges) - 1 for counts in self.counts_LB):
-            raise ValueError(f"{len(edges)} log10_edges need {len(edges) - 1} counts in every layer of counts_LB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +125,6 @@ class StageRecord:
     priced_options: dict[str, str] = field(default_factory=dict)
     """Whether `pay_off` and `traffic` were on, and why."""
 
-    def __post_init__(self) -> None:
-        try:
-            executed, at_home = (np.array(loads, np.int64) for loads in (self.executed_MLG, self.at_home_MLG))
-        except OverflowError as error:
-            raise ValueError("executed_MLG and at_home_MLG need assignments below 2^63") from error
-        except ValueError:  # lists of uneven lengths
-            executed = at_home = np.zeros(0)
-        if at_home.shape != executed.shape or at_home.ndim != 3 or not at_home.size:
-            raise ValueError("executed_MLG and at_home_MLG need the same numbers of micro-steps, layers and ranks")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionRecord:
@@ -190,8 +154,16 @@ class ExecutionRecord:
     def __post_init__(self) -> None:
         if self.stages and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are stages")
-        if any(len(stage.executed_MLG[0][0]) != self.ranks for stage in self.stages.values()):
-            raise ValueError(f"stages need loads of {self.ranks} ranks")
+        for name, stage in self.stages.items():
+            try:
+                loads = np.array([stage.executed_MLG, stage.at_home_MLG], np.int64)
+            except (ValueError, OverflowError):  # lists of uneven lengths, or more than an integer holds
+                loads = np.zeros(0, np.int64)
+            if loads.ndim != 4 or loads.shape[3] != self.ranks or not loads.size:
+                raise ValueError(
+                    f"executed_MLG and at_home_MLG of stage {name} need the same numbers of micro-steps and layers, "
+                    f"loads of {self.ranks} ranks, and numbers below 2^63"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,8 +218,8 @@ class StepRecord:
     """`native` or `replayed`: whose routes the update used."""
     mismatch: dict[Side, MismatchRecord] = field(default_factory=dict)
     """By side, `native` and `replayed`."""
-    margins: MarginsRecord | None = None
-    """Of the trainer's own routers."""
+    margins_LB: list[list[int]] | None = None
+    """Decisions of the trainer's own routers in each layer and bin of `foreroute.mismatch.LOG10_EDGES`."""
     live_agreement: list[float] | None = None
     """By mini-batch: share of (token, layer) whose live top-k is the replayed set."""
     expert_load: dict[NumRanks, float] = field(default_factory=dict)
@@ -266,3 +238,8 @@ class StepRecord:
     """Where the step ran."""
     alarms: list[Alarm] | None = None
     """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
+
+    def __post_init__(self) -> None:
+        bins = len(LOG10_EDGES) - 1
+        if any(len(counts_B) != bins for counts_B in self.margins_LB or ()):
+            raise ValueError(f"margins_LB needs {bins} counts in every layer")

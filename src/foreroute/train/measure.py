@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,16 +17,12 @@ from foreroute.mismatch import (
     routing_mismatch,
     token_mismatch,
 )
-from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
-from foreroute.records import DeviceRecord, MarginsRecord, MismatchRecord, SamplingRecord, Side, StepRecord
+from foreroute.records import DeviceRecord, MismatchRecord, NumRanks, SamplingRecord, Side, StepRecord
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.passes import Recomputed
 from foreroute.train.rollout import Experience, SamplingRounds
 from foreroute.train.update import Updated
-
-HYPOTHETICAL_RANKS = (4, 8, 16)
-"""Sizes of expert-parallel groups whose imbalance a step's record states, whatever the run is executed on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +78,6 @@ def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[st
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     rewards_S = rewards_S[~np.isnan(rewards_S)]
     failures = experience.sampled.failures
-    margins = None
-    if "native" in passes:
-        counts_LB = margin_histogram(passes["native"].margins_NL)
-        margins = MarginsRecord(log10_edges=LOG10_EDGES.tolist(), counts_LB=counts_LB.tolist())
     return StepRecord(
         step=step,
         weight_version=max(generation.trace.versions),
@@ -104,7 +97,7 @@ def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[st
         tokens=generation.trace.num_rows,
         trained_with=trained_with,
         mismatch={name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
-        margins=margins,
+        margins_LB=margin_histogram(passes["native"].margins_NL).tolist() if "native" in passes else None,
         live_agreement=list(updated.live_agreement) or None,
         expert_load=_expert_load(generation, updated),
         importance=updated.importance,
@@ -157,11 +150,11 @@ def device_record(device: torch.device, most_bytes: int) -> DeviceRecord:
     return DeviceRecord(kind=device.type, name=torch.cuda.get_device_name(device), peak_memory_bytes=most_bytes)
 
 
-def _expert_load(generation: Generation, updated: Updated) -> dict[str, float]:
+def _expert_load(generation: Generation, updated: Updated) -> dict[NumRanks, float]:
+    """Give the imbalance over groups of several sizes, whatever the run is executed on."""
     trained = np.flatnonzero(updated.micro_step_S >= 0)
     if not len(trained):
         return {}
     counts = count_assignments(generation.trace.select(trained), updated.micro_step_S[trained])
-    return {
-        str(ranks): contiguous_imbalance(counts, ranks) for ranks in HYPOTHETICAL_RANKS if counts.shape[-1] % ranks == 0
-    }
+    sizes = [ranks for ranks in get_args(NumRanks) if counts.shape[-1] % int(ranks) == 0]
+    return {ranks: contiguous_imbalance(counts, int(ranks)) for ranks in sizes}
