@@ -299,7 +299,7 @@ def test_loads_of_a_live_run_are_not_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": 3}, "stages need loads of 3 ranks"),
+        ({"ranks": 3}, "loads of 3 ranks"),
         ({"max_over_mean": {}}, "max_over_mean needs at_home and executed"),
         ({"stages": {"recompute": {"at_home_MLG": [[[1, 2, 3, 4]]], "executed_MLG": [[[1, 2]]]}}}, "the same numbers"),
         ({"stages": {"recompute": {"at_home_MLG": [], "executed_MLG": []}}}, "the same numbers"),
