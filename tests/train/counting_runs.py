@@ -36,7 +36,7 @@ class CountingTrainer:
         record = {
             "step": self.step,
             "reward_mean": 0.5,
-            "learned": float(self.learned.sum()),
+            "entropy": float(self.learned.sum()),
         }
         self.step += 1
         return SimpleNamespace(generation=GENERATION), record

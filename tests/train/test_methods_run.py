@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.mismatch import AlarmRules, Signals, alarms
+from foreroute.mismatch import Signals, alarms
 from foreroute.records import parse_step
 from foreroute.train import parse_config
 from foreroute.train.chain import ChainTask
@@ -90,18 +90,18 @@ def test_weights_that_degenerate_are_metrics_and_an_alarm():
     recomputed = trainer_of(small_config(rl=rl, **DISAGREEING)).recompute(experience.generation, ALL, "native")
     log_rho = recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R
     total, squares = np.logaddexp.reduce(log_rho), np.logaddexp.reduce(2 * log_rho)
-    seen = parse_step(json.dumps({**record, "alarms": []}, allow_nan=False).encode())["importance"]
+    seen = parse_step(json.dumps({**record, "alarms": []}, allow_nan=False).encode()).importance
     assert log_rho.max() > math.log(np.finfo(np.float32).max)
-    assert seen["effective_share"] == pytest.approx(np.exp(2 * total - squares) / len(log_rho), rel=1e-3)
-    assert 0 < seen["effective_share"] < 0.5
-    assert seen["ratio_max"] == pytest.approx(np.exp(log_rho.max()), rel=1e-3)
-    assert seen["ratio_mean"] <= seen["ratio_max"]
+    assert seen.effective_share == pytest.approx(np.exp(2 * total - squares) / len(log_rho), rel=1e-3)
+    assert 0 < seen.effective_share < 0.5
+    assert seen.ratio_max == pytest.approx(np.exp(log_rho.max()), rel=1e-3)
+    assert seen.ratio_mean <= seen.ratio_max
     (alarm,) = [
         each
-        for each in alarms([Signals.of({**record, "step": s}) for s in range(10)], AlarmRules())
+        for each in alarms([Signals.of({**record, "step": s}) for s in range(10)])
         if each.kind == "effective_share"
     ]
-    assert alarm.value == pytest.approx(seen["effective_share"])
+    assert alarm.value == pytest.approx(seen.effective_share)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from foreroute.files.config_file import (
     Timeout,
     Tokens,
     checked,
-    read_toml,
 )
+from foreroute.files.toml import read_toml
 from foreroute.plan.capabilities import FetchPath
 
 Routing = Literal["none", "R2", "R3", "R3+weights"]

@@ -33,6 +33,7 @@ from foreroute.errors import ConfigError, PlanError
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.planner import PlanInProgress
 from foreroute.planner.homes import place_homes
+from foreroute.records import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.policy import Alone, OneProcess, PolicyExecution, ScheduledPass, load_optimizer_state, pad
@@ -217,7 +218,7 @@ class ExpertParallel(PolicyExecution):
         self._published = False
         return self._model.clip_gradients(max_norm).item()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> ExecutionRecord | None:
         assert not self._announced, f"planned and never executed: {', '.join(self._announced)}"
         executed, self._executed = self._executed, []
         moved, self._moved = self._moved, MovedHomes()

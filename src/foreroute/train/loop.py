@@ -34,7 +34,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import DivergedError
 from foreroute.layout import padded_batches
-from foreroute.records import Side
+from foreroute.records import Side, to_json
 from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
@@ -128,7 +128,7 @@ class Trainer:
         if not parts:
             return experience, {}
         whole = merged(parts) if len(parts) > 1 else parts[0]
-        return whole.experience, {**step_record(step, whole, trains_with, self.seconds, device), **executed}
+        return whole.experience, to_json(step_record(step, whole, trains_with, self.seconds, device, executed))
 
     def roll_out(self) -> Experience:
         """Draw this step's problems, and sample and score the responses to this rank's block of them.

@@ -171,12 +171,11 @@ def importance_of(tokens_4R: NDArray[np.float64]) -> tuple[ImportanceRecord, flo
     log_largest, count = log_rho_R.max(initial=-np.finfo(np.float64).max), max(len(log_rho_R), 1)
     # rho is divided by the largest of all, which float64 may not hold
     ratio_R, largest = np.exp(log_rho_R - log_largest), math.exp(min(log_largest, LOG_OF_FLOAT64))
-    importance: ImportanceRecord = {
-        "ratio_mean": float(ratio_R.sum()) / count * largest,
-        "ratio_max": largest,
-        "effective_share": float(ratio_R.sum() ** 2 / (count * np.square(ratio_R).sum())) if len(ratio_R) else 0.0,
-        "weight_mean": float(weights_R.sum()) / count,
-        "cut_share": float(cut_R.sum()) / count,
-        "rejected_sequences": 0,
-    }
+    importance = ImportanceRecord(
+        ratio_mean=float(ratio_R.sum()) / count * largest,
+        ratio_max=largest,
+        effective_share=float(ratio_R.sum() ** 2 / (count * np.square(ratio_R).sum())) if len(ratio_R) else 0.0,
+        weight_mean=float(weights_R.sum()) / count,
+        cut_share=float(cut_R.sum()) / count,
+    )
     return importance, float(clipped_R.sum()) / count

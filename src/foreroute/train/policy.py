@@ -25,6 +25,7 @@ from foreroute.engines import vllm
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
+from foreroute.records import ExecutionRecord
 from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
 from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.train.chain import Task
@@ -324,8 +325,8 @@ class PolicyExecution(Protocol):
     def finish_gradients(self, max_norm: float) -> float:
         """Add up and clip the gradients of all ranks, before the optimizer steps. Returns their norm before it."""
 
-    def record(self) -> dict[str, Any]:
-        """Give what is to be recorded about the step's execution; empty on all ranks but the first."""
+    def record(self) -> ExecutionRecord | None:
+        """Give what is to be recorded about the step's execution on several ranks, on the first of them."""
 
     def close(self) -> None:
         """Give back the memory and threads that are held for it."""
@@ -356,5 +357,5 @@ class OneProcess(PolicyExecution):
     def finish_gradients(self, max_norm: float) -> float:
         return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
 
-    def record(self) -> dict[str, Any]:
-        return {}
+    def record(self) -> None:
+        return None

@@ -6,7 +6,7 @@ import math
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -16,15 +16,21 @@ from foreroute.capture import Generation
 from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
-from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
-from foreroute.records import MismatchRecord, Side, StepRecord
+from foreroute.records import (
+    DeviceRecord,
+    ExecutionRecord,
+    Load,
+    MismatchRecord,
+    NumRanks,
+    SamplingRecord,
+    Side,
+    StageRecord,
+    StepRecord,
+)
 from foreroute.trace import RoutingTrace, concatenate, count_assignments
 from foreroute.train.objective import importance_of
 from foreroute.train.policy import Alone
-
-HYPOTHETICAL_RANKS = (4, 8, 16)
-"""Sizes of expert-parallel groups whose imbalance a step's record states, whatever the run is executed on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +134,12 @@ def merged(parts: list[StepPart]) -> StepPart:
 
 
 def step_record(
-    step: int, whole: StepPart, trained_with: Side, seconds: Mapping[str, float], device: torch.device
+    step: int,
+    whole: StepPart,
+    trained_with: Side,
+    seconds: Mapping[str, float],
+    device: torch.device,
+    execution: ExecutionRecord | None,
 ) -> StepRecord:
     """Make one line of metrics.jsonl, of what all ranks saw.
 
@@ -138,48 +149,44 @@ def step_record(
         trained_with: the side that the update ran with.
         seconds: by phase.
         device: of rank 0.
+        execution: how it was executed on several ranks.
     """
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.rewards_S
     importance, clip_share = importance_of(updated.tokens_4R)
-    record: StepRecord = {
-        "step": step,
-        "weight_version": max(generation.trace.versions),
-        "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
-        "reward_mean": float(rewards_S.mean()),
-        "reward_std": float(rewards_S.std()),
-        "exact_share": float((rewards_S == 1).mean()),
-        "response_tokens_mean": float(generation.response_lengths.mean()),
-        "entropy": float(passes[trained_with].entropy_R.mean()),
-        "grad_norm": updated.grad_norm,
-        "clip_share": clip_share,
-        "loss": updated.loss,
-        "tokens": generation.trace.num_rows,
-        "trained_with": trained_with,
-        "mismatch": {name: mismatch_record(*mismatch_of(generation, each)) for name, each in passes.items()},
-        "importance": importance,
-        "sampling": {"responses": len(rewards_S), "informative_share": float(experience.informative_S.mean())},
-        "device": {"kind": device.type, "name": platform.machine()},
-    }
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        record["device"] = {"kind": "cuda", "name": name, "peak_memory_bytes": whole.peak_bytes}
+    differing, cells = updated.agreement_M2[updated.agreement_M2[:, 1] > 0].T
+    peak = {"peak_memory_bytes": whole.peak_bytes} if device.type == "cuda" else {}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    expert_load: dict[NumRanks, float] = {}
     trained = np.flatnonzero(updated.micro_step_S >= 0)
     if len(trained):
         counts = count_assignments(generation.trace.select(trained), updated.micro_step_S[trained])
-        num_experts = counts.shape[-1]
-        record["expert_load"] = {
-            str(ranks): contiguous_imbalance(counts, ranks) for ranks in HYPOTHETICAL_RANKS if num_experts % ranks == 0
-        }
-    differing, cells = updated.agreement_M2[updated.agreement_M2[:, 1] > 0].T
-    if len(cells):
-        record["live_agreement"] = (1 - differing / cells).tolist()
-    if "native" in passes:
-        record["margins"] = {
-            "log10_edges": LOG10_EDGES.tolist(),
-            "counts_LB": margin_histogram(passes["native"].margins_NL).tolist(),
-        }
-    return record
+        for ranks in get_args(NumRanks):
+            if counts.shape[-1] % int(ranks) == 0:
+                expert_load[ranks] = contiguous_imbalance(counts, int(ranks))
+    return StepRecord(
+        step=step,
+        weight_version=max(generation.trace.versions),
+        seconds={phase: round(value, 4) for phase, value in seconds.items()},
+        reward_mean=float(rewards_S.mean()),
+        reward_std=float(rewards_S.std()),
+        exact_share=float((rewards_S == 1).mean()),
+        response_tokens_mean=float(generation.response_lengths.mean()),
+        entropy=float(passes[trained_with].entropy_R.mean()),
+        grad_norm=updated.grad_norm,
+        clip_share=clip_share,
+        loss=updated.loss,
+        tokens=generation.trace.num_rows,
+        trained_with=trained_with,
+        mismatch={side: mismatch_record(*mismatch_of(generation, each)) for side, each in passes.items()},
+        margins_LB=margin_histogram(passes["native"].margins_NL).tolist() if "native" in passes else None,
+        live_agreement=(1 - differing / cells).tolist() if len(cells) else None,
+        expert_load=expert_load,
+        importance=importance,
+        sampling=SamplingRecord(responses=len(rewards_S), informative_share=float(experience.informative_S.mean())),
+        execution=execution,
+        device=DeviceRecord(kind=device.type, name=name, **peak),
+    )
 
 
 def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismatch, RoutingMismatch]:
@@ -192,17 +199,17 @@ def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismat
 
 def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchRecord:
     """Give the measures of `foreroute.mismatch` as plain data."""
-    return {
-        "response_tokens": tokens.count,
-        "k3": tokens.k3,
-        "f2": tokens.f(2.0),
-        "f1.5": tokens.f(1.5),
-        "max_abs_log_ratio": tokens.max_abs_log,
-        "routed_rows": routes.rows,
-        "differing_share": routes.differing_share,
-        "differing_tokens_share": routes.differing_tokens_share,
-        "differing_share_by_layer": routes.differing_share_L.tolist(),
-    }
+    return MismatchRecord(
+        response_tokens=tokens.count,
+        k3=tokens.k3,
+        f2=tokens.f(2.0),
+        f1_5=tokens.f(1.5),
+        max_abs_log_ratio=tokens.max_abs_log,
+        routed_rows=routes.rows,
+        differing_share=routes.differing_share,
+        differing_tokens_share=routes.differing_tokens_share,
+        differing_share_by_layer=routes.differing_share_L.tolist(),
+    )
 
 
 def not_finite(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -241,10 +248,10 @@ class ExecutedPass:
         self.executed_ML = np.zeros(self.counts_MLGE.shape[:2], np.int64)
 
     @property
-    def fell_back(self) -> list[dict[str, Any]]:
-        """The cells that their homes served alone, and why; the same on all ranks."""
+    def fell_back(self) -> dict[str, str]:
+        """Why homes alone served a cell, by its micro-step and layer; the same on all ranks."""
         because = {(r.cell.micro_step, r.cell.layer): r.at_home_because for r in self.transfers if r.at_home_because}
-        return [{"micro_step": m, "layer": layer, "because": because[m, layer]} for m, layer in sorted(because)]
+        return {f"{m}.{layer}": because[m, layer] for m, layer in sorted(because)}
 
 
 @dataclass(frozen=True)
@@ -262,13 +269,13 @@ class MovedHomes:
     seconds: float = 0.0
 
 
-def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alone) -> dict[str, Any]:
-    """Make the record "execution" of a step on rank 0; it is empty elsewhere. A collective call.
+def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alone) -> ExecutionRecord | None:
+    """Make the record "execution" of a step on rank 0; there is none elsewhere. A collective call.
 
     It is what `docs/metrics.md` lists under `execution`; `ranks` alone where nothing was planned.
     """
     if not executed:
-        return {} if ranks.rank else {"execution": {"ranks": ranks.size}}
+        return None if ranks.rank else ExecutionRecord(ranks=ranks.size)
     executed_PMLG = [ranks.all_gather(each.executed_ML).transpose(1, 2, 0) for each in executed]
     transfers = [transfer for each in executed for transfer in each.transfers]
     fetched = [transfer for transfer in transfers if transfer.kind == "fetch"]
@@ -283,39 +290,33 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
     planning = np.sum([[each.planning_s, each.exposed_planning_s] for each in executed], axis=0)
     seconds_G4 = ranks.all_gather(np.array([*planning, transfer_s, moved.seconds]))
     if ranks.rank:
-        return {}
+        return None
     # what the slowest rank waited for
-    planning_s, waited_s, transfer_s, moving_s = seconds_G4.max(axis=0).tolist()
-    loads = {each.name: _loads(each, executed_MLG) for each, executed_MLG in zip(executed, executed_PMLG, strict=True)}
-    record = {
-        "ranks": ranks.size,
-        "max_over_mean": {
-            kind: _max_over_mean([each[f"{kind}_MLG"] for each in loads.values()])
-            for kind in ("planned", "executed", "at_home")
+    planning_s, waited_s, transfer_s, moving_s = (round(most, 4) for most in seconds_G4.max(axis=0).tolist())
+    loads = [_loads(each, executed_MLG) for each, executed_MLG in zip(executed, executed_PMLG, strict=True)]
+    return ExecutionRecord(
+        ranks=ranks.size,
+        max_over_mean={kind: _max_over_mean([each[kind] for each in loads]) for kind in get_args(Load)},
+        replicas=sum(int(each.plan.num_replicas_ML.sum()) for each in executed),
+        bytes=dict(zip(arrived, bytes_P, strict=True)),
+        home_moves=moved.number,
+        moving_homes_s=moving_s,
+        exposed_transfer_s=transfer_s,
+        planning_s=planning_s,
+        exposed_planning_s=waited_s,
+        stages={
+            each.name: StageRecord(
+                executed_MLG=of_kind["executed"].tolist(),
+                at_home_MLG=of_kind["at_home"].tolist(),
+                fell_back=each.fell_back,
+                priced_options=each.priced_options,
+            )
+            for each, of_kind in zip(executed, loads, strict=True)
         },
-        "replicas": sum(int(each.plan.num_replicas_ML.sum()) for each in executed),
-        "bytes": dict(zip(arrived, bytes_P, strict=True)),
-        "home_moves": moved.number,
-        "cells_at_home": sum(len(each.fell_back) for each in executed),
-        "moving_homes_s": round(moving_s, 4),
-        "exposed_transfer_s": round(transfer_s, 4),
-        "planning_s": round(planning_s, 4),
-        "exposed_planning_s": round(waited_s, 4),
-        "hidden_planning_share": round(1 - min(1.0, waited_s / planning_s), 4),
-        "stages": {
-            each.name: {
-                **{kind: load_MLG.tolist() for kind, load_MLG in loads[each.name].items()},
-                "replicas": int(each.plan.num_replicas_ML.sum()),
-                "fell_back": each.fell_back,
-                "priced_options": each.priced_options,
-            }
-            for each in executed
-        },
-    }
-    return {"execution": record}
+    )
 
 
-def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[Load, NDArray[np.int64]]:
     """Give the assignments of every rank [M, L, G]: by the plan, as executed, and with every expert at its home."""
     planned_MLG, at_home_MLG = np.zeros_like(executed_MLG), np.zeros_like(executed_MLG)
     for m, layer in np.ndindex(*executed_MLG.shape[:2]):
@@ -323,7 +324,7 @@ def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[str, NDA
         cell = each.plan.cell(m, layer)
         planned_MLG[m, layer] = cell.loads_G(counts_GE)
         np.add.at(at_home_MLG[m, layer], cell.home_E, counts_GE.sum(axis=0))
-    return {"planned_MLG": planned_MLG, "executed_MLG": executed_MLG, "at_home_MLG": at_home_MLG}
+    return {"at_home": at_home_MLG, "planned": planned_MLG, "executed": executed_MLG}
 
 
 def _max_over_mean(loads: list[NDArray[np.int64]]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from foreroute.adapters.checkpoint import ModelWriter
-from foreroute.mismatch import AlarmRules, Signals, alarms
+from foreroute.mismatch import Signals, alarms
 from foreroute.train.config import TrainConfig
 from foreroute.train.experts import make_execution, read_planning
 from foreroute.train.folder import RunFolder, as_run_folder_error, by_key
@@ -142,7 +142,7 @@ def _write(
 ) -> None:
     """Write one step down, with the alarms that are on after it, and show it."""
     history.append(Signals.of(record))
-    record["alarms"] = [asdict(alarm) for alarm in alarms(history, AlarmRules())]
+    record["alarms"] = [asdict(alarm) for alarm in alarms(history)]
     if record["step"] % config.measure.save_trace_every == 0:
         run.save_rollout(record["step"], experience.generation)
     run.append(record)
