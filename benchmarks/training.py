@@ -198,8 +198,8 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
     trace = RoutingTrace.from_sequences(spec, tokens, routes, weight_version=0)
     logprobs = np.zeros(int(response_S.sum()), np.float32)
     rewards = rng.random(BATCHES.sequences)
-    groups = rewards.reshape(-1, BATCHES.group_size)
-    advantages = (groups - groups.mean(axis=1, keepdims=True)).reshape(-1)
+    by_prompt = rewards.reshape(-1, BATCHES.group_size)
+    advantages = (by_prompt - by_prompt.mean(axis=1, keepdims=True)).reshape(-1)
     return Experience(Generation(trace, prompt_S, logprobs), rewards, advantages, np.ones(len(rewards), bool))
 
 

@@ -79,6 +79,9 @@ class Trainer:
     seconds: dict[str, float] = field(default_factory=dict)
     on_phase: Callable[[int, str], object] | None = None
 
+    def __post_init__(self) -> None:
+        self._device = next(self.policy.model.parameters()).device
+
     def run_step(self) -> tuple[Experience, dict[str, Any]]:
         """Sample one rollout and take the update on it.
 
@@ -86,7 +89,7 @@ class Trainer:
             The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
         """
         rl, step, execution, ranks = self.config.rl, self.step, self.execution, self.execution.ranks
-        device = self.policy.model.device
+        device: torch.device = self._device
         replays = rl.routing in ("R3", "R3+weights")
         trains_with: Side = "replayed" if replays else "native"
         other: Side = "native" if replays else "replayed"
@@ -277,8 +280,8 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
-        loss, norm = float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0]))
-        return Updated(loss, norm, np.concatenate(seen, axis=1), micro_step_S, agreement_M2)
+        loss_mean, norm_mean = float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0]))
+        return Updated(loss_mean, norm_mean, np.concatenate(seen, axis=1), micro_step_S, agreement_M2)
 
     def state(self) -> dict[str, Any]:
         """Give everything that a resumed run needs; randomness follows from the seed and the step.
@@ -311,7 +314,7 @@ class Trainer:
     def _timed(self, phase: str) -> Iterator[None]:
         if self.on_phase is not None:
             self.on_phase(self.step, phase)
-        start, device = time.perf_counter(), self.policy.model.device
+        start, device = time.perf_counter(), self._device
         try:
             yield
             if device.type == "cuda":  # so that the clock sees what was launched

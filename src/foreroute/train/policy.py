@@ -315,6 +315,7 @@ class PolicyExecution(Protocol):
 
         Experts may move to other homes for them, with what the optimizer keeps of them.
         """
+        return
 
     def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
@@ -330,6 +331,7 @@ class PolicyExecution(Protocol):
 
     def close(self) -> None:
         """Give back the memory and threads that are held for it."""
+        return
 
 
 class OneProcess(PolicyExecution):
@@ -339,7 +341,7 @@ class OneProcess(PolicyExecution):
         self.ranks, self._model = Alone(), policy.model
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self._model.state_dict()  # type: ignore[no-any-return]
+        return self._model.state_dict()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {"model": self._model.state_dict(), "optimizer": {"state": optimizer.state_dict()["state"]}}

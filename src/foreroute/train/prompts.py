@@ -90,7 +90,8 @@ class PromptTask(Task):
         if len(values) != len(texts):
             raise FunctionError(f"{name} returned {len(values)} rewards for {len(texts)} responses; expected one each")
         for text, value in zip(texts, values, strict=True):
-            if not isinstance(value, Real) or not math.isfinite(value):
+            number: object = value
+            if not isinstance(number, Real) or not math.isfinite(number):
                 raise FunctionError(f"{name} returned {value!r:.60} for {text!r:.60}; expected a finite number")
         return np.array(values, np.float64)
 
