@@ -27,7 +27,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 )
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
-    for execution in (record["execution"] for record in records if "stages" in record["execution"]):
+    for execution in (record["execution"] for record in records if record["execution"]["stages"]):
         moves = parallel.get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         if moves == 4:

@@ -40,13 +40,7 @@ from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.chain import Task
 from foreroute.train.config import RLConfig, TrainConfig
-from foreroute.train.objective import (
-    Tokens,
-    coefficients,
-    denominator,
-    group_advantages,
-    token_losses,
-)
+from foreroute.train.objective import Tokens, coefficients, denominator, group_advantages, token_losses
 from foreroute.train.policy import (
     Alone,
     OneProcess,
