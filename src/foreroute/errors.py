@@ -153,9 +153,5 @@ class DivergedError(ForerouteError, ArithmeticError):
     """Raised when loss, gradients or probabilities stop being finite."""
 
 
-class CollapseError(ForerouteError, RuntimeError):
-    """Raised when an alarm ends a run that was told to stop."""
-
-
 class ReplayError(ForerouteError, RuntimeError):
     """Raised when replay was asked for and did not take effect."""

@@ -151,12 +151,6 @@ class Generation:
         """Return the sampled tokens of one sequence, int32 [T]."""
         return self.trace.tokens(sequence)[self._sampled(sequence)]
 
-    def last_turn(self, sequence: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return what lies between the prompt and the last turn, and the last turn: two arrays int32 [T]."""
-        tokens = self.trace.tokens(sequence)
-        start = int(np.flatnonzero(~self._sampled(sequence))[-1]) + 1
-        return tokens[int(self.prompt_lengths[sequence]) : start], tokens[start:]
-
     def select(self, sequences: ArrayLike) -> Generation:
         """Return the given sequences, in the given order."""
         chosen = as_sequence_numbers(sequences, len(self))

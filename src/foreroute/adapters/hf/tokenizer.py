@@ -70,9 +70,9 @@ class Tokenizer:
         except Exception as error:  # templates are programs, which raise what they like
             raise ConfigError(f"the chat template in {self._folder} refuses these messages: {error}") from error
 
-    def text(self, tokens: ArrayLike, *, special: bool = False) -> str:
-        """The text of tokens, with special ones or without."""
-        return str(self._inner.decode(np.asarray(tokens).tolist(), skip_special_tokens=not special))
+    def text(self, tokens: ArrayLike) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._inner.decode(np.asarray(tokens).tolist(), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
         """Write its files into a folder, beside what is there."""
