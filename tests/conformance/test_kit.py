@@ -2,11 +2,13 @@
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, bugs_of, run_conformance
+from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, bugs_of, kit, run_conformance
+from foreroute.conformance.check import PLACEMENT
 from foreroute.errors import ConfigError
 from tests.conformance import broken_rows, broken_sessions
 from tests.conformance.breaking import Adapter
@@ -54,6 +56,33 @@ def test_a_layer_offset_of_choices_is_named():
 def test_every_check_catches_an_adapter():
     assert set(BROKEN.values()) == set(IDS)
     assert len(set(IDS)) == len(IDS)
+
+
+def test_what_a_check_needs_comes_before_it_and_is_as_quick():
+    for place, check in enumerate(ALL_CHECKS):
+        assert set(check.needs) <= set(IDS[:place])
+        assert not check.quick or all(other.quick for other in ALL_CHECKS if other.id in check.needs)
+
+
+def test_no_check_runs_twice_and_one_mistake_is_reported_once(monkeypatch):
+    ran = []
+
+    def counted(check):
+        def run(context):
+            ran.append(check.id)
+            check.run(context)
+
+        return replace(check, run=run)
+
+    checks = {check.id: counted(check) for check in ALL_CHECKS}
+    monkeypatch.setattr(kit, "_BY_ID", checks)
+    monkeypatch.setattr(kit, "ALL_CHECKS", tuple(checks.values()))
+    report = run_conformance(broken_rows.SoftmaxGates(), only=["router-gradient", "masks-refused", "gate-rule"])
+    assert report.failed == ("gate-rule",)
+    assert report.with_outcome(Outcome.BLOCKED) == ("router-gradient", "masks-refused")
+    assert {result.root for result in report.results} == {"gate-rule"}
+    assert ran == [*PLACEMENT, "gate-rule", "dense-scores"][: len(ran)]
+    assert len(ran) == len(set(ran))
 
 
 MISTAKES = {
@@ -120,11 +149,14 @@ def test_the_page_lists_every_check():
 
 def test_the_report_names_reasons_and_where_the_bug_was_seen():
     adapter = next(a for a, check in BROKEN.items() if check == "token-shift")
-    text = run_conformance(adapter(), only=["token-shift", "gate-rule", "group-limit"]).text()
-    assert "1 failed, 1 not applicable, 1 blocked" in text
+    text = run_conformance(adapter(), only=["token-shift", "gate-rule"]).text()
+    assert "1 failed, 1 blocked" in text
     assert "shifted by +1 token:" in text
     assert "https://github.com/sgl-project/sglang/pull/26555" in text
     assert "can be judged when token-shift passes" in text
+    text = run_conformance(Adapter(), only=["group-limit"]).text()
+    assert "1 not applicable" in text
+    assert "the router has no group limit" in text
 
 
 def test_an_unknown_check_is_refused():
