@@ -11,19 +11,19 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from verl.workers.config import McoreEngineConfig
-from verl.workers.engine import EngineRegistry
 
 from foreroute.costs import hardware_preset
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions
 from foreroute.planner import plan, start
+from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
 
 if TYPE_CHECKING:
     from foreroute.adapters.megatron import RoutedMegatron
@@ -46,13 +46,15 @@ class PlanningMegatronConfig(McoreEngineConfig):
     Its own keys are set with a `+`, such as `+actor_rollout_ref.actor.megatron.redundant_slots=4`.
 
     Attributes:
-        redundant_slots: P, replicas that a rank may serve in a layer.
+        asks_for_plans: what engines without plans are refused by.
+        redundant_slots: R, replicas that a rank may serve in a layer.
         hardware: a name of `foreroute.costs.hardware_preset`; its nodes and links are planned for.
 
     Raises:
         ConfigError: when a rank is to serve no replica, or no such hardware is known.
     """
 
+    asks_for_plans: ClassVar[bool] = True
     redundant_slots: int = 2
     hardware: str = "h100"
 
@@ -66,29 +68,8 @@ class PlanningMegatronConfig(McoreEngineConfig):
         hardware_preset(self.hardware)
 
 
-def refuse_engines_without_plans() -> None:
-    """Have verl make no engine that would pass over plans: its own, where foreroute's did not take their place.
-
-    A worker builds this configuration before its engine; the driver builds it too, and makes no engine.
-    """
-    make = EngineRegistry.new
-
-    def new(model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
-        engine = EngineRegistry.get_engine_cls(model_type, backend)
-        plans = any(isinstance(given, PlanningMegatronConfig) for given in (*args, *kwargs.values()))
-        if plans and not getattr(engine, "executes_plans", False):
-            raise ConfigError(
-                f"PlanningMegatronConfig asks for plans, and {engine.__name__}, which verl takes here, makes none. For "
-                "a language model on CUDA, name foreroute.trainers.verl.megatron in "
-                "actor_rollout_ref.model.external_lib; for any other, leave out the line that names "
-                "PlanningMegatronConfig"
-            )
-        return make(model_type, backend, *args, **kwargs)
-
-    EngineRegistry.new = new
-
-
-refuse_engines_without_plans()
+# a worker builds this configuration before its engine; the driver builds it too, and makes no engine
+refuse_what_engines_pass_over()
 
 
 class PlannedBatch:
