@@ -243,7 +243,9 @@ def test_an_engine_that_has_no_replay_is_refused_where_one_is_asked_for(monkeypa
         def __init__(self, engine_config):
             self.engine_config = engine_config
 
-    monkeypatch.setitem(EngineRegistry._engines["language_model"], "elsewhere", dict.fromkeys(("cpu", "cuda"), Elsewhere))
+    monkeypatch.setitem(
+        EngineRegistry._engines["language_model"], "elsewhere", dict.fromkeys(("cpu", "cuda"), Elsewhere)
+    )
     asks = SimpleNamespace(router_replay=SimpleNamespace(mode="R3"))
     with pytest.raises(ConfigError, match=r"router_replay\.mode is set, and the strategy elsewhere has no replay"):
         EngineRegistry.new("language_model", "elsewhere", engine_config=asks)
