@@ -116,9 +116,10 @@ def read_array(path: Path, kinds: str) -> NDArray[Any]:
     with RegularFile(path, InputError) as file:
         begin = io.BytesIO(file.read(0, min(file.size, MOST_HEADER_BYTES)))
         try:
-            np.lib.format.read_magic(begin)
+            if (version := np.lib.format.read_magic(begin)) != (1, 0):
+                raise ValueError(f"the file has version {version}; expected (1, 0), as of arrays of plain numbers")
             (*shape,), _, dtype = np.lib.format.read_array_header_1_0(begin)
-        except Exception as error:  # whatever numpy's parser makes of bytes that are no header of its first version
+        except Exception as error:  # whatever numpy's parser makes of bytes that are no header
             raise InputError(
                 f"{path} is not a readable .npy file of plain numbers; numpy.save(path, array) writes one"
             ) from error
