@@ -211,7 +211,7 @@ class MegatronPasses(EnginePasses):
                 f"of {len(data)} through forward_step; the others were not replayed"
             )
         if self._planned is not None:
-            self._plans.add(self._planned.loads(mpu.get_expert_model_parallel_group()))
+            self._planned.add_to(self._plans, mpu.get_expert_model_parallel_group())
 
     def _micro_batch(self, data: Any) -> RoutedMicroBatch:
         routes = trace_of(data, model=self.routed.spec)

@@ -111,10 +111,11 @@ class PlannedBatch:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def loads(self, group: Any) -> BatchLoads:
-        """What all ranks executed, after the last micro-batch. A collective call.
+    def add_to(self, sums: PlanSums, group: Any) -> None:
+        """Add what all ranks executed, after the last micro-batch. A collective call.
 
         Args:
+            sums: of the engine.
             group: the ranks that share experts.
         """
         mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
@@ -132,24 +133,7 @@ class PlannedBatch:
             [(self._counts_MLGE.sum(2) * (self._routed.home_LE == rank)).sum(2) for rank in range(len(executed))], -1
         )
         planned_MLG = np.reshape(planned, (*shape, -1))
-        return BatchLoads(self._num_at_home, at_home_MLG, planned_MLG, torch.stack(executed, -1).numpy())
-
-
-@dataclass(frozen=True)
-class BatchLoads:
-    """Assignments of each rank in each cell of a batch, int64 [M, L, G].
-
-    Attributes:
-        num_at_home: how many micro-batches ran before the plan, the first ones.
-        at_home_MLG: if every expert served all of its own.
-        planned_MLG: by the plan; at home before it.
-        executed_MLG: that the experts of a rank computed.
-    """
-
-    num_at_home: int
-    at_home_MLG: NDArray[np.int64]
-    planned_MLG: NDArray[np.int64]
-    executed_MLG: NDArray[np.int64]
+        sums.add(self._num_at_home, at_home_MLG, planned_MLG, torch.stack(executed, -1).numpy())
 
 
 class PlanSums:
@@ -160,19 +144,31 @@ class PlanSums:
         self._all: Counter[str] = Counter()
         self._rows_off = 0
 
-    def add(self, loads: BatchLoads) -> None:
-        """The cells of a batch; those that ran before its plan apart."""
-        first = loads.num_at_home
+    def add(
+        self,
+        first: int,
+        at_home_MLG: NDArray[np.int64],
+        planned_MLG: NDArray[np.int64],
+        executed_MLG: NDArray[np.int64],
+    ) -> None:
+        """The cells of a batch, by the assignments of each rank, int64 [M, L, G].
+
+        Args:
+            first: how many micro-batches ran before the plan.
+            at_home_MLG: if every expert served all of its own.
+            planned_MLG: by the plan; at home before it.
+            executed_MLG: that the experts of a rank computed.
+        """
         parts = {
-            "static": loads.at_home_MLG[first:],
-            "planned": loads.planned_MLG[first:],
-            "executed": loads.executed_MLG[first:],
-            "first": loads.executed_MLG[:first],
+            "static": at_home_MLG[first:],
+            "planned": planned_MLG[first:],
+            "executed": executed_MLG[first:],
+            "first": executed_MLG[:first],
         }
         for name, part_MLG in parts.items():
             self._slowest[name] += int(part_MLG.max(-1).sum()) * part_MLG.shape[-1]
             self._all[name] += int(part_MLG.sum())
-        self._rows_off += int(np.abs(loads.executed_MLG - loads.planned_MLG).sum())
+        self._rows_off += int(np.abs(executed_MLG - planned_MLG).sum())
 
     def flush(self) -> dict[str, float]:
         """What is to be logged, by name. Starts anew.
