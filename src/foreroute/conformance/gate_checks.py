@@ -34,12 +34,14 @@ def _gate_rule(context: CheckContext) -> None:
 
 
 def _native_bits(context: CheckContext) -> None:
+    """The selection is the model's own, so nothing but the selection may have been touched."""
     seen, native = context.native_replay, context.native
     off = float(np.abs(seen.logprobs_R - native.logprobs_R).max())
     require(off == 0, f"replaying the model's own routes moves log-probs by up to {off:.3g}")
 
 
 def _dense_scores(context: CheckContext) -> None:
+    """Scores outside the router's own choice must not have been zeroed before gates are gathered."""
     model, handle = context.pair()
     with handle.replay(context.foreign(handle.spec, context.base)):
         gates = model.forward(context.base, grad=False).seen.gates_NLK
@@ -56,6 +58,7 @@ def _dense_scores(context: CheckContext) -> None:
 
 
 def _group_limit(context: CheckContext) -> None:
+    """As many picks as exceed the live groups, each of which may be in a group of its own."""
     groups = context.adapter.groups
     if groups is None:
         raise Unsupported("the router has no group limit")

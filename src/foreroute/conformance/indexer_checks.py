@@ -18,6 +18,7 @@ from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
 
 
 def _followed(context: CheckContext) -> None:
+    """In the forward, and in a recomputation of it, whose gradients would be off otherwise."""
     trace = _with_canaries(context, _indexers(context))
     _require_attended(context, trace)
     gradients = []
@@ -57,6 +58,7 @@ def _require_attended(context: CheckContext, trace: RoutingTrace) -> None:
 
 
 def _recorded(context: CheckContext) -> None:
+    """What is recorded is held against what the attention was given, not against what an indexer returned."""
     spec = _indexers(context)
     handle: Any
     for what, replays in (("the model's own choices", False), ("replayed choices", True)):
@@ -74,6 +76,7 @@ def _recorded(context: CheckContext) -> None:
 
 
 def _refused(context: CheckContext) -> None:
+    """Each of these would be followed without a word by an adapter that reads choices by their place alone."""
     spec = _indexers(context)
     trace = _with_canaries(context, spec)
     good = trace.streams[INDEXER]
@@ -92,12 +95,14 @@ def _refused(context: CheckContext) -> None:
 
 
 def _replayed(context: CheckContext, trace: RoutingTrace) -> None:
+    """One forward under a trace, of a model of its own."""
     model, handle = context.pair()
     with handle.replay(trace):
         model.forward(context.base, grad=False)
 
 
 def _indexers(context: CheckContext) -> IndexerSpec:
+    """The facts of the family's indexers. Raises `Unsupported` where the adapter replays none."""
     spec = context.adapter.indexers()
     if spec is None:
         raise Unsupported("the adapter replays no indexers (indexers)")
@@ -105,6 +110,7 @@ def _indexers(context: CheckContext) -> IndexerSpec:
 
 
 def _chosen(seen: Seen) -> NDArray[np.bool_]:
+    """Bool [N, D, U · H], what the probe saw. Raises `Unsupported` where it does not look."""
     if seen.chosen_NDU is None:
         raise Unsupported("the probe does not see what indexers hand on")
     return seen.chosen_NDU
@@ -130,6 +136,7 @@ def _with_canaries(context: CheckContext, spec: IndexerSpec) -> RoutingTrace:
 
 
 def _positions(trace: RoutingTrace) -> NDArray[np.int64]:
+    """int64 [N], of each row in its sequence."""
     return np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
 
 

@@ -103,6 +103,7 @@ def run_check(check: Check, context: CheckContext) -> CheckResult:
 
 
 def _run(check: Check, context: CheckContext) -> CheckResult:
+    """What comes of a check whose needs are met."""
     try:
         check.run(context)
     except CheckFailed as failed:
@@ -121,6 +122,7 @@ def _beginning(message: str) -> str:
 
 
 def _chosen(only: Collection[str] | None) -> list[Check]:
+    """The checks to run, in the order of the kit."""
     if unknown := sorted(set(only or ()) - _BY_ID.keys()):
         raise ConfigError(f"there is no check {', '.join(unknown)}; known are {', '.join(_BY_ID)}")
     return [check for check in ALL_CHECKS if only is None or check.id in only]

@@ -21,6 +21,7 @@ OTHERS = 3
 
 
 def _followed(context: CheckContext) -> None:
+    """The value on the sets, and the gradient of that value: a value may be right beside a gradient of all tokens."""
     _require_scores(context)
     sets = _sets(context)
     trace = _with_sets(context, sets)
@@ -39,6 +40,7 @@ def _followed(context: CheckContext) -> None:
 
 
 def _refused(context: CheckContext) -> None:
+    """A row scored on a set that is not its own has a finite log-prob, which looks like any other."""
     _require_scores(context)
     sets = _sets(context)
     for what, trace in (
@@ -49,12 +51,14 @@ def _refused(context: CheckContext) -> None:
 
 
 def _replayed(context: CheckContext, trace: RoutingTrace) -> NDArray[np.float32]:
+    """[R], log-probs of one forward under a trace, of a model of its own."""
     model, handle = context.pair()
     with handle.replay(trace):
         return model.forward(context.base, grad=False).seen.logprobs_R
 
 
 def _require_scores(context: CheckContext) -> None:
+    """Raise `Unsupported` where log-probs are made by the adapter's caller."""
     if not context.adapter.scores_on_sets:
         raise Unsupported("the adapter leaves log-probabilities to its caller (scores_on_sets)")
 
@@ -78,6 +82,7 @@ def _with_sets(context: CheckContext, sets: Sequence[NDArray[np.int64]]) -> Rout
 
 
 def _without_a_set(trace: RoutingTrace) -> RoutingTrace:
+    """The same sets without that of the first sequence's last token."""
     return trace.with_stream(SAMPLING, trace.streams[SAMPLING].without(trace.offsets[1:2] - 2))
 
 

@@ -26,15 +26,18 @@ from foreroute.trace import RoutedLayer, RoutingTrace
 
 
 def _fused(context: CheckContext) -> None:
+    """Before and after attaching: what is found once may have changed since."""
     for attached_first in (False, True):
         _followed_or_refused(context, Fault.FUSED_ROUTER, attached_first=attached_first)
 
 
 def _orphans(context: CheckContext) -> None:
+    """Names of modules and counts of layers do not tell which copy runs."""
     _followed_or_refused(context, Fault.ORPHAN_ROUTERS, attached_first=False)
 
 
 def _followed_or_refused(context: CheckContext, fault: Fault, *, attached_first: bool) -> None:
+    """A model with a trap: its routes are followed all the same, or it is refused."""
     model = context.untouched()
     seen: list[Seen] = []
     wanted = context.foreign(context.spec, context.base)
@@ -80,6 +83,8 @@ def _mtp(context: CheckContext) -> None:
 
 
 def _duplicates(context: CheckContext) -> None:
+    """All-to-all dispatchers count each pick; with one expert twice, sizes of rows and of splits differ."""
+
     def repeat(ids: Any) -> Any:
         ids[2, 0, :] = ids[2, 0, 0]
         return ids
@@ -89,6 +94,8 @@ def _duplicates(context: CheckContext) -> None:
 
 
 def _out_of_range(context: CheckContext) -> None:
+    """The id behind the last expert, as the first redundant slot of a load balancer has."""
+
     def exceed(ids: Any) -> Any:
         ids[2, 0, 0] = context.spec.num_experts
         return ids
@@ -97,6 +104,7 @@ def _out_of_range(context: CheckContext) -> None:
 
 
 def _bad_ids(context: CheckContext, spoil: Callable[[Any], Any], what: str) -> None:
+    """Hand in routes that no router makes, by the adapter's own entrance, and run a forward under them."""
     model, handle = context.pair()
     good = context.foreign(handle.spec, context.base).expert_ids_NLK.astype(np.int64)
     routes = np.split(spoil(good), len(context.base.sequences))
@@ -113,6 +121,8 @@ def _bad_ids(context: CheckContext, spoil: Callable[[Any], Any], what: str) -> N
 
 
 def _stale(context: CheckContext) -> None:
+    """The control comes first: the same trace is taken where its version is the expected one."""
+
     def run(trace: RoutingTrace) -> None:
         model, handle = context.pair()
         with handle.replay(trace, weight_version=FOREIGN_VERSION):
@@ -128,6 +138,7 @@ def _stale(context: CheckContext) -> None:
 
 
 def _other_model(context: CheckContext) -> None:
+    """Every one of them has ids that this model could have been given."""
     spec = context.spec
     moved = tuple(RoutedLayer(layer.index + 1, layer.kind) for layer in spec.layers)
     more = (*spec.layers, RoutedLayer(spec.layers[-1].index + 1))
@@ -142,6 +153,7 @@ def _other_model(context: CheckContext) -> None:
 
 
 def _other_tokens(context: CheckContext) -> None:
+    """Every one of them has as many rows as its own tokens need."""
     base, spec = context.base, context.spec
     order = [1, 0, *range(2, len(base.sequences))]
     swapped = Batch(tuple(base.sequences[s] for s in order))
@@ -157,6 +169,7 @@ def _other_tokens(context: CheckContext) -> None:
 
 
 def _must_refuse(context: CheckContext, trace: RoutingTrace, what: str) -> None:
+    """Raise `CheckFailed` when a trace is replayed without an error, in the session or in its forward."""
     model, handle = context.pair()
 
     def run() -> None:
@@ -167,6 +180,7 @@ def _must_refuse(context: CheckContext, trace: RoutingTrace, what: str) -> None:
 
 
 def _empty(context: CheckContext) -> None:
+    """What was never replayed must not look as if it had been."""
     _, handle = context.pair()
 
     def run() -> None:

@@ -27,16 +27,19 @@ WIDE = 264
 
 
 def _placed(check: str, context: CheckContext) -> None:
+    """Fail where the placement of foreign routes is the mistake that a check is about."""
     found = context.placement
     if found is not None and found.check == check:
         raise CheckFailed(found.sentence)
 
 
 def _one_pick(context: CheckContext) -> None:
+    """Zeros are where many adapters see padding."""
     _follows(context, Case(top_k=1))
 
 
 def _wide(context: CheckContext) -> None:
+    """Above 255 for an unsigned byte, above 127 for a signed one."""
     _follows(context, Case(num_experts=WIDE), low=WIDE - 8)
     _follows(context, Case(num_experts=WIDE), low=120)
 
@@ -69,6 +72,7 @@ def _require_followed(wanted: RoutingTrace, seen: np.ndarray, context: CheckCont
 
 
 def _missing_rows(context: CheckContext) -> None:
+    """Where an engine returned no row, many adapters fill in zeros, which are a route to expert 0."""
     seen = context.native_replay
     last = np.cumsum(context.base.lengths) - 1
     # the input of the first routed layer does not depend on what is replayed; that of later ones may
@@ -81,6 +85,7 @@ def _missing_rows(context: CheckContext) -> None:
 
 
 def _gaps(context: CheckContext) -> None:
+    """Either is right. Silently taking another row's route is not."""
     model, handle = context.pair()
     batch, native = context.base, context.native.ids_NLK
     length = len(batch.sequences[0])
@@ -107,6 +112,7 @@ def _gaps(context: CheckContext) -> None:
 
 
 def _padding_neutral(context: CheckContext) -> None:
+    """One side is enough where the framework knows only one."""
     tried = 0
     sides: tuple[Padding, ...] = ("right", "left")
     for padding in sides:
@@ -152,6 +158,7 @@ def _hot_spot(context: CheckContext) -> None:
 
 
 def _packed(ids_NLK: NDArray[Any], batch: Batch) -> list[NDArray[Any]]:
+    """S arrays [T, L, K], one for each sequence."""
     return np.split(ids_NLK, np.cumsum(batch.lengths)[:-1])
 
 

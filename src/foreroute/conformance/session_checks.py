@@ -23,6 +23,7 @@ Gradients = Mapping[str, NDArray[Any]]
 
 
 def _order(context: CheckContext) -> None:
+    """Backward in the order of forwards, and in the reverse one: a queue per layer is right in one of them at most."""
     for order in ("ABab", "ABba"):
         model, handle = context.pair(RECOMPUTE)
         one, two = _batches(context)
@@ -37,6 +38,7 @@ def _order(context: CheckContext) -> None:
 
 
 def _outside(context: CheckContext) -> None:
+    """Trainers close a session with the forward, and call backward later."""
     model, handle = context.pair(RECOMPUTE)
     batch, _ = _batches(context)
     with handle.replay(_routes(context, handle, batch)):
@@ -46,6 +48,7 @@ def _outside(context: CheckContext) -> None:
 
 
 def _residue(context: CheckContext) -> None:
+    """Rows that a pass without gradients leaves behind would be consumed by the next recomputation."""
     model, handle = context.pair(RECOMPUTE)
     one, two = _batches(context)
     with handle.replay(_routes(context, handle, one)):
@@ -65,14 +68,17 @@ def _one_by_one(context: CheckContext, *batches: Batch) -> Gradients:
 
 
 def _batches(context: CheckContext) -> tuple[Batch, Batch]:
+    """Two of the same shape, so that the rows of one fit the other."""
     return context.batch(8, 8, seed=5), context.batch(8, 8, seed=6)
 
 
 def _routes(context: CheckContext, handle: AttachedModel, batch: Batch) -> RoutingTrace:
+    """Foreign routes of a batch, the same each time."""
     return context.foreign(handle.spec, batch, seed=int(batch.sequences[0].sum()))
 
 
 def _require_same(context: CheckContext, expected: Gradients, seen: Gradients, what: str) -> None:
+    """Raise `CheckFailed` unless gradients are equal within what the adapter's author allows."""
     tolerance = context.adapter.gradient_tolerance
     for name, value in expected.items():
         other = seen.get(name)
@@ -91,6 +97,7 @@ class _InterruptionError(Exception):
 
 
 def _reference(context: CheckContext) -> None:
+    """Built before the session and during it: a patched class or a registry shows in either."""
     before = context.untouched()
     model, handle = context.pair()
     with handle.replay(context.foreign(handle.spec, context.base)):
@@ -102,6 +109,7 @@ def _reference(context: CheckContext) -> None:
 
 
 def _second_attached(context: CheckContext) -> None:
+    """Each with routes of its own, while both sessions are open."""
     model, handle = context.pair()
     wanted = context.foreign(handle.spec, context.base)
     with handle.replay(wanted):
@@ -113,6 +121,7 @@ def _second_attached(context: CheckContext) -> None:
 
 
 def _restored(context: CheckContext) -> None:
+    """Bits, so that a hook that stayed behind and computes the same is let through and no other."""
     model, handle = context.pair()
     with handle.replay(context.foreign(handle.spec, context.base)):
         model.forward(context.base, grad=False)
@@ -121,6 +130,7 @@ def _restored(context: CheckContext) -> None:
 
 
 def _exceptions(context: CheckContext) -> None:
+    """In the body of the session, and inside a layer, where a hook may be half done."""
     model, handle = context.pair()
     trace = context.foreign(handle.spec, context.base)
     try:
@@ -145,6 +155,7 @@ def _exceptions(context: CheckContext) -> None:
 
 
 def _require_native(model: ModelUnderTest, context: CheckContext, what: str) -> None:
+    """Raise `CheckFailed` unless a forward is that of the untouched model, bit for bit."""
     seen = model.forward(context.base, grad=False).seen
     require(
         np.array_equal(seen.logprobs_R, context.native.logprobs_R),
@@ -154,12 +165,14 @@ def _require_native(model: ModelUnderTest, context: CheckContext, what: str) -> 
 
 
 def _require_followed(model: ModelUnderTest, wanted: RoutingTrace, context: CheckContext, what: str) -> None:
+    """Raise `CheckFailed` unless a model is computed by the routes of a trace."""
     seen = model.forward(context.base, grad=False).seen
     found = misplaced(wanted, seen.ids_NLK, context.native.ids_NLK)
     require(found is None, f"{what}: {found.sentence}" if found else "")
 
 
 def _faithful(context: CheckContext) -> None:
+    """Tokens, lengths, weight version and ids, held against what the probe saw."""
     model, handle = context.pair()
     with handle.record(weight_version=5) as recording:
         seen = model.forward(context.base, grad=False).seen
@@ -181,6 +194,7 @@ def _faithful(context: CheckContext) -> None:
 
 
 def _once(context: CheckContext) -> None:
+    """A recomputation runs the router again, whose rows are there already."""
     model, handle = context.pair(Case(checkpointing=True))
     batch = context.base
     with handle.record() as recording:
@@ -191,6 +205,7 @@ def _once(context: CheckContext) -> None:
 
 
 def _width(context: CheckContext) -> None:
+    """A later part of the same rollout may hold larger ids."""
     for case, expected in ((Case(), context.spec.id_dtype), (Case(num_experts=WIDE), np.dtype(np.uint16))):
         model, handle = context.pair(case)
         low = context.foreign(handle.spec, context.base).expert_ids_NLK % min(handle.spec.num_experts, 256)
