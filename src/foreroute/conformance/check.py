@@ -155,21 +155,23 @@ class CheckContext:
     @cached_property
     def native_replay(self) -> Seen:
         """What the attached model did under its own routes."""
+        return self.replayed(self.native_trace())
+
+    def replayed(self, trace: RoutingTrace, batch: Batch | None = None) -> Seen:
+        """What a new attached model does under a trace, on the base batch or another."""
         model, handle = self.pair()
-        with handle.replay(self.native_trace()):
-            return model.forward(self.base, grad=False).seen
+        with handle.replay(trace):
+            return model.forward(batch or self.base, grad=False).seen
 
     @cached_property
     def placement(self) -> Misplaced | None:
         """Where foreign routes, with and without a row for the last token, ended up; None where they belong."""
         found = None
         for absent in (0, 1):
-            model, handle = self.pair()
-            wanted = self.foreign(handle.spec, self.base)
+            wanted = self.foreign(self.spec, self.base)
             if absent:
                 wanted = without_last_rows(wanted)
-            with handle.replay(wanted):
-                seen = model.forward(self.base, grad=False).seen
+            seen = self.replayed(wanted)
             found = found or misplaced(wanted, seen.ids_NLK, self.native.ids_NLK)
         return found
 

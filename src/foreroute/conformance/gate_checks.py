@@ -42,9 +42,7 @@ def _native_bits(context: CheckContext) -> None:
 
 def _dense_scores(context: CheckContext) -> None:
     """Scores outside the router's own choice must not have been zeroed before gates are gathered."""
-    model, handle = context.pair()
-    with handle.replay(context.foreign(handle.spec, context.base)):
-        gates = model.forward(context.base, grad=False).seen.gates_NLK
+    gates = context.replayed(context.foreign(context.spec, context.base)).gates_NLK
     if gates is None:
         raise Unsupported("the probe does not see gate weights")
     # Foreign experts are mostly not the router's own, so scores that it zeroed show up as gates of 0.
@@ -52,7 +50,7 @@ def _dense_scores(context: CheckContext) -> None:
     layer = int(dead.argmax())
     require(
         dead.max() == 0,
-        f"{dead.max():.0%} of the replayed experts have gate weight 0 in {handle.spec.layers[layer]}: the weights are "
+        f"{dead.max():.0%} of the replayed experts have gate weight 0 in {context.spec.layers[layer]}: the weights are "
         "gathered from scores that were zeroed outside the router's own choice",
     )
 

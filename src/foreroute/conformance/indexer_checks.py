@@ -38,10 +38,7 @@ def _followed(context: CheckContext) -> None:
 
 def _require_attended(context: CheckContext, trace: RoutingTrace) -> None:
     """Raise `CheckFailed` unless queries attend to the choices of the trace."""
-    spec = _indexers(context)
-    model, handle = context.pair()
-    with handle.replay(trace):
-        seen = model.forward(context.base, grad=False).seen
+    spec, seen = _indexers(context), context.replayed(trace)
     wanted_NDU, chosen_NDU = _visible(trace, spec), _chosen(seen)
     wrong_ND = (wanted_NDU != chosen_NDU).any(axis=2)
     if not wrong_ND.any():
@@ -90,15 +87,8 @@ def _refused(context: CheckContext) -> None:
         ("choices of other layers", replace(good, layers=elsewhere)),
         ("a row without choices, which later tokens depend on,", good.without(rows[0, -2:-1])),
     ):
-        replayed = partial(_replayed, context, trace.with_stream(INDEXER, stream))
+        replayed = partial(context.replayed, trace.with_stream(INDEXER, stream))
         require(refused(replayed) is not None, f"{what} went through without an error")
-
-
-def _replayed(context: CheckContext, trace: RoutingTrace) -> None:
-    """One forward under a trace, of a model of its own."""
-    model, handle = context.pair()
-    with handle.replay(trace):
-        model.forward(context.base, grad=False)
 
 
 def _indexers(context: CheckContext) -> IndexerSpec:

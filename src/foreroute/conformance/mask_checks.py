@@ -26,7 +26,7 @@ def _followed(context: CheckContext) -> None:
     sets = _sets(context)
     trace = _with_sets(context, sets)
     expected = _logprobs_on(context, sets)
-    seen = _replayed(context, trace)
+    seen = context.replayed(trace).logprobs_R
     off = float(np.abs(seen - expected).max())
     of_all = float(np.abs(seen - context.native.logprobs_R).max())
     require(
@@ -47,14 +47,7 @@ def _refused(context: CheckContext) -> None:
         ("sets of another sequence, which leave out the sampled token,", _with_sets(context, sets[1:] + sets[:1])),
         ("a sampled token without a set", _without_a_set(_with_sets(context, sets))),
     ):
-        require(refused(partial(_replayed, context, trace)) is not None, f"{what} was not refused")
-
-
-def _replayed(context: CheckContext, trace: RoutingTrace) -> NDArray[np.float32]:
-    """[R], log-probs of one forward under a trace, of a model of its own."""
-    model, handle = context.pair()
-    with handle.replay(trace):
-        return model.forward(context.base, grad=False).seen.logprobs_R
+        require(refused(partial(context.replayed, trace)) is not None, f"{what} was not refused")
 
 
 def _require_scores(context: CheckContext) -> None:

@@ -57,18 +57,11 @@ def _follows(context: CheckContext, case: Case, *, low: int = 0) -> None:
 
 def _resumed(context: CheckContext) -> None:
     """A rollout that was interrupted and went on under new weights keeps the rows of both."""
-    model, handle = context.pair()
-    whole = context.foreign(handle.spec, context.base).with_weight_version(4)
-    first = context.foreign(handle.spec, context.base, seed=2).truncated(np.full(len(whole), 7))
+    whole = context.foreign(context.spec, context.base).with_weight_version(4)
+    first = context.foreign(context.spec, context.base, seed=2).truncated(np.full(len(whole), 7))
     joined = extended(first.with_weight_version(3), whole)
-    with handle.replay(joined):
-        seen = model.forward(context.base, grad=False).seen
-    _require_followed(joined, seen.ids_NLK, context)
-
-
-def _require_followed(wanted: RoutingTrace, seen: np.ndarray, context: CheckContext) -> None:
-    found = misplaced(wanted, seen, context.native.ids_NLK)
-    require(found is None, f"with rows of weight versions {wanted.versions}: {found.sentence}" if found else "")
+    found = misplaced(joined, context.replayed(joined).ids_NLK, context.native.ids_NLK)
+    require(found is None, f"with rows of weight versions {joined.versions}: {found.sentence}" if found else "")
 
 
 def _missing_rows(context: CheckContext) -> None:
@@ -127,12 +120,9 @@ def _padding_neutral(context: CheckContext) -> None:
 
 def _follows_when_padded(context: CheckContext, padding: Padding) -> None:
     batch = context.batch(9, 4, 6, padding=padding)
-    model, handle = context.pair()
     native = context.untouched().forward(batch, grad=False).seen
-    wanted = context.foreign(handle.spec, batch)
-    with handle.replay(wanted):
-        seen = model.forward(batch, grad=False).seen
-    found = misplaced(wanted, seen.ids_NLK, native.ids_NLK)
+    wanted = context.foreign(context.spec, batch)
+    found = misplaced(wanted, context.replayed(wanted, batch).ids_NLK, native.ids_NLK)
     require(found is None, f"in a batch padded on the {padding}: {found.sentence}" if found else "")
 
 
@@ -142,18 +132,16 @@ def _hot_spot(context: CheckContext) -> None:
     untouched = context.untouched().forward(batch, grad=False).seen
     if untouched.padding_ids_PLK is None:
         raise Unsupported("padding is not routed in this framework, or not visible to the probe")
-    model, handle = context.pair()
-    trace = context.trace_of(_packed(untouched.ids_NLK, batch), batch, handle.spec)
-    with handle.replay(trace):
-        seen = model.forward(batch, grad=False).seen.padding_ids_PLK
+    trace = context.trace_of(_packed(untouched.ids_NLK, batch), batch)
+    seen = context.replayed(trace, batch).padding_ids_PLK
     if seen is None or same_sets(untouched.padding_ids_PLK[:, 0], seen[:, 0]).all():
         return
-    fair = seen.shape[0] * handle.spec.top_k / handle.spec.num_experts
+    fair = seen.shape[0] * context.spec.top_k / context.spec.num_experts
     hottest = int(np.bincount(seen[:, 0].reshape(-1)).max())
     require(
         hottest <= 2 * fair + 1,
-        f"{hottest} of {len(seen)} padding rows go to one expert in {handle.spec.layers[0]}, where {fair:.1f} would be "
-        "its share; the untouched model routes them otherwise",
+        f"{hottest} of {len(seen)} padding rows go to one expert in {context.spec.layers[0]}, where {fair:.1f} would "
+        "be its share; the untouched model routes them otherwise",
     )
 
 

@@ -121,7 +121,7 @@ def _second_attached(context: CheckContext) -> None:
 
 
 def _restored(context: CheckContext) -> None:
-    """Bits, so that a hook that stayed behind and computes the same is let through and no other."""
+    """Compared by bits: only a hook that changes nothing may stay behind."""
     model, handle = context.pair()
     with handle.replay(context.foreign(handle.spec, context.base)):
         model.forward(context.base, grad=False)
