@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
-from foreroute.files import ByteSource, FileFormat, HeldBytes, parse_json
+from foreroute.files import FileFormat, SeekableFile, parse_json
 from foreroute.layout import Packing
 from foreroute.plan.checker import check_structure
 from foreroute.plan.options import SlotSharing
@@ -71,8 +72,9 @@ def plan_from_bytes(content: bytes) -> StepPlan:
     Raises:
         PlanError: when it cannot be right.
     """
-    source = HeldBytes(content, "a plan from another rank")
-    return _read(source, source.name)
+    source = BytesIO(content)
+    source.name = "a plan from another rank"  # type: ignore[attr-defined]
+    return _read(source, "a plan from another rank")
 
 
 def plan_metadata(plan: StepPlan) -> dict[str, str]:
@@ -85,7 +87,7 @@ def plan_metadata(plan: StepPlan) -> dict[str, str]:
     }
 
 
-def _read(source: str | os.PathLike[str] | ByteSource, name: str) -> StepPlan:
+def _read(source: str | os.PathLike[str] | SeekableFile, name: str) -> StepPlan:
     metadata, tensors = PLAN_FILE.read(source)
     try:
         plan = _decoded(metadata, tensors)

@@ -38,9 +38,9 @@ from foreroute.trace.checks import (
     join_ranges,
     narrow_ids,
 )
-from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, whole_number
-from foreroute.trace.streams import GATE_WEIGHTS, SAMPLING, Stream, joined, same_streams
+from foreroute.trace.streams import SAMPLING, Stream, check_name, joined, same_streams
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
@@ -297,7 +297,7 @@ class RoutingTrace:
         """
         if not isinstance(stream, Stream):
             raise TraceContentError(f"the stream is {stream!r:.60}; expected a DecisionStream or GateWeights")
-        stream.check_name(name)
+        check_name(name, stream.kind)
         stream.check(self.spec, self.valid_N)
         return replace(self, streams={**self.streams, name: stream})
 

@@ -6,8 +6,10 @@
     frames      chunk 0: rows, layer 0, layer 1, ..., streams      chunk 1: rows, layer 0, ...
                 each a zstd frame with a checksum of its own
 
-A frame holds the rows of one chunk in one layer as planes of bytes (`trace.planes`). The first frame of a chunk has
-what does not depend on the layer: tokens, weight versions and validity. A reader of some sequences and layers finds
+A frame holds the rows of one chunk in one layer as planes of bytes: the low bytes of the first number of all rows, then
+their next bytes, and so on. What is alike lies side by side, so that zstd sees few kinds of bytes at a time, and finds
+rows that were there before. The first frame of a chunk has what does not depend on the layer: tokens, weight
+versions and validity. A reader of some sequences and layers finds
 the chunks that hold the sequences, and there the frames of its layers. A prompt that several responses share is
 stored again with each of them; zstd finds it. `docs/formats.md` is the whole format.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,21 +28,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import ByteSource, FileFormat, TensorFile, TensorSchema, is_text, parse_json
-from foreroute.trace.checks import (
-    as_offsets,
-    as_sequence_numbers,
-    as_tokens,
-    as_versions,
-    check_memory,
-    check_rows,
-    join_ranges,
-)
+from foreroute.files import FileFormat, SeekableFile, TensorFile, TensorSchema, parse_json
+from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
-from foreroute.trace.planes import from_bytes, sorted_columns, to_bytes, transposed
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, spec_from
-from foreroute.trace.streams import DecisionStream, Stream
+from foreroute.trace.streams import KINDS, Stream, check_name
 
 Encoding = Literal["sets", "ordered"]
 """How a file holds the picks of a row: as a set, or in pick order."""
@@ -53,17 +46,16 @@ FORMAT = FileFormat(
     kind=TraceFileError,
     metadata=("model", "layers", "encoding", "streams", "provenance"),
     tensors={
-        "lengths": TensorSchema("I64", "S"),
-        "chunk_rows": TensorSchema("I64", "C"),
-        "frame_bytes": TensorSchema("I64", "CF"),
-        "content_bytes": TensorSchema("I64", "CF"),
+        "lengths": TensorSchema("I64", "S", sizes=True),
+        "chunk_rows": TensorSchema("I64", "C", sizes=True),
+        "frame_bytes": TensorSchema("I64", "CF", sizes=True),
+        "content_bytes": TensorSchema("I64", "CF", sizes=True),
         FRAMES: TensorSchema("U8", "Z"),
     },
     made_by="foreroute.save writes traces; what an earlier foreroute wrote must be recorded again",
     apart=(FRAMES,),
 )
 """S sequences, C chunks, F frames in a chunk, Z bytes of all frames. `frames` are read in part: each has a checksum."""
-KINDS: dict[str, type[DecisionStream] | type[GateWeights]] = {each.kind: each for each in (DecisionStream, GateWeights)}
 MOST_STREAMS = 16
 CHUNK_ROWS, MOST_CHUNK_ROWS = 1 << 14, 1 << 16
 """Rows that a chunk aims at, and has at most. From 4,096 to 32,768 the size of a file changes by less than a
@@ -73,6 +65,9 @@ CHUNK_MEMORY = 1 << 26
 """Bytes that the rows of a chunk take in memory, if that is less: choices of indexers take half a megabyte for each."""
 ROW_BYTES = 9
 """Of a row in the first frame: 4 of the token, 4 of the weight version, 1 of validity."""
+DECODED_FREELY, DECODED_PER_BYTE = 64 << 20, 1024
+"""A file may ask for 64 MiB of memory, or for 1,024 times the bytes of its frames: so a small file cannot make a reader
+allocate without bound."""
 
 
 def save(
@@ -111,10 +106,13 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     frames, ends, sizes = bytearray(), [0], []
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
     for start, stop in pairwise([0, *np.cumsum(chunks).tolist()]):
-        contents = [_row_content(trace, start, stop), *_route_contents(trace, start, stop, as_sets)]
+        numbers = np.stack([trace.token_ids_N[start:stop], trace.weight_versions_N[start:stop]])
+        contents = [[numbers, trace.valid_N[start:stop].view(np.uint8)]]
+        contents += [[columns_KR] for columns_KR in _route_columns(trace, start, stop, as_sets)]
         for stream in streams.values():
             contents += stream.contents(start, stop)
-        for content in contents:
+        for columns in contents:
+            content = _planes(columns)
             sizes.append(content.nbytes)
             frames += compress(content.data)
             ends.append(len(frames))
@@ -142,26 +140,50 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
 
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
-    """Refuse what a reader would refuse: a constructed trace was never checked."""
-    spec = trace.spec
-    try:
-        "".join([spec.model, *trace.provenance, *trace.provenance.values()]).encode()
-    except (TypeError, UnicodeEncodeError) as error:  # another type, or half of a character
-        raise TraceContentError(
-            f"the model is {spec.model!r:.40} and the provenance {dict(trace.provenance)!r:.120}; expected texts"
-        ) from error
-    as_tokens(trace.token_ids_N, name="token_ids_N")
-    as_versions(trace.weight_versions_N, name="weight_versions_N")
-    if (trace.weight_versions_N[~trace.valid_N] != NO_VERSION).any():
-        raise TraceContentError("a row without routes states a weight version; expected NO_VERSION")
-    expected = (len(trace.valid_N), spec.num_layers, spec.top_k)
-    if trace.expert_ids_NLK.shape != expected or trace.expert_ids_NLK.dtype != spec.id_dtype:
-        found = f"{trace.expert_ids_NLK.dtype} of shape {trace.expert_ids_NLK.shape}"
-        raise TraceContentError(f"the routes are {found}; expected {spec.id_dtype} of shape {expected}")
+    """Refuse what a reader would refuse, but for routes, which are checked as they are encoded: nothing was checked."""
+    spec, rows = trace.spec, len(trace.valid_N)
+    _refuse_no_texts(spec.model, trace.provenance)
+    for name, dtype, shape in (
+        ("token_ids_N", np.int32, (rows,)),
+        ("weight_versions_N", np.int32, (rows,)),
+        ("expert_ids_NLK", spec.id_dtype, (rows, spec.num_layers, spec.top_k)),
+    ):
+        array = getattr(trace, name)
+        if array.dtype != dtype or array.shape != shape:
+            found = f"{array.dtype} of shape {array.shape}"
+            raise TraceContentError(f"{name} is {found}; expected {np.dtype(dtype)} of shape {shape}")
+    _refuse_false_rows(trace.token_ids_N, trace.weight_versions_N, trace.valid_N)
     if len(trace.streams) > MOST_STREAMS:
         raise TraceContentError(f"the trace has {len(trace.streams)} streams; expected {MOST_STREAMS} at most")
     for name, stream in trace.streams.items():
         trace.with_stream(name, stream)
+
+
+def _refuse_no_texts(model: str, provenance: Any) -> None:
+    try:  # what is no string has no place in a text, and halves of characters have no bytes
+        "".join([model, *provenance, *provenance.values()]).encode()
+    except (AttributeError, TypeError, UnicodeEncodeError) as error:
+        raise TraceContentError(
+            f"the model is {model!r:.40} and the provenance {provenance!r:.120}; expected a text, and a table of texts"
+        ) from error
+
+
+def _refuse_false_rows(tokens: NDArray[np.int32], versions: NDArray[np.int32], valid: NDArray[np.bool_]) -> None:
+    if tokens.min(initial=0) < 0:
+        raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
+    if versions.min(initial=NO_VERSION) < NO_VERSION or (versions[~valid] != NO_VERSION).any():
+        raise TraceContentError("a weight version is below -1, or stated for a row without routes")
+
+
+def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
+    """Raise `TraceContentError` when what a file holds would take far more memory than it has bytes.
+
+    Args:
+        decoded_bytes: of what all frames hold.
+        stored_bytes: of all frames.
+    """
+    if decoded_bytes > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
+        raise TraceContentError(f"{stored_bytes} bytes of frames would become {decoded_bytes} bytes")
 
 
 def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
@@ -187,29 +209,39 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
     return np.diff([*cuts, offsets[-1]] if offsets[-1] > cuts[-1] else cuts)
 
 
-def _row_content(trace: RoutingTrace, start: int, stop: int) -> NDArray[np.uint8]:
-    numbers = np.stack([trace.token_ids_N[start:stop], trace.weight_versions_N[start:stop]])
-    return np.append(to_bytes(numbers), trace.valid_N[start:stop].view(np.uint8))
+def _route_columns(trace: RoutingTrace, start: int, stop: int, as_sets: bool) -> NDArray[Any]:
+    """Return the numbers in the frames of the routes of a chunk: uint8 or uint16 [L, K, R].
+
+    Raises:
+        TraceContentError: when sets cannot be true. Ordered picks are checked before.
+    """
+    from foreroute.trace.kernels import gaps_of_rows  # numba is slow to load
+
+    spec, valid = trace.spec, trace.valid_N[start:stop]
+    ids_RLK = np.where(valid[:, None, None], trace.expert_ids_NLK[start:stop], spec.id_dtype.type(0))
+    if not as_sets:
+        return np.ascontiguousarray(ids_RLK.transpose(1, 2, 0))
+    gaps_LKR = np.empty((spec.num_layers, spec.top_k, stop - start), spec.id_dtype)
+    if not gaps_of_rows(ids_RLK, valid, spec.num_experts, gaps_LKR):
+        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
+    return gaps_LKR
 
 
-def _route_contents(trace: RoutingTrace, start: int, stop: int, as_sets: bool) -> NDArray[np.uint8]:
-    """Return what the frames of the routes of a chunk hold: uint8 [L, planes of K numbers, R]."""
-    spec, rows, absent = trace.spec, stop - start, np.flatnonzero(~trace.valid_N[start:stop])
-    columns = transposed(trace.expert_ids_NLK[start:stop].reshape(rows, -1))
-    columns[:, absent] = 0
-    columns_LKR = columns.reshape(spec.num_layers, spec.top_k, rows)
-    if as_sets:
-        ids = sorted_columns(columns_LKR.swapaxes(0, 1))
-        columns_LKR = np.empty_like(columns_LKR)  # the gaps; what was there is scratch of the sorting
-        columns_LKR[:, 0] = ids[0]
-        for k in range(1, spec.top_k):
-            np.subtract(ids[k], ids[k - 1], out=columns_LKR[:, k])
-        columns_LKR[:, :, absent] = 1
-        if not columns_LKR[:, 1:].all() or ids[-1].max() >= spec.num_experts:
-            check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
-        columns_LKR[:, 1:] -= 1
-        columns_LKR[:, 0, absent] = 0
-    return to_bytes(columns_LKR)
+def _planes(columns: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
+    """Return what a frame holds of columns of numbers [..., R]: the low bytes of a column, then the next, and so on."""
+    planes = []
+    for numbers in columns:
+        stored = np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("<"))
+        split = stored.view(np.uint8).reshape(*numbers.shape, numbers.itemsize)
+        planes.append(np.ascontiguousarray(split.swapaxes(-1, -2)).reshape(-1))
+    return np.concatenate(planes) if len(planes) > 1 else planes[0]
+
+
+def _numbers(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
+    """Return the columns [..., R] whose planes these are, uint8 [..., bytes of R numbers]."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    split = planes.reshape(*planes.shape[:-1], stored.itemsize, -1)
+    return np.ascontiguousarray(split.swapaxes(-1, -2)).view(stored)[..., 0].astype(dtype, copy=False)
 
 
 @dataclass(frozen=True)
@@ -240,7 +272,7 @@ class TraceHeader:
 
 
 def load(
-    source: str | os.PathLike[str] | ByteSource,
+    source: str | os.PathLike[str] | SeekableFile,
     *,
     sequences: ArrayLike | None = None,
     layers: Iterable[RoutedLayer] | None = None,
@@ -252,7 +284,7 @@ def load(
     hold those sequences, in those layers alone.
 
     Args:
-        source: a file written by `save`, or any `foreroute.files.ByteSource` that holds one.
+        source: the path of a file written by `save`, or one that is open, such as `fsspec.open(url).open()`.
         sequences: integers [S'], each from 0 to S - 1; all in order when left out.
         layers: members of the file's layer table; all in order when left out.
         streams: names of those wanted beside the routes; all when left out. Others are not read.
@@ -271,7 +303,10 @@ def load(
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])
         except TraceContentError as error:
             raise _damage(file, error) from error
-        spec = header.spec if layers is None else replace(header.spec, layers=as_layers(layers))
+        spec, positions = header.spec, np.arange(header.spec.num_layers)
+        if layers is not None:
+            spec = replace(spec, layers=as_layers(layers))
+            positions = header.spec.positions(spec.layers)
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(
@@ -279,7 +314,7 @@ def load(
             )
         chunks, rows, lengths = _rows_of(header, sequences)
         try:
-            trace = _read_chunks(file, header, chunks, spec, wanted)
+            trace = _read_chunks(file, header, chunks, spec, positions, wanted)
         except TraceContentError as error:
             raise _damage(file, error) from error
     if rows is None:
@@ -300,17 +335,15 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     table = parse_json(metadata["layers"], TraceContentError, name="its layer table")
     entries = parse_json(metadata["streams"], TraceContentError, name="its list of streams")
     provenance = parse_json(metadata["provenance"], TraceContentError, name="its provenance")
-    if not isinstance(provenance, dict) or not all(map(is_text, [*provenance, *provenance.values()])):
-        raise TraceContentError(f"provenance is {provenance!r:.80}; expected a table of texts")
     if metadata["encoding"] not in ENCODINGS:
         raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
     spec = spec_from(table, metadata["model"])
+    _refuse_no_texts(spec.model, provenance)
     rows, frame_bytes, content_bytes = tables["chunk_rows"], tables["frame_bytes"], tables["content_bytes"]
-    # no length is below 0, and no sum of them wraps
-    offsets, chunk_starts = as_offsets(tables["lengths"]), as_offsets(rows)
-    frame_ends, content_ends = as_offsets(frame_bytes.reshape(-1)), as_offsets(content_bytes.reshape(-1))
     # what is known of the sizes is compared before anything is read or memory is taken for it
-    check_memory(int(content_ends[-1]), stored_bytes)
+    check_memory(int(content_bytes.sum()), stored_bytes)
+    offsets, chunk_starts = np.append(0, np.cumsum(tables["lengths"])), np.append(0, np.cumsum(rows))
+    frame_ends = np.cumsum(frame_bytes).reshape(frame_bytes.shape)
     streams = _streams_from(entries, spec)
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
         raise TraceContentError(
@@ -320,8 +353,8 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     shape = (len(rows), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     if frame_bytes.shape != shape:
         raise TraceContentError(f"the tables of frames have the shape {frame_bytes.shape}; expected {shape}")
-    if frame_ends[-1] != stored_bytes:
-        raise TraceContentError(f"frames have {frame_ends[-1]} bytes by their table, and {stored_bytes} are there")
+    if frame_bytes.sum() != stored_bytes:
+        raise TraceContentError(f"frames have {frame_bytes.sum()} bytes by their table, and {stored_bytes} are there")
     known = np.array([ROW_BYTES, *[spec.top_k * spec.id_dtype.itemsize] * spec.num_layers])
     if (content_bytes[:, : len(known)] != rows[:, None] * known).any():
         raise TraceContentError("a frame of tokens or routes has another size than its rows take")
@@ -332,7 +365,7 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         streams=streams,
         offsets=offsets,
         chunk_starts=chunk_starts,
-        frame_ends=frame_ends[1:].reshape(shape),
+        frame_ends=frame_ends,
         frame_bytes=frame_bytes,
         content_bytes=content_bytes,
     )
@@ -351,7 +384,7 @@ def _streams_from(entries: Any, spec: RoutingSpec) -> dict[str, Stream]:
                 f"a stream is {entry!r:.120}; expected a name of its own and one of {', '.join(KINDS)}"
             )
         streams[name] = KINDS[kind].from_facts(facts, spec)
-        streams[name].check_name(name)
+        check_name(name, kind)
     return streams
 
 
@@ -389,6 +422,7 @@ def _read_chunks(
     header: TraceHeader,
     chunks: NDArray[np.int64],
     spec: RoutingSpec,
+    positions: NDArray[np.int64],
     wanted: Sequence[str],
 ) -> RoutingTrace:
     """Read all rows of some chunks, in the layers of `spec`, with some streams, as one sequence.
@@ -397,8 +431,6 @@ def _read_chunks(
         TraceFileError: when the file was cut meanwhile.
         TraceContentError: when a frame is damaged, or holds what cannot be true.
     """
-    whole = spec is header.spec
-    positions = np.arange(spec.num_layers) if whole else header.spec.positions(spec.layers)
     edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
     num_rows = int(edges[-1])
     tokens, versions = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
@@ -408,22 +440,16 @@ def _read_chunks(
         frames[name] = before + stream.frames(positions)
         before += stream.depth
     needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
-    empty = {name: header.streams[name].select_layers(positions) for name in wanted}
+    streams = {name: header.streams[name].select_layers(positions) for name in wanted}
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
-    size = spec.top_k * spec.id_dtype.itemsize
-    # one buffer for all chunks: fresh memory for each would cost about as much as decoding into it
-    routes = np.empty((spec.num_layers, size * int(np.diff(edges).max(initial=0))), np.uint8)
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
-        content_of = _read_frames(file, header, chunk, needed)
-        for layer, frame in enumerate((1 + positions).tolist()):
-            routes[layer, : size * (b - a)] = np.frombuffer(content_of(frame), np.uint8)
-        tokens[a:b], versions[a:b], valid[a:b] = _put_rows(
-            content_of(0), routes[:, : size * (b - a)], spec, header.as_sets, ids_NLK[a:b]
-        )
-        for name in wanted:
-            parts[name].append(empty[name].from_contents(map(content_of, frames[name].tolist()), valid[a:b]))
-    for name in wanted:
-        empty[name] = empty[name].join(parts[name])
+        contents = _read_frames(file, header, chunk, needed)
+        tokens[a:b], versions[a:b], valid[a:b] = _rows_from(contents[0], b - a)
+        columns = [_numbers(contents[1 + i].reshape(spec.top_k, -1), spec.id_dtype) for i in positions]
+        _put_routes(columns, valid[a:b], spec, header.as_sets, ids_NLK[a:b])
+        for name, stream in streams.items():
+            of_frames = (_columns(contents[frame], stream, b - a) for frame in frames[name])
+            parts[name].append(stream.from_contents(of_frames, valid[a:b]))
     return RoutingTrace(
         spec=spec,
         expert_ids_NLK=ids_NLK,
@@ -433,61 +459,72 @@ def _read_chunks(
         offsets=np.array([0, num_rows]),
         provenance=header.provenance,
         pick_order_kept=not header.as_sets,
-        streams=empty,
+        streams={name: stream.join(parts[name]) for name, stream in streams.items()},
     )
 
 
 def _read_frames(
     file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]
-) -> Callable[[int], bytes]:
-    """Read some frames of a chunk, neighbours at once, and return what says what each of them holds."""
+) -> dict[int, NDArray[np.uint8]]:
+    """Read some frames of a chunk, neighbours at once, and return what each of them holds."""
     import zstandard
 
     ends, sizes = header.frame_ends[chunk].tolist(), header.frame_bytes[chunk].tolist()
-    stored = {}
+    decompressor, contents = zstandard.ZstdDecompressor(), {}
     for group in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1):
         begin = ends[group[0]] - sizes[group[0]]
         together = file.read(FRAMES, begin, ends[group[-1]]).data
         for frame in group.tolist():
-            stored[frame] = together[ends[frame] - sizes[frame] - begin : ends[frame] - begin]
-
-    def content_of(frame: int) -> bytes:
-        size = int(header.content_bytes[chunk, frame])
-        try:
-            # The size that a frame states is compared before it is believed.
-            stated = zstandard.get_frame_parameters(stored[frame])
-            if not size or stated.content_size != size or not stated.has_checksum:
-                raise zstandard.ZstdError(f"it states {stated.content_size} bytes, expected {size} and a checksum")
-            return decompressor.decompress(stored[frame], max_output_size=size, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise TraceContentError(f"frame {frame} of chunk {chunk} is not what was written ({error})") from error
-
-    decompressor = zstandard.ZstdDecompressor()
-    return content_of
+            stored = together[ends[frame] - sizes[frame] - begin : ends[frame] - begin]
+            size = int(header.content_bytes[chunk, frame])
+            try:
+                # The size that a frame states is compared before it is believed.
+                stated = zstandard.get_frame_parameters(stored)
+                if not size or stated.content_size != size or not stated.has_checksum:
+                    raise zstandard.ZstdError(f"it states {stated.content_size} bytes, expected {size} and a checksum")
+                content = decompressor.decompress(stored, max_output_size=size, allow_extra_data=False)
+            except zstandard.ZstdError as error:
+                raise TraceContentError(f"frame {frame} of chunk {chunk} is not what was written ({error})") from error
+            contents[frame] = np.frombuffer(content, np.uint8)
+    return contents
 
 
-def _put_rows(
-    content: bytes, routes: NDArray[np.uint8], spec: RoutingSpec, as_sets: bool, out_RLK: NDArray[Any]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
-    """Put the routes of a chunk, uint8 [L, bytes], into their places; return tokens, weight versions and validity."""
+def _rows_from(content: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
+    """Return tokens, weight versions and validity of a chunk."""
+    tokens, versions = _numbers(content[: 8 * rows].reshape(2, -1), np.int32)
+    validity = content[8 * rows :]
+    if validity.max() > 1:
+        raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
+    valid = validity == 1
+    _refuse_false_rows(tokens, versions, valid)
+    return tokens, versions, valid
+
+
+def _put_routes(
+    columns_LKR: Sequence[NDArray[Any]],
+    valid: NDArray[np.bool_],
+    spec: RoutingSpec,
+    as_sets: bool,
+    out_RLK: NDArray[Any],
+) -> None:
+    """Put the routes of a chunk into their places, layer by layer."""
     from foreroute.trace.kernels import put_sets  # numba is slow to load
 
-    rows, held = len(out_RLK), np.frombuffer(content, np.uint8)
-    tokens, versions = from_bytes(held[: 8 * rows], np.int32, 2, rows)
-    stored_LKR = from_bytes(routes, spec.id_dtype, spec.top_k, rows)
-    valid = held[8 * rows :] == 1
-    if tokens.min() < 0:
-        raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
-    if held[8 * rows :].max() > 1:
-        raise TraceContentError(f"a validity is {held[8 * rows :].max()}; expected 0 or 1")
-    if versions.min() < NO_VERSION or (versions[~valid] != NO_VERSION).any():
-        raise TraceContentError("a weight version is below -1, or stated for a row without routes")
-    if as_sets:
-        if not put_sets(stored_LKR, valid, spec.num_experts, out_RLK):
+    for layer, columns_KR in enumerate(columns_LKR):
+        if not as_sets:
+            out_RLK[:, layer] = columns_KR.T
+        elif not put_sets(columns_KR, valid, spec.num_experts, out_RLK[:, layer]):
             raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
-        return tokens, versions, valid
-    out_RLK[:] = stored_LKR.transpose(2, 0, 1)
-    if out_RLK[~valid].any():
-        raise TraceContentError("a row without a route has ids; expected zeros")
-    check_rows(out_RLK, valid, np.array([0, rows]), spec)
-    return tokens, versions, valid
+    if not as_sets:
+        if out_RLK[~valid].any():
+            raise TraceContentError("a row without a route has ids; expected zeros")
+        check_rows(out_RLK, valid, np.array([0, len(valid)]), spec)
+
+
+def _columns(content: NDArray[np.uint8], stream: Stream, rows: int) -> list[NDArray[Any]]:
+    """Return the columns of numbers that a frame of a stream holds."""
+    size = stream.number.itemsize
+    lengths = stream.column_lengths(rows, len(content) // size)
+    if min(lengths) < 0 or size * sum(lengths) != len(content):
+        raise TraceContentError(f"{stream.kind} of {rows} rows have {len(content)} bytes; expected {size} per number")
+    return [_numbers(part, stream.number) for part in np.split(content, size * np.cumsum(lengths)[:-1])]
