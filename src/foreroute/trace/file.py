@@ -8,10 +8,10 @@
 
 A frame holds the rows of one chunk in one layer as planes of bytes: the low bytes of the first number of all rows, then
 their next bytes, and so on. What is alike lies side by side, so that zstd sees few kinds of bytes at a time, and finds
-rows that were there before. The first frame of a chunk has what does not depend on the layer: tokens, weight
-versions and validity. A reader of some sequences and layers finds
-the chunks that hold the sequences, and there the frames of its layers. A prompt that several responses share is
-stored again with each of them; zstd finds it. `docs/formats.md` is the whole format.
+rows that were there before. The first frame of a chunk has what does not depend on the layer: tokens, weight versions
+and validity. A reader of some sequences and layers finds the chunks of the sequences, and there the frames of the
+layers. A prompt that several responses share is stored again with each of them; zstd finds it. `docs/formats.md` is the
+whole format.
 """
 
 from __future__ import annotations
@@ -56,15 +56,14 @@ FORMAT = FileFormat(
     apart=(FRAMES,),
 )
 """S sequences, C chunks, F frames in a chunk, Z bytes of all frames. `frames` are read in part: each has a checksum."""
-MOST_STREAMS = 16
 CHUNK_ROWS, MOST_CHUNK_ROWS = 1 << 14, 1 << 16
 """Rows that a chunk aims at, and has at most. From 4,096 to 32,768 the size of a file changes by less than a
 hundredth. With fewer rows frames cost more time each, with more a reader of few sequences decodes more that it does not
 need. A plane of 65,536 bytes and all of its frame lie within zstd's window."""
 CHUNK_MEMORY = 1 << 26
 """Bytes that the rows of a chunk take in memory, if that is less: choices of indexers take half a megabyte for each."""
-ROW_BYTES = 9
-"""Of a row in the first frame: 4 of the token, 4 of the weight version, 1 of validity."""
+ROW_BYTES, MOST_STREAMS = 9, 16
+"""Bytes of a row in the first frame: 4 of the token, 4 of the weight version, 1 of validity. Streams of a trace."""
 DECODED_FREELY, DECODED_PER_BYTE = 64 << 20, 1024
 """A file may ask for 64 MiB of memory, or for 1,024 times the bytes of its frames: so a small file cannot make a reader
 allocate without bound."""
@@ -141,7 +140,7 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
     """Refuse what a reader would refuse, but for routes, which are checked as they are encoded: nothing was checked."""
-    spec, rows = trace.spec, len(trace.valid_N)
+    spec, rows = trace.spec, trace.num_rows
     _refuse_no_texts(spec.model, trace.provenance)
     for name, dtype, shape in (
         ("token_ids_N", np.int32, (rows,)),
@@ -150,8 +149,8 @@ def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
     ):
         array = getattr(trace, name)
         if array.dtype != dtype or array.shape != shape:
-            found = f"{array.dtype} of shape {array.shape}"
-            raise TraceContentError(f"{name} is {found}; expected {np.dtype(dtype)} of shape {shape}")
+            found, expected = f"{array.dtype} of shape {array.shape}", f"{np.dtype(dtype)} of shape {shape}"
+            raise TraceContentError(f"{name} is {found}; expected {expected}")
     _refuse_false_rows(trace.token_ids_N, trace.weight_versions_N, trace.valid_N)
     if len(trace.streams) > MOST_STREAMS:
         raise TraceContentError(f"the trace has {len(trace.streams)} streams; expected {MOST_STREAMS} at most")
@@ -176,12 +175,7 @@ def _refuse_false_rows(tokens: NDArray[np.int32], versions: NDArray[np.int32], v
 
 
 def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
-    """Raise `TraceContentError` when what a file holds would take far more memory than it has bytes.
-
-    Args:
-        decoded_bytes: of what all frames hold.
-        stored_bytes: of all frames.
-    """
+    """Raise `TraceContentError` when what a file holds would take far more memory than the file has bytes of frames."""
     if decoded_bytes > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
         raise TraceContentError(f"{stored_bytes} bytes of frames would become {decoded_bytes} bytes")
 
@@ -210,11 +204,7 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
 
 
 def _route_columns(trace: RoutingTrace, start: int, stop: int, as_sets: bool) -> NDArray[Any]:
-    """Return the numbers in the frames of the routes of a chunk: uint8 or uint16 [L, K, R].
-
-    Raises:
-        TraceContentError: when sets cannot be true. Ordered picks are checked before.
-    """
+    """Return the numbers in the frames of the routes of a chunk: uint8 or uint16 [L, K, R]. Sets are checked here."""
     from foreroute.trace.kernels import gaps_of_rows  # numba is slow to load
 
     spec, valid = trace.spec, trace.valid_N[start:stop]
@@ -255,9 +245,8 @@ class TraceHeader:
         streams: those beside the routes by name, without rows.
         offsets: int64 [S + 1], the rows of each sequence.
         chunk_starts: int64 [C + 1], the rows of each chunk.
-        frame_ends: int64 [C, F], where each frame ends in the tensor of frames.
-        frame_bytes: int64 [C, F], its bytes.
-        content_bytes: int64 [C, F], and those of what it holds.
+        frame_bounds: int64 [C · F + 1], frame f of chunk c has the bytes from bound c · F + f to the next.
+        content_bytes: int64 [C, F], the bytes of what each frame holds.
     """
 
     spec: RoutingSpec
@@ -266,8 +255,7 @@ class TraceHeader:
     streams: Mapping[str, Stream]
     offsets: NDArray[np.int64]
     chunk_starts: NDArray[np.int64]
-    frame_ends: NDArray[np.int64]
-    frame_bytes: NDArray[np.int64]
+    frame_bounds: NDArray[np.int64]
     content_bytes: NDArray[np.int64]
 
 
@@ -343,7 +331,7 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     # what is known of the sizes is compared before anything is read or memory is taken for it
     check_memory(int(content_bytes.sum()), stored_bytes)
     offsets, chunk_starts = np.append(0, np.cumsum(tables["lengths"])), np.append(0, np.cumsum(rows))
-    frame_ends = np.cumsum(frame_bytes).reshape(frame_bytes.shape)
+    frame_bounds = np.append(0, np.cumsum(frame_bytes))
     streams = _streams_from(entries, spec)
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
         raise TraceContentError(
@@ -353,8 +341,8 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     shape = (len(rows), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     if frame_bytes.shape != shape:
         raise TraceContentError(f"the tables of frames have the shape {frame_bytes.shape}; expected {shape}")
-    if frame_bytes.sum() != stored_bytes:
-        raise TraceContentError(f"frames have {frame_bytes.sum()} bytes by their table, and {stored_bytes} are there")
+    if frame_bounds[-1] != stored_bytes:
+        raise TraceContentError(f"frames have {frame_bounds[-1]} bytes by their table, and {stored_bytes} are there")
     known = np.array([ROW_BYTES, *[spec.top_k * spec.id_dtype.itemsize] * spec.num_layers])
     if (content_bytes[:, : len(known)] != rows[:, None] * known).any():
         raise TraceContentError("a frame of tokens or routes has another size than its rows take")
@@ -365,8 +353,7 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         streams=streams,
         offsets=offsets,
         chunk_starts=chunk_starts,
-        frame_ends=frame_ends,
-        frame_bytes=frame_bytes,
+        frame_bounds=frame_bounds,
         content_bytes=content_bytes,
     )
 
@@ -431,11 +418,12 @@ def _read_chunks(
         TraceFileError: when the file was cut meanwhile.
         TraceContentError: when a frame is damaged, or holds what cannot be true.
     """
+    from foreroute.trace.kernels import put_sets  # numba is slow to load
+
     edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
-    num_rows = int(edges[-1])
+    num_rows, frames, before = int(edges[-1]), {}, 1 + header.spec.num_layers
     tokens, versions = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
     valid, ids_NLK = np.empty(num_rows, np.bool_), np.empty((num_rows, spec.num_layers, spec.top_k), spec.id_dtype)
-    frames, before = {}, 1 + header.spec.num_layers
     for name, stream in header.streams.items():
         frames[name] = before + stream.frames(positions)
         before += stream.depth
@@ -444,12 +432,25 @@ def _read_chunks(
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
         contents = _read_frames(file, header, chunk, needed)
-        tokens[a:b], versions[a:b], valid[a:b] = _rows_from(contents[0], b - a)
-        columns = [_numbers(contents[1 + i].reshape(spec.top_k, -1), spec.id_dtype) for i in positions]
-        _put_routes(columns, valid[a:b], spec, header.as_sets, ids_NLK[a:b])
+        tokens[a:b], versions[a:b] = _numbers(contents[0][: 8 * (b - a)].reshape(2, -1), np.int32)
+        validity = contents[0][8 * (b - a) :]
+        if validity.max() > 1:
+            raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
+        valid[a:b] = validity
+        _refuse_false_rows(tokens[a:b], versions[a:b], valid[a:b])
+        columns_LKR = [_numbers(contents[1 + i].reshape(spec.top_k, -1), spec.id_dtype) for i in positions]
+        for layer, columns_KR in enumerate(columns_LKR):
+            if not header.as_sets:
+                ids_NLK[a:b, layer] = columns_KR.T
+            elif not put_sets(columns_KR, valid[a:b], spec.num_experts, ids_NLK[a:b, layer]):
+                raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
         for name, stream in streams.items():
             of_frames = (_columns(contents[frame], stream, b - a) for frame in frames[name])
             parts[name].append(stream.from_contents(of_frames, valid[a:b]))
+    if not header.as_sets:
+        if ids_NLK[~valid].any():
+            raise TraceContentError("a row without a route has ids; expected zeros")
+        check_rows(ids_NLK, valid, np.array([0, num_rows]), spec)
     return RoutingTrace(
         spec=spec,
         expert_ids_NLK=ids_NLK,
@@ -469,13 +470,14 @@ def _read_frames(
     """Read some frames of a chunk, neighbours at once, and return what each of them holds."""
     import zstandard
 
-    ends, sizes = header.frame_ends[chunk].tolist(), header.frame_bytes[chunk].tolist()
-    decompressor, contents = zstandard.ZstdDecompressor(), {}
+    first = chunk * header.content_bytes.shape[1]
+    bounds, contents = header.frame_bounds[first:], {}
+    decompressor = zstandard.ZstdDecompressor()
     for group in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1):
-        begin = ends[group[0]] - sizes[group[0]]
-        together = file.read(FRAMES, begin, ends[group[-1]]).data
+        begin = int(bounds[group[0]])
+        together = file.read(FRAMES, begin, int(bounds[group[-1] + 1])).data
         for frame in group.tolist():
-            stored = together[ends[frame] - sizes[frame] - begin : ends[frame] - begin]
+            stored = together[bounds[frame] - begin : bounds[frame + 1] - begin]
             size = int(header.content_bytes[chunk, frame])
             try:
                 # The size that a frame states is compared before it is believed.
@@ -487,38 +489,6 @@ def _read_frames(
                 raise TraceContentError(f"frame {frame} of chunk {chunk} is not what was written ({error})") from error
             contents[frame] = np.frombuffer(content, np.uint8)
     return contents
-
-
-def _rows_from(content: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
-    """Return tokens, weight versions and validity of a chunk."""
-    tokens, versions = _numbers(content[: 8 * rows].reshape(2, -1), np.int32)
-    validity = content[8 * rows :]
-    if validity.max() > 1:
-        raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
-    valid = validity == 1
-    _refuse_false_rows(tokens, versions, valid)
-    return tokens, versions, valid
-
-
-def _put_routes(
-    columns_LKR: Sequence[NDArray[Any]],
-    valid: NDArray[np.bool_],
-    spec: RoutingSpec,
-    as_sets: bool,
-    out_RLK: NDArray[Any],
-) -> None:
-    """Put the routes of a chunk into their places, layer by layer."""
-    from foreroute.trace.kernels import put_sets  # numba is slow to load
-
-    for layer, columns_KR in enumerate(columns_LKR):
-        if not as_sets:
-            out_RLK[:, layer] = columns_KR.T
-        elif not put_sets(columns_KR, valid, spec.num_experts, out_RLK[:, layer]):
-            raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
-    if not as_sets:
-        if out_RLK[~valid].any():
-            raise TraceContentError("a row without a route has ids; expected zeros")
-        check_rows(out_RLK, valid, np.array([0, len(valid)]), spec)
 
 
 def _columns(content: NDArray[np.uint8], stream: Stream, rows: int) -> list[NDArray[Any]]:
