@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from typing import Any
 
 from foreroute.errors import ForerouteError, InputError
@@ -27,7 +27,7 @@ NO_FILE = {
 }
 
 
-def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> BufferedReader:
+def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> BufferedReader[FileIO]:
     """Open a file that is known to be one.
 
     Raises:
@@ -44,7 +44,7 @@ def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> Buffer
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise kind(f"{path} is {NO_FILE.get(stat.S_IFMT(mode), 'no regular file')}; expected a file")
-    return open(descriptor, "rb", BUFFER_BYTES)
+    return BufferedReader(FileIO(descriptor), BUFFER_BYTES)
 
 
 def read_file(path: str | os.PathLike[str], kind: type[InputError], *, most_bytes: int = MOST_BYTES) -> bytes:

@@ -45,6 +45,7 @@ from foreroute.trace.streams import SAMPLING, Stream, check_name, joined, same_s
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
 MOST_VERSION = (1 << 31) - 1
+"""The highest weight version: what 32 bits hold."""
 MOST_VALUES = 16
 """Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
 _MORE = "…"
@@ -160,6 +161,7 @@ class RoutingTrace:
             routes.append(narrow_ids(r[m[: len(r)]], spec, name=f"expert_ids[{s}]"))
             versions.append(as_versions(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]"))
         valid_N = np.concatenate(masks)
+        # rows without a route hold zeros, whatever was handed in for them
         ids_NLK = np.zeros((len(valid_N), spec.num_layers, spec.top_k), spec.id_dtype)
         ids_NLK[valid_N] = np.concatenate(routes)
         offsets = as_offsets(np.array([len(t) for t in tokens[1:]], np.int64))

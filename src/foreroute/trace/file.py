@@ -106,7 +106,7 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
     for start, stop in pairwise([0, *np.cumsum(chunks).tolist()]):
         numbers = np.stack([trace.token_ids_N[start:stop], trace.weight_versions_N[start:stop]])
-        contents = [[numbers, trace.valid_N[start:stop].view(np.uint8)]]
+        contents: list[list[NDArray[Any]]] = [[numbers, trace.valid_N[start:stop].view(np.uint8)]]
         contents += [[columns_KR] for columns_KR in _route_columns(trace, start, stop, as_sets)]
         for stream in streams.values():
             contents += stream.contents(start, stop)
@@ -147,9 +147,8 @@ def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
         ("weight_versions_N", np.int32, (rows,)),
         ("expert_ids_NLK", spec.id_dtype, (rows, spec.num_layers, spec.top_k)),
     ):
-        array = getattr(trace, name)
-        if array.dtype != dtype or array.shape != shape:
-            found, expected = f"{array.dtype} of shape {array.shape}", f"{np.dtype(dtype)} of shape {shape}"
+        array, expected = getattr(trace, name), f"{np.dtype(dtype)} of shape {shape}"
+        if (found := f"{array.dtype} of shape {array.shape}") != expected:
             raise TraceContentError(f"{name} is {found}; expected {expected}")
     _refuse_false_rows(trace.token_ids_N, trace.weight_versions_N, trace.valid_N)
     if len(trace.streams) > MOST_STREAMS:
@@ -159,7 +158,8 @@ def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
 
 
 def _refuse_no_texts(model: str, provenance: Any) -> None:
-    try:  # what is no string has no place in a text, and halves of characters have no bytes
+    """Refuse what is no text, of a trace or of a file: other types, and halves of characters, which have no bytes."""
+    try:
         "".join([model, *provenance, *provenance.values()]).encode()
     except (AttributeError, TypeError, UnicodeEncodeError) as error:
         raise TraceContentError(
@@ -168,6 +168,7 @@ def _refuse_no_texts(model: str, provenance: Any) -> None:
 
 
 def _refuse_false_rows(tokens: NDArray[np.int32], versions: NDArray[np.int32], valid: NDArray[np.bool_]) -> None:
+    """Refuse what no row has, of a trace or of a file: of tokens, and of weight versions where there is no route."""
     if tokens.min(initial=0) < 0:
         raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
     if versions.min(initial=NO_VERSION) < NO_VERSION or (versions[~valid] != NO_VERSION).any():
@@ -231,7 +232,8 @@ def _numbers(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
     """Return the columns [..., R] whose planes these are, uint8 [..., bytes of R numbers]."""
     stored = np.dtype(dtype).newbyteorder("<")
     split = planes.reshape(*planes.shape[:-1], stored.itemsize, -1)
-    return np.ascontiguousarray(split.swapaxes(-1, -2)).view(stored)[..., 0].astype(dtype, copy=False)
+    numbers: NDArray[Any] = np.ascontiguousarray(split.swapaxes(-1, -2)).view(stored)[..., 0].astype(dtype, copy=False)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -291,10 +293,8 @@ def load(
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])
         except TraceContentError as error:
             raise _damage(file, error) from error
-        spec, positions = header.spec, np.arange(header.spec.num_layers)
-        if layers is not None:
-            spec = replace(spec, layers=as_layers(layers))
-            positions = header.spec.positions(spec.layers)
+        spec = header.spec if layers is None else replace(header.spec, layers=as_layers(layers))
+        positions = np.arange(spec.num_layers) if layers is None else header.spec.positions(spec.layers)
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(
@@ -430,6 +430,7 @@ def _read_chunks(
     needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
     streams = {name: header.streams[name].select_layers(positions) for name in wanted}
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
+    # Chunk by chunk: what the frames of one hold is all the memory that is taken beside that of the result.
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
         contents = _read_frames(file, header, chunk, needed)
         tokens[a:b], versions[a:b] = _numbers(contents[0][: 8 * (b - a)].reshape(2, -1), np.int32)
@@ -470,9 +471,8 @@ def _read_frames(
     """Read some frames of a chunk, neighbours at once, and return what each of them holds."""
     import zstandard
 
-    first = chunk * header.content_bytes.shape[1]
-    bounds, contents = header.frame_bounds[first:], {}
-    decompressor = zstandard.ZstdDecompressor()
+    bounds = header.frame_bounds[chunk * header.content_bytes.shape[1] :]
+    decompressor, contents = zstandard.ZstdDecompressor(), {}
     for group in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1):
         begin = int(bounds[group[0]])
         together = file.read(FRAMES, begin, int(bounds[group[-1] + 1])).data

@@ -61,6 +61,7 @@ def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) ->
     """
     num_layers, top_k, rows = gaps_LKR.shape
     tile_KR = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype)
+    # The first distance of exchanges: the largest power of two below K, or 1.
     top = 1
     while 2 * top < top_k:
         top *= 2
@@ -110,6 +111,7 @@ def put_sets(gaps_KR: Any, valid_R: Any, num_experts: Any, out_RK: Any) -> Any:
         stop = min(start + TILE_ROWS, rows)
         ids_KR, valid = tile_KR[:, : stop - start], valid_R[start:stop]
         ids_KR[0] = gaps_KR[0, start:stop]
+        # Pick by pick, and then row by row: additions are vectors so, and what is written far apart is written once.
         for k in range(1, top_k):
             bad |= _add_gaps(ids_KR[k - 1], gaps_KR[k, start:stop], valid, ids_KR[k])
         bad |= _leaves_range(ids_KR[top_k - 1], valid, num_experts)
@@ -125,6 +127,7 @@ def put_sets(gaps_KR: Any, valid_R: Any, num_experts: Any, out_RK: Any) -> Any:
 
 @routine
 def _exchange(low: Any, high: Any) -> None:
+    """Put the smaller number of each pair into `low`, and the other into `high`."""
     for row in range(len(low)):
         smaller = min(low[row], high[row])
         high[row] = max(low[row], high[row])
@@ -133,6 +136,7 @@ def _exchange(low: Any, high: Any) -> None:
 
 @routine
 def _take_gaps(low: Any, high: Any, valid: Any, gaps: Any) -> bool:
+    """Take the gaps between sorted neighbours, and say whether two of them are the same expert."""
     bad = False
     for row in range(len(low)):
         gaps[row] = high[row] - low[row] - valid[row]
@@ -143,16 +147,19 @@ def _take_gaps(low: Any, high: Any, valid: Any, gaps: Any) -> bool:
 
 @routine
 def _add_gaps(low: Any, gaps: Any, valid: Any, high: Any) -> bool:
+    """Put the ids that lie by these gaps above others into `high`, and say whether one has left its type."""
     bad = False
     for row in range(len(low)):
         high[row] = low[row] + gaps[row] + valid[row]
-    for row in range(len(low)):  # an id that left its type has wrapped, and is no longer above the one before
+    # An id that left its type has wrapped, and is no longer above the one before.
+    for row in range(len(low)):
         bad |= (high[row] < low[row]) | ((high[row] == low[row]) & valid[row])
     return bad
 
 
 @routine
 def _leaves_range(last: Any, valid: Any, num_experts: Any) -> bool:
+    """Say whether the last id of a row is E or more, or that of a row without a route is not 0."""
     bad = False
     for row in range(len(last)):
         bad |= (last[row] >= num_experts) | ((last[row] != 0) & (not valid[row]))

@@ -118,13 +118,7 @@ class DecisionStream:
         sets_of: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
         layers: tuple[RoutedLayer, ...] = (),
     ) -> DecisionStream:
-        """Pack sets that lie layer by layer, and check them.
-
-        Args:
-            num_choices: ids are below it.
-            valid_N: bool [N], False where nothing was recorded.
-            sets_of: of each of the D layers, counts int64 [N], and the ids of all sets joined, ascending in each.
-            layers: the D layers that decide, if any.
+        """Pack the sets of D layers: of each counts int64 [N], and the ids of all sets joined, ascending in each.
 
         Raises:
             TraceContentError: for an id out of range or twice in a set.
@@ -309,7 +303,9 @@ class DecisionStream:
 
 
 Stream = DecisionStream | GateWeights
+"""Any stream. `contents`, `frames`, `column_lengths` and `from_contents` are what a file asks of it."""
 KINDS: dict[str, type[DecisionStream] | type[GateWeights]] = {each.kind: each for each in (DecisionStream, GateWeights)}
+"""The class of each kind, by its name in a file."""
 
 
 def check_name(name: object, kind: str) -> None:
