@@ -73,7 +73,7 @@ def plan_from_bytes(content: bytes) -> StepPlan:
         PlanError: when it cannot be right.
     """
     source = BytesIO(content)
-    source.name = "a plan from another rank"  # type: ignore[attr-defined]
+    source.name = "a plan from another rank"
     return _read(source, "a plan from another rank")
 
 
