@@ -10,8 +10,7 @@ A frame holds the rows of one chunk in one layer as planes of bytes: the low byt
 their next bytes, and so on. What is alike lies side by side, so that zstd sees few kinds of bytes at a time, and finds
 rows that were there before. The first frame of a chunk has what does not depend on the layer: tokens, weight versions
 and validity. A reader of some sequences and layers finds the chunks of the sequences, and there the frames of the
-layers. A prompt that several responses share is stored again with each of them; zstd finds it. `docs/formats.md` is the
-whole format.
+layers. A prompt that responses share is stored again with each; zstd finds it. `docs/formats.md` is the whole format.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,13 +117,11 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
             ends.append(len(frames))
     shape = (len(chunks), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     check_memory(sum(sizes), len(frames))
-    layers = [[each.index, each.kind.value, spec.num_experts, spec.top_k] for each in spec.layers]
-    stored = [{"name": name, "kind": stream.kind, **stream.facts()} for name, stream in streams.items()]
     metadata = {
         "model": spec.model,
-        "layers": json.dumps(layers),
+        "layers": json.dumps([[each.index, each.kind.value, spec.num_experts, spec.top_k] for each in spec.layers]),
         "encoding": "sets" if as_sets else "ordered",
-        "streams": json.dumps(stored),
+        "streams": json.dumps([{"name": name, "kind": each.kind, **each.facts()} for name, each in streams.items()]),
         "provenance": json.dumps(dict(sorted(trace.provenance.items()))),
     }
     most = FORMAT.most_header_bytes - 4096  # which is more than the entries of the tensors take
@@ -427,24 +425,28 @@ def _read_chunks(
     for name, stream in header.streams.items():
         frames[name] = before + stream.frames(positions)
         before += stream.depth
+    size = spec.top_k * spec.id_dtype.itemsize
+    # The ids of a row and layer are written as the widest words that they fill. numba knows one order of bytes alone.
+    words_NLW = ids_NLK.view(f"<u{gcd(8, size)}")
     needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
     streams = {name: header.streams[name].select_layers(positions) for name in wanted}
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
-    # Chunk by chunk: what the frames of one hold is all the memory that is taken beside that of the result.
+    # One buffer for the routes of all chunks: fresh memory for each would cost about as much as decoding into it.
+    routes = np.empty(spec.num_layers * size * int(np.diff(edges).max(initial=0)), np.uint8)
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
         contents = _read_frames(file, header, chunk, needed)
-        tokens[a:b], versions[a:b] = _numbers(contents[0][: 8 * (b - a)].reshape(2, -1), np.int32)
-        validity = contents[0][8 * (b - a) :]
+        numbers, validity = np.split(contents[0], [8 * (b - a)])
+        tokens[a:b], versions[a:b] = _numbers(numbers.reshape(2, -1), np.int32)
         if validity.max() > 1:
             raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
         valid[a:b] = validity
         _refuse_false_rows(tokens[a:b], versions[a:b], valid[a:b])
-        columns_LKR = [_numbers(contents[1 + i].reshape(spec.top_k, -1), spec.id_dtype) for i in positions]
-        for layer, columns_KR in enumerate(columns_LKR):
-            if not header.as_sets:
-                ids_NLK[a:b, layer] = columns_KR.T
-            elif not put_sets(columns_KR, valid[a:b], spec.num_experts, ids_NLK[a:b, layer]):
-                raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
+        planes = np.concatenate([contents[i] for i in 1 + positions], out=routes[: len(positions) * size * (b - a)])
+        columns_LKR = _numbers(planes.reshape(spec.num_layers, spec.top_k, -1), spec.id_dtype)
+        if not header.as_sets:
+            ids_NLK[a:b] = columns_LKR.transpose(2, 0, 1)
+        elif not put_sets(columns_LKR, valid[a:b], spec.num_experts, words_NLW[a:b]):
+            raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
         for name, stream in streams.items():
             of_frames = (_columns(contents[frame], stream, b - a) for frame in frames[name])
             parts[name].append(stream.from_contents(of_frames, valid[a:b]))
@@ -465,9 +467,7 @@ def _read_chunks(
     )
 
 
-def _read_frames(
-    file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]
-) -> dict[int, NDArray[np.uint8]]:
+def _read_frames(file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]) -> dict[int, Any]:
     """Read some frames of a chunk, neighbours at once, and return what each of them holds."""
     import zstandard
 

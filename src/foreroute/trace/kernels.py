@@ -13,7 +13,7 @@ from numba import uint64
 
 from foreroute.kernels import kernel, routine
 
-TILE_ROWS = 512
+TILE_ROWS = 256
 """Rows that are sorted or summed up at once: K columns of so many ids fit the first-level cache."""
 
 
@@ -60,7 +60,7 @@ def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) ->
         gaps_LKR: of the same type [L, K, R], written.
     """
     num_layers, top_k, rows = gaps_LKR.shape
-    tile_KR = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype)
+    ids_KR = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype)
     # The first distance of exchanges: the largest power of two below K, or 1.
     top = 1
     while 2 * top < top_k:
@@ -68,11 +68,12 @@ def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) ->
     bad = False
     for start in range(0, rows, TILE_ROWS):
         stop = min(start + TILE_ROWS, rows)
-        ids_KR, valid = tile_KR[:, : stop - start], valid_R[start:stop]
+        count, valid = stop - start, valid_R[start:stop]
         for layer in range(num_layers):
-            for row in range(stop - start):
+            ids_RK = ids_RLK[start:stop, layer]
+            for row in range(count):
                 for k in range(top_k):
-                    ids_KR[k, row] = ids_RLK[start + row, layer, k]
+                    ids_KR[k, row] = ids_RK[row, k]
             # Batcher's merge exchange for any number of keys: Knuth, The Art of Computer Programming, vol. 3, 5.2.2, M.
             # A sorting network is a fixed list of exchanges, so that each is done for all rows at once. p, q, r and d
             # are Knuth's: distances that are halved from pass to pass.
@@ -82,42 +83,50 @@ def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) ->
                 while d > 0:
                     for i in range(top_k - d):
                         if i & p == r:
-                            _exchange(ids_KR[i], ids_KR[i + d])
+                            _exchange(ids_KR[i, :count], ids_KR[i + d, :count])
                     d, q, r = q - p, q // 2, p
                 p //= 2
-            gaps_LKR[layer, 0, start:stop] = ids_KR[0]
+            gaps_LKR[layer, 0, start:stop] = ids_KR[0, :count]
             for k in range(1, top_k):
-                bad |= _take_gaps(ids_KR[k - 1], ids_KR[k], valid, gaps_LKR[layer, k, start:stop])
-            bad |= _leaves_range(ids_KR[top_k - 1], valid, num_experts)
+                bad |= _take_gaps(ids_KR[k - 1, :count], ids_KR[k, :count], valid, gaps_LKR[layer, k, start:stop])
+            bad |= _leaves_range(ids_KR[top_k - 1, :count], valid, num_experts)
     return not bad
 
 
 @kernel
-def put_sets(gaps_KR: Any, valid_R: Any, num_experts: Any, out_RK: Any) -> Any:
-    """Put the sets of one layer into their rows, ids ascending: what `gaps_of_rows` took gaps of.
+def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLW: Any) -> Any:
+    """Put sets into their rows, ids ascending: what `gaps_of_rows` took gaps of.
 
     Rows without a route get zeros. Returns whether their gaps are zeros too, and all ids are below E.
 
     Args:
-        gaps_KR: uint8 or uint16 [K, R].
+        gaps_LKR: uint8 or uint16 [L, K, R].
         valid_R: bool [R], the routed rows.
         num_experts: E.
-        out_RK: of the same type [R, K], written.
+        out_RLW: uint8 to uint64 [R, L, W], written: the K ids as W words, in each of them the first id in the lowest
+            bits.
     """
-    top_k, rows = gaps_KR.shape
-    tile_KR = np.empty((top_k, TILE_ROWS), gaps_KR.dtype)
+    num_layers, top_k, rows = gaps_LKR.shape
+    ids_KR, words = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype), np.empty(TILE_ROWS, out_RLW.dtype)
+    per_word, bits = out_RLW.itemsize // gaps_LKR.itemsize, 8 * gaps_LKR.itemsize
     bad = False
+    # All layers of a tile of rows, which the second-level cache holds, and then the next tile.
     for start in range(0, rows, TILE_ROWS):
         stop = min(start + TILE_ROWS, rows)
-        ids_KR, valid = tile_KR[:, : stop - start], valid_R[start:stop]
-        ids_KR[0] = gaps_KR[0, start:stop]
-        # Pick by pick, and then row by row: additions are vectors so, and what is written far apart is written once.
-        for k in range(1, top_k):
-            bad |= _add_gaps(ids_KR[k - 1], gaps_KR[k, start:stop], valid, ids_KR[k])
-        bad |= _leaves_range(ids_KR[top_k - 1], valid, num_experts)
-        for row in range(stop - start):
-            for k in range(top_k):
-                out_RK[start + row, k] = ids_KR[k, row]
+        count, valid = stop - start, valid_R[start:stop]
+        for layer in range(num_layers):
+            ids_KR[0, :count] = gaps_LKR[layer, 0, start:stop]
+            for k in range(1, top_k):
+                bad |= _add_gaps(ids_KR[k - 1, :count], gaps_LKR[layer, k, start:stop], valid, ids_KR[k, :count])
+            bad |= _leaves_range(ids_KR[top_k - 1, :count], valid, num_experts)
+            # Rows lie far apart: what goes into one is put together first, and written by whole words.
+            for w in range(top_k // per_word):
+                words[:count] = ids_KR[w * per_word, :count]
+                for k in range(1, per_word):
+                    _append(ids_KR[w * per_word + k, :count], k * bits, words[:count])
+                out = out_RLW[start:stop, layer, w]
+                for row in range(count):
+                    out[row] = words[row]
     return not bad
 
 
@@ -155,6 +164,13 @@ def _add_gaps(low: Any, gaps: Any, valid: Any, high: Any) -> bool:
     for row in range(len(low)):
         bad |= (high[row] < low[row]) | ((high[row] == low[row]) & valid[row])
     return bad
+
+
+@routine
+def _append(ids: Any, shift: Any, words: Any) -> None:
+    """Put ids into words, that many bits from the lowest."""
+    for row in range(len(ids)):
+        words[row] |= uint64(ids[row]) << uint64(shift)
 
 
 @routine
