@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture import Generation, load_generation
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import RegularFile, parse_json, read_text
+from foreroute.files import open_regular, parse_json, read_text
 from foreroute.trace import RoutingTrace, load
 
 if TYPE_CHECKING:  # it loads torch
@@ -121,8 +122,8 @@ def read_array(path: Path, kinds: str) -> NDArray[Any]:
     Raises:
         InputError: when it is missing, no .npy file, damaged, or of another shape or type.
     """
-    with RegularFile(path, InputError) as file:
-        begin = bytes(file.read(0, min(file.size, MOST_HEADER_BYTES)))
+    with open_regular(path, InputError) as file:
+        num_bytes, begin = os.fstat(file.fileno()).st_size, file.read(MOST_HEADER_BYTES)
         header = NPY.match(begin)
         if header is None or header.end() != 10 + int.from_bytes(header["length"], "little"):
             raise InputError(f"{path} is not a readable .npy file of plain numbers; numpy.save(path, array) writes one")
@@ -131,12 +132,13 @@ def read_array(path: Path, kinds: str) -> NDArray[Any]:
             wanted = "floats" if kinds == "f" else "integers"
             raise InputError(f"{path} holds {code} of shape {shape}; expected {wanted} of one axis")
         dtype, size = np.dtype(code), math.prod(shape) * int(code[2:])
-        if header.end() + size != file.size or shape[0] > MOST_VALUES:
+        if header.end() + size != num_bytes or shape[0] > MOST_VALUES:
             raise InputError(
-                f"{path} states {shape[0]:,} values of {dtype.itemsize} bytes and holds {file.size - header.end():,} "
+                f"{path} states {shape[0]:,} values of {dtype.itemsize} bytes and holds {num_bytes - header.end():,} "
                 f"bytes of them; expected as many as stated, and {MOST_VALUES:,} values at most. It may be truncated"
             )
-        values: NDArray[Any] = np.frombuffer(file.read(header.end(), size), dtype)
+        file.seek(header.end())
+        values: NDArray[Any] = np.frombuffer(file.read(size), dtype)
     return values.astype(np.int64 if kinds == "iu" else dtype.newbyteorder("="))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import InputError, how_to_install, printable
-from foreroute.files import RegularFile, check_writable, write_atomically, writing_named
+from foreroute.files import check_writable, open_regular, write_atomically, writing_named
 
 MARK = '<meta name="generator" content="foreroute">'
 """In the head of every page. A file with it may be replaced by another page, any other file may not."""
@@ -29,8 +29,8 @@ def check_page(target: Path) -> None:
         check_writable(target)
         if not target.exists():
             return
-    with RegularFile(target, InputError) as file:
-        head = file.read(0, min(file.size, MARKED_WITHIN))
+    with open_regular(target, InputError) as file:
+        head = file.read(MARKED_WITHIN)
     if head and MARK.encode() not in head:
         raise InputError(
             f"{target} exists and is no page that foreroute wrote; nothing was changed. Choose another path"
