@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
 from foreroute.report import summary_rows, write_report
-from foreroute.report.run import describe
+from foreroute.report.run_tables import describe
 from foreroute.report.training_plots import _up_to_all, update_plots
 from tests.report.report_runs import config, step_line, write_run
 
@@ -38,9 +38,9 @@ def test_runs_that_recorded_nothing_have_no_plots(tmp_path):
 
 def test_everything_that_happened_is_shown(tmp_path):
     importance = {"effective_share": 0.5, "cut_share": 0.2, "rejected_sequences": 3}
-    folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance, "kl": 0.01})
-    expected = ["Effective sample size", "Clipped tokens", "Corrected tokens", "Rejected responses"]
-    assert titles(folders) == [*expected, "Distance to the reference"]
+    folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance})
+    expected = ["Effective sample size", "Clipped tokens", "Corrected tokens"]
+    assert titles(folders) == expected
     page = write_report(folders, tmp_path / "page.html").read_text()
     assert all(title in page for title in expected)
 
@@ -66,23 +66,6 @@ def test_shares_near_all_are_told_apart():
     low, high = axes.get_ylim()
     assert 0.97 < low < 0.98
     assert 1 < high < 1.01
-
-
-def test_a_run_says_what_it_minimised(tmp_path):
-    rl = {
-        "method": "gspo",
-        "correction": {"kind": "tis", "high": 2.0},
-        "rejection": {"kind": "geometric", "low": 0.95, "high": 1.05},
-        "kl_coefficient": 0.1,
-        "router": "frozen",
-    }
-    facts = facts_of(runs_of(tmp_path, FIGURES, rl))
-    expected = "gspo, correction tis at 2, rejection outside 0.95 to 1.05, KL coefficient 0.1, frozen routers"
-    assert facts["loss"] == expected
-    rl["correction"] = {"kind": "icepop", "low": 0.5, "high": 5.0}
-    facts = facts_of(runs_of(tmp_path / "icepop", FIGURES, rl))
-    assert "correction icepop outside 0.5 to 5" in facts["loss"]
-    assert facts["update"] == "4 mini-batches per step, learning rate 0.001"
 
 
 def test_a_run_says_where_it_ran(tmp_path):

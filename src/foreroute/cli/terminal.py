@@ -11,7 +11,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from foreroute import report
 from foreroute.errors import how_to_install, printable
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
@@ -232,9 +233,39 @@ def _write(line: str) -> None:
         os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
 
 
+def shown_table(table: report.Table) -> Table:
+    """The columns of a table that are for a terminal, and all rows."""
+    title = Text(f"\n{table.title}") if table.title else None
+    shown = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    places = [place for place, column in enumerate(table.columns) if column.short]
+    for place in places:
+        numbers = place > 0 and table.columns[place].kind == "number"
+        justify, most = ("right", None) if numbers else ("left", 26)
+        shown.add_column(table.columns[place].short, justify=justify, no_wrap=numbers, max_width=most)
+    for row in table.rows:
+        shown.add_row(*(Text(row.cells[place]) for place in places), style="bold" if row.strong else "")
+    return shown
+
+
+def shown_facts(facts: Mapping[str, str]) -> Table:
+    """Names and what they are, below each other."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(min_width=9)
+    for name, value in facts.items():
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def shown_tiles(tiles: Iterable[report.Tile]) -> Table:
+    """Names and values, with what each is to be seen against."""
+    return shown_facts({tile.name: f"{tile.value}{f' ({tile.against})' if tile.against else ''}" for tile in tiles})
+
+
 def write_page(console: Console, write: Callable[[], Path], *, name: str = f"{'page':<9}") -> None:
     """Write a page and say where it is, or say what is missing for one: the light core has figures alone."""
     missing = [library for library in DRAWN_WITH if find_spec(library) is None]
     with working("drawing the page", console):
-        found = f"none, for want of {' and '.join(missing)}; {how_to_install('report')}" if missing else str(write())
+        found = (
+            f"skipped: {' and '.join(missing)} not installed; {how_to_install('report')}" if missing else str(write())
+        )
     console.print(f"{name} {found}", soft_wrap=True, highlight=False, markup=False)

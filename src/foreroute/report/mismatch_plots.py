@@ -14,9 +14,6 @@ from foreroute.records import SIDES, MarginsRecord, Run
 from foreroute.report.figure import (
     INK,
     SIDE_COLOURS,
-    Caption,
-    Key,
-    Plot,
     Series,
     card,
     card_of_runs,
@@ -30,7 +27,8 @@ from foreroute.report.figure import (
     series_by_side,
     style_of,
 )
-from foreroute.report.run_rows import WINDOW
+from foreroute.report.page import Key, Plot, caption
+from foreroute.report.run_tables import WINDOW
 
 if TYPE_CHECKING:
     from foreroute.doctor import Measures
@@ -40,8 +38,8 @@ if TYPE_CHECKING:
 def mismatch_plots(runs: Sequence[Run]) -> list[Plot]:
     """Over the steps of the runs, then summed over them."""
     shares = [
-        plot_lines(_DISAGREEMENT, runs, series_by_side(runs, "differing_share"), percent_axis, smooth=True),
-        plot_lines(_F2, runs, series_by_side(runs, "f2"), percent_axis, smooth=True),
+        plot_lines(caption(name, window=WINDOW), runs, series_by_side(runs, measure), percent_axis, smooth=True)
+        for name, measure in (("differing", "differing_share"), ("f2", "f2"))
     ]
     return [_k3(runs), *shares, _disagreement_by_layer(runs), _margins(runs)]
 
@@ -59,12 +57,10 @@ def _k3(runs: Sequence[Run]) -> Plot:
     floor = 10.0 ** np.floor(np.log10(positive.min())) if positive.size else None
     floor_text = f"1e{np.log10(floor):.0f}" if floor else ""
     zeros = bool((values <= 0).any())
-    caption = Caption(
-        title="Mismatch of trainer and rollout engine (k3)",
-        sentence=f"k3 estimates KL(rollout engine || trainer) on the sampled response tokens. {SMOOTHED}"
-        + (f" Logarithmic above {floor_text}, linear below it so that zero can be shown." if floor and zeros else ""),
-        y_label="k3, nats per response token",
-    )
+    said = caption("k3", window=WINDOW)
+    if floor and zeros:
+        scale = f" Logarithmic above {floor_text}, linear below it so that zero can be shown."
+        said = replace(said, sentence=said.sentence + scale)
 
     def finish(axes: Any) -> None:
         if floor and zeros:
@@ -74,7 +70,7 @@ def _k3(runs: Sequence[Run]) -> Plot:
         if zeros:  # a line of exact zeros would vanish in the axis
             axes.set_ylim(bottom=-(floor or 1.0) * 0.25)
 
-    return plot_lines(caption, runs, series, finish, smooth=True)
+    return plot_lines(said, runs, series, finish, smooth=True)
 
 
 def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
@@ -90,7 +86,7 @@ def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
         number_layers(axes.xaxis, layers)
         percent_axis(axes)
 
-    return plot_lines(replace(_BY_LAYER, x_label=layer_label(layers)), runs, series, finish)
+    return plot_lines(replace(caption("differing_by_layer"), x_label=layer_label(layers)), runs, series, finish)
 
 
 def layers_of(runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> tuple[RoutedLayer, ...]:
@@ -110,21 +106,14 @@ def _margins(runs: Sequence[Run]) -> Plot:
     _stairs(axes, runs, series)
     axes.set_xscale("log")
     percent_axis(axes)
-    return card_of_runs(_MARGINS, axes, runs, series)
+    return card_of_runs(caption("margins"), axes, runs, series)
 
 
 def _by_layer(measures: Measures) -> Plot:
-    caption = Caption(
-        title="Where in depth",
-        sentence="Share of tokens whose expert set differs in a layer (bars), and of those whose first differing layer "
-        "it is (line). Without replay.",
-        x_label=layer_label(measures.layers),
-        y_label="share of tokens",
-        absent="Routes of the trainer and of the engine are needed for this; one of them was not given.",
-    )
+    said = replace(caption("depth"), x_label=layer_label(measures.layers))
     routes = measures.routes
     if routes is None or not routes.rows:
-        return Plot(caption=caption)
+        return Plot(caption=said)
     shares_L, first_L = routes.differing_share_L, routes.first_differing_L / routes.rows
     axes = new_axes()
     layers = np.arange(len(shares_L))
@@ -134,22 +123,15 @@ def _by_layer(measures: Measures) -> Plot:
     number_layers(axes.xaxis, measures.layers)
     percent_ticks(axes.yaxis)
     by_layer = zip(measures.layers, shares_L, strict=True)
-    said = f"Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}"
-    return card(caption, axes, said, [Key("differs", SIDE_COLOURS["native"]), Key("differs first", INK)])
+    alt = f"Tokens that differ: {', '.join(f'{layer} {share:.1%}' for layer, share in by_layer)}"
+    return card(said, axes, alt, [Key("differs", SIDE_COLOURS["native"]), Key("differs first", INK)])
 
 
 def _by_position(measures: Measures) -> Plot:
-    caption = Caption(
-        title="Where in the sequence",
-        sentence="Mean share of a token's experts that engine and trainer both picked, by position. A step "
-        "points to a defect; noise is natural.",
-        x_label="position in the sequence",
-        y_label="common experts",
-        absent="Routes of the trainer and of the engine are needed for this; one of them was not given.",
-    )
+    said = caption("position")
     explained = measures.explanation
     if explained is None or not np.isfinite(explained.overlap_by_position_T).any():
-        return Plot(caption=caption)
+        return Plot(caption=said)
     overlap_T = explained.overlap_by_position_T
     axes = new_axes()
     axes.plot(np.arange(len(overlap_T)), overlap_T, color=SIDE_COLOURS["native"])
@@ -159,8 +141,7 @@ def _by_position(measures: Measures) -> Plot:
     axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, lowest - room) <= tick <= 1])
     axes.xaxis.set_major_locator(integer_ticks(8))
     percent_ticks(axes.yaxis)
-    said = f"Common experts from {np.nanmin(overlap_T):.1%} to {np.nanmax(overlap_T):.1%}"
-    return card(caption, axes, said)
+    return card(said, axes, f"Common experts from {np.nanmin(overlap_T):.1%} to {np.nanmax(overlap_T):.1%}")
 
 
 def _share_by_bin(found: Sequence[MarginsRecord]) -> NDArray[np.float64]:
@@ -176,30 +157,3 @@ def _stairs(axes: Any, runs: Sequence[Run], series: Sequence[Series]) -> None:
         if alone and line.side != "replayed":
             axes.stairs(line.y, line.x, fill=True, color=style["color"], alpha=0.12)
         axes.stairs(line.y, line.x, baseline=None, **style)
-
-
-SMOOTHED = f"Thick: mean of the last {WINDOW} steps."
-_F2 = Caption(
-    title="Tokens far apart, F(2)",
-    sentence="Share of response tokens whose probabilities in trainer and rollout engine differ more than twofold. "
-    + SMOOTHED,
-    y_label="share of response tokens",
-)
-_DISAGREEMENT = Caption(
-    title="Routing disagreement",
-    sentence="Share of routing decisions in which trainer and rollout engine use different sets of experts. "
-    + SMOOTHED,
-    y_label="share of routing decisions",
-)
-_BY_LAYER = Caption(
-    title="Routing disagreement by layer",
-    sentence="Share of tokens whose expert set differs in a layer, averaged over the measured steps.",
-    y_label="share of tokens",
-)
-_MARGINS = Caption(
-    title="Top-k margins",
-    sentence="Gap between the last selected and the first rejected expert's score; the further left, the smaller the "
-    "numerical difference that changes the selection.",
-    x_label="score gap (logarithmic)",
-    y_label="share of routing decisions",
-)
