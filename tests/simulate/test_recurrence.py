@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.costs.model import STAGES
-from foreroute.simulate.cell_costs import beside_nothing, without_cost
+from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
-from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
+from foreroute.simulate.ep_group import forward_only, layer_ranges, one_forward_one_backward
 from tests.simulate.event_oracle import play
 from tests.simulate.simulate_cases import random_work, rules
 
@@ -28,7 +28,7 @@ def engine_and_oracle(
     # many gradients are still on their way when the stage has ended
     moved = moved._replace(gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
     ready_M = planned * np.arange(1, micro_steps + 1)
-    orders, parts, how = orders_of(stage, stages, micro_steps), layer_parts(layers, stages), rules(**rule)
+    orders, parts, how = orders_of(stage, stages, micro_steps), layer_ranges(layers, stages), rules(**rule)
     found = run(orders, parts, compute, moved, how, stage=stage, ready_M=ready_M)
     work = SimpleNamespace(**compute._asdict(), **moved._asdict())
     return found, play(orders, parts, work, how, STAGES[stage], ready_M)
@@ -76,8 +76,6 @@ def test_equals_a_play_of_events_of_any_shape(seed, stage, shape, stages, transf
         gradients=gradients,
         prefetch=prefetch,
         keeps_slots=keeps,
-        ranks_per_node=ranks,
-        processors_per_node=ranks,
     )
     assert found.end_P == pytest.approx(expected, abs=1e-9)
 
@@ -96,27 +94,6 @@ def test_without_transfers_a_stage_is_the_sum_of_its_slowest_ranks():
     assert found.end_P == pytest.approx([(expected + compute.head_MG.max(axis=1)).sum()])
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(stage):
-    compute, moved = random_work(5)
-    found = run(orders_of(stage, 1, 3), layer_parts(4, 1), *beside_nothing(compute, moved), rules(), stage=stage)
-    sums = np.zeros(2)
-    for m in range(3):
-        for layer in range(4):
-            forward_G, backward_G = compute.experts_MLG2[m, layer].T.copy()
-            for kind, seconds_G in ((0, forward_G), (1, backward_G)):
-                for g in range(2):
-                    seconds_G[g] += moved.host_KMLG[kind, m, layer, g] + moved.direct_KMLG4[kind, m, layer, g].sum()
-                    if kind:
-                        # the forward anew of a backward stage pass has the fetch of the forward one
-                        seconds_G[g] -= moved.host_KMLG[0, m, layer, g] + moved.direct_KMLG4[0, m, layer, g].sum()
-                        seconds_G[g] += moved.gradient_MLG4[m, layer, g].sum()
-            sums += forward_G.max(), max(0.0, backward_G.max())
-    experts = found.parts_PX[0, PARTS.index("experts")]
-    assert experts == pytest.approx(sums[0] if stage == 0 else 2 * sums[0] + sums[1])
-    assert found.parts_PX[0, PARTS.index("exposed transfers")] == 0
-
-
 def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
     """(M + P - 1) times forward and backward of a stage, when all stages take the same and sending takes no time."""
     stages, micro_steps = 3, 5
@@ -130,7 +107,7 @@ def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
         send_M=np.zeros(micro_steps),
     )
     orders = orders_of(1, stages, micro_steps)
-    found = run(orders, layer_parts(stages, stages), compute, without_cost(moved), rules(), stage=1)
+    found = run(orders, layer_ranges(stages, stages), compute, without_cost(moved), rules(), stage=1)
     forward, backward = 3.0, 6.0
     assert found.end_P[0] == pytest.approx((micro_steps + stages - 1) * (forward + backward))
     assert found.parts_PX[0, PARTS.index("pipeline bubbles")] == pytest.approx((stages - 1) * (forward + backward))
@@ -164,20 +141,6 @@ def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
     assert found.end_P == pytest.approx([1 + 0.8 + 1])
 
 
-def test_ranks_that_share_processors_take_turns():
-    """Works of 1, 2, 3 on two processors: all three run at 2/3 until 1.5, then two at full speed until 2.5 and 3.5."""
-    compute, moved = random_work(0, micro_steps=1, layers=1, ranks=3)
-    compute = compute._replace(
-        attention_MG2=np.broadcast_to(np.array([2.0, 3.0, 1.0])[:, None], (1, 3, 2)),
-        experts_MLG2=np.zeros_like(compute.experts_MLG2),
-        head_MG=np.zeros_like(compute.head_MG),
-        all_to_all_ML=np.zeros((1, 1)),
-        layer_s=0.0,
-    )
-    found = plain(compute, without_cost(moved), ranks_per_node=3, processors_per_node=2)
-    assert found.end_P == pytest.approx([3.5])
-
-
 FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4", "send_M")
 
 
@@ -193,7 +156,7 @@ FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct
 )
 def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, stages, rule):
     compute, moved = random_work(seed)
-    orders, parts = orders_of(1, stages, 3), layer_parts(4, stages)
+    orders, parts = orders_of(1, stages, 3), layer_ranges(4, stages)
     slow = run(orders, parts, compute, moved, rules(**rule), stage=1)
     holder = compute if hasattr(compute, name) else moved
     faster = holder._replace(**{name: factor * getattr(holder, name)})
@@ -206,7 +169,7 @@ def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, stages, ru
 @given(seed=st.integers(0, 2**32 - 1), stages=st.integers(1, 3), keeps=st.booleans(), prefetch=st.integers(0, 3))
 def test_every_resource_does_exactly_its_work(seed, stages, keeps, prefetch):
     compute, moved = random_work(seed)
-    orders, parts = orders_of(1, stages, 3), layer_parts(4, stages)
+    orders, parts = orders_of(1, stages, 3), layer_ranges(4, stages)
     found = run(orders, parts, compute, moved, rules(keeps_slots=keeps, prefetch=prefetch), stage=1)
     copied_G = np.diff(found.fetched_PNG2, axis=3)[..., 0].sum(axis=(0, 1))
     assert copied_G == pytest.approx(moved.host_KMLG.sum(axis=(0, 1, 2)))

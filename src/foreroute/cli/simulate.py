@@ -34,14 +34,13 @@ from foreroute.simulate import (
     timeline,
 )
 from foreroute.simulate.config import SweepConfig
+from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.measurements import load_measurements
 from foreroute.simulate.simulation import OnProgress
 
 if TYPE_CHECKING:  # it needs scipy
     from foreroute.simulate.fit import FitRecord
 
-TIMELINE_LAYERS = 5
-"""Layers that a timeline shows."""
 DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
 
 Fitted = tuple["FitRecord", Mapping[str, float]]
@@ -68,11 +67,16 @@ def run_simulation(
     config, console, fitted = load_config(config_path), Console(), None
     if measurements is not None:
         config, fitted = _fitted(config, measurements, rates or DEFAULT_RATES, console)
+    drawn: dict[str, Timeline] = {}
+
+    def draw(name: str, group: EPGroup) -> None:
+        if name not in drawn:
+            drawn[name] = timeline(name, group)
+
     with working("simulating", console) as work:
-        record = simulate(config, on_progress=_told(work))
+        record = simulate(config, on_progress=_told(work), on_group=draw)
     _print(record, console)
-    with working("timelines", console) as work:
-        timelines = _timelines(config, record, _told(work))
+    timelines = [drawn[name] for name in dict.fromkeys(["static", *(m.name for m in compared_methods(record)[:1])])]
     sweeps = _sweeps(config, record, console)
     figures = record.as_dict() | {
         "sweeps": [point.as_dict() for point in sweeps],
@@ -122,20 +126,6 @@ def _fitted(
     console.print(shown_table(fit_table(found, before)))
     console.print(fit_summary(found), highlight=False)
     return parse_config(values, source=f"{measurements}, fitted"), (found, before)
-
-
-def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: OnProgress) -> list[Timeline]:
-    """Make timelines of static and the method that the page is about: layers in the middle of the first stage."""
-    layers = config.described().costs.model.num_layers // config.cluster.pipeline
-    first = max(0, (layers - TIMELINE_LAYERS) // 2)
-    chosen = range(first, min(first + TIMELINE_LAYERS, layers))
-    names = list(dict.fromkeys(["static", *(method.name for method in compared_methods(record)[:1])]))
-    micro_step = min(1, record.cells_per_group // config.described().costs.model.num_layers - 1)
-    found = []
-    for n, name in enumerate(names):
-        on_progress(record[name].label, n, len(names))
-        found.append(timeline(config, name, micro_step=micro_step, layers=chosen))
-    return found
 
 
 def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) -> list[SweepRecord]:

@@ -136,7 +136,7 @@ def executed(record: SimulationRecord) -> str:
     return f"Executed in tests on CPU processes: {done}. Not executed: {'. '.join([*rest, 'Nor are the limits'])}."
 
 
-def named(method: MethodRecord | Timeline, record: SimulationRecord) -> str:
+def named(method: MethodRecord, record: SimulationRecord) -> str:
     """The label, marked where no executor carries the method out. Where none carries out static, `modelled` says so."""
     is_marked = method.not_executed and not record["static"].not_executed
     return f"{method.label} (not executed)" if is_marked else method.label

@@ -79,7 +79,7 @@ def _timeline_card(found: Timeline, record: SimulationRecord, ranks: list[int], 
     layers, (begin_s, end_s) = _layers(found), _window(found)
     said = caption(
         "timeline",
-        method=named(found, record),
+        method=named(record[found.method], record),
         first=layers[0],
         last=layers[-1],
         micro_step=found.micro_step,
