@@ -51,6 +51,22 @@ class Arms:
         return sum(run["collapsed_at"] is not None for run in runs), len(runs)
 
 
+def figure(name: str) -> Figure:
+    """A figure by its name, as tables and claims have it: a function of `FIGURES` and its arguments after colons.
+
+    "a / b" is one figure over another; None where one of them is missing, or the second is 0.
+    """
+    if " / " in name:
+        above, below = map(figure, name.split(" / "))
+        return lambda figures: _ratio(above(figures), below(figures))
+    function, *arguments = name.split(":")
+    return FIGURES[function](*arguments)
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
 def reward_last(figures: dict[str, Any]) -> float:
     """Mean reward of the last ten steps; 0 in a run that diverged, which has none."""
     return 0.0 if figures["diverged"] else float(figures["reward_last"])
@@ -101,3 +117,29 @@ def growth(name: str) -> Figure:
         return last / first if third and first > 0 and last > 0 else None
 
     return of
+
+
+def at(*path: str) -> Figure:
+    """A figure by the names that lead to it."""
+
+    def of(figures: dict[str, Any]) -> float:
+        found: Any = figures
+        for name in path:
+            found = found[name]
+        return float(found)
+
+    return of
+
+
+FIGURES: dict[str, Callable[..., Figure]] = {
+    "reward_first": lambda: reward_first,
+    "reward_last": lambda: reward_last,
+    "collapse": lambda: collapse,
+    "spikes": lambda: spikes,
+    "steps": over_steps,
+    "static": static,
+    "roughness": roughness,
+    "growth": growth,
+    "at": at,
+}
+"""What `figure` knows, by the first part of a name."""
