@@ -6,8 +6,21 @@ import re
 import pytest
 
 from foreroute.errors import InputError
-from foreroute.report import Column, Page, Row, Section, Table, Tile, write_page
-from foreroute.report.page import Caption, Key, Plot, caption, texts, words
+from foreroute.report.page import (
+    Caption,
+    Column,
+    Key,
+    Page,
+    Plot,
+    Row,
+    Section,
+    Table,
+    Tile,
+    caption,
+    texts,
+    words,
+    write_page,
+)
 from foreroute.simulate.config import SweepConfig
 from tests.report.pages import rows_of, text_of
 

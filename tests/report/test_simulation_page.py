@@ -110,7 +110,7 @@ def test_a_timeline_shows_its_inner_layers(full, tmp_path):
     assert plots_of(full)["Timeline: static"] == f"3 layers take {1e3 * 3 * (1.6e-3 + slowest):.3g} ms."
     assert "Layers 21 to 23 in micro-step 1 of the recompute, on 4 of 16 ranks" in text_of(full)
     html = page(tmp_path, record(("static",)), timelines=[timeline("static", 2, 3)])
-    assert "Layers 20 to 22 in micro-step 1 of the recompute, on all ranks" in text_of(html)
+    assert "Layers 20 to 22 in micro-step 1 of the recompute, on 2 of 2 ranks" in text_of(html)
 
 
 def test_what_is_missing_is_said(tmp_path):

@@ -45,20 +45,6 @@ def test_everything_that_happened_is_shown(tmp_path):
     assert all(title in page for title in expected)
 
 
-def test_runs_without_a_correction_are_named_and_not_drawn(tmp_path):
-    importance = {"effective_share": 0.98, "cut_share": 0.2, "rejected_sequences": 3}
-    folders = []
-    for name, kind in (("plain", "none"), ("truncated", "tis"), ("silent", "tis")):
-        values = config(name)
-        values["rl"]["correction"] = {"kind": kind, "high": 2.0}
-        figures = {} if name == "silent" else {"importance": importance | {"cut_share": 0.2 * (kind == "tis")}}
-        folders.append(write_run(tmp_path / name, values, [step_line(step) | figures for step in range(4)]))
-    plots = {plot.caption.title: plot for plot in update_plots(read_runs(folders))}
-    assert [key.label for key in plots["Corrected tokens"].keys] == ["truncated"]
-    assert plots["Corrected tokens"].notes == ("Without correction: plain.", "Not recorded by: silent.")
-    assert len(plots["Effective sample size"].keys) == 2
-
-
 def test_shares_near_all_are_told_apart():
     axes = Figure().subplots()
     axes.plot([0, 1], [0.98, 1.0])

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import rich.console
 from rich.progress_bar import ProgressBar
@@ -24,8 +24,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from foreroute import report
 from foreroute.errors import how_to_install, printable
+
+if TYPE_CHECKING:  # most verbs show no table of a page
+    from foreroute.report.page import Table as PageTable
+    from foreroute.report.page import Tile
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
 """What COLUMNS of the environment is brought into."""
@@ -233,15 +236,14 @@ def _write(line: str) -> None:
         os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
 
 
-def shown_table(table: report.Table) -> Table:
+def shown_table(table: PageTable) -> Table:
     """The columns of a table that are for a terminal, and all rows."""
     title = Text(f"\n{table.title}") if table.title else None
     shown = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
     places = [place for place, column in enumerate(table.columns) if column.short]
     for place in places:
         numbers = place > 0 and table.columns[place].kind == "number"
-        justify, most = ("right", None) if numbers else ("left", 26)
-        shown.add_column(table.columns[place].short, justify=justify, no_wrap=numbers, max_width=most)
+        shown.add_column(table.columns[place].short, justify="right" if numbers else "left", no_wrap=numbers)
     for row in table.rows:
         shown.add_row(*(Text(row.cells[place]) for place in places), style="bold" if row.strong else "")
     return shown
@@ -256,7 +258,7 @@ def shown_facts(facts: Mapping[str, str]) -> Table:
     return table
 
 
-def shown_tiles(tiles: Iterable[report.Tile]) -> Table:
+def shown_tiles(tiles: Iterable[Tile]) -> Table:
     """Names and values, with what each is to be seen against."""
     return shown_facts({tile.name: f"{tile.value}{f' ({tile.against})' if tile.against else ''}" for tile in tiles})
 

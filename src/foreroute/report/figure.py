@@ -6,7 +6,7 @@ import base64
 import io
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -125,7 +125,6 @@ def card_of_runs(
     runs: Sequence[Run],
     series: Sequence[Series],
     keys: Sequence[Key] = (),
-    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
     """Make a card with the legend of its runs, or `keys`; without a picture where no series has a number."""
     values = [line.y[np.isfinite(line.y)] for line in series]
@@ -134,7 +133,7 @@ def card_of_runs(
     finite = np.concatenate(values)
     names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
     alt = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
-    return card(caption, drawn, alt, keys or _keys(runs, series), _notes(runs, series, apart))
+    return card(caption, drawn, alt, keys or _keys(runs, series), _notes(runs, series))
 
 
 def plot_lines(
@@ -144,17 +143,14 @@ def plot_lines(
     finish: Callable[[Any], None] = lambda axes: None,
     *,
     smooth: bool = False,
-    style: Mapping[str, Any] = MappingProxyType({}),
-    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards.
+    """Draw one line per series; `finish` sets limits and formats afterwards.
 
-    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values. `apart` has, by
-    reason, the runs that have no line because there is nothing to record.
+    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values.
     """
     axes = new_axes()
     for line in series:
-        look = {**style_of(runs, line), **style}
+        look = style_of(runs, line)
         if smooth:
             axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
             axes.plot(line.x, trailing_mean(line.y), **look | {"linewidth": 2.2})
@@ -162,7 +158,7 @@ def plot_lines(
             axes.plot(line.x, line.y, **look)
     axes.xaxis.set_major_locator(integer_ticks(6))
     finish(axes)
-    return card_of_runs(caption, axes, runs, series, apart=apart)
+    return card_of_runs(caption, axes, runs, series)
 
 
 def series_by_run(runs: Sequence[Run], path: str) -> list[Series]:
@@ -351,11 +347,10 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
     return (*(Key(SIDE_WORDS[side], SIDE_COLOURS[side]) for side in sides), *of_runs)
 
 
-def _notes(runs: Sequence[Run], series: Sequence[Series], apart: Mapping[str, Collection[int]]) -> tuple[str, ...]:
-    known = {line.run for line in series}.union(*apart.values())
-    silent = {"Not recorded by": set(range(len(runs))) - known}
-    named = {words: [runs[place].label for place in sorted(those)] for words, those in {**apart, **silent}.items()}
-    notes = [f"{words}: {', '.join(labels)}." for words, labels in named.items() if labels]
+def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
+    drawn = {line.run for line in series}
+    silent = [run.label for place, run in enumerate(runs) if place not in drawn]
+    notes = [f"Not recorded by: {', '.join(silent)}."] if silent else []
     # matplotlib leaves these out without a word.
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:

@@ -51,26 +51,15 @@ def diagnosis_plots(measures: Measures) -> list[Plot]:
 
 def _k3(runs: Sequence[Run]) -> Plot:
     series = series_by_side(runs, "k3")
-    values = np.concatenate([line.y for line in series]) if series else np.zeros(0)
-    positive = values[np.isfinite(values) & (values > 0)]
-    # The power of ten below the smallest value: the axis is logarithmic down to there.
-    floor = 10.0 ** np.floor(np.log10(positive.min())) if positive.size else None
-    floor_text = f"1e{np.log10(floor):.0f}" if floor else ""
-    zeros = bool((values <= 0).any())
-    said = caption("k3", window=WINDOW)
-    if floor and zeros:
-        scale = f" Logarithmic above {floor_text}, linear below it so that zero can be shown."
-        said = replace(said, sentence=said.sentence + scale)
+    positive = [value for line in series for value in line.y if 0 < value < np.inf]
+    # The power of ten below the smallest value: the axis is logarithmic down to there, and linear to zero.
+    floor = 10.0 ** np.floor(np.log10(min(positive, default=1.0)))
 
     def finish(axes: Any) -> None:
-        if floor and zeros:
-            axes.set_yscale("symlog", linthresh=floor, linscale=0.4)
-        elif floor:
-            axes.set_yscale("log")
-        if zeros:  # a line of exact zeros would vanish in the axis
-            axes.set_ylim(bottom=-(floor or 1.0) * 0.25)
+        axes.set_yscale("symlog", linthresh=floor, linscale=0.4)
+        axes.set_ylim(bottom=-0.25 * floor)  # a line of exact zeros would vanish in the axis
 
-    return plot_lines(said, runs, series, finish, smooth=True)
+    return plot_lines(caption("k3", window=WINDOW, floor=f"{floor:.0e}"), runs, series, finish, smooth=True)
 
 
 def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
@@ -103,7 +92,9 @@ def _margins(runs: Sequence[Run]) -> Plot:
         if found:
             series.append(Series(position, None, 10 ** np.array(found[0]["log10_edges"]), _share_by_bin(found)))
     axes = new_axes()
-    _stairs(axes, runs, series)
+    for line in series:
+        look = style_of(runs, line)
+        axes.stairs(line.y, line.x, baseline=None, color=look["color"], linestyle=look["linestyle"], linewidth=1.7)
     axes.set_xscale("log")
     percent_axis(axes)
     return card_of_runs(caption("margins"), axes, runs, series)
@@ -147,13 +138,3 @@ def _by_position(measures: Measures) -> Plot:
 def _share_by_bin(found: Sequence[MarginsRecord]) -> NDArray[np.float64]:
     counts_B = np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0)
     return np.asarray(counts_B / max(counts_B.sum(), 1), np.float64)
-
-
-def _stairs(axes: Any, runs: Sequence[Run], series: Sequence[Series]) -> None:
-    alone = len({line.run for line in series}) == 1  # the fills of several runs mix into a colour of none
-    for line in series:
-        look = style_of(runs, line)
-        style = {"color": look["color"], "linestyle": look["linestyle"], "linewidth": 1.7}
-        if alone and line.side != "replayed":
-            axes.stairs(line.y, line.x, fill=True, color=style["color"], alpha=0.12)
-        axes.stairs(line.y, line.x, baseline=None, **style)

@@ -149,25 +149,28 @@ def modelled(record: SimulationRecord) -> str:
 
 def headline(record: SimulationRecord) -> MethodRecord:
     """The method that the page is about: the first of ours, else the fastest of the others, else static."""
-    balanced = [method for method in record.methods if method.name != "static"]
-    ours = [method for method in balanced if is_ours(method.name)]
-    return ours[0] if ours else _fastest(balanced or record.methods)
+    ours, others = _balanced(record)
+    return ours[0] if ours else _fastest(others or record.methods)
 
 
 def compared_methods(record: SimulationRecord) -> list[MethodRecord]:
     """The few methods that plots compare with static: the headline, the fastest of ours, the fastest of the others."""
-    balanced = [method for method in record.methods if method.name != "static"]
-    ours = [method for method in balanced if is_ours(method.name)]
-    others = [method for method in balanced if not is_ours(method.name)]
+    ours, others = _balanced(record)
     chosen = [*ours[:1], *(_fastest(group) for group in (ours, others) if group)]
     return [method for n, method in enumerate(chosen) if method not in chosen[:n]]
 
 
 def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
     """The fastest of the methods that are neither static nor plans of ours; None where that is the headline itself."""
-    others = [method for method in record.methods if method.name != "static" and not is_ours(method.name)]
+    _, others = _balanced(record)
     fastest = _fastest(others) if others else None
     return None if fastest is headline(record) else fastest
+
+
+def _balanced(record: SimulationRecord) -> tuple[list[MethodRecord], list[MethodRecord]]:
+    """Plans of ours, and the other methods but static."""
+    balanced = [method for method in record.methods if method.name != "static"]
+    return [one for one in balanced if is_ours(one.name)], [one for one in balanced if not is_ours(one.name)]
 
 
 def is_ours(name: str) -> bool:

@@ -14,7 +14,6 @@ from foreroute.report.simulation import compared_methods, modelled, named
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulationRecord, Timeline
-    from foreroute.simulate.timelines import Span
 
 STAGE_COLOURS = {
     "planning": PART_COLOURS["waiting for the plan"],
@@ -68,24 +67,28 @@ def timelines(found: Sequence[Timeline], record: SimulationRecord) -> list[Plot]
     """
     if not found:
         return []
-    ranks = _ranks(found[0])
-    longest_s = max(end - begin for begin, end in map(_window, found))
-    return [_timeline_card(one, record, ranks, longest_s) for one in found]
+    layers = sorted({span.layer for span in found[0].spans})
+    layers = layers[1:-1] if len(layers) > 3 else layers
+    ranks = _ranks(found[0], layers)
+    longest_s = max(bounds[-1] - bounds[0] for bounds in (_bounds(one, layers) for one in found))
+    return [_timeline(one, record, layers, ranks, longest_s) for one in found]
 
 
-def _timeline_card(found: Timeline, record: SimulationRecord, ranks: list[int], longest_s: float) -> Plot:
+def _timeline(found: Timeline, record: SimulationRecord, layers: list[int], ranks: list[int], longest_s: float) -> Plot:
     from foreroute.simulate.timelines import RESOURCES
 
-    layers, (begin_s, end_s) = _layers(found), _window(found)
     said = caption(
         "timeline",
         method=named(record[found.method], record),
         first=layers[0],
         last=layers[-1],
         micro_step=found.micro_step,
-        ranks=_which(found, ranks),
+        ranks=len(ranks),
+        num_ranks=found.num_ranks,
         modelled=modelled(record),
     )
+    *begins, end_s = _bounds(found, layers)
+    begin_s = begins[0]
     spans = [span for span in found.spans if span.rank in ranks and span.end_s > begin_s and span.begin_s < end_s]
     places = {rank: n * (len(RESOURCES) + 0.6) for n, rank in enumerate(ranks)}
     axes = new_axes((5.0, 0.9 + LANE_INCHES * len(ranks) * (len(RESOURCES) + 0.6)))
@@ -93,44 +96,32 @@ def _timeline_card(found: Timeline, record: SimulationRecord, ranks: list[int], 
         place = places[span.rank] + RESOURCES.index(span.resource)
         left, right = max(span.begin_s, begin_s) - begin_s, min(span.end_s, end_s) - begin_s
         axes.barh(place, 1e3 * (right - left), left=1e3 * left, color=SPAN_COLOURS[span.what], height=0.82)
-    for layer in layers:
-        start = 1e3 * (_begin(found, layer) - begin_s)
-        axes.axvline(start, color=GREY, linewidth=0.8)
+    for layer, start_s in zip(layers, begins, strict=True):
+        axes.axvline(1e3 * (start_s - begin_s), color=GREY, linewidth=0.8)
         axes.annotate(
-            f"layer {layer}", (start, 1), xycoords=("data", "axes fraction"), xytext=(3, 2),
+            f"layer {layer}", (1e3 * (start_s - begin_s), 1), xycoords=("data", "axes fraction"), xytext=(3, 2),
             textcoords="offset points", fontsize=9.5, color=INK,
         )  # fmt: skip
-    lanes = [(place + n, name) for place in places.values() for n, name in enumerate(RESOURCES)]
-    axes.set_yticks([y for y, _ in lanes], [_lane(y, name, places) for y, name in lanes], fontsize=9)
+    lanes = {
+        place + n: name if n else f"rank {rank}   {name}"
+        for rank, place in places.items()
+        for n, name in enumerate(RESOURCES)
+    }
+    axes.set_yticks(list(lanes), list(lanes.values()), fontsize=9)
     axes.set_xlim(0, 1e3 * longest_s)
-    axes.set_ylim(lanes[-1][0] + 0.6, -0.6)
+    axes.set_ylim(max(lanes) + 0.6, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     seen = {span.what for span in spans}
-    alt = f"{len(layers)} layers take {1e3 * (end_s - begin_s):.3g} ms"
     keys = [Key(what, colour) for what, colour in SPAN_COLOURS.items() if what in seen]
-    return card(said, axes, alt, keys)
+    return card(said, axes, f"{len(layers)} layers take {1e3 * (end_s - begin_s):.3g} ms", keys)
 
 
-def _which(found: Timeline, ranks: list[int]) -> str:
-    if len(ranks) == found.num_ranks:
-        return "all ranks of a group"
-    return (
-        f"{len(ranks)} of {found.num_ranks} ranks of a group: those with the most and the least work for their experts "
-        "without balancing, and two between"
-    )
-
-
-def _lane(place: float, name: str, places: dict[int, float]) -> str:
-    rank = next((rank for rank, first in places.items() if first == place), None)
-    return name if rank is None else f"rank {rank}   {name}"
-
-
-def _ranks(found: Timeline) -> list[int]:
+def _ranks(found: Timeline, layers: list[int]) -> list[int]:
     """From the most to the least work for the experts."""
     work_G = np.zeros(found.num_ranks)
     for span in found.spans:
-        if span.what == "experts" and span.layer in _layers(found):
+        if span.what == "experts" and span.layer in layers:
             work_G[span.rank] += span.end_s - span.begin_s
     order = np.argsort(-work_G, kind="stable")
     chosen = np.unique(np.linspace(0, found.num_ranks - 1, min(NUM_RANKS, found.num_ranks)).round().astype(int))
@@ -138,21 +129,10 @@ def _ranks(found: Timeline) -> list[int]:
     return ranks
 
 
-def _layers(found: Timeline) -> list[int]:
-    layers = sorted({span.layer for span in found.spans})
-    return layers[1:-1] if len(layers) > 3 else layers
-
-
-def _window(found: Timeline) -> tuple[float, float]:
-    """Seconds from the first layer's begin to the last one's end."""
-    layers = _layers(found)
-    ends = [span.end_s for span in found.spans if span.layer == layers[-1]]
-    return _begin(found, layers[0]), max(ends)
-
-
-def _begin(found: Timeline, layer: int) -> float:
-    return min(span.begin_s for span in _computing(found, layer))
-
-
-def _computing(found: Timeline, layer: int) -> list[Span]:
-    return [span for span in found.spans if span.layer == layer and span.resource == "compute"]
+def _bounds(found: Timeline, layers: list[int]) -> list[float]:
+    """Seconds at which each layer begins, and at which the last one ends."""
+    begins = [
+        min(span.begin_s for span in found.spans if span.layer == layer and span.resource == "compute")
+        for layer in layers
+    ]
+    return [*begins, max(span.end_s for span in found.spans if span.layer == layers[-1])]

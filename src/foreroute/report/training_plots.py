@@ -18,14 +18,11 @@ class UpdatePlot(NamedTuple):
         path: of the number in a step's record; its last key names the caption.
         finish: sets limits and formats.
         zeros: whether lines of zeros are worth a plot.
-        part: of the loss that it is about, a table of [rl]; runs without that part are not drawn, since their zeros
-            would say nothing.
     """
 
     path: str
     finish: Callable[[Any], None]
     zeros: bool = True
-    part: str | None = None
 
 
 def reward_plots(runs: Sequence[Run]) -> list[Plot]:
@@ -37,17 +34,12 @@ def reward_plots(runs: Sequence[Run]) -> list[Plot]:
 
 def update_plots(runs: Sequence[Run]) -> list[Plot]:
     """Those that some run has something to show in; a bound that nothing ever reached is no plot."""
-    return [plot for each in UPDATE for plot in _update_plot(runs, each)]
-
-
-def _update_plot(runs: Sequence[Run], of: UpdatePlot) -> list[Plot]:
-    parts = [run.config["rl"].get(of.part, {}) if of.part else {} for run in runs]
-    without = {place for place, part in enumerate(parts) if part.get("kind") == "none"}
-    series = [line for line in series_by_run(runs, of.path) if line.run not in without]
-    if not any(of.zeros or line.y.any() for line in series):
-        return []
-    said = caption(of.path.rpartition(".")[2])
-    return [plot_lines(said, runs, series, of.finish, apart={f"Without {of.part}": without})]
+    plots = []
+    for of in UPDATE:
+        series = series_by_run(runs, of.path)
+        if any(of.zeros or line.y.any() for line in series):
+            plots.append(plot_lines(caption(of.path.rpartition(".")[2]), runs, series, of.finish))
+    return plots
 
 
 def _up_to_all(axes: Any) -> None:
@@ -61,5 +53,5 @@ UPDATE = (
     UpdatePlot("importance.effective_share", _up_to_all),
     UpdatePlot("live_agreement", _up_to_all),
     UpdatePlot("clip_share", percent_axis, zeros=False),
-    UpdatePlot("importance.cut_share", percent_axis, zeros=False, part="correction"),
+    UpdatePlot("importance.cut_share", percent_axis, zeros=False),
 )
