@@ -55,5 +55,5 @@ def _shown(text: str, arms: Arms) -> str:
         collapsed, runs = (sum(counts) for counts in zip(*map(arms.collapsed, of), strict=True))
         return f"{collapsed}/{runs}" if runs else "-"
     if how == "difference":
-        return interval_text(arms.difference(*of, figure(name)), signed=True)
-    return SHOWN[how](arms.mean(*of, figure(name)))
+        return interval_text(arms.difference(of[0], of[1], figure(name)), signed=True)
+    return SHOWN[how](arms.mean(of[0], figure(name)))

@@ -73,13 +73,11 @@ def _part(name: str, report: Mapping[str, Any]) -> Section:
     kinds = [_kind(outcome) for outcome in checks.values()]
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
     values = tuple(Row(cells=(figure, _value(figures, figure))) for figure in shown)
-    return Section(
-        heading=name,
-        tables=(
-            Table(columns=(Column("check"), OUTCOME), rows=lines, folded=f"checks: {counted}"),
-            Table(columns=(Column("figure"), Column("value")), rows=values, folded=f"figures: {len(shown)}"),
-        ),
+    tables = (
+        Table(columns=(Column("check"), OUTCOME), rows=lines, folded=f"checks: {counted}"),
+        Table(columns=(Column("figure"), Column("value")), rows=values, folded=f"figures: {len(shown)}"),
     )
+    return Section(heading=name, tables=tuple(table for table in tables if table.rows))
 
 
 def _value(figures: Mapping[str, Any], figure: str) -> str:

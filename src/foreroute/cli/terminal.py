@@ -65,7 +65,7 @@ class Console(rich.console.Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """End without a word: nobody reads on."""
+        """Exit silently; the reader closed the pipe."""
         raise SystemExit(2)
 
 
@@ -136,7 +136,7 @@ class CommandProgress:
         what: its name.
         detail: what it is at; empty where nothing is known.
         done, total: how much of it; nothing is said of a total of 0.
-        unit: of these, in the plural.
+        unit: plural noun for `done` and `total`, such as "cells".
     """
 
     def __init__(self, what: str, *, total: int = 0, unit: str = "") -> None:
@@ -180,7 +180,7 @@ class CommandProgress:
 
 
 _under_way = [CommandProgress("starting")]
-"""What this process is doing, the innermost last. The first is for want of anything better."""
+"""What this process is doing, the innermost last. The first stands while nothing better is known."""
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def working(what: str, console: Console | None = None, *, total: int = 0, unit: 
         what: its name, which may hold names of files.
         console: where it is shown if that is a terminal; None where something else is shown there already.
         total: how much there is to do, if that is known.
-        unit: of `total`, in the plural.
+        unit: plural noun for `total`, such as "cells".
     """
     work = CommandProgress(what, total=total, unit=unit)
     work.watch_kernels()
@@ -231,7 +231,7 @@ def _beat(over: threading.Event) -> None:
 
 
 def _write(line: str) -> None:
-    """Write past the stream and its lock: who waits for a reader holds nobody up, and a fork takes no lock along."""
+    """Bypass the stream's lock, so that a blocked reader or a fork cannot deadlock."""
     with suppress(OSError, ValueError, AttributeError):  # nobody reads: the command meets that when it prints itself
         os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
 

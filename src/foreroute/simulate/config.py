@@ -37,7 +37,7 @@ from foreroute.files.config_file import (
     read_toml,
 )
 from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.simulate.methods import METHODS, check_methods
+from foreroute.simulate.methods import METHODS
 from foreroute.simulate.steps import MOST_WORK, drawn_work
 from foreroute.simulate.workload import WORKLOADS
 
@@ -196,8 +196,6 @@ class ExecutionConfig(Section):
     """Share of computing time that hides all-to-alls."""
     planning_s: Seconds | None = None
     """Seconds of planning a step, any method; measured here by default."""
-    planner_speed: Factor = 1.0
-    """Divides measured planning times."""
     plan_lead_s: Seconds = 0.0
     """Between the end of the rollout and the recompute."""
     rollout_s: Seconds = 0.0
@@ -251,7 +249,9 @@ class SimulateConfig(Section):
     @classmethod
     def _known_methods(cls, methods: Any) -> Any:
         if isinstance(methods, list | tuple) and all(isinstance(name, str) for name in methods):
-            check_methods(methods)
+            if unknown := [name for name in methods if name not in METHODS]:
+                known = ", ".join(METHODS)
+                raise ValueError(f"there is no method called {', '.join(unknown)}; expected some of {known}")
             return tuple(dict.fromkeys(["static", *methods]))
         return methods
 

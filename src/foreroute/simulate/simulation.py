@@ -166,8 +166,7 @@ class _Sums:
         execution, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
         # Layers that were drawn stand for all, and planning takes as long for one as for another.
         scale = costs.model.num_layers / drawn
-        measured_s = served.planning_s * scale / execution.planner_speed
-        planning_s = measured_s if execution.planning_s is None else execution.planning_s
+        planning_s = served.planning_s * scale if execution.planning_s is None else execution.planning_s
         self.add(group.run(plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)))
         self.moved_bytes.append(group.moved_bytes(topology, costs))
         self.planning_s.append(planning_s)
