@@ -46,7 +46,7 @@ EXTRAS = {
     "tensorboard": ["train.recorder"],
     "wandb": ["train.recorder"],
     "fit": ["simulate.fit"],
-    "report": ["report.training_plots", "report.plan_plots", "report.simulation_plots"],
+    "report": ["report.run_plots", "report.plan_plots", "report.simulation_plots"],
 }
 
 A_TRACE = """

@@ -4,8 +4,8 @@ from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
 from foreroute.report import summary_rows, write_report
+from foreroute.report.run_plots import _up_to_all, update_plots
 from foreroute.report.run_tables import describe
-from foreroute.report.training_plots import _up_to_all, update_plots
 from tests.report.report_runs import config, step_line, write_run
 
 FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0, "rejected_sequences": 0}}

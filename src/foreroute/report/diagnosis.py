@@ -29,13 +29,21 @@ MEASURES = (
 
 def measure_table(measures: Measures) -> Table:
     """What was measured, one row per comparison; a dash means never measured."""
-    rows = (
-        _row("Engine and trainer, without replay", measures.without, measures.routes),
-        _row("Engine and trainer, with replay", measures.with_replay, None, forced=True),
-        _row("Trainer and itself, same batches", measures.repeated, None),
-        _row("Trainer and itself, packed differently", measures.repacked, measures.repacked_routes),
+    compared: tuple[tuple[str, TokenMismatch | None, RoutingMismatch | None], ...] = (
+        ("Engine and trainer, without replay", measures.without, measures.routes),
+        ("Engine and trainer, with replay", measures.with_replay, None),
+        ("Trainer and itself, same batches", measures.repeated, None),
+        ("Trainer and itself, packed differently", measures.repacked, measures.repacked_routes),
     )
-    return Table(title="Measures", columns=MEASURES, rows=tuple(row for row in rows if row is not None))
+    rows = []
+    for name, tokens, routes in compared:
+        if tokens is None and routes is None:
+            continue
+        shares = (routes.differing_share, routes.differing_tokens_share) if routes else (None, None)
+        differing = ("0, forced",) * 2 if tokens is measures.with_replay else tuple(map(percentage, shares))
+        k3, f2 = (tokens.k3, tokens.f(2.0)) if tokens else (None, None)
+        rows.append(Row(cells=(name, scientific(k3), percentage(f2), *differing)))
+    return Table(title="Measures", columns=MEASURES, rows=tuple(rows))
 
 
 def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
@@ -53,7 +61,7 @@ def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple
 
 
 def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
-    from foreroute.report.mismatch_plots import diagnosis_plots
+    from foreroute.report.diagnosis_plots import diagnosis_plots
 
     measures = measure_table(diagnosis.measures)
     return Page(
@@ -73,7 +81,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
                 if measures.rows
                 else []
             ),
-            Section(heading="Where the routes part", plots=tuple(diagnosis_plots(diagnosis.measures))),
+            Section(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
             *further(commands),
         ),
     )
@@ -87,19 +95,3 @@ def _findings(diagnosis: Diagnosis) -> list[Section]:
         for one in findings
     ]
     return [Section(heading="Findings", tables=(Table(columns=FINDINGS, rows=tuple(rows)),))] if rows else []
-
-
-def _row(
-    name: str, tokens: TokenMismatch | None, routes: RoutingMismatch | None, *, forced: bool = False
-) -> Row | None:
-    if tokens is None and routes is None:
-        return None
-    none = "0, forced" if forced else percentage(None)
-    cells = (
-        name,
-        scientific(tokens.k3 if tokens else None),
-        percentage(tokens.f(2.0) if tokens else None),
-        percentage(routes.differing_share) if routes else none,
-        percentage(routes.differing_tokens_share) if routes else none,
-    )
-    return Row(cells=cells)

@@ -153,7 +153,8 @@ def plot_lines(
         look = style_of(runs, line)
         if smooth:
             axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
-            axes.plot(line.x, trailing_mean(line.y), **look | {"linewidth": 2.2})
+            means = [line.y[max(0, end - WINDOW) : end].mean() for end in range(1, len(line.y) + 1)]
+            axes.plot(line.x, means, **look | {"linewidth": 2.2})
         else:
             axes.plot(line.x, line.y, **look)
     axes.xaxis.set_major_locator(integer_ticks(6))
@@ -187,11 +188,6 @@ def _recorded(step: StepRecord, path: str) -> float | None:
     for key in path.split("."):
         found = found.get(key) if found else None
     return (found[-1] if found else None) if isinstance(found, list) else found
-
-
-def trailing_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean of each value and those before it, `WINDOW` of them at most."""
-    return np.array([values[max(0, end - WINDOW) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:

@@ -16,7 +16,6 @@ from foreroute.report.run_tables import (
     config_table,
     facts_table,
     load_table,
-    runs_with_alarms,
     summary_rows,
     summary_table,
 )
@@ -37,18 +36,12 @@ def write_report(run_folders: Sequence[Path], target: Path) -> Path:
 
 
 def _page(runs: Sequence[Run]) -> Page:
-    from foreroute.report import load_plots, mismatch_plots, training_plots
     from foreroute.report.figure import Key, colour_of, dashes_of
+    from foreroute.report.run_plots import rank_load_plots, run_plots
 
     rows = summary_rows(runs)
     names = tuple(Key(run.label, colour_of(runs, place), dashes_of(place)) for place, run in enumerate(runs))
     colours = [key.colour or "" for key in names]
-    curves = (
-        *mismatch_plots.mismatch_plots(runs),
-        *training_plots.reward_plots(runs),
-        *training_plots.update_plots(runs),
-        load_plots.expert_load(runs),
-    )
     sections = [
         Section(
             heading="Mismatch and reward",
@@ -59,18 +52,10 @@ def _page(runs: Sequence[Run]) -> Page:
         *_alarms(runs, colours),
     ]
     if (loads := load_table(runs)).rows:
-        plots = tuple(load_plots.rank_load_plots(runs))
-        sections.append(
-            Section(
-                heading="Load of the ranks",
-                texts=texts("loads"),
-                plots=plots,
-                tables=(loads,),
-                notes=texts("load_table"),
-            )
-        )
+        said, notes, plots = texts("loads"), texts("load_table"), tuple(rank_load_plots(runs))
+        sections.append(Section(heading="Load of the ranks", texts=said, plots=plots, tables=(loads,), notes=notes))
     sections += [
-        Section(heading="Over the run", plots=curves),
+        Section(heading="Over the run", plots=tuple(run_plots(runs))),
         Section(heading="What was run", keys=names, tables=(facts_table(runs, rows), config_table(runs))),
     ]
     commands = [command for run in runs for command in commands_of(run)]
@@ -100,7 +85,7 @@ def further(commands: Sequence[tuple[str, str]]) -> list[Section]:
 
 def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[Section]:
     """Nothing where no run recorded whether alarms were on."""
-    watched = runs_with_alarms(runs)
+    watched = [run.label for run in runs if any(step.get("alarms") is not None for step in run.steps)]
     if not watched:
         return []
     if (table := alarm_table(runs, colours)).rows:

@@ -161,11 +161,6 @@ def _excess(alarm: Alarm) -> float:
     return abs(alarm.value - alarm.threshold)
 
 
-def runs_with_alarms(runs: Sequence[Run]) -> list[str]:
-    """The labels of the runs that recorded whether alarms were on."""
-    return [run.label for run in runs if any(step.get("alarms") is not None for step in run.steps)]
-
-
 def load_table(runs: Sequence[Run]) -> Table:
     """A column for every run that was expert-parallel under a plan; without rows where none was."""
     planned = [(run.label, [execution for _, execution in steps]) for run in runs if (steps := planned_steps(run))]
