@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.arms import Arms, figure
+from experiments.arms import Arms, metric
 from experiments.intervals import Interval, paired_ratio
 from experiments.wording import interval_text
 
@@ -93,19 +93,19 @@ def _judged(entry: dict[str, Any], arms: Arms) -> Claim:
     """The verdict of one claim; what is claimed is "above" unless it says otherwise."""
     claimed, measured, unit = entry.get("claimed", "above"), entry["measured"], ""
     of = entry["of"] if isinstance(entry["of"], list) else [entry["of"]]
-    figures = [figure(name) for name in of]
+    metrics = [metric(name) for name in of]
     interval: Interval | None
     if "ratio" in entry:
         null, unit = 1.0, " times"
         if len(entry["ratio"]) == 1:  # the figure is a ratio itself
-            values = arms.values(*entry["ratio"], *figures)
+            values = arms.values(*entry["ratio"], *metrics)
             interval = paired_ratio(values, dict.fromkeys(values, 1.0))
         else:
-            interval = arms.ratio(*entry["ratio"], *figures)
+            interval = arms.ratio(*entry["ratio"], *metrics)
     elif "difference" in entry:
-        null, interval = 0.0, arms.difference(*entry["difference"], *figures)
+        null, interval = 0.0, arms.difference(*entry["difference"], *metrics)
     else:
-        null, interval = entry["bound"], arms.mean(entry["arm"], *figures)
+        null, interval = entry["bound"], arms.mean(entry["arm"], *metrics)
         measured += f", {claimed} {null:g}"
     found = "" if interval is None else interval_text(interval, unit, signed=not null)
     seeds = 0 if interval is None else interval.seeds

@@ -11,8 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from experiments.arms import Arms, over_steps, reward_last, static
-from experiments.arms import Figure as Measure
+from experiments.arms import Arms, Metric, over_steps, reward_last, static
 from experiments.grid import MINI_STEPS, REGIMES, ROUTINGS
 from experiments.intervals import Interval
 from foreroute.report.figure import SIDE_COLOURS, STYLE
@@ -92,7 +91,7 @@ def _mismatch(arms: Arms, figure: Figure) -> bool:
 
 
 def _against_mini_steps(
-    arms: Arms, figure: Figure, panels: list[tuple[Measure, str, str]], label: str, *, log: bool
+    arms: Arms, figure: Figure, panels: list[tuple[Metric, str, str]], label: str, *, log: bool
 ) -> bool:
     shown = False
     grid = figure.subplots(1, len(panels), sharey=not log)

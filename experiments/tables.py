@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from experiments.arms import Arms, figure
+from experiments.arms import Arms, metric
 from experiments.wording import interval_text, number, percent
 
 Table = list[list[str]]
@@ -55,5 +55,5 @@ def _shown(text: str, arms: Arms) -> str:
         collapsed, runs = (sum(counts) for counts in zip(*map(arms.collapsed, of), strict=True))
         return f"{collapsed}/{runs}" if runs else "-"
     if how == "difference":
-        return interval_text(arms.difference(of[0], of[1], figure(name)), signed=True)
-    return SHOWN[how](arms.mean(of[0], figure(name)))
+        return interval_text(arms.difference(of[0], of[1], metric(name)), signed=True)
+    return SHOWN[how](arms.mean(of[0], metric(name)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms, at, figure, reward_first, reward_last
+from experiments.arms import Arms, at, metric, reward_first, reward_last
 from experiments.arms import static as static_of
 from experiments.claims import claims, entries, verdict
 from experiments.grid import ARMS, FEW, FRESH, SEEDS, grid
@@ -150,7 +150,7 @@ def test_every_claim_and_table_asks_for_arms_and_figures_of_the_grid():
         assert ("{" in str(entry)) is False or "each" not in entry
     assert len({(entry["claim"], entry["measured"]) for entry in entries()}) == len(entries()) == 114
     with pytest.raises(KeyError):
-        figure("no_such:figure")
+        metric("no_such:metric")
     done = Arms(results_of(cells))
     assert all(len(table(name, done)) == len(next(iter(layout["each"].values()))) for name, layout in layouts().items())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from foreroute.records import Run, read_runs
 from foreroute.report.finding import run_finding
 from foreroute.report.format import quoted
-from foreroute.report.page import Column, Page, Row, Section, Table, texts, write_page
+from foreroute.report.page import Column, Key, Page, Row, Section, Table, texts, write_page
 from foreroute.report.run_tables import (
     WINDOW,
     SummaryRow,
@@ -36,7 +36,7 @@ def write_report(run_folders: Sequence[Path], target: Path) -> Path:
 
 
 def _page(runs: Sequence[Run]) -> Page:
-    from foreroute.report.figure import Key, colour_of, dashes_of
+    from foreroute.report.figure import colour_of, dashes_of
     from foreroute.report.run_plots import rank_load_plots, run_plots
 
     rows = summary_rows(runs)

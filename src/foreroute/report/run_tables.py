@@ -104,7 +104,7 @@ def summary_table(rows: Sequence[SummaryRow], colours: Sequence[str] = ()) -> Ta
     table = []
     for place, row in enumerate(rows):
         own = (reward(row.reward_first), reward(row.reward_last), str(row.steps), step_time(row.seconds_per_step))
-        for side, replay in (("native", "without"), ("replayed", "with")):
+        for side, replay in zip(SIDES, ("without", "with"), strict=True):
             trains = row.trains_with == side
             measures = (
                 percentage(row.differing_share[side]),

@@ -226,6 +226,7 @@ def _method(
     static: MethodRecord | None,
 ) -> MethodRecord:
     stages = list(zip(*sums.runs, strict=True))
+    # of each stage the run that all other groups wait for
     slowest = [max(stage, key=lambda run: float(run.end_P.max())) for stage in stages]
     seconds = [max(_seconds(run) for run in stage) for stage in stages]
     training_s = sum(seconds)
