@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foreroute.report.page import Column, Page, Row, Section, Table, Tone
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone
 
 AIM = "_aim"
 QUARTILES = "_quartiles"
@@ -16,7 +16,7 @@ OUTCOME = Column("outcome", kind="words")
 def page_of(report: Mapping[str, Any], shows: Mapping[str, str]) -> Page:
     """The page of what `run` returns; `shows` is what each part is about."""
     parts = [
-        Row(cells=(name, shows[name], outcome, f"{report['seconds'][name]:g} s"), tone=TONES[_kind(outcome)])
+        TableRow(cells=(name, shows[name], outcome, f"{report['seconds'][name]:g} s"), tone=TONES[_kind(outcome)])
         for name, outcome in report["parts"].items()
     ]
     columns = (Column("part"), Column("shows", kind="words"), OUTCOME, Column("took"))
@@ -27,8 +27,8 @@ def page_of(report: Mapping[str, Any], shows: Mapping[str, str]) -> Page:
         finding=finding(report),
         facts=report["env"],
         sections=(
-            Section(heading="Parts", tables=(Table(columns=columns, rows=tuple(parts)),)),
-            *([Section(heading="Aims", tables=(aims,))] if aims.rows else []),
+            PageSection(heading="Parts", tables=(Table(columns=columns, rows=tuple(parts)),)),
+            *([PageSection(heading="Aims", tables=(aims,))] if aims.rows else []),
             *(_part(name, report) for name in report["parts"]),
         ),
     )
@@ -59,25 +59,25 @@ def _aims(report: Mapping[str, Any]) -> Table:
                 judged = reached(figures[figure], aim) if report["full"] else None
                 words = {None: "not judged", True: "reached", False: "not reached"}[judged]
                 tone: Tone = "" if judged is None else "fine" if judged else "problem"
-                rows.append(Row(cells=(name, figure, _value(figures, figure), aim, words), tone=tone))
+                rows.append(TableRow(cells=(name, figure, _value(figures, figure), aim, words), tone=tone))
     columns = (Column("part"), Column("figure", kind="words"), Column("median (quartiles)"), Column("aim"), Column(""))
     return Table(columns=columns, rows=tuple(rows))
 
 
-def _part(name: str, report: Mapping[str, Any]) -> Section:
+def _part(name: str, report: Mapping[str, Any]) -> PageSection:
     """Its checks, the worst first, and its figures."""
     figures, checks = report["metrics"][name], report["checks"][name]
     shown = [figure for figure in figures if not figure.endswith((AIM, QUARTILES))]
     worst_first = sorted(checks.items(), key=lambda each: ("failed", "skipped", "passed").index(_kind(each[1])))
-    lines = tuple(Row(cells=(check, why), tone=TONES[_kind(why)]) for check, why in worst_first)
+    lines = tuple(TableRow(cells=(check, why), tone=TONES[_kind(why)]) for check, why in worst_first)
     kinds = [_kind(outcome) for outcome in checks.values()]
     counted = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
-    values = tuple(Row(cells=(figure, _value(figures, figure))) for figure in shown)
+    values = tuple(TableRow(cells=(figure, _value(figures, figure))) for figure in shown)
     tables = (
         Table(columns=(Column("check"), OUTCOME), rows=lines, folded=f"checks: {counted}"),
         Table(columns=(Column("figure"), Column("value")), rows=values, folded=f"figures: {len(shown)}"),
     )
-    return Section(heading=name, tables=tuple(table for table in tables if table.rows))
+    return PageSection(heading=name, tables=tuple(table for table in tables if table.rows))
 
 
 def _value(figures: Mapping[str, Any], figure: str) -> str:

@@ -11,10 +11,10 @@ from foreroute.report.page import (
     Column,
     Key,
     Page,
+    PageSection,
     Plot,
-    Row,
-    Section,
     Table,
+    TableRow,
     Tile,
     caption,
     texts,
@@ -33,10 +33,10 @@ def page(text="quiet", **more):
     table = Table(
         title=text,
         columns=(Column(text), Column(f"{text} 2", kind="words"), Column(f"{text} 3", kind="code")),
-        rows=(Row(cells=(text, text, text), strong=True, colour="#d55e00", tone="problem"),),
+        rows=(TableRow(cells=(text, text, text), strong=True, colour="#d55e00", tone="problem"),),
         folded=text,
     )
-    section = Section(
+    section = PageSection(
         heading=text,
         texts=(text,),
         keys=(Key(text, "#d55e00"),),
@@ -81,8 +81,8 @@ def test_a_page_has_no_empty_parts(tmp_path):
 
 def test_a_row_has_a_cell_for_every_column():
     with pytest.raises(ValueError, match=r"a row has 1 cells, \('a',\); the table has 2 columns"):
-        Table(columns=(Column("one"), Column("two")), rows=(Row(cells=("a",)),))
-    table = Table(columns=(Column("one"), Column("two")), rows=(Row(cells=("a", "b")),))
+        Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a",)),))
+    table = Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a", "b")),))
     assert table.column("two") == ["b"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.format import percentage, scientific
-from foreroute.report.page import Column, Page, Row, Section, Table, Tone, texts, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, texts, write_page
 from foreroute.report.run import further
 
 TONES: dict[Severity, Tone] = {
@@ -42,7 +42,7 @@ def measure_table(measures: Measures) -> Table:
         shares = (routes.differing_share, routes.differing_tokens_share) if routes else (None, None)
         differing = ("0, forced",) * 2 if tokens is measures.with_replay else tuple(map(percentage, shares))
         k3, f2 = (tokens.k3, tokens.f(2.0)) if tokens else (None, None)
-        rows.append(Row(cells=(name, scientific(k3), percentage(f2), *differing)))
+        rows.append(TableRow(cells=(name, scientific(k3), percentage(f2), *differing)))
     return Table(title="Measures", columns=MEASURES, rows=tuple(rows))
 
 
@@ -74,24 +74,24 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
             *_findings(diagnosis),
             *(
                 [
-                    Section(
+                    PageSection(
                         heading="What was measured", tables=(measures,), notes=(*texts("measures"), *texts("diagnosis"))
                     )
                 ]
                 if measures.rows
                 else []
             ),
-            Section(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
+            PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
             *further(commands),
         ),
     )
 
 
-def _findings(diagnosis: Diagnosis) -> list[Section]:
+def _findings(diagnosis: Diagnosis) -> list[PageSection]:
     """The worst first."""
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
     rows = [
-        Row(cells=(TONES[one.severity], one.topic, one.sentence, one.advice), tone=TONES[one.severity])
+        TableRow(cells=(TONES[one.severity], one.topic, one.sentence, one.advice), tone=TONES[one.severity])
         for one in findings
     ]
-    return [Section(heading="Findings", tables=(Table(columns=FINDINGS, rows=tuple(rows)),))] if rows else []
+    return [PageSection(heading="Findings", tables=(Table(columns=FINDINGS, rows=tuple(rows)),))] if rows else []

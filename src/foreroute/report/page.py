@@ -51,7 +51,7 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """One row of a table.
 
     Attributes:
@@ -79,7 +79,7 @@ class Table:
     """
 
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     title: str = ""
     folded: str = ""
 
@@ -126,7 +126,7 @@ class Plot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Section:
+class PageSection:
     """A part of a page, in the order of its attributes; `keys` are the legend of all its plots."""
 
     heading: str
@@ -157,7 +157,7 @@ class Page:
     tone: Tone = ""
     tiles: tuple[Tile, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
-    sections: tuple[Section, ...] = ()
+    sections: tuple[PageSection, ...] = ()
 
 
 @cache

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.report.format import TIMES, as_fast, duration, over_mean, percentage, step_time, times
-from foreroute.report.page import Column, Page, Row, Section, Table, Tile, texts, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, texts, write_page
 
 if TYPE_CHECKING:  # they load compiled code
     from foreroute.plan.step_plan import StepPlan
@@ -65,7 +65,7 @@ def plan_table(records: Sequence[MethodFigures], step: StepFacts) -> Table:
     """One row per record, the last of which is ours, and one for what no plan can beat."""
     static_s, least_ML = static_of(records).seconds, step.least_over_mean_ML
     rows = [
-        Row(cells=tuple(show(record, static_s) for show in COLUMNS.values()), strong=record is records[-1])
+        TableRow(cells=tuple(show(record, static_s) for show in COLUMNS.values()), strong=record is records[-1])
         for record in records
     ]
     limits = {
@@ -76,7 +76,7 @@ def plan_table(records: Sequence[MethodFigures], step: StepFacts) -> Table:
         "Step, modelled": step_time(step.least_seconds),
         "Speedup over static": times(static_s / step.least_seconds),
     }
-    rows.append(Row(cells=tuple(limits.get(column.heading, "") for column in COLUMNS)))
+    rows.append(TableRow(cells=tuple(limits.get(column.heading, "") for column in COLUMNS)))
     return Table(title="The step by method, modelled", columns=tuple(COLUMNS), rows=tuple(rows))
 
 
@@ -141,8 +141,8 @@ def _page(
         tiles=plan_tiles(plan, step, records),
         facts=facts,
         sections=(
-            Section(heading="Before and after", plots=plots),
-            Section(heading="Against other balancers", tables=(plan_table(records, step),), notes=texts("plan")),
+            PageSection(heading="Before and after", plots=plots),
+            PageSection(heading="Against other balancers", tables=(plan_table(records, step),), notes=texts("plan")),
         ),
     )
 

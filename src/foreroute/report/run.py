@@ -8,7 +8,7 @@ from pathlib import Path
 from foreroute.records import Run, read_runs
 from foreroute.report.finding import run_finding
 from foreroute.report.format import quoted
-from foreroute.report.page import Column, Key, Page, Row, Section, Table, texts, write_page
+from foreroute.report.page import Column, Key, Page, PageSection, Table, TableRow, texts, write_page
 from foreroute.report.run_tables import (
     WINDOW,
     SummaryRow,
@@ -43,7 +43,7 @@ def _page(runs: Sequence[Run]) -> Page:
     names = tuple(Key(run.label, colour_of(runs, place), dashes_of(place)) for place, run in enumerate(runs))
     colours = [key.colour or "" for key in names]
     sections = [
-        Section(
+        PageSection(
             heading="Mismatch and reward",
             texts=texts("sides"),
             tables=(summary_table(rows, colours),),
@@ -53,10 +53,10 @@ def _page(runs: Sequence[Run]) -> Page:
     ]
     if (loads := load_table(runs)).rows:
         said, notes, plots = texts("loads"), texts("load_table"), tuple(rank_load_plots(runs))
-        sections.append(Section(heading="Load of the ranks", texts=said, plots=plots, tables=(loads,), notes=notes))
+        sections.append(PageSection(heading="Load of the ranks", texts=said, plots=plots, tables=(loads,), notes=notes))
     sections += [
-        Section(heading="Over the run", plots=tuple(run_plots(runs))),
-        Section(heading="What was run", keys=names, tables=(facts_table(runs, rows), config_table(runs))),
+        PageSection(heading="Over the run", plots=tuple(run_plots(runs))),
+        PageSection(heading="What was run", keys=names, tables=(facts_table(runs, rows), config_table(runs))),
     ]
     commands = [command for run in runs for command in commands_of(run)]
     return Page(
@@ -76,22 +76,22 @@ def commands_of(run: Run) -> list[tuple[str, str]]:
     return [(f"Diagnose {run.label}", f"foreroute doctor --model {quoted(run.folder)} --output {quoted(page)}")]
 
 
-def further(commands: Sequence[tuple[str, str]]) -> list[Section]:
+def further(commands: Sequence[tuple[str, str]]) -> list[PageSection]:
     """A section of commands, each with what it does, to be run where the page was made; none without commands."""
     columns = (Column("What it does"), Column("Command", kind="code"))
-    table = Table(columns=columns, rows=tuple(Row(cells=command) for command in commands))
-    return [Section(heading="Further", tables=(table,))] if commands else []
+    table = Table(columns=columns, rows=tuple(TableRow(cells=command) for command in commands))
+    return [PageSection(heading="Further", tables=(table,))] if commands else []
 
 
-def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[Section]:
+def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     """Nothing where no run recorded whether alarms were on."""
     watched = [run.label for run in runs if any(step.get("alarms") is not None for step in run.steps)]
     if not watched:
         return []
     if (table := alarm_table(runs, colours)).rows:
-        return [Section(heading="Alarms", tables=(table,), notes=texts("alarms"))]
+        return [PageSection(heading="Alarms", tables=(table,), notes=texts("alarms"))]
     of = f" in {', '.join(watched)}; the other runs did not record it" if len(watched) < len(runs) else ""
-    return [Section(heading="Alarms", texts=(f"No alarm was on{of}.",))]
+    return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.",))]
 
 
 def _notes(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> list[str]:

@@ -14,7 +14,7 @@ from foreroute.mismatch import Alarm, Kind
 from foreroute.mismatch.alarm_rules import WORDS
 from foreroute.records import SIDES, ExecutionRecord, Load, Run, Side, StepRecord
 from foreroute.report.format import ABSENT, flattened, percentage, reward, scientific, step_time
-from foreroute.report.page import Column, Row, Table, words
+from foreroute.report.page import Column, Table, TableRow, words
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]
@@ -113,7 +113,7 @@ def summary_table(rows: Sequence[SummaryRow], colours: Sequence[str] = ()) -> Ta
                 percentage(row.f2[side]),
             )
             cells = (row.run, replay, *measures, *(own if trains else ("",) * len(own)))
-            table.append(Row(cells=cells, strong=trains, colour=colours[place] if colours else ""))
+            table.append(TableRow(cells=cells, strong=trains, colour=colours[place] if colours else ""))
     return Table(columns=SUMMARY, rows=tuple(table))
 
 
@@ -130,7 +130,7 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
                     worst.advice,
                     f"{worst.value:.3g}, limit {worst.threshold:.3g}",
                 )
-                rows.append(Row(cells=cells, colour=colours[place] if colours else ""))
+                rows.append(TableRow(cells=cells, colour=colours[place] if colours else ""))
     columns = (
         Column("Run"),
         Column("Steps"),
@@ -175,7 +175,7 @@ def facts_table(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> Table:
 def config_table(runs: Sequence[Run]) -> Table:
     """Every key of every configuration with its value in each run; first and strong those that differ between runs."""
     table = _by_run("Setting", [(run.label, flattened(run.config)) for run in runs], kind="words", absent="not set")
-    marked = [Row(cells=row.cells, strong=len(set(row.cells[1:])) > 1) for row in table.rows]
+    marked = [TableRow(cells=row.cells, strong=len(set(row.cells[1:])) > 1) for row in table.rows]
     differ = ", those that differ first and in bold" if len(runs) > 1 else ""
     rows = sorted(marked, key=lambda row: not row.strong)
     return Table(columns=table.columns, rows=tuple(rows), folded=f"All settings{differ}")
@@ -213,7 +213,7 @@ def _by_run(
 ) -> Table:
     """A row for each name and a column for each run, given as its label and its values by name."""
     names = dict.fromkeys(name for _, values in runs for name in values)
-    rows = tuple(Row(cells=(name, *(values.get(name, absent) for _, values in runs))) for name in names)
+    rows = tuple(TableRow(cells=(name, *(values.get(name, absent) for _, values in runs))) for name in names)
     columns = (Column(heading, heading or " "), *(Column(label, label, kind) for label, _ in runs))
     return Table(columns=columns, rows=rows)
 

@@ -6,17 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foreroute.report.format import (
-    AS_FAST,
-    as_fast,
-    duration,
-    flattened,
-    over_mean,
-    percentage,
-    step_time,
-    times,
-)
-from foreroute.report.page import Column, Page, Row, Section, Table, Tile, texts, write_page
+from foreroute.report.format import AS_FAST, as_fast, duration, flattened, over_mean, percentage, step_time, times
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, texts, write_page
 
 if TYPE_CHECKING:  # they load compiled code
     from foreroute.simulate import MethodRecord, SimulateConfig, SimulationRecord, SweepRecord, Timeline
@@ -71,7 +62,7 @@ def write_simulation_page(
 def simulation_table(record: SimulationRecord) -> Table:
     """One row per method in the order of the record; then the two limits."""
     rows = [
-        Row(cells=tuple(show(method) for show in COLUMNS.values()), strong=is_ours(method.name))
+        TableRow(cells=tuple(show(method) for show in COLUMNS.values()), strong=is_ours(method.name))
         for method in record.methods
     ]
     for label, seconds in (("forced balance", record.forced_balance_s), ("no plan beats", record.bound_s)):
@@ -83,7 +74,7 @@ def simulation_table(record: SimulationRecord) -> Table:
             "Of forced balance": percentage(record.forced_balance_s / seconds),
             "Of the bound": percentage(record.bound_s / seconds),
         }
-        rows.append(Row(cells=tuple(cells.get(column.heading, "") for column in COLUMNS)))
+        rows.append(TableRow(cells=tuple(cells.get(column.heading, "") for column in COLUMNS)))
     title = "Recompute and update, all modelled but the time of planning"
     return Table(title=title, columns=tuple(COLUMNS), rows=tuple(rows))
 
@@ -184,7 +175,8 @@ def fit_table(found: FitRecord, before: Mapping[str, float]) -> Table:
     """One row per fitted parameter, with units; `before` has the configured values by name."""
     columns = (Column("Rate", "rate"), Column("Configured", "configured"), Column("Fitted", "fitted"))
     rows = [
-        Row(cells=(name, _rate(name, before[name]), _rate(name, value))) for name, value in found.parameters.items()
+        TableRow(cells=(name, _rate(name, before[name]), _rate(name, value)))
+        for name, value in found.parameters.items()
     ]
     return Table(columns=columns, rows=tuple(rows))
 
@@ -216,10 +208,10 @@ def _page(
     planned = "measured: it was really done, on one thread of the machine that made this page"
     planning = planned if config.execution.planning_s is None else "configured"
     seconds_are = texts("simulation", modelled=modelled(record), planning=planning)
-    sections = [Section(heading="Where the time goes", texts=seconds_are, plots=plots)]
+    sections = [PageSection(heading="Where the time goes", texts=seconds_are, plots=plots)]
     if sweeps:
         sections.append(
-            Section(
+            PageSection(
                 heading="What the gain depends on",
                 texts=texts("sweeps"),
                 keys=tuple(sweep_plots.legend(record)),
@@ -228,18 +220,18 @@ def _page(
         )
     rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
     notes = (executed(record), *texts("methods", rollout=rollout))
-    sections.append(Section(heading="All methods", tables=(simulation_table(record),), notes=notes))
+    sections.append(PageSection(heading="All methods", tables=(simulation_table(record),), notes=notes))
     if fit is not None:
         sections.append(
-            Section(heading="Rates fitted to measurements", texts=(fit_summary(fit[0]),), tables=(fit_table(*fit),))
+            PageSection(heading="Rates fitted to measurements", texts=(fit_summary(fit[0]),), tables=(fit_table(*fit),))
         )
     begins = "with the first micro-steps that are planned" if config.execution.early_cells else "when all is planned"
-    settings = tuple(Row(cells=setting) for setting in flattened(config.model_dump()).items())
+    settings = tuple(TableRow(cells=setting) for setting in flattened(config.model_dump()).items())
     columns = (Column("Setting"), Column("Value", kind="words"))
     sections += [
-        Section(heading="Assumed", notes=texts("assumed", begins=begins)),
-        Section(heading="Not modelled", notes=texts("not_modelled")),
-        Section(heading="Configuration", tables=(Table(columns=columns, rows=settings, folded="All settings"),)),
+        PageSection(heading="Assumed", notes=texts("assumed", begins=begins)),
+        PageSection(heading="Not modelled", notes=texts("not_modelled")),
+        PageSection(heading="Configuration", tables=(Table(columns=columns, rows=settings, folded="All settings"),)),
     ]
     return Page(
         command="foreroute simulate",
