@@ -97,7 +97,7 @@ def _write_page(report: Mapping[str, Any], target: Path) -> None:
     """Write the page, or say why there is none: a machine without the extra `report` has its figures in gpu.json."""
     try:
         from benchmarks.gpu.page import page_of
-        from foreroute.report import write_page
+        from foreroute.report.page import write_page
 
         write_page(target, page_of(report, {name: spec.shows for name, spec in PARTS.items()}))
     except (ImportError, InputError) as error:

@@ -5,7 +5,7 @@ Importing this room loads neither matplotlib nor jinja2; writing a page does, an
 
 from foreroute.report.diagnosis import measure_table, write_diagnosis
 from foreroute.report.finding import run_finding
-from foreroute.report.page import check_page, write_page
+from foreroute.report.page import check_page
 from foreroute.report.plan import plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.report.run import write_report
 from foreroute.report.run_tables import SummaryRow, load_table, summary_rows, summary_table
@@ -39,7 +39,6 @@ __all__ = [
     "summary_rows",
     "summary_table",
     "write_diagnosis",
-    "write_page",
     "write_plan_page",
     "write_report",
     "write_simulation_page",
