@@ -98,7 +98,7 @@ def test_train_report_and_inspect(tmp_path):
     again = foreroute("report", tmp_path / "run", "--output", tmp_path / "page.html")
     finding, page = again.stdout.splitlines()
     assert page == str(tmp_path / "page.html")
-    assert f'<p class="finding">{finding}</p>' in (tmp_path / "page.html").read_text()
+    assert f'<p class="card finding ">{finding}</p>' in (tmp_path / "page.html").read_text()
     assert " ".join(finding.split()) in " ".join(result.stdout.split()), "train says it as well"
     shown = foreroute("inspect", tmp_path / "run" / "traces" / "step-000000.safetensors")
     assert "top-2 of 16 experts in 2 layers" in shown.stdout
