@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from foreroute.costs.cluster_file import TABLES
-from foreroute.costs.model import CostModel, Hardware, ModelShape
+from foreroute.costs.cluster_file import TABLES, keys_of
 from foreroute.files.config_file import Section
-from foreroute.plan.topology import Links, Topology
-from foreroute.records import step_record
+from foreroute.mismatch import Alarm
+from foreroute.records import StepRecord
+from foreroute.records.json_form import KEYS
 from foreroute.simulate.config import SimulateConfig
 from foreroute.train.config import TrainConfig
 
@@ -33,7 +33,7 @@ METRICS = PAGE.with_name("metrics.md")
 RECORDED = "## What a run records\n"
 RECORDS = """
 Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
-out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers ignore unknown keys.
+out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers refuse unknown keys.
 `foreroute.records` has the types.
 """
 INTRO = """# Configuration
@@ -49,7 +49,6 @@ evaluation](train.md), [rl](methods.md), [alarms and logging](diagnose.md), [par
 SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
 TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). A default *preset* or *hardware* comes from there,
 and is required without one."""
-DESCRIBED = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
 SHOWN = 1000
@@ -80,14 +79,14 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
 
 def topology_tables() -> Iterator[str]:
     """Those whose keys are the attributes of dataclasses."""
-    for name, kind in DESCRIBED.items():
+    for name, kind in TABLES.items():
         yield from (f"### [{name}] of a topology file", "", _first_paragraph(kind), "")
         texts, hints = _attributes_section(kind), get_type_hints(kind)
-        known = TABLES[name].model_fields
+        known = keys_of(name)
         rows = [
             (
                 field.name,
-                _values(hints[field.name], _dataclass_default(field, known)),
+                _values(hints[field.name], _dataclass_default(field, name)),
                 _required(texts, field.name, kind),
             )
             for field in fields(kind)
@@ -102,23 +101,25 @@ def metrics_page(text: str) -> str:
     """docs/metrics.md with the keys of `foreroute.records.StepRecord` in their section."""
     before, _, rest = text.partition(RECORDED)
     after = rest[rest.index("\n## ") + 1 :]
-    keys = "".join(f"- {key}: {text}\n" for key, text in record_rows(step_record.StepRecord))
+    keys = "".join(f"- {key}: {text}\n" for key, text in record_rows(StepRecord))
     return f"{before}{RECORDED}{RECORDS}\n{keys}\n{after}"
 
 
 def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Key and meaning of everything in a record, those of the records in it after their own key."""
-    texts = {"f1.5": "F(1.5), a share of response tokens."} | _attribute_docstrings(kind)
-    for key, hint in get_type_hints(kind, include_extras=True).items():
-        name = f"{path}{key}{_levels(hint)}"
-        yield f"**`{name}`**" if key in kind.__required_keys__ else f"`{name}`", _required(texts, key, kind)
+    texts, hints = _attribute_docstrings(kind), get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        hint = hints[field.name]
+        name = f"{path}{KEYS.get(field.name, field.name)}{_levels(hint)}"
+        always = field.default is MISSING and field.default_factory is MISSING
+        yield f"**`{name}`**" if always else f"`{name}`", _required(texts, field.name, kind)
         if inner := _record_in(hint):
             yield from record_rows(inner, f"{name}.")
 
 
 def _record_in(hint: Any) -> Any:
     """The record that a value is, or holds; or None."""
-    if hasattr(hint, "__required_keys__"):
+    if is_dataclass(hint) and hint is not Alarm:  # what an alarm has is said where it stands
         return hint
     return next((inner for each in get_args(hint) if (inner := _record_in(each))), None)
 
@@ -182,12 +183,12 @@ def _default_of(info: FieldInfo) -> str:
     return "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
 
 
-def _dataclass_default(field: Any, known: Mapping[str, FieldInfo]) -> str:
+def _dataclass_default(field: Any, table: str) -> str:
     if field.default is not MISSING:
         return _shown(field.default)
-    if known[field.name].is_required():
-        return "required"
-    return "*preset*" if "preset" in known else "*hardware*"
+    if table == "links" or field.name == "ranks_per_node":
+        return "*hardware*"
+    return "*preset*" if "preset" in keys_of(table) else "required"
 
 
 def _shown(value: Any) -> str:

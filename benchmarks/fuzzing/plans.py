@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from benchmarks.fuzzing.mutations import forge
 from benchmarks.fuzzing.target import Target, written
 from foreroute.layout import Packing
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan import Hosts, Links, StepPlan, Topology
 from foreroute.plan.counts import COUNTS_FILE, load_counts
 from foreroute.plan.plan_file import load_plan, plan_to_bytes
 
@@ -47,26 +46,26 @@ def require_executable(plan: StepPlan) -> None:
     """Raise unless an executor could index with a plan, by rules written out here."""
     micro_steps, layers, experts = plan.shape
     ranks, slots = plan.topology.num_ranks, plan.topology.redundant_slots
-    offsets = [int(x) for x in plan.offsets]
+    hosts, offsets = plan.hosts, [int(x) for x in plan.hosts.offsets]
     assert len(offsets) == micro_steps * layers + 1
     assert offsets[0] == 0, offsets
-    assert offsets[-1] == len(plan.expert_R) == len(plan.rank_R) == len(plan.slot_R) == len(plan.tokens_RG)
+    assert offsets[-1] == len(hosts.expert_R) == len(hosts.rank_R) == len(hosts.slot_R) == len(hosts.tokens_RG)
     assert all(a <= b for a, b in pairwise(offsets)), offsets
     for name, values, size in (
-        ("expert", plan.expert_R, experts),
-        ("rank", plan.rank_R, ranks),
-        ("slot", plan.slot_R, slots),
+        ("expert", hosts.expert_R, experts),
+        ("rank", hosts.rank_R, ranks),
+        ("slot", hosts.slot_R, slots),
     ):
         assert all(0 <= int(value) < size for value in values), name
     for homes in (*plan.home_LE.tolist(), *plan.previous_home_LE.tolist()):
         assert sorted(homes) == sorted(list(range(ranks)) * (experts // ranks))
-    assert (plan.tokens_RG >= 0).all()
+    assert (hosts.tokens_RG >= 0).all()
     if plan.packing is not None:
         assert len(plan.packing.rank_S) == len(plan.packing.micro_step_S)
         assert all(0 <= int(m) < micro_steps for m in plan.packing.micro_step_S)
         assert all(0 <= int(g) < ranks for g in plan.packing.rank_S)
     for start, stop in pairwise(offsets):
-        taken = list(zip(plan.rank_R[start:stop].tolist(), plan.slot_R[start:stop].tolist(), strict=True))
+        taken = list(zip(hosts.rank_R[start:stop].tolist(), hosts.slot_R[start:stop].tolist(), strict=True))
         assert len(set(taken)) == len(taken), taken
 
 
@@ -96,13 +95,15 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
     plan = StepPlan(
         topology=Topology(num_ranks, 1, 1, Links(1e11, 1e10, 1e10, 1e-5, 1e-4)),
         previous_home_LE=home_LE.astype(np.int16),
-        home_LE=home_LE.astype(np.int16),
-        offsets=np.searchsorted(cell_R, np.arange(num_micro_steps * num_layers + 1)),
-        expert_R=expert_R.astype(np.int16),
-        rank_R=rank_R.astype(np.int16),
-        slot_R=np.zeros(len(rank_R), np.int16),
-        fetched_R=np.ones(len(rank_R), np.bool_),
-        tokens_RG=tokens_RG.astype(np.int32),
+        hosts=Hosts(
+            home_LE=home_LE.astype(np.int16),
+            offsets=np.searchsorted(cell_R, np.arange(num_micro_steps * num_layers + 1)),
+            expert_R=expert_R.astype(np.int16),
+            rank_R=rank_R.astype(np.int16),
+            slot_R=np.zeros(len(rank_R), np.int16),
+            fetched_R=np.ones(len(rank_R), np.bool_),
+            tokens_RG=tokens_RG.astype(np.int32),
+        ),
         max_load_ML=rng.integers(1, 1000, shape),
         bound_ML=rng.random(shape),
         counts_digest=rng.bytes(16).hex(),
@@ -117,10 +118,7 @@ def plan_bytes(rng: np.random.Generator) -> bytes:
 
 def same_plan(a: StepPlan, b: StepPlan) -> bool:
     """Whether two plans are equal in every field."""
-    pairs = [(getattr(a, field.name), getattr(b, field.name)) for field in fields(StepPlan)]
-    parts = [
-        pair
-        for x, y in pairs
-        for pair in (zip(vars(x).values(), vars(y).values(), strict=True) if isinstance(x, Packing) else [(x, y)])
-    ]
-    return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in parts)
+    parts = [(a.tensors[name], b.tensors[name]) for name in a.tensors]
+    if (a.packing is None) != (b.packing is None) or not all(np.array_equal(x, y) for x, y in parts):
+        return False
+    return all(getattr(a, name) == getattr(b, name) for name in ("topology", "slots", "counts_digest", "tokens_digest"))

@@ -12,6 +12,7 @@ import torch
 from benchmarks.fuzzing.mutations import damage, forge, forge_text
 from benchmarks.fuzzing.target import Target, written
 from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
+from foreroute.mismatch import LOG10_EDGES
 from foreroute.records import Run, read_run
 from foreroute.train import TrainConfig, load_config, parse_config
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -116,7 +117,7 @@ def _require_rows(raw: bytes, rows: list[Row]) -> None:
 
 
 def _require_steps(raw: bytes, run: Run) -> None:
-    numbers = [step["step"] for step in run.steps]
+    numbers = [step.step for step in run.steps]
     assert numbers == sorted(set(numbers))
     assert all(type(number) is int and number >= 0 for number in numbers)
     given = {}
@@ -127,10 +128,10 @@ def _require_steps(raw: bytes, run: Run) -> None:
         except (ValueError, KeyError, TypeError):  # a torn last line, which is left out and said so
             continue
     for step in run.steps:
-        # a key that is not there was not recorded; a number is read as the nearest that 64 bits hold, or as infinity
-        reward = given[step["step"]].get("reward_mean")
-        assert step.get("reward_mean") == (None if reward is None else float(str(reward)))
-        assert type(given[step["step"]]["step"]) is int
+        # a key that is not there was not recorded
+        reward = given[step.step].get("reward_mean")
+        assert step.reward_mean == (None if reward is None else float(str(reward)))
+        assert type(given[step.step]["step"]) is int
 
 
 def _run_folder(raw: bytes, folder: Path) -> Path:
@@ -167,7 +168,7 @@ def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
         "loss": 0.0,
         "tokens": 4096,
         "mismatch": {"native": mismatch, "replayed": mismatch},
-        "margins": {"log10_edges": [-2.0, -1.0, 0.0], "counts_LB": [[3, 4]] * layers},
+        "margins_LB": [[3] * (len(LOG10_EDGES) - 1)] * layers,
         "expert_load": {"4": 1.3},
     }
 

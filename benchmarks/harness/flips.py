@@ -126,7 +126,7 @@ def kinds_of(run: Path, config: TrainConfig, others: Mapping[str, Path]) -> dict
 
 def _in_order(run: Path) -> None:
     """What the report shows; the rule of this file is that its steps are those from 0 on."""
-    steps = [step["step"] for step in read_runs([run])[0].steps]
+    steps = [step.step for step in read_runs([run])[0].steps]
     assert steps == list(range(len(steps))), "steps in order"
 
 

@@ -61,7 +61,7 @@ def test_rows_say_what_records_say():
     assert static["Speedup over static"] == "1.00\N{MULTIPLICATION SIGN}"
     assert static["Planning time"] == ""
     assert static["Slowest rank over mean"] == f"{records[0].imbalance_ML.mean():.3f}"
-    assert ours["Experts fetched per cell"] == f"{plan.fetched_R.sum() / 6:.1f}"
+    assert ours["Experts fetched per cell"] == f"{plan.hosts.fetched_R.sum() / 6:.1f}"
     assert ours["Speedup over static"] == f"{records[0].seconds / records[-1].seconds:.2f}\N{MULTIPLICATION SIGN}"
     assert ours["Planning time"] == "12.3\N{NO-BREAK SPACE}ms"
     assert bound["Step, modelled"] == step_time(step.least_seconds)
@@ -72,7 +72,7 @@ def test_tiles_say_what_no_row_says():
     plan, step, records = case()
     replicas, gap, change = plan_tiles(plan, step, records)
     gap_ML = records[-1].imbalance_ML / step.least_over_mean_ML - 1
-    assert replicas.value == f"{len(plan.expert_R) / 6:.1f}"
+    assert replicas.value == f"{plan.num_replicas_ML.mean():.1f}"
     assert (gap.value, gap.against.split(" at most")[0]) == tuple(map(percentage, (np.median(gap_ML), gap_ML.max())))
     assert change.value == percentage(step.fluctuation_ML.mean())
     assert change.against == f"{percentage(step.drift_L.mean())} from the step before to this one"

@@ -83,9 +83,7 @@ def _reward(rows: Sequence[SummaryRow]) -> list[str]:
 def _collapsed(runs: Sequence[Run]) -> list[str]:
     """Which runs had the alarm that no figure above would show."""
     names = [
-        run.label
-        for run in runs
-        if any(alarm.kind == "collapse" for step in run.steps for alarm in step.get("alarms") or ())
+        run.label for run in runs if any(alarm.kind == "collapse" for step in run.steps for alarm in step.alarms or ())
     ]
     return [f"the reward or the loss collapsed in {', '.join(names)}"] if names else []
 
@@ -95,7 +93,7 @@ def _idle(runs: Sequence[Run]) -> list[str]:
     names = [
         run.label
         for run in runs
-        if run.steps and all((had := step.get("sampling")) and not had["informative_share"] for step in run.steps)
+        if run.steps and all((had := step.sampling) and had.informative_share == 0 for step in run.steps)
     ]
     which = "no step" if len(names) == len(runs) else f"no step of {', '.join(names)}"
     return [f"{which} changed the weights, because all responses of every prompt got one reward"] if names else []
@@ -115,8 +113,8 @@ def _loads(runs: Sequence[Run]) -> list[tuple[float, float]]:
     """The mean load of the busiest rank over the mean, experts at home and as executed, of every run with plans."""
     return [
         (
-            fmean(execution["max_over_mean"]["at_home"] for _, execution in steps),
-            fmean(execution["max_over_mean"]["executed"] for _, execution in steps),
+            fmean(execution.max_over_mean["at_home"] for _, execution in steps),
+            fmean(execution.max_over_mean["executed"] for _, execution in steps),
         )
         for run in runs
         if (steps := planned_steps(run))

@@ -98,7 +98,7 @@ def plan_tiles(plan: StepPlan, step: StepFacts, records: Sequence[MethodFigures]
     gap_ML = records[-1].imbalance_ML / step.least_over_mean_ML - 1
     drift = "" if step.drift_L is None else f"{_mean(step.drift_L)} from the step before to this one"
     return (
-        Tile("replicas in a cell", f"{len(plan.expert_R) / gap_ML.size:.1f}"),
+        Tile("replicas in a cell", f"{plan.num_replicas_ML.mean():.1f}"),
         Tile(
             "slowest rank above the least possible, median",
             percentage(float(np.median(gap_ML))),

@@ -85,7 +85,7 @@ def further(commands: Sequence[tuple[str, str]]) -> list[PageSection]:
 
 def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     """Nothing where no run recorded whether alarms were on."""
-    watched = [run.label for run in runs if any(step.get("alarms") is not None for step in run.steps)]
+    watched = [run.label for run in runs if any(step.alarms is not None for step in run.steps)]
     if not watched:
         return []
     if (table := alarm_table(runs, colours)).rows:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, ExecutionRecord, MarginsRecord, Run
+from foreroute.mismatch import LOG10_EDGES
+from foreroute.records import SIDES, Run
 from foreroute.report.figure import (
     INCHES,
     INK,
@@ -67,16 +68,17 @@ def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
     for run in runs:
         if steps := planned_steps(run):
             step, execution = steps[-1]
+            stages = execution.stages.values()
             said = caption(
                 "rank_load",
                 step=step,
                 of_run=f" of {run.label}" if len(runs) > 1 else "",
-                layers=np.shape(next(iter(execution["stages"].values()))["executed_MLG"])[1],
-                passes=", then of ".join(execution["stages"]),
+                layers=np.shape(next(iter(execution.stages.values())).executed_MLG)[1],
+                passes=", then of ".join(execution.stages),
             )
             loads = {
-                "every expert at its home": _over_mean_GC(execution, "at_home_MLG"),
-                "executed under the plan": _over_mean_GC(execution, "executed_MLG"),
+                "every expert at its home": _over_mean_GC([stage.at_home_MLG for stage in stages], execution.ranks),
+                "executed under the plan": _over_mean_GC([stage.executed_MLG for stage in stages], execution.ranks),
             }
             plots.append(heat_maps(said, loads, below=True))
     return plots
@@ -105,8 +107,8 @@ def _k3(runs: Sequence[Run]) -> Plot:
 def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
     series = []
     for position, side in product(range(len(runs)), SIDES):
-        measured = (step["mismatch"][side] for step in runs[position].steps_to_compare(side))
-        if found := [each["differing_share_by_layer"] for each in measured if each.get("differing_share_by_layer")]:
+        measured = (step.mismatch[side] for step in runs[position].steps_to_compare(side))
+        if found := [each.differing_share_by_layer for each in measured if each.differing_share_by_layer]:
             shares_L = np.asarray(np.mean(found, axis=0), np.float64)
             series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
     layers = layers_of(runs, [(line.run, len(line.x)) for line in series])
@@ -121,9 +123,9 @@ def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
 def _margins(runs: Sequence[Run]) -> Plot:
     series = []
     for position, run in enumerate(runs):
-        found = [margins for step in run.steps if (margins := step.get("margins")) and margins["counts_LB"]]
+        found = [step.margins_LB for step in run.steps if step.margins_LB]
         if found:
-            series.append(Series(position, None, 10 ** np.array(found[0]["log10_edges"]), _share_by_bin(found)))
+            series.append(Series(position, None, 10**LOG10_EDGES, _share_by_bin(found)))
     axes = new_axes()
     for line in series:
         look = style_of(runs, line)
@@ -133,8 +135,8 @@ def _margins(runs: Sequence[Run]) -> Plot:
     return card_of_runs(caption("margins"), axes, runs, series)
 
 
-def _share_by_bin(found: Sequence[MarginsRecord]) -> NDArray[np.float64]:
-    counts_B = np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0)
+def _share_by_bin(found: Sequence[list[list[int]]]) -> NDArray[np.float64]:
+    counts_B = np.sum([np.sum(counts_LB, axis=0) for counts_LB in found], axis=0)
     return np.asarray(counts_B / max(counts_B.sum(), 1), np.float64)
 
 
@@ -148,7 +150,7 @@ def _up_to_all(axes: Any) -> None:
 def _expert_load(runs: Sequence[Run]) -> Plot:
     """One panel for each number of ranks."""
     said = caption("expert_load")
-    ranks = sorted({int(rank) for run in runs for step in run.steps for rank in step.get("expert_load", {})})
+    ranks = sorted({int(rank) for run in runs for step in run.steps for rank in step.expert_load})
     if not ranks:
         return Plot(caption=said)
     rows = {rank: series_by_run(runs, f"expert_load.{rank}") for rank in ranks}
@@ -165,9 +167,8 @@ def _expert_load(runs: Sequence[Run]) -> Plot:
     return card_of_runs(said, figure, runs, [line for lines in rows.values() for line in lines])
 
 
-def _over_mean_GC(execution: ExecutionRecord, name: Literal["at_home_MLG", "executed_MLG"]) -> NDArray[np.float64]:
-    """float64 [G, C], load over the mean of the cell; 1 in a cell without tokens."""
-    loads_MLG = [np.array(stage[name], np.int64) for stage in execution["stages"].values()]
-    loads_CG = np.concatenate([each.reshape(-1, execution["ranks"]) for each in loads_MLG])
+def _over_mean_GC(loads_MLG: Sequence[Any], num_ranks: int) -> NDArray[np.float64]:
+    """float64 [G, C], load over the mean of the cell, of integers [M, L, G] by stage; 1 in a cell without tokens."""
+    loads_CG = np.concatenate([np.reshape(each, (-1, num_ranks)) for each in loads_MLG])
     mean_C = loads_CG.mean(axis=1, keepdims=True)
     return np.asarray(np.where(mean_C > 0, loads_CG / np.maximum(mean_C, 1e-12), 1.0).T, np.float64)
