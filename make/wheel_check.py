@@ -45,7 +45,7 @@ EXTRAS = {
     "megatron": ["adapters.megatron"],
     "trl": ["trainers.trl"],
     "fit": ["simulate.fit"],
-    "report": ["report.training_plots", "report.plan_plots", "report.simulation_plots"],
+    "report": ["report.run_plots", "report.plan_plots", "report.simulation_plots"],
 }
 
 A_TRACE = """
@@ -96,7 +96,7 @@ def check_wheel(wheel: Path) -> None:
         names = set(archive.namelist())
     packed = {name for name in names if ".dist-info/" not in name}
     require(packed == expected, f"{wheel.name} differs from src in {sorted(packed ^ expected)[:5]}")
-    for suffix in ("py.typed", ".html.j2", ".css.j2", ".toml"):
+    for suffix in ("py.typed", ".html.j2", ".toml"):
         require(any(name.endswith(suffix) for name in packed), f"{wheel.name} has no file that ends in {suffix}")
     require(any(name.endswith("/licenses/LICENSE") for name in names), f"{wheel.name} has no LICENSE")
     print(f"wheel    {wheel.name}: {len(names)} files, {wheel.stat().st_size:,} bytes")

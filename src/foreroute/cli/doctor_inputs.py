@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture import Generation, load_generation
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import RegularFile, parse_json, read_text
+from foreroute.files import open_regular, parse_json, read_text
 from foreroute.trace import RoutingTrace, load
 
 if TYPE_CHECKING:  # it loads torch
@@ -113,8 +114,8 @@ def read_array(path: Path, kinds: str) -> NDArray[Any]:
     Raises:
         InputError: when it is missing, no .npy file, damaged, or of another shape or type.
     """
-    with RegularFile(path, InputError) as file:
-        begin = io.BytesIO(file.read(0, min(file.size, MOST_HEADER_BYTES)))
+    with open_regular(path, InputError) as file:
+        begin = io.BytesIO(file.read(MOST_HEADER_BYTES))
         try:
             if (version := np.lib.format.read_magic(begin)) != (1, 0):
                 raise ValueError(f"the file has version {version}; expected (1, 0), as of arrays of plain numbers")
@@ -126,13 +127,14 @@ def read_array(path: Path, kinds: str) -> NDArray[Any]:
         if dtype.kind not in kinds or dtype.itemsize > 8 or len(shape) != 1:
             wanted = "floats" if kinds == "f" else "integers"
             raise InputError(f"{path} holds {dtype.str} of shape {shape}; expected {wanted} of one axis")
-        held = file.size - begin.tell()
+        held = os.fstat(file.fileno()).st_size - begin.tell()
         if shape[0] * dtype.itemsize != held or shape[0] > MOST_VALUES:
             raise InputError(
                 f"{path} states {shape[0]:,} values of {dtype.itemsize} bytes and holds {held:,} bytes of them; "
                 f"expected as many as stated, and {MOST_VALUES:,} values at most. It may be truncated"
             )
-        values: NDArray[Any] = np.frombuffer(file.read(begin.tell(), held), dtype)
+        file.seek(begin.tell())
+        values: NDArray[Any] = np.frombuffer(file.read(held), dtype)
     return values.astype(np.int64 if kinds == "iu" else dtype.newbyteorder("="))
 
 
