@@ -38,7 +38,7 @@ test: $(READY)
 # slow ones too: real engines, real processes, and a sample of every grid
 WHOLE ?= not exhaustive
 test-whole: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile -m "$(WHOLE)"
+	$(BIN)/pytest -n 2 --dist loadfile -m "$(WHOLE)" $(APART)
 
 # the tests of make test as six processors round, ATEN_CPU_CAPABILITY,MKL_CBWR each; ROOM=ep for one room. ATen and MKL
 # choose their kernels apart: both have no AVX, AVX2 or AVX-512, or MKL takes less on a processor that is not Intel's, or
@@ -54,8 +54,9 @@ test-processors: $(READY)
 # every grid, verl, other processors, a million malformed inputs, 200 kills: without a limit of time
 test-all: NEWEST =
 test-all: WHOLE =
+test-all: APART = --ignore tests/robustness
 test-all: test-whole test-megatron-newest test-megatron-grid test-verl test-processors
-	for case in fuzz doors kills; do $(BIN)/python -m benchmarks $$case --json || exit 1; done
+	$(BIN)/pytest -n 2 --dist loadfile -rP tests/robustness
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.harness import wires
 from foreroute.capture import decode
 from foreroute.errors import CaptureError
+from tests import wires
 
 RNG = np.random.default_rng(8)
 R = wires.rollout(RNG)

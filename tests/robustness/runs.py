@@ -1,22 +1,18 @@
 """What a training run reads and leaves: its configuration, data set, metrics and checkpoints."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.fuzzing.mutations import damage, forge, forge_text
-from benchmarks.fuzzing.target import Target, written
-from benchmarks.fuzzing.texts import json_lines, require_unchanged, toml_target
-from foreroute.records import Run, read_run
-from foreroute.train import TrainConfig, load_config, parse_config
+from foreroute.records import read_run
+from foreroute.train import load_config, parse_config
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from foreroute.train.metrics_file import MetricsFile
 from foreroute.train.run_folder import RunFolder
-from foreroute.train.tasks.jsonl import Row, parse_rows
+from foreroute.train.tasks.jsonl import parse_rows
+from tests.robustness.mutations import forge, forge_json
+from tests.robustness.target import Target
+from tests.robustness.texts import json_lines, require_unchanged, toml_target
 
 TRAINING = {
     "name": "fuzz",
@@ -30,57 +26,73 @@ TRAINING = {
     "measure": {"save_trace_every": 2},
     "alarms": {"action": "warn"},
 }
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {"prompt": "What is 3 * 4?", "answer": "12"},
     {"messages": [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 2"}], "answer": 4},
     {"prompt": "Name a colour.", "hint": ["red", 1, None]},
 ]
 
 STORED = json.dumps(parse_config(TRAINING, source="fuzz").model_dump())
+DATA = "0123456789abcdef" * 2
+"""Stands for the digest of a data set."""
 
 
-def run_targets(folder: Path) -> list[Target]:
+def run_targets(folder):
     """Their readers."""
+    run = folder / "run"
+    run.mkdir()
+    config = {"name": "fuzz", "seed": 3, "rollout": {"precision": "bfloat16"}, "rl": {"routing": "R3"}}
+    (run / "config.json").write_text(json.dumps(config))
+    stored, data, resumed, checkpoint = (
+        folder / name for name in ("config.json", "data.txt", "resumed.jsonl", "checkpoint.file")
+    )
     return [
         toml_target("training", TRAINING, load_config, _require_config, folder),
         Target(
-            name="data set",
-            make=lambda rng: json_lines(ROWS),
-            read=lambda raw: parse_rows(raw, "rows.jsonl"),
-            same=lambda a, b: [row.values for row in a] == [row.values for row in b],
+            "data set",
+            lambda rng: json_lines(ROWS),
+            lambda raw: [row.values for row in parse_rows(raw, "rows.jsonl")],
             forge=forge_line,
             check=_require_rows,
         ),
         Target(
-            name="metrics",
-            make=lambda rng: json_lines([_step(number, rng) for number in range(3)]),
-            read=lambda raw: read_run(_run_folder(raw, folder / "run")),
-            same=lambda a, b: a.steps == b.steps,
+            "metrics, reported",
+            _metrics_bytes,
+            lambda path: read_run(run).steps,
+            file=run / "metrics.jsonl",
             forge=forge_line,
             check=_require_steps,
         ),
+        Target("metrics, resumed", _metrics_bytes, _taken_up, file=resumed, has_checksum=True),
         Target(
-            name="stored configuration",
-            make=lambda rng: STORED.encode(),
-            read=lambda raw: _reopened(raw, folder / "stored"),
-            same=lambda a, b: a == b,
-            forge=lambda raw, rng: forge_text(raw.decode(), rng).encode("utf-8", "surrogatepass"),
+            "configuration, resumed",
+            lambda rng: STORED.encode(),
+            lambda path: _of_this_run(path, RunFolder(folder, parse_config(TRAINING, source="fuzz")).require_begun),
+            file=stored,
+            forge=forge_json,
             check=_require_stored,
         ),
         Target(
-            name="checkpoint",
-            make=lambda rng: _checkpoint_bytes(rng, folder / "made"),
-            read=lambda raw: read_checkpoint(written(raw, folder / "checkpoint")),
-            same=_same_state,
-            forge=lambda raw, rng: forge(raw, rng),
+            "digest of the data set",
+            lambda rng: DATA.encode(),
+            lambda path: _of_this_run(path, lambda: RunFolder(folder).bind_data(DATA, begun=True)),
+            file=data,
+            has_checksum=True,
+        ),
+        Target(
+            "checkpoint",
+            lambda rng: _checkpoint_bytes(rng, folder / "made"),
+            read_checkpoint,
+            file=checkpoint,
+            forge=forge,
             check=_require_state,
             has_checksum=True,
-            weight=2.0,
+            weight=2,
         ),
     ]
 
 
-def forge_line(raw: bytes, rng: np.random.Generator) -> bytes:
+def forge_line(raw, rng):
     """One line forged, dropped, doubled or moved."""
     lines = raw.split(b"\n")[:-1]
     place = int(rng.integers(len(lines)))
@@ -90,35 +102,31 @@ def forge_line(raw: bytes, rng: np.random.Generator) -> bytes:
     elif chosen < 0.2:
         lines.append(lines[place])
     else:
-        try:
-            lines[place] = forge_text(lines[place].decode(), rng).encode()
-        except UnicodeError:  # a lone surrogate
-            lines[place] = damage(lines[place], rng)
+        lines[place] = forge_json(lines[place], rng)
     return b"\n".join(lines) + b"\n"
 
 
-def _require_config(given: dict[str, Any], config: TrainConfig) -> None:
+def _require_config(given, config):
     require_unchanged(given, config)
     assert config.rl.steps >= 1
     assert config.name not in ("", ".", "..")
     assert "/" not in config.name
 
 
-def _require_rows(raw: bytes, rows: list[Row]) -> None:
+def _require_rows(raw, rows):
     lines = [line for line in raw.split(b"\n") if line]
     assert len(rows) == len(lines)
-    for row, line in zip(rows, lines, strict=True):
+    for values, line in zip(rows, lines, strict=True):
         given = json.loads(line)
         assert ("prompt" in given) != ("messages" in given)
-        assert row.values == {**given, **({"answer": str(given["answer"])} if "answer" in given else {})}
+        assert values == {**given, **({"answer": str(given["answer"])} if "answer" in given else {})}
         texts = [given["prompt"]] if "prompt" in given else [m["content"] for m in given["messages"]]
         assert all(isinstance(text, str) for text in texts)
 
 
-def _require_steps(raw: bytes, run: Run) -> None:
-    numbers = [step["step"] for step in run.steps]
-    assert numbers == sorted(set(numbers))
-    assert all(type(number) is int and number >= 0 for number in numbers)
+def _require_steps(raw, steps):
+    """The steps are those from 0 on."""
+    assert [step["step"] for step in steps] == list(range(len(steps)))
     given = {}
     for line in raw.split(b"\n"):
         try:
@@ -126,26 +134,22 @@ def _require_steps(raw: bytes, run: Run) -> None:
             given[values["step"]] = values
         except (ValueError, KeyError, TypeError):  # a torn last line, which is left out and said so
             continue
-    for step in run.steps:
+    for step in steps:
         # a key that is not there was not recorded; a number is read as the nearest that 64 bits hold, or as infinity
         reward = given[step["step"]].get("reward_mean")
         assert step.get("reward_mean") == (None if reward is None else float(str(reward)))
         assert type(given[step["step"]]["step"]) is int
 
 
-def _run_folder(raw: bytes, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    config = {"name": "fuzz", "seed": 3, "rollout": {"precision": "bfloat16"}, "rl": {"routing": "R3"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_bytes(raw)
-    return folder
+def _metrics_bytes(rng):
+    return json_lines([_step(number, 0.1) for number in range(3)])
 
 
-def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
+def _step(number, reward):
     layers, response_tokens = 2, 40
     mismatch = {
         "response_tokens": response_tokens,
-        "k3": float(rng.random()),
+        "k3": 0.02,
         "f2": 0.01,
         "max_abs_log_ratio": 3.0,
         "routed_rows": 50,
@@ -157,7 +161,7 @@ def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
         "step": number,
         "weight_version": number,
         "seconds": {"rollout": 0.4, "recompute": 0.1, "update": 0.3, "measure": 0.1},
-        "reward_mean": float(rng.random()),
+        "reward_mean": reward,
         "reward_std": 0.2,
         "exact_share": 0.3,
         "response_tokens_mean": 9.0,
@@ -172,15 +176,22 @@ def _step(number: int, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def _reopened(raw: bytes, folder: Path) -> str:
-    """A run is taken up when its stored configuration is the one that is given, but for what may change."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_bytes(raw)
-    RunFolder(folder, parse_config(TRAINING, source="fuzz")).require_begun()
-    return raw.decode()
+def _taken_up(path):
+    """The records of a run that goes on behind its three steps, whose lines the checkpoint has a digest of."""
+    whole = path.with_name("whole.jsonl")
+    whole.write_bytes(_metrics_bytes(None))
+    metrics = MetricsFile(path)
+    metrics.take_up(3, MetricsFile(whole).digest(3))
+    return metrics.records()
 
 
-def _require_stored(raw: bytes, text: str) -> None:
+def _of_this_run(path, require):
+    """What a file of a run's folder says, when the folder is taken up with it."""
+    require()
+    return path.read_bytes().decode()
+
+
+def _require_stored(raw, text):
     given, expected = json.loads(text), json.loads(STORED)
     for values in (given, expected):
         for name in ("device", "parallel", "alarms", "logging"):
@@ -189,7 +200,7 @@ def _require_stored(raw: bytes, text: str) -> None:
     assert given == expected
 
 
-def _checkpoint_bytes(rng: np.random.Generator, path: Path) -> bytes:
+def _checkpoint_bytes(rng, path):
     seed = torch.Generator().manual_seed(int(rng.integers(2**31)))
     weights = {f"layer.{n}.weight": torch.randn(3, 4, generator=seed) for n in range(3)}
     weights["gate"] = torch.randn(5, generator=seed).to(torch.bfloat16)
@@ -203,28 +214,7 @@ def _checkpoint_bytes(rng: np.random.Generator, path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _same_state(a: Checkpoint, b: Checkpoint) -> bool:
-    return a.config == b.config and a.metrics == b.metrics and _equal(a.state, b.state)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
-
-
-def _bits(tensor: torch.Tensor) -> bytes:
-    """Not the values: a NaN is equal to itself here."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _require_state(raw: bytes, checkpoint: Checkpoint) -> None:
+def _require_state(raw, checkpoint):
     assert type(checkpoint.state["step"]) is int
     assert checkpoint.state["step"] >= 0
     assert isinstance(checkpoint.state["model"], dict)

@@ -1,0 +1,59 @@
+"""No input, output or stream breaks a verb of the command line.
+
+The number of cases is shown by `pytest -rP`. All of about a thousand take `-m exhaustive`.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import environment
+from tests.robustness.doors import Result, judged
+from tests.robustness.doors_cases import FINE, REFUSED, Case, matrix
+
+VERBS = sorted({case.verb for case in matrix()})
+WITHOUT_TORCH = ["convert", "diff", "inspect", "plan", "validate"]
+
+
+@pytest.mark.parametrize(
+    ("verbs", "most"),
+    [
+        (WITHOUT_TORCH, 40),
+        pytest.param(VERBS, 80, marks=pytest.mark.slow),
+        *(pytest.param([verb], 0, marks=pytest.mark.exhaustive) for verb in VERBS),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_no_input_output_or_stream_breaks_a_verb(verbs, most):
+    variables = environment(NUMBA_DISABLE_JIT="1", HF_HUB_OFFLINE="1", COLUMNS="100")
+    command = [sys.executable, "-m", "tests.robustness.doors", str(most), *verbs]
+    ended = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    counted = ", ".join(f"{len(names)} {kind}" for kind, names in found["failures"].items())
+    print(f"{found['cases']} cases of {', '.join(verbs)}: {counted}")
+    assert {kind: names for kind, names in found["failures"].items() if names} == {}
+    assert found["cases"] >= max(most, 20)
+
+
+def case(condition, codes, **more):
+    return Case("inspect", "trace", condition, "inspect @", codes, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [
+        ("tracebacks", (case("valid", FINE), 1, b"", b"Traceback (most recent call last):\n", False, [])),
+        ("hangs", (case("valid", FINE), -9, b"", b"", True, [])),
+        ("wrong exit codes", (case("missing", REFUSED), 0, b"a trace\n", b"", False, [])),
+        ("raw bytes", (case("valid", FINE), 0, b"\x1b[2J", b"", False, [])),
+        ("raw bytes", (case("valid", FINE), 0, b"\xff", b"", False, [])),
+        ("silent", (case("missing", REFUSED), 2, b"", b"", False, [])),
+        ("destroyed", (case("valid", FINE), 0, b"", b"", False, ["'there.txt'"])),
+    ],
+)
+def test_every_kind_of_failure_is_told_apart(kind, result):
+    sound = Result(case("valid", FINE), 0, b"a trace\n", b"", False, [])
+    assert {name for name, cases in judged([sound, Result(*result)]).items() if cases} == {kind}
