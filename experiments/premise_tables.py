@@ -13,18 +13,13 @@ METHODS = {
     "eplb_previous": "EPLB by the step before",
     "eplb_last": "EPLB by the micro-step before",
     "eplb_step": "EPLB by this step",
-    "eplb_step_lp": "EPLB by this step and a linear program",
     "eplb_micro_step": "EPLB by this micro-step",
-    "lplb": "LPLB-style",
-    "fastermoe": "FasterMoE-style",
     "laer": "LAER-style",
-    "feplb": "FEPLB-style",
-    "relibra": "ReLibra-style",
     "llep": "LLEP-style",
     "llep_free": "LLEP-style with a slot for every expert",
     "ours": "foreroute (exact)",
 }
-"""What methods are called, in the order of the table; the first five do not see the micro-step that they place for."""
+"""What methods are called, in the order of the table; the first four do not see the micro-step that they place for."""
 FIGURES = {
     "step_correlation": "correlation of a step's loads with the step before",
     "step_change": "change from step to step",
