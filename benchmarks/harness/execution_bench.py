@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,25 @@ class Bench:
             executed.append(execution.executed_L)
         self.routed.model.zero_grad(set_to_none=True)
         return np.stack(executed)
+
+    def paid_step(self, engine: TransferEngine, options: PlanOptions, *, updating: bool = True) -> float:
+        """All that a planned step takes: weights are published, the plan is made, and it is executed on all ranks.
+
+        Returns:
+            The seconds before the first row.
+        """
+        begun = time.perf_counter()
+        engine.publish()
+        plan = self.plan(options)
+        before_s = time.perf_counter() - begun
+        self.step(plan, updating=updating)
+        dist.barrier()
+        return before_s
+
+    def unplanned_step(self, at_home: StepPlan, *, updating: bool = True) -> None:
+        """All that the step takes with every expert at its home: nothing is published, and nothing planned."""
+        self.step(at_home, updating=updating)
+        dist.barrier()
 
     def engine(self, peers: PeerGroup, **options: Any) -> TransferEngine:
         """That has published the weights."""
