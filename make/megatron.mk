@@ -5,20 +5,24 @@ MEGATRON_VERSION ?= 0.19.2
 MEGATRON_PATH ?= .megatron-$(MEGATRON_VERSION)
 MEGATRON_READY := $(MEGATRON_PATH)/.ready
 
-.PHONY: test-megatron-grid test-megatron-newest
+.PHONY: megatron-newest test-megatron-newest night-megatron
 
-# every variant of every split of the model, of which CI runs a quarter, every kind of plan executed in each, and the
-# pipeline for 20 steps
-test-megatron-grid: $(READY)
-	FOREROUTE_MEGATRON_GRID=all $(BIN)/pytest -q $(addprefix tests/adapters/megatron/test_,grid.py plan_execution.py pipeline.py)
+megatron-newest: $(MEGATRON_READY)
 
 $(MEGATRON_READY): | $(READY)
 	$(BIN)/pip install --quiet --target $(MEGATRON_PATH) --no-deps --ignore-requires-python \
 		megatron-core==$(MEGATRON_VERSION)
 	touch $@
 
-# NEWEST= for the slow ones too
-NEWEST ?= -m "not slow and not exhaustive"
+ON_NEWEST := PYTHONPATH="$(CURDIR)/$(MEGATRON_PATH)" FOREROUTE_MEGATRON=$(MEGATRON_VERSION)
+# what a release can break: exactness, sessions, a sample of the grid, executed plans, what is refused, the page
 test-megatron-newest: $(READY) $(MEGATRON_READY)
-	PYTHONPATH="$(CURDIR)/$(MEGATRON_PATH)" FOREROUTE_MEGATRON=$(MEGATRON_VERSION) \
-		$(BIN)/pytest -n 2 -q $(NEWEST) tests/adapters/megatron
+	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" tests/adapters/megatron
+
+# every test on the newest release. On both: every variant of every split of the model, of which CI runs a quarter, every
+# kind of plan executed in each, and the pipeline for 20 steps
+MEGATRON_GRID := FOREROUTE_MEGATRON_GRID=all $(PYTEST) $(addprefix tests/adapters/megatron/test_,grid.py plan_execution.py pipeline.py)
+night-megatron: $(READY) $(MEGATRON_READY)
+	$(ON_NEWEST) $(PYTEST) tests/adapters/megatron
+	$(ON_NEWEST) $(MEGATRON_GRID)
+	$(MEGATRON_GRID)

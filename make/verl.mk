@@ -9,7 +9,7 @@ VERL_READY := $(VERL_ENV)/.ready-$(VERL_VERSION)-vllm-$(VLLM_VERSION)-megatron
 VERL_MEGATRON := megatron-core mbridge einops
 VERL_IMPORTS := cachetools uvicorn fastapi pyzmq msgspec TransferQueue nvtx mathruler
 
-.PHONY: verl-env test-verl demo-cluster demo-cluster-megatron
+.PHONY: verl-env night-verl demo-cluster demo-cluster-megatron
 
 verl-env: $(VERL_READY)
 
@@ -26,7 +26,7 @@ $(VERL_READY):
 
 # our source against the released verl, and against TRL and Hugging Face of the trainer's environment on the same trace;
 # at the end eleven whole runs under Ray, of three minutes and 12 GB each
-test-verl: $(READY) $(VERL_READY)
+night-verl: $(READY) $(VERL_READY)
 	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/trainers/verl
 	FOREROUTE_VERL_PYTHON=$(VERL_ENV)/bin/python $(BIN)/pytest -q tests/trainers/verl
 

@@ -60,26 +60,31 @@ def test_a_kernel_that_cannot_be_kept_is_compiled():
 def test_make_empties_the_cache_when_a_source_of_kernels_changes_and_only_then(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / "make", tmp_path / "make")
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text("")
     source, other = tmp_path / "src/foreroute/plan/options.py", tmp_path / "src/foreroute/train/loop.py"
     for path in (source, other):
         path.parent.mkdir(parents=True)
-        path.write_text("")
+        path.write_text("a")
 
-    def is_kept(age):
-        """Whether a compiled kernel outlives make, when files are so many seconds old."""
-        kept = tmp_path / ".numba_cache" / "level-1" / "a.nbc"
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text("")
-        stamp = (tmp_path / ".numba_cache" / ".sources").stat() if age else None
-        for path, seconds in (age or {}).items():
-            os.utime(path, ns=(stamp.st_mtime_ns - seconds * 10**9,) * 2)
-        run = subprocess.run(["make", "-C", tmp_path, ".numba_cache/.sources"], capture_output=True, text=True)
-        assert (tmp_path / ".numba_cache" / ".sources").exists(), run.stderr
-        return kept.exists()
+    def cache():
+        """The folder that make hands to numba, made if it is not there."""
+        (tmp_path / "asked.mk").write_text("kernels: $(KERNELS)\n\t@echo $$NUMBA_CACHE_DIR\n")
+        command = ["make", "-sC", tmp_path, "-f", "Makefile", "-f", "asked.mk", "kernels"]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return Path(run.stdout.strip())
 
-    assert not is_kept({})
-    assert is_kept({source: 1, other: -1})
-    assert not is_kept({source: -1})
+    kept = cache() / "a.nbc"
+    kept.write_text("")
+    os.utime(source, (0, 0))
+    other.write_text("b")
+    assert cache() == kept.parent
+    assert kept.exists()
+    # of the same length, as a constant that is another number
+    source.write_text("b")
+    assert cache() != kept.parent
+    assert not kept.exists()
 
 
 def test_kernels_stand_in_and_take_from_nothing_but_what_make_looks_at():

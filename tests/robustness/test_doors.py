@@ -1,7 +1,4 @@
-"""No input, output or stream breaks a verb of the command line.
-
-The number of cases is shown by `pytest -rP`. All of about a thousand take `-m exhaustive`.
-"""
+"""No input, output or stream breaks a verb of the command line."""
 
 import json
 import subprocess
@@ -10,19 +7,21 @@ import sys
 import pytest
 
 from tests.processes import environment
+from tests.robustness import NIGHT
 from tests.robustness.doors import Result, judged
 from tests.robustness.doors_cases import FINE, REFUSED, Case, matrix
 
 VERBS = sorted({case.verb for case in matrix()})
 WITHOUT_TORCH = ["convert", "diff", "inspect", "plan", "validate"]
+MORE = [([verb], 0) for verb in VERBS] if NIGHT else [(VERBS, 80)]
+"""Verbs, and how many of their cases, all for 0: about a thousand by night."""
 
 
 @pytest.mark.parametrize(
     ("verbs", "most"),
     [
         (WITHOUT_TORCH, 40),
-        pytest.param(VERBS, 80, marks=pytest.mark.slow),
-        *(pytest.param([verb], 0, marks=pytest.mark.exhaustive) for verb in VERBS),
+        *(pytest.param(verbs, most, marks=pytest.mark.slow) for verbs, most in MORE),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
 )

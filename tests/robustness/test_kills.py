@@ -1,7 +1,4 @@
-"""What is killed at any moment and given again ends with the same bits as what was not.
-
-How often it was is shown by `pytest -rP`. 200 kills take `-m exhaustive`.
-"""
+"""What is killed at any moment and given again ends with the same bits as what was not."""
 
 import random
 from dataclasses import replace
@@ -9,17 +6,17 @@ from itertools import count
 
 import pytest
 
+from tests.robustness import NIGHT
 from tests.robustness.kills import Tally, verbs
 
 
-@pytest.fixture(scope="module")
-def few_steps(tmp_path_factory):
-    return verbs(tmp_path_factory.mktemp("kills"), steps=10)
+STEPS, MORE = (24, {"plan": 30, "report": 30, "run": 105}) if NIGHT else (10, {"plan": 2, "report": 2, "run": 4})
+"""Steps of a run, and kills by verb: 200 by night, with those of `convert` and of runs that are started anew."""
 
 
 @pytest.fixture(scope="module")
-def many_steps(tmp_path_factory):
-    return verbs(tmp_path_factory.mktemp("kills"), steps=24)
+def commands(tmp_path_factory):
+    return verbs(tmp_path_factory.mktemp("kills"), STEPS)
 
 
 def killed(verb, folder, kills, **how):
@@ -40,23 +37,17 @@ def killed(verb, folder, kills, **how):
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        ("convert", 2),
-        *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("plan", 2), ("report", 2), ("run", 4))),
+        ("convert", 30 if NIGHT else 2),
+        *(pytest.param(name, kills, marks=pytest.mark.slow) for name, kills in MORE.items()),
     ],
 )
-def test_a_killed_command_ends_with_the_same_bits(tmp_path, few_steps, name, kills):
-    killed(few_steps[name], tmp_path, kills)
+def test_a_killed_command_ends_with_the_same_bits(tmp_path, commands, name, kills):
+    killed(commands[name], tmp_path, kills)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "kills"), [("convert", 30), ("plan", 30), ("report", 30), ("run", 105)])
-def test_commands_are_killed_often(tmp_path, many_steps, name, kills):
-    killed(many_steps[name], tmp_path, kills)
-
-
-@pytest.mark.exhaustive
-def test_runs_that_are_started_anew_are_killed(tmp_path, many_steps):
-    killed(many_steps["run"], tmp_path, 5, forked=False)
+@pytest.mark.skipif(not NIGHT, reason="starting takes half a minute; FOREROUTE_SAMPLE=night does it")
+def test_runs_that_are_started_anew_are_killed(tmp_path, commands):
+    killed(commands["run"], tmp_path, 5, forked=False)
 
 
 def leaves_more(convert, folder):
@@ -81,9 +72,9 @@ def leaves_half(convert, folder):
         ("read", leaves_half, "TraceFileError"),
     ],
 )
-def test_what_is_not_careful_is_seen(tmp_path, few_steps, part, careless, tripped):
+def test_what_is_not_careful_is_seen(tmp_path, commands, part, careless, tripped):
     """The first is careful, and is the control of the others."""
-    convert, tally = few_steps["convert"], Tally()
+    convert, tally = commands["convert"], Tally()
     assert convert.seconds, "it ran once, carefully"
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -1,0 +1,22 @@
+# Parts of `make night` that belong to no framework. Included by the Makefile, which names BIN, PYTEST and READY.
+
+.PHONY: night-exhaustive night-robustness night-processors
+
+# what is half a minute each, of which test-whole shows a part
+night-exhaustive: $(READY)
+	$(PYTEST) -m exhaustive
+
+# a million malformed inputs, every kind of bad path, 200 kills
+night-robustness: $(READY)
+	FOREROUTE_SAMPLE=night $(PYTEST) -rP tests/robustness
+
+# the tests of make test as six processors round, ATEN_CPU_CAPABILITY,MKL_CBWR each; ROOM=ep for one room. ATen and MKL
+# choose their kernels apart: both have no AVX, AVX2 or AVX-512, or MKL takes less on a processor that is not Intel's, or
+# ATen takes less where AVX-512 lacks what it asks for. Each of the six values stands in the list.
+PROCESSORS ?= default,COMPATIBLE avx2,AVX2 avx512,AVX512 avx2,COMPATIBLE avx512,AVX2 avx2,AVX512
+night-processors: $(READY)
+	@case "$(PROCESSORS)" in *avx512*) grep -q avx512dq /proc/cpuinfo || { echo "this processor has no AVX-512;" \
+		'name others: make night PART=processors PROCESSORS="default,COMPATIBLE avx2,AVX2 avx2,COMPATIBLE"' >&2; exit 1; } ;; esac
+	@failed=; for each in $(PROCESSORS); do echo "== $$each"; \
+		ATEN_CPU_CAPABILITY=$${each%,*} MKL_CBWR=$${each#*,} $(MAKE) test || failed="$$failed $$each"; done; \
+		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }

@@ -1,0 +1,16 @@
+"""Writes tests/slowest_files.txt from the last `make test-whole`, longest first: pytest begins with these files."""
+
+from collections import defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+LEAST_SECONDS = 5.0
+"""A file that takes less leaves no core idle for long, wherever it stands in the order."""
+
+seconds: dict[str, float] = defaultdict(float)
+for case in ElementTree.parse(ROOT / ".pytest_cache" / "whole.xml").iter("testcase"):
+    if name := case.get("file"):
+        seconds[name] += float(case.get("time", 0))
+listed = [name for name in sorted(seconds, key=seconds.__getitem__, reverse=True) if seconds[name] >= LEAST_SECONDS]
+(ROOT / "tests" / "slowest_files.txt").write_text("".join(f"{name}\n" for name in listed))

@@ -1,0 +1,203 @@
+"""Megatron-Core on the CPU: what its code takes for granted of CUDA, stood in for in one place.
+
+For tests and examples alone. A machine with GPUs needs none of this, and the library does not import it.
+
+    on_cpu.install()                                     # before anything of megatron.core
+    TransformerConfig(**on_cpu.CONFIG, ...)
+
+Nothing that routes, dispatches, schedules or differentiates is replaced: streams, events and CUDA's random state are
+stand-ins that do nothing, `device="cuda"` reads "cpu", and two lines that gloo cannot take are put right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+
+CONFIG: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "normalization": "LayerNorm",  # Megatron's own RMSNorm without Transformer Engine is for inference
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "attention_dropout": 0.0,  # CUDA's random state has no stand-in that draws
+    "hidden_dropout": 0.0,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_permute_fusion": False,
+}
+"""What a TransformerConfig needs to keep off kernels that only CUDA has."""
+
+
+def install() -> None:
+    """Let megatron.core be imported and run in this process without CUDA. Twice is as good as once."""
+    _stub_triton()
+    for name, stand_in in {
+        "current_device": lambda: "cpu",
+        "Stream": _Stream,
+        "Event": _Stream,
+        "current_stream": lambda *args: _Stream(),
+        "stream": lambda *args: contextlib.nullcontext(),
+        "synchronize": lambda *args: None,
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+    }.items():
+        setattr(torch.cuda, name, stand_in)
+    setattr(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)  # noqa: B010
+    _stand_in_for_random_state()
+    _read_cuda_as_cpu()
+    _mend_for_gloo()
+
+
+class _Stream:
+    """A stream or event of a device that has none: everything is done when it is called."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _RandomStates:
+    """CudaRNGStatesTracker without states: dropout is off, and weights are drawn on the CPU."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def inference_rng_tracker(self) -> bool:
+        return False
+
+    def fork(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def add(self, *args: Any) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: dict[str, Any]) -> None: ...
+
+
+class _Torch:
+    """The torch module as one Megatron module sees it: `device="cuda"` is "cpu" and nothing is pinned."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **_on_cpu(kwargs))
+
+    def tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **_on_cpu(kwargs))
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    stand_ins = {"device": "cpu", "pin_memory": False}
+    return {name: stand_ins.get(name, value) for name, value in kwargs.items()}
+
+
+def _read_cuda_as_cpu() -> None:
+    """The modules that name the device in so many words."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import optimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    for module in (schedules, rope_utils, optimizer):
+        module.torch = _Torch()
+
+
+def _stand_in_for_random_state() -> None:
+    from megatron.core.tensor_parallel import random
+
+    random._CUDA_RNG_STATE_TRACKER = _RandomStates()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _mend_for_gloo() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # 0.16 without Transformer Engine names it before it looks whether it is there
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    def as_splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    # Megatron turns splits into numbers on their way off the GPU; on the CPU they stay tensors, which gloo refuses
+    token_dispatcher.maybe_move_tensor_to_cpu = as_splits
+
+
+def _stub_triton() -> None:
+    """megatron-core from 0.18 imports triton without using it on this path, and its wheel is a gigabyte."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    # these look for triton once and remember: they must not find the stub
+    for name in ("torch._inductor.compile_fx", "torch._inductor.runtime.triton_compat"):
+        importlib.import_module(name)
+    importlib.import_module("torch.utils._triton").has_triton_package()
+
+    def decorator(function: Any = None, **kwargs: Any) -> Any:
+        return function if function else lambda decorated: decorated
+
+    def decorators(*args: Any, **kwargs: Any) -> Any:
+        return decorator
+
+    language = _Stub("triton.language", constexpr=int, dtype=object)
+    names = {"language": language, "jit": decorator, "autotune": decorators, "heuristics": decorators}
+    triton = _Stub("triton", __version__="3.9.0", __path__=[], **names)
+    for module in (triton, language):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
+
+
+class _Stub(types.ModuleType):
+    """A module that has every name, for code that is imported and never run."""
+
+    def __init__(self, name: str, **names: Any) -> None:
+        super().__init__(name)
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+
+class _Anything:
+    """Stands for a name of triton: can be called, decorated with, and written in annotations."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_decorator = len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], _Anything)
+        return args[0] if is_decorator else _Anything()
+
+    def __or__(self, other: Any) -> _Anything:
+        return self
+
+    __ror__ = __or__
