@@ -1,4 +1,4 @@
-"""Malformed inputs for everything that reads what others wrote: no crash, no hang, no memory, nothing accepted unseen."""
+"""Malformed inputs for every reader of what others wrote: no crash, no hang, no memory, nothing accepted unseen."""
 
 import numpy as np
 import pytest

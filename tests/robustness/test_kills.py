@@ -9,7 +9,6 @@ import pytest
 from tests.robustness import NIGHT
 from tests.robustness.kills import Tally, verbs
 
-
 STEPS, MORE = (24, {"plan": 30, "report": 30, "run": 105}) if NIGHT else (10, {"plan": 2, "report": 2, "run": 4})
 """Steps of a run, and kills by verb: 200 by night, with those of `convert` and of runs that are started anew."""
 
