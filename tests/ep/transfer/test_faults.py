@@ -31,7 +31,7 @@ from tests.processes import Workers
 MEMORY = Path("/dev/shm")
 GONE_S = 3.0
 """After which a rank is taken for dead."""
-GUARDED = TransferOptions(paths="direct", checksums=True, deadline_s=0.5)
+GUARDED = TransferOptions(paths="direct", checksums=True, deadline_s=5.0)
 
 
 def leaked():
@@ -92,9 +92,9 @@ def because(outcomes):
         ("slow receiver", 1, "layer"),
     ],
 )
-def test_a_late_transfer_leaves_the_homes_in_force(workers, kind, prefetch, slots):
+def test_a_late_transfer_leaves_the_homes_in_force(workers, tmp_path, kind, prefetch, slots):
     options = replace(GUARDED, prefetch=prefetch, slots=slots, deadline_s=0.1)
-    fault = Fault(kind, 1, "replicas of step 0, micro-step 1, routed layer 1", seconds=1.0)
+    fault = Fault(kind, 1, "replicas of step 0, micro-step 1, routed layer 1", given_up=tmp_path / "given-up")
     outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), options, fault)
     assert outcomes[1]["happened"] == 1
     assert_right(outcomes, at_home={(1, 1)})
