@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
 from benchmarks.harness.pairs import compare, near_one
-from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config
+from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
 from examples.megatron import on_cpu
 from foreroute import layout, planner
 from foreroute.plan import PlanOptions, StepPlan, Topology
@@ -156,20 +156,16 @@ class Bench:
         return [TimedStep(name, self._counts_MLGE, self._planned(self._counts_MLGE, each)) for each in options]
 
     def timed(self, name: str, rounds: int) -> list[TimedStep]:
-        """The same, timed in turn, round after round; the seconds of each are those of its quickest round."""
-        seconds: list[dict[str, list[float]]] = [{stage: [] for stage in STAGES} for _ in range(2)]
+        """The same, timed in turn, round after round."""
+
+        def seconds(plan: StepPlan | None, updating: bool) -> float:
+            begun = time.perf_counter()
+            self.step(plan, not updating)  # over when it is over on both ranks
+            return time.perf_counter() - begun
+
         planned, at_home = self.steps(name)
-        for turn in range(rounds + 1):
-            for times, plan in zip(seconds, (planned.plan, None), strict=True):
-                for stage, updates in STAGES.items():
-                    begun = time.perf_counter()
-                    self.step(plan, not updates)  # over when it is over on both ranks
-                    if turn:  # the first warms up
-                        times[stage].append(time.perf_counter() - begun)
-        return [
-            step._replace(seconds={stage: min(times[stage]) for stage in STAGES})
-            for step, times in zip((planned, at_home), seconds, strict=True)
-        ]
+        steps = [(planned, partial(seconds, planned.plan)), (at_home, partial(seconds, None))]
+        return time_steps(steps, rounds=rounds)
 
     def paid_step(self, forward_only: bool) -> None:
         """All that a planned step takes: rows are counted, the plan is made, and it is executed."""

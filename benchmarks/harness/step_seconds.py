@@ -21,7 +21,14 @@ from typing import Any
 
 from benchmarks.harness.execution_bench import Bench, in_processes
 from benchmarks.harness.pairs import compare
-from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
+from benchmarks.harness.step_prediction import (
+    STAGES,
+    TimedStep,
+    executed,
+    predict_ratios,
+    processes_config,
+    time_steps,
+)
 from foreroute.adapters import hf
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.transfer.engine import TransferEngine
@@ -111,10 +118,10 @@ def _measured(
         )
         for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
     ]
-    steps = [(name, bench, bench.plan(options)) for name, bench in others for options in (PLANNED, STATIC)]
     with closing(few.engine(peers, slots="layer")) as engine:
         placed.use(engine)
-        return found, cases, time_steps(steps, engine, rounds=rounds)
+        steps = [executed(name, one, one.plan(how), engine) for name, one in others for how in (PLANNED, STATIC)]
+        return found, cases, time_steps(steps, rounds=rounds)
 
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
