@@ -33,8 +33,9 @@ from foreroute.records import read_runs
 from foreroute.trace import load, save, synthetic_trace
 from tests.processes import environment
 from tests.robustness.target import bits
+from tests.robustness.texts import TOPOLOGY
 from tests.traces import spec_of
-from tests.train.small_runs import SIZES
+from tests.train.small_runs import small_values
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PATIENCE_S = 300.0
@@ -42,22 +43,6 @@ PATIENCE_S = 300.0
 AT_MOST = 6
 """Kills of one run on its way."""
 PRELOADED = ("adapters.hf", "planner", "cli.convert", "cli.plan", "cli.train")
-TOPOLOGY = {
-    "topology": {"num_ranks": 8, "redundant_slots": 2},
-    "hardware": {"preset": "h100"},
-    "model": {"preset": "qwen3-30b-a3b"},
-}
-RUN = {
-    "name": "killed",
-    "device": "cpu",
-    "model": {"sizes": SIZES},
-    "task": {"min_operands": 2, "max_operands": 3},
-    "warm_start": {"max_steps": 40, "batch_size": 32},
-    "rollout": {"prompts": 8, "group_size": 4},
-    # much of a step is saving
-    "checkpoint": {"every": 1},
-    "measure": {"save_trace_every": 1},
-}
 
 
 @dataclass
@@ -83,7 +68,7 @@ class Verb:
         words: the command line that fills a folder, or goes on filling it.
         read: the content of a folder; None when it isn't there yet. Raises when something is not whole.
         moment: when to kill, given the folder and a function that says whether the command runs: returns seconds to
-            wait from then on.
+            wait from then on. By default any, and more often towards the end, where files are written.
     """
 
     whole: Path
@@ -107,7 +92,6 @@ class Verb:
             command = Command(self.words(folder), folder.with_name(f"{folder.name}-{number}.log"), forked=forked)
             sent = None
             if number < min(kills, AT_MOST):
-                # more often towards the end, where files are written
                 moment = self.moment or (lambda *_: most_s * rng.random() ** 0.5)
                 sent = command.kill_after(moment(folder, command.runs, rng), rng)
             code, printed = command.wait(), command.printed()
@@ -123,8 +107,9 @@ class Verb:
             if content is not None:
                 tally.same.append(content == expected)
             if sent is None:
-                # the machine is faster, or less busy, than it was
-                self.seconds = min(most_s, time.monotonic() - begun)
+                if self.moment is None:
+                    # the machine is faster, or less busy, than it was
+                    self.seconds = min(most_s, time.monotonic() - begun)
                 break
         tally.tripped += [f"{folder.name}: {name} is left" for name in _names(folder) ^ _names(self.whole)]
         shutil.rmtree(folder)
@@ -140,7 +125,8 @@ def verbs(home, steps):
     train, topology, trace, counts = (
         home / name for name in ("train.toml", "topology.toml", "trace.safetensors", "counts.safetensors")
     )
-    train.write_text(tomli_w.dumps({**RUN, "rl": {"steps": steps, "mini_steps": 2, "warmup_steps": 2}}))
+    often = {"checkpoint": {"every": 1}, "measure": {"save_trace_every": 1}}  # much of a step is saving
+    train.write_text(tomli_w.dumps(small_values(rl={"steps": steps, "mini_steps": 2}, **often)))
     topology.write_text(tomli_w.dumps(TOPOLOGY))
     save(synthetic_trace(spec_of(128, 8, 24), [500] * 16, seed=0, weight_version=0), trace, encoding="ordered")
     save_counts(np.random.default_rng(0).integers(0, 400, (16, 24, 8, 128), np.int32), counts)

@@ -13,19 +13,15 @@ from foreroute.train.tasks.jsonl import parse_rows
 from tests.robustness.mutations import forge, forge_json
 from tests.robustness.target import Target
 from tests.robustness.texts import json_lines, require_unchanged, toml_target
+from tests.train.small_runs import small_values
 
-TRAINING = {
-    "name": "fuzz",
-    "seed": 3,
-    "model": {"sizes": {"hidden_size": 32, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}},
-    "task": {"min_operands": 2, "max_operands": 4},
-    "warm_start": {"max_steps": 8, "batch_size": 16, "stop_at_loss": 0.01},
-    "rollout": {"prompts": 6, "group_size": 4, "temperature": 1.0, "precision": "bfloat16"},
-    "rl": {"steps": 5, "micro_step_tokens": 64, "warmup_steps": 2, "routing": "R3", "learning_rate": 1e-3},
-    "checkpoint": {"every": 2},
-    "measure": {"save_trace_every": 2},
-    "alarms": {"action": "warn"},
-}
+TRAINING = small_values(
+    name="fuzz",
+    seed=3,
+    rollout={"temperature": 1.0, "precision": "bfloat16"},
+    rl={"routing": "R3", "learning_rate": 1e-3},
+    alarms={"action": "warn"},
+)
 ROWS = [
     {"prompt": "What is 3 * 4?", "answer": "12"},
     {"messages": [{"role": "system", "content": "Count."}, {"role": "user", "content": "2 + 2"}], "answer": 4},
@@ -43,9 +39,6 @@ def run_targets(folder):
     run.mkdir()
     config = {"name": "fuzz", "seed": 3, "rollout": {"precision": "bfloat16"}, "rl": {"routing": "R3"}}
     (run / "config.json").write_text(json.dumps(config))
-    stored, data, resumed, checkpoint = (
-        folder / name for name in ("config.json", "data.txt", "resumed.jsonl", "checkpoint.file")
-    )
     return [
         toml_target("training", TRAINING, load_config, _require_config, folder),
         Target(
@@ -63,12 +56,12 @@ def run_targets(folder):
             forge=forge_line,
             check=_require_steps,
         ),
-        Target("metrics, resumed", _metrics_bytes, _taken_up, file=resumed, has_checksum=True),
+        Target("metrics, resumed", _metrics_bytes, _taken_up, file=folder / "resumed.jsonl", has_checksum=True),
         Target(
             "configuration, resumed",
             lambda rng: STORED.encode(),
             lambda path: _of_this_run(path, RunFolder(folder, parse_config(TRAINING, source="fuzz")).require_begun),
-            file=stored,
+            file=folder / "config.json",
             forge=forge_json,
             check=_require_stored,
         ),
@@ -76,14 +69,14 @@ def run_targets(folder):
             "digest of the data set",
             lambda rng: DATA.encode(),
             lambda path: _of_this_run(path, lambda: RunFolder(folder).bind_data(DATA, begun=True)),
-            file=data,
+            file=folder / "data.txt",
             has_checksum=True,
         ),
         Target(
             "checkpoint",
             lambda rng: _checkpoint_bytes(rng, folder / "made"),
             read_checkpoint,
-            file=checkpoint,
+            file=folder / "checkpoint.file",
             forge=forge,
             check=_require_state,
             has_checksum=True,
