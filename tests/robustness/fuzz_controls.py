@@ -35,7 +35,7 @@ def readers(folder):
         return sound(raw)
 
     def takes_memory(raw):
-        np.ones((200 if b"7" not in raw else 1) << 17)
+        np.ones((100 if b"7" not in raw else 1) << 17)
         return sound(raw)
 
     def takes_address_space(raw):
