@@ -42,7 +42,7 @@ test: $(READY)
 
 # slow ones too: real engines, real processes, and a sample of every grid
 test-whole: $(READY)
-	$(PYTEST) -m "not exhaustive" --junitxml=.pytest_cache/whole.xml -o junit_family=xunit1
+	$(PYTEST) -m "not exhaustive" --junitxml=.pytest_cache/whole.xml
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
 # make/night.mk, make/megatron.mk and make/verl.mk

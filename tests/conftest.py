@@ -17,4 +17,4 @@ def pytest_collection_modifyitems(items):
     """The longest files begin first, so that the last ones leave no core idle: tests/slowest_files.txt."""
     listed = (Path(__file__).parent / "slowest_files.txt").read_text().splitlines()
     place = {name: n for n, name in enumerate(listed)}
-    items.sort(key=lambda item: place.get(item.location[0], len(place)))
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
