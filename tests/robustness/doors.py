@@ -105,7 +105,9 @@ def _run(case, here, good):
     while open_ends:
         ready, _, _ = select.select(list(open_ends), [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            hung = True
+            if hung:  # what still holds the pipes is no child of ours
+                break
+            hung, deadline = True, time.monotonic() + DEADLINE_S
         for end in ready:
             data = b"" if end == ended else os.read(end, 1 << 16)
             if data:
