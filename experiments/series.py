@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.mismatch import AlarmRules, Signals, alarms
+from foreroute.mismatch import Signals, alarms
 
 WINDOW = 10
 BINS = 12
@@ -29,10 +29,9 @@ def collapse_step(rewards: Sequence[float]) -> int | None:
     `WINDOW` steps that follow each other. The step is the last of these. (A loss that is not finite collapses a run
     too; it ends there.)
     """
-    rules = AlarmRules(window=WINDOW, collapse_below=0.5, collapse_for=WINDOW)
     history = [Signals(step=step, reward=reward) for step, reward in enumerate(rewards)]
     for step in range(len(history)):
-        if any(alarm.kind == "collapse" for alarm in alarms(history[: step + 1], rules)):
+        if any(alarm.kind == "collapse" for alarm in alarms(history[: step + 1])):
             return step
     return None
 

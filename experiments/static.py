@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from experiments.starts import configuration, loaded
 from experiments.tampering import shifted
 from foreroute.capture import Generation
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
+from foreroute.records import to_json
 from foreroute.train.loop import make_trainer
 from foreroute.train.measure import mismatch_of, mismatch_record
 from foreroute.train.model import make_engine
@@ -65,5 +65,5 @@ def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
 
 def figures_of(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str, float]:
     """What is kept of a comparison of two passes."""
-    record: Mapping[str, Any] = mismatch_record(tokens, routes)
+    record = to_json(mismatch_record(tokens, routes))
     return {name: record[name] for name in KEPT}

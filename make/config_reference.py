@@ -23,8 +23,10 @@ from pydantic.fields import FieldInfo
 from foreroute.costs.cluster_file import TABLES
 from foreroute.costs.model import CostModel, Hardware, ModelShape
 from foreroute.files.config_file import Section
+from foreroute.mismatch import Alarm
 from foreroute.plan.topology import Links, Topology
-from foreroute.records import step_record
+from foreroute.records import StepRecord
+from foreroute.records.json_form import KEYS
 from foreroute.simulate.config import SimulateConfig
 from foreroute.train.config import TrainConfig
 
@@ -33,7 +35,7 @@ METRICS = PAGE.with_name("metrics.md")
 RECORDED = "## What a run records\n"
 RECORDS = """
 Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
-out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers ignore unknown keys.
+out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers refuse unknown keys.
 `foreroute.records` has the types.
 """
 INTRO = """# Configuration
@@ -102,23 +104,25 @@ def metrics_page(text: str) -> str:
     """docs/metrics.md with the keys of `foreroute.records.StepRecord` in their section."""
     before, _, rest = text.partition(RECORDED)
     after = rest[rest.index("\n## ") + 1 :]
-    keys = "".join(f"- {key}: {text}\n" for key, text in record_rows(step_record.StepRecord))
+    keys = "".join(f"- {key}: {text}\n" for key, text in record_rows(StepRecord))
     return f"{before}{RECORDED}{RECORDS}\n{keys}\n{after}"
 
 
 def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Key and meaning of everything in a record, those of the records in it after their own key."""
-    texts = {"f1.5": "F(1.5), a share of response tokens."} | _attribute_docstrings(kind)
-    for key, hint in get_type_hints(kind, include_extras=True).items():
-        name = f"{path}{key}{_levels(hint)}"
-        yield f"**`{name}`**" if key in kind.__required_keys__ else f"`{name}`", _required(texts, key, kind)
+    texts, hints = _attribute_docstrings(kind), get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        hint = hints[field.name]
+        name = f"{path}{KEYS.get(field.name, field.name)}{_levels(hint)}"
+        always = field.default is MISSING and field.default_factory is MISSING
+        yield f"**`{name}`**" if always else f"`{name}`", _required(texts, field.name, kind)
         if inner := _record_in(hint):
             yield from record_rows(inner, f"{name}.")
 
 
 def _record_in(hint: Any) -> Any:
     """The record that a value is, or holds; or None."""
-    if hasattr(hint, "__required_keys__"):
+    if is_dataclass(hint) and hint is not Alarm:  # what an alarm has is said where it stands
         return hint
     return next((inner for each in get_args(hint) if (inner := _record_in(each))), None)
 

@@ -42,5 +42,10 @@ def test_the_pure_rooms_load_no_framework(room):
     assert loaded_by(f"import foreroute.{room}").isdisjoint(FRAMEWORKS)
 
 
+@pytest.mark.parametrize("room", ["layout", "mismatch", "capture", "records"])
+def test_what_reads_runs_and_traces_needs_no_extra(room):
+    assert loaded_by(f"import foreroute.{room}").isdisjoint({"pydantic", "typer", "rich"})
+
+
 def test_the_command_line_starts_without_torch():
     assert loaded_by("import foreroute.cli.main").isdisjoint(FRAMEWORKS)

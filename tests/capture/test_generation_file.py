@@ -152,3 +152,36 @@ def test_what_tools_said_between_turns_is_kept(tmp_path, generation):
             Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, wrong)
     with pytest.raises(TraceContentError, match="expected bool"):
         Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled.astype(np.int8))
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf"), (5.0, "5.0"), (2e-3, "0.002"), (1e12, "9999")],
+)
+def test_log_probs_that_cannot_be_are_refused(generation, value, seen):
+    logprobs_R = generation.logprobs_R.copy()
+    logprobs_R[1] = value
+    with pytest.raises(
+        TraceContentError, match=rf"log-probs hold {seen}.* for sampled token 1; expected finite numbers"
+    ):
+        Generation(generation.trace, generation.prompt_lengths, logprobs_R)
+
+
+def test_a_log_prob_that_was_rounded_above_0_is_taken(generation):
+    logprobs_R = np.full_like(generation.logprobs_R, 5e-4)
+    assert len(Generation(generation.trace, generation.prompt_lengths, logprobs_R)) == len(generation)
+
+
+@pytest.mark.parametrize("make", [list, lambda given: given.astype(complex), lambda given: given.astype(str)])
+def test_log_probs_that_are_no_array_of_reals_are_refused(generation, make):
+    with pytest.raises(TraceContentError, match=r"expected floats \[\d+\], one for each sampled token"):
+        Generation(generation.trace, generation.prompt_lengths, make(generation.logprobs_R))
+
+
+def test_a_file_with_log_probs_that_cannot_be_is_refused(tmp_path, generation):
+    path = save_generation(generation, tmp_path / "rollout.safetensors")
+    with TensorFile(path, TraceFileError) as file:
+        metadata, tensors = file.metadata, {name: file.read(name) for name in file.tensors}
+    forge(path, metadata, tensors | {"logprobs": np.full_like(generation.logprobs_R, 7.0)})
+    with pytest.raises(TraceContentError, match=r"log-probs hold 7\.0"):
+        load_generation(path)

@@ -122,13 +122,6 @@ def test_raw_bytes_that_fit_no_shape():
     refused(wires.sglang(r), r, "expected 9 rows", start=2)
 
 
-@pytest.mark.parametrize("version", ["0.5.7", "0.5.9", "v0.5.9.post1", "0.4"])
-def test_sglang_physical_ids(version):
-    r = wires.rollout(RNG)
-    refused(wires.sglang(r), r, "ids are physical.*0.5.10 or newer", engine_version=version)
-    assert decode(wires.sglang(r), model=r.spec, token_ids=r.tokens, engine_version="0.5.10")
-
-
 def test_sglang_returns_one_choice_only():
     r = wires.rollout(RNG)
     body = json.loads(wires.sglang_openai(r))

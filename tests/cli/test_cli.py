@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -257,10 +256,8 @@ def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path
 
 
 def test_diff_and_inspect_name_choices_of_indexers(tmp_path):
-    trace, same, shifted = choices_of(), choices_of(noise=0.05), choices_of(noise=0.05)
-    rows = np.concatenate([np.roll(np.arange(a, b), 2) for a, b in pairwise(shifted.offsets)])
-    shifted = shifted.with_stream("indexer", shifted.streams["indexer"].take(rows))
-    files = [fr.save(each, tmp_path / name) for each, name in ((trace, "a"), (same, "b"), (shifted, "c"))]
+    trace, same = choices_of(), choices_of(noise=0.05)
+    files = [fr.save(each, tmp_path / name) for each, name in ((trace, "a"), (same, "b"))]
     shown = " ".join(foreroute("inspect", files[0], columns=200).stdout.split())
     stream = trace.streams["indexer"]
     sets = int((stream.counts_ND > 0).sum())
@@ -271,9 +268,6 @@ def test_diff_and_inspect_name_choices_of_indexers(tmp_path):
         gappy = trace.with_stream("indexer", stream.without(rows))
         result = foreroute("diff", files[0], fr.save(gappy, tmp_path / f"gappy {code}"))
         assert result.returncode == code
-    result = foreroute("diff", files[0], files[2])
-    assert result.returncode == 1
-    assert "with the token 2 earlier" in " ".join(result.stdout.split())
 
 
 @pytest.mark.parametrize("form", ["sets", "ordered"])

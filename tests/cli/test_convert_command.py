@@ -133,8 +133,6 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
     ("options", "message"),
     [
         (["--to", "npy"], "--to is 'npy'; expected one of sets, ordered"),
-        (["--engine", "vlm"], "engine is 'vlm'; expected one of vllm, sglang"),
-        (["--engine", "sglang"], "engine is 'sglang', but the output has the form vllm"),
         (["--weight-version", "-2"], "weight_version is -2"),
         (["--start", "-1"], "start is -1"),
         (["--start", "3"], "has 11 rows for 12 tokens"),

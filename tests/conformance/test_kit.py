@@ -45,12 +45,6 @@ def test_recordings_of_sets_are_compared_as_sets():
     assert run_conformance(RecordsShiftedSets(), only=["recording-faithful"]).failed == ("recording-faithful",)
 
 
-def test_a_layer_offset_of_choices_is_named():
-    text = " ".join(run_conformance(broken_rows.ChoicesOfTheLayerBefore(), only=["indexers-followed"]).text().split())
-    assert "share" in text
-    assert "100% with the layer 1 before" in text
-
-
 def test_every_check_catches_an_adapter():
     assert set(BROKEN.values()) == set(IDS)
     assert len(set(IDS)) == len(IDS)

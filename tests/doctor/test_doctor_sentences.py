@@ -133,7 +133,8 @@ def test_every_defect_is_told_in_whole_sentences(name, given):
 
 
 def test_the_plants_show_every_kind_of_defect():
-    found = [explain(own, engine) for plant in PLANTS.values() for own, engine in pair(plant)]
+    compared = [plant for name, plant in PLANTS.items() if name != "unrouted"]  # which is refused
+    found = [explain(own, engine) for plant in compared for own, engine in pair(plant)]
     assert {each.kind for each in found} == set(Defect)
     for each in found:
         require_whole(each.sentence)

@@ -8,20 +8,18 @@ from statistics import fmean
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from foreroute.mismatch import Alarm, AlarmRules, Kind, Signals, alarms
-
-RULES = AlarmRules()
+from foreroute.mismatch import Alarm, Kind, Signals, alarms
 
 
-def first_alarm(rules=RULES, **series):
+def first_alarm(**series):
     """The first step with alarms, and these, for series of equal length by name."""
     history = []
     for step, values in enumerate(zip(*series.values(), strict=True)):
         history.append(Signals(step=step, **dict(zip(series, values, strict=True))))
-        if found := alarms(history, rules):
+        if found := alarms(history):
             return step, found
     return None
 
@@ -52,25 +50,39 @@ def test_what_is_no_collapse(rewards):
     assert first_alarm(reward=rewards) is None
 
 
-@given(
-    st.lists(st.integers(-4, 16), min_size=1, max_size=60),
-    st.integers(1, 5),
-    st.integers(1, 4),
-    st.sampled_from([0.25, 0.5, 0.75]),
-)
-def test_the_collapse_rule_is_its_definition(sixteenths, window, patience, share):
-    """Against the definition written out in loops, on rewards whose sums are exact."""
-    rewards = [value / 16 for value in sixteenths]
-    rules = AlarmRules(window=window, collapse_for=patience, collapse_below=share)
+@given(st.lists(st.tuples(st.integers(-4, 16), st.integers(1, 25)), min_size=1, max_size=6))
+@example([(12, 30), (0, 30)])
+def test_the_collapse_rule_is_its_definition(stretches):
+    """Against the definition written out in loops, on rewards in sixteenths, whose sums are exact."""
+    rewards = [value / 16 for value, steps in stretches for _ in range(steps)]
     low, largest, expected = 0, -math.inf, None
-    for end in range(window - 1, len(rewards)):
-        mean = sum(rewards[end - window + 1 : end + 1]) / window
+    for end in range(9, len(rewards)):
+        mean = sum(rewards[end - 9 : end + 1]) / 10
         largest = max(largest, mean)
-        low = low + 1 if largest > 0 and mean < share * largest else 0
-        if low >= patience and expected is None:
-            expected = (end, end - low + 1 - window + 1)
-    seen = first_alarm(rules, reward=rewards)
+        low = low + 1 if largest > 0 and mean < 0.5 * largest else 0
+        if low >= 10 and expected is None:
+            expected = (end, end - low + 1 - 9)
+    seen = first_alarm(reward=rewards)
     assert (None if seen is None else (seen[0], seen[1][0].since)) == expected
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 5, 15, 29])
+def test_a_step_without_a_reward_silences_no_collapse(lost, at):
+    """No response of a step got a reward: that step is left out of the means, and all after it are as they were."""
+    rewards = [0.75] * 30 + [0.0] * 30
+    step, [alarm] = first_alarm(reward=[*rewards[:at], lost, *rewards[at:]])
+    whole, [expected] = first_alarm(reward=rewards)
+    assert (step, alarm.since) == (whole + 1, expected.since + (at <= expected.since))
+    assert (alarm.value, alarm.threshold) == (expected.value, expected.threshold)
+
+
+@pytest.mark.parametrize("signal", ["f2", "live_agreement", "effective_share", "disagreement"])
+def test_what_a_step_could_not_measure_silences_no_warning(signal):
+    good, bad = (0.05, 0.4) if signal in ("f2", "disagreement") else (1.0, 0.2)
+    whole, [expected] = first_alarm(**{signal: [good] * 10 + [bad] * 20})
+    step, [alarm] = first_alarm(**{signal: [good] * 10 + [math.nan] + [bad] * 20})
+    assert (step, alarm.value) == (whole + 1, expected.value)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -112,7 +124,7 @@ def test_what_is_measured_now_and_then_is_averaged_over_measurements():
     values = [0.2 if step % 5 == 0 else None for step in range(50)]
     step, [alarm] = first_alarm(f2=values)
     assert (step, alarm.since) == (45, 0)
-    assert alarms([Signals(step=s, f2=v) for s, v in enumerate(values)], RULES) == [alarm]
+    assert alarms([Signals(step=s, f2=v) for s, v in enumerate(values)]) == [alarm]
 
 
 def test_signals_are_those_of_a_record():
@@ -135,7 +147,7 @@ def test_signals_are_those_of_a_record():
 @pytest.mark.parametrize("share", [math.nan, math.inf])
 def test_weights_without_a_finite_effective_share_leave_none(share):
     records = [{"step": step, "importance": {"effective_share": share}} for step in range(10)]
-    [alarm] = alarms([Signals.of(record) for record in records], RULES)
+    [alarm] = alarms([Signals.of(record) for record in records])
     assert (alarm.kind, alarm.since, alarm.value) == ("effective_share", 0, 0.0)
 
 

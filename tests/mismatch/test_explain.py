@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import BatchMismatchError, SpecMismatchError
+from foreroute.errors import BatchMismatchError, InputError, SpecMismatchError
 from foreroute.mismatch import Defect, explain
 from tests.mismatch import planted_defects as planted
 
@@ -153,12 +153,22 @@ def test_edges():
     assert explain(reference, other).sentence.startswith("Natural mismatch")
     assert explain(reference.select([0]), other.select([0])).kind is Defect.NONE
     assert explain(reference.truncated([1] * len(reference)), other.truncated([1] * len(other))).kind is Defect.NONE
-    nothing = replace(other, valid_N=np.zeros_like(other.valid_N))
-    assert "no row is routed in both" in explain(reference, nothing).sentence
     full = fr.RoutingTrace.from_sequences(fr.RoutingSpec(2, 2, (fr.RoutedLayer(0),)), [[1, 2]], [[[[0, 1]]]])
     assert explain(full, full).sentence == "Nothing to compare: every row holds all experts."
-    empty = reference.select([])
-    assert "no row is routed" in explain(empty, empty).sentence
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        lambda trace: (trace.select([]),) * 2,
+        lambda trace: (fr.RoutingTrace.unrouted(trace.spec, [[], []]),) * 2,
+        lambda trace: (trace, fr.RoutingTrace.unrouted(trace.spec, [*map(trace.tokens, range(len(trace)))])),
+    ],
+)
+def test_a_comparison_of_no_rows_is_refused(pair):
+    """It would find no difference."""
+    with pytest.raises(InputError, match="no row is routed in both traces, so there is nothing to compare; expected"):
+        explain(*pair(clean_pair(5)[0]))
 
 
 def test_other_tokens_and_other_models_are_refused():

@@ -92,6 +92,19 @@ def test_routing_mismatch_matches_a_loop(seed):
     assert both.differing_share == pytest.approx(result.differing_share)
 
 
+def test_of_no_rows_no_share_is_said():
+    """0 would say that nothing differs."""
+    nothing = random_trace(0).select([])
+    result = routing_mismatch(nothing, nothing)
+    assert (result.rows, math.isnan(result.differing_share), math.isnan(result.differing_tokens_share)) == (
+        0,
+        True,
+        True,
+    )
+    assert np.isnan(result.differing_share_L).all()
+    assert np.isnan(result.overlap_L).all()
+
+
 def test_pick_order_is_no_difference():
     spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     a = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [[[[0, 1]], [[2, 3]]]])

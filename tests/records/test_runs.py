@@ -16,9 +16,9 @@ def steps(count, **changes):
 def test_a_folder_is_read_whole(tmp_path):
     run = read_run(write_run(tmp_path / "a", config("mine", seed=7, precision="fp8", routing="R3"), steps(3)))
     assert (run.name, run.seed, run.precision, run.routing, run.trains_with) == ("mine", 7, "fp8", "R3", "replayed")
-    assert [step["step"] for step in run.steps] == [0, 1, 2]
-    assert run.steps[1]["mismatch"]["native"]["k3"] == step_line(1)["mismatch"]["native"]["k3"]
-    assert run.steps[1]["expert_load"]["16"] == step_line(1)["expert_load"]["16"]
+    assert [step.step for step in run.steps] == [0, 1, 2]
+    assert run.steps[1].mismatch["native"].k3 == step_line(1)["mismatch"]["native"]["k3"]
+    assert run.steps[1].expert_load["16"] == step_line(1)["expert_load"]["16"]
     assert run.config["model"]["experts"] == 64
     assert run.notes == ()
 
@@ -60,14 +60,14 @@ def execution_line(at_home, executed, sides=("at_home", "executed")):
 def test_a_line_of_two_ranks_with_a_stage_is_read(tmp_path):
     folder = write_run(tmp_path / "a", config(), steps(2))
     edit_line(folder, 2, execution_line([[[1, 2]]], [[[2, 1]]]))
-    assert read_run(folder).steps[1]["execution"]["stages"]["update"]["executed_MLG"] == [[[2, 1]]]
+    assert read_run(folder).steps[1].execution.stages["update"].executed_MLG == [[[2, 1]]]
 
 
 def test_a_quotient_of_sums_may_be_a_share_to_rounding(tmp_path):
     folder = write_run(tmp_path / "a", config(), steps(3))
     edit_line(folder, 2, '{"step": 1, "clip_share": 1.0000001}')
     edit_line(folder, 3, '{"step": 2, "clip_share": -1e-7}')
-    assert [step["clip_share"] for step in read_run(folder).steps[1:]] == [1.0000001, -1e-7]
+    assert [step.clip_share for step in read_run(folder).steps[1:]] == [1.0000001, -1e-7]
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,17 @@ def test_a_quotient_of_sums_may_be_a_share_to_rounding(tmp_path):
         ("[]", "object"),
         ('{"reward_mean": 0.5}', "step"),
         ('{"step": 1, "reward_mean": "high"}', "reward_mean"),
-        ('{"step": "1"}', "step: .*integer"),
-        ('{"step": 1, "reward_mean": "0.5"}', "reward_mean: .*number"),
-        ('{"step": 1, "clip_share": 1e308}', "clip_share: .*expected a share from 0 to 1"),
-        ('{"step": 1, "clip_share": -0.1}', "clip_share: .*expected a share from 0 to 1"),
-        ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native\.f2"),
+        ('{"step": "1"}', "step is '1'; expected an integer"),
+        ('{"step": 1, "reward_mean": "0.5"}', "reward_mean is '0.5'; expected a number"),
+        ('{"step": 1, "clip_share": 1e308}', "clip_share is .*; expected a share from 0 to 1"),
+        ('{"step": 1, "clip_share": -0.1}', "clip_share is .*; expected a share from 0 to 1"),
+        ('{"step": 1, "mismatch": {"native": {"k3": 0.1}}}', r"mismatch\.native lacks .*f2"),
         ('{"step": 1, "mismatch": {"sideways": {}}}', "sideways"),
-        ('{"step": 1, "margins": {"log10_edges": [0, 1], "counts_LB": [[1, 2]]}}', "2 log10_edges need 1 counts"),
-        ('{"step": 1, "margins": {"log10_edges": [1, 0], "counts_LB": [[1]]}}', "ascend"),
-        ('{"step": 1, "margins": {"log10_edges": [0, 0], "counts_LB": [[1]]}}', "ascend"),
-        ('{"step": 1, "margins": {"log10_edges": [0, Infinity], "counts_LB": [[1]]}}', "must be finite"),
-        (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps, layers and ranks"),
-        (execution_line([[[1, 2], [3]]], [[[1, 2], [3]]]), "the same numbers of micro-steps, layers and ranks"),
-        (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "stages need loads of 2 ranks"),
+        ('{"step": 1, "margins_LB": [[1, 2]]}', "margins_LB needs 36 counts in every layer"),
+        (execution_line([[[1, 2]]], [[[3]]]), "the same numbers of micro-steps and layers"),
+        (execution_line([[[1, 2], [3]]], [[[1, 2], [3]]]), "the same numbers of micro-steps and layers"),
+        (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "loads of 2 ranks"),
         (execution_line([[[1, 2]]], [[[2, 1]]], ["at_home"]), "max_over_mean needs at_home and executed"),
-        ('{"step": 1, "margins": {"log10_edges": [0, 1], "counts_LB": [[1]]}}', "earlier lines"),
     ],
 )
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):
@@ -105,14 +101,14 @@ def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, 
 
 def test_valid_json_of_the_wrong_shape_is_damage_even_on_the_last_line(tmp_path):
     folder = write_run(tmp_path / "a", config(), steps(2), tail='{"step": "two"}\n')
-    with pytest.raises(RunFolderError, match="line 3 is damaged: step"):
+    with pytest.raises(RunFolderError, match="line 3 is damaged: step is"):
         read_run(folder)
 
 
 def test_steps_of_another_model_are_refused(tmp_path):
     lines = steps(3)
     lines[2]["mismatch"]["native"]["differing_share_by_layer"] = [0.1, 0.2]
-    with pytest.raises(RunFolderError, match=r"line 3 is damaged: the layers of differing_share_by_layer are 2"):
+    with pytest.raises(RunFolderError, match=r"line 3 is damaged: differing_share_by_layer has .2, 8. layers"):
         read_run(write_run(tmp_path / "a", config(), lines))
 
 
@@ -121,12 +117,6 @@ def test_lines_are_those_of_the_steps_from_0_on(tmp_path, numbers):
     folder = write_run(tmp_path / "a", config(), [step_line(step) for step in numbers])
     with pytest.raises(RunFolderError, match="is damaged: its step is"):
         read_run(folder)
-
-
-def test_steps_that_came_out_otherwise_are_noted(tmp_path):
-    folder = write_run(tmp_path / "a", config(), steps(4))
-    (folder / "superseded-1.jsonl").touch()
-    assert "is in superseded-1.jsonl" in read_run(folder).notes[0]
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])

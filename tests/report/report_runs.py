@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 
+from foreroute.mismatch import LOG10_EDGES
+
 LAYERS = 8
 
 
@@ -27,8 +29,7 @@ def mismatch(rng, share, k3):
 def step_line(step, *, seed=0, native=True, replayed=True, total=80, share=0.1, k3=1e-3):
     """One step with everything in it; drop keys from the answer to make a sparse one."""
     rng = np.random.default_rng([seed, step])
-    edges = np.linspace(-6, 0, 25)
-    shape = np.exp(-0.5 * ((edges[:-1] + 1.7) / 0.7) ** 2)
+    shape = np.exp(-0.5 * ((LOG10_EDGES[:-1] + 1.7) / 0.7) ** 2)
     drift = share * (1 + step / total)
     sides = {}
     if native:
@@ -56,10 +57,7 @@ def step_line(step, *, seed=0, native=True, replayed=True, total=80, share=0.1, 
         "loss": 0.0,
         "tokens": 4096,
         "mismatch": sides,
-        "margins": {
-            "log10_edges": edges.tolist(),
-            "counts_LB": [(shape * rng.uniform(800, 1200, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
-        },
+        "margins_LB": [(shape * rng.uniform(800, 1200, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
         "expert_load": {
             str(ranks): float(1 + 0.12 * ranks**0.7 * (1 + 0.3 * step / total) + rng.normal(0, 0.02))
             for ranks in (4, 8, 16)
@@ -72,19 +70,22 @@ def execution(step, *, ranks=4, micro_steps=3, layers=2):
     rng = np.random.default_rng([7, step])
     at_home = rng.integers(40, 160, (micro_steps, layers, ranks))
     executed = np.broadcast_to(at_home.sum(axis=2, keepdims=True) // ranks, at_home.shape)
-    stage = {"planned_MLG": executed.tolist(), "executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
+    stages = {"executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
+    stages = {
+        name: stages | {"fell_back": {}, "priced_options": {"pay_off": "on: where it saves time"}}
+        for name in ("recompute", "update 0")
+    }
+    stages["recompute"]["fell_back"] = {f"{number}.0": "late" for number in range(step)}
     most = float(at_home.max(axis=2).sum() / at_home.mean(axis=2).sum())
     return {
         "ranks": ranks,
         "max_over_mean": {"planned": 1.0, "executed": 1.0, "at_home": most},
         "replicas": 12,
         "bytes": {"host": 3_000_000, "direct": 1_000_000 * step, "gradients": 5_000_000},
-        "cells_at_home": step,
         "exposed_transfer_s": 0.5,
         "planning_s": 0.2 + step,
         "exposed_planning_s": 0.2,
-        "hidden_planning_share": step / (0.2 + step),
-        "stages": {name: stage | {"replicas": 6, "fell_back": []} for name in ("recompute", "update 0")},
+        "stages": stages,
     }
 
 

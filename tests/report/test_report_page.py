@@ -173,7 +173,7 @@ def test_a_run_with_nothing_optional_says_why_each_plot_is_absent(tmp_path):
 def test_a_run_that_lacks_what_another_has_is_named(tmp_path):
     lines = [step_line(i) for i in range(3)]
     for line in lines:
-        del line["margins"]
+        del line["margins_LB"]
         line["expert_load"] = {"8": 1.5}
     folders = [*runs(tmp_path, 1), write_run(tmp_path / "b", config("sparse"), lines)]
     assert page_of(folders, tmp_path).text.count("Not recorded by: sparse.") == 1
@@ -299,7 +299,7 @@ def test_loads_of_a_live_run_are_not_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ranks": 3}, "stages need loads of 3 ranks"),
+        ({"ranks": 3}, "loads of 3 ranks"),
         ({"max_over_mean": {}}, "max_over_mean needs at_home and executed"),
         ({"stages": {"recompute": {"at_home_MLG": [[[1, 2, 3, 4]]], "executed_MLG": [[[1, 2]]]}}}, "the same numbers"),
         ({"stages": {"recompute": {"at_home_MLG": [], "executed_MLG": []}}}, "the same numbers"),

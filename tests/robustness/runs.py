@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from foreroute.mismatch import LOG10_EDGES
 from foreroute.records import read_run
 from foreroute.train import load_config, parse_config
 from foreroute.train.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
@@ -119,7 +120,7 @@ def _require_rows(raw, rows):
 
 def _require_steps(raw, steps):
     """The steps are those from 0 on."""
-    assert [step["step"] for step in steps] == list(range(len(steps)))
+    assert [step.step for step in steps] == list(range(len(steps)))
     given = {}
     for line in raw.split(b"\n"):
         try:
@@ -128,10 +129,10 @@ def _require_steps(raw, steps):
         except (ValueError, KeyError, TypeError):  # a torn last line, which is left out and said so
             continue
     for step in steps:
-        # a key that is not there was not recorded; a number is read as the nearest that 64 bits hold, or as infinity
-        reward = given[step["step"]].get("reward_mean")
-        assert step.get("reward_mean") == (None if reward is None else float(str(reward)))
-        assert type(given[step["step"]]["step"]) is int
+        # a key that is not there was not recorded
+        reward = given[step.step].get("reward_mean")
+        assert step.reward_mean == (None if reward is None else float(str(reward)))
+        assert type(given[step.step]["step"]) is int
 
 
 def _metrics_bytes(rng):
@@ -164,7 +165,7 @@ def _step(number, reward):
         "loss": 0.0,
         "tokens": 4096,
         "mismatch": {"native": mismatch, "replayed": mismatch},
-        "margins": {"log10_edges": [-2.0, -1.0, 0.0], "counts_LB": [[3, 4]] * layers},
+        "margins_LB": [[3] * (len(LOG10_EDGES) - 1)] * layers,
         "expert_load": {"4": 1.3},
     }
 

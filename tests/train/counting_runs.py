@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foreroute.capture import Generation
+from foreroute.mismatch import alarm_rules
 from foreroute.train import run
 from foreroute.train.ranks import Ranks
 from tests.traces import random_trace
@@ -33,7 +34,7 @@ class CountingTrainer:
         record = {
             "step": self.step,
             "reward_mean": 0.0 if self.step in self.worthless else 0.5,
-            "learned": float(self.learned.sum()),
+            "entropy": float(self.learned.sum()),
         }
         self.step += 1
         return SimpleNamespace(generation=GENERATION), record
@@ -63,10 +64,15 @@ def counting(worthless=()):
         patch.setattr(run, "warm_start", lambda *_: True)
         patch.setattr(run, "write_model", lambda model, weights, task, folder: folder.mkdir(exist_ok=True))
         patch.setattr(run, "make_trainer", lambda config, *_: CountingTrainer(config, worthless))
+        short_means(patch)
         yield
 
 
+def short_means(patch):
+    """Alarms of means of two steps, low twice: where steps 5, 6 and 7 are worthless, one goes off at step 7."""
+    patch.setattr(alarm_rules, "WINDOW", 2)
+    patch.setattr(alarm_rules, "COLLAPSE_FOR", 2)
+
+
 def counting_config(**sections):
-    """Means of two steps, low twice; where steps 5, 6 and 7 are worthless, an alarm goes off at step 7."""
-    alarms = {"window": 2, "collapse_for": 2, **sections.pop("alarms", {})}
-    return small_config(rl={"steps": 9, "routing": "none"}, alarms=alarms, **sections)
+    return small_config(rl={"steps": 9, "routing": "none"}, **sections)

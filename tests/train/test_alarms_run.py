@@ -9,7 +9,7 @@ import pytest
 from foreroute.errors import CollapseError, ConfigError
 from foreroute.train import RunFolder, load_checkpoint, loop, train
 from foreroute.train.rollout import roll_out
-from tests.train.counting_runs import counting, counting_config
+from tests.train.counting_runs import counting, counting_config, short_means
 from tests.train.small_runs import records, small_config
 
 POISON = (5, 6, 7)
@@ -31,24 +31,25 @@ def poisoned(engine, task, config, step, ranks):
 
 @pytest.fixture
 def _poisoned(monkeypatch):
+    short_means(monkeypatch)
     monkeypatch.setattr(loop, "roll_out", poisoned)
 
 
 def alarmed(**alarms):
-    """Means of two steps, low twice: with the poison of steps 5, 6 and 7 the alarm goes off at step 7."""
     return small_config(
         rl={"steps": 9, "routing": "none", "learning_rate": 3e-3},
         task={"min_operands": 2, "max_operands": 2},
         measure={"compare_every": 100},
         rollout={"prompts": 4, "group_size": 2},
         warm_start={"max_steps": 1},
-        alarms={"window": 2, "collapse_for": 2, **alarms},
+        alarms=alarms,
     )
 
 
 @pytest.fixture(scope="module")
 def warned(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
+        short_means(patch)
         patch.setattr(loop, "roll_out", poisoned)
         return train(alarmed(), tmp_path_factory.mktemp("alarms") / "warned")
 

@@ -17,7 +17,7 @@ HUGE = 2**62
         *("rollout.prompts", "rollout.group_size", "rollout.max_rounds", "rollout.max_staleness", "rl.steps"),
         *("rl.mini_steps", "rl.micro_step_tokens", "rl.warmup_steps", "evaluation.every", "evaluation.prompts"),
         *("evaluation.group_size", "measure.compare_every", "measure.save_trace_every", "checkpoint.every"),
-        *("alarms.window", "alarms.collapse_for", "model.lora.rank", "parallel.expert"),
+        *("model.lora.rank", "parallel.expert"),
         *("parallel.ranks_per_node", "parallel.redundant_slots", "parallel.prefetch", "task.max_prompt_tokens"),
         *("task.max_response_tokens", "task.max_tool_tokens", "task.max_turns", "rollout.vllm.max_model_len"),
     ],

@@ -118,7 +118,7 @@ def checkpoint(folder, step):
 
 def learned(folder):
     """Records without the seconds and paths in them."""
-    timed = ("moving_homes_s", "exposed_transfer_s", "planning_s", "exposed_planning_s", "hidden_planning_share")
+    timed = ("moving_homes_s", "exposed_transfer_s", "planning_s", "exposed_planning_s")
     found = records(folder)
     for record in found:
         for key in timed:

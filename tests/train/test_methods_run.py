@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from foreroute.errors import ConfigError, FunctionError, RunFolderError
-from foreroute.mismatch import AlarmRules, Signals, alarms
+from foreroute.mismatch import Signals, alarms
 from foreroute.records import parse_step
 from foreroute.train import load_checkpoint, parse_config, train
 from foreroute.train import rollout as rollout_module
@@ -114,20 +114,20 @@ def test_weights_that_degenerate_are_figures_and_an_alarm(nats):
     )
     log_rho = np.array([part.sum() for part in np.split(gap, np.cumsum(lengths)[:-1])]).repeat(lengths)
     total, squares = np.logaddexp.reduce(log_rho), np.logaddexp.reduce(2 * log_rho)
-    seen = parse_step(json.dumps({**record, "alarms": []}, allow_nan=False).encode())["importance"]
+    seen = parse_step(json.dumps({**record, "alarms": []}, allow_nan=False).encode()).importance
     assert log_rho.max() > math.log(np.finfo(np.float32 if nats == 60 else np.float64).max)
-    assert seen["effective_share"] == pytest.approx(np.exp(2 * total - squares) / len(log_rho), rel=1e-3)
-    assert 0 < seen["effective_share"] < 0.5
+    assert seen.effective_share == pytest.approx(np.exp(2 * total - squares) / len(log_rho), rel=1e-3)
+    assert 0 < seen.effective_share < 0.5
     largest = np.finfo(np.float64).max
     with np.errstate(over="ignore"):
-        assert seen["ratio_max"] == pytest.approx(min(np.exp(log_rho.max()), largest), rel=1e-3)
-    assert seen["ratio_mean"] <= seen["ratio_max"]
+        assert seen.ratio_max == pytest.approx(min(np.exp(log_rho.max()), largest), rel=1e-3)
+    assert seen.ratio_mean <= seen.ratio_max
     (alarm,) = [
         each
-        for each in alarms([Signals.of({**record, "step": s}) for s in range(10)], AlarmRules())
+        for each in alarms([Signals.of({**record, "step": s}) for s in range(10)])
         if each.kind == "effective_share"
     ]
-    assert alarm.value == pytest.approx(seen["effective_share"])
+    assert alarm.value == pytest.approx(seen.effective_share)
 
 
 def test_rejected_responses_are_as_if_they_were_not_there():

@@ -93,7 +93,7 @@ def test_what_a_step_records(whole):
         assert replayed["differing_tokens_share"] == 0
         assert native["response_tokens"] == replayed["response_tokens"] > 0
         assert native["routed_rows"] == replayed["routed_rows"] == record["tokens"] - 24
-        assert sum(record["margins"]["counts_LB"][0]) == record["tokens"] - 24
+        assert sum(record["margins_LB"][0]) == record["tokens"] - 24
         assert 0 <= record["reward_mean"] <= 1
     assert any(record["mismatch"]["native"]["differing_share"] > 0 for record in records(whole.path))
     assert any(record["grad_norm"] > 0 for record in records(whole.path))

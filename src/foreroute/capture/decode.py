@@ -6,7 +6,6 @@ the model. Then `RoutingTrace.from_rows` checks every id, and what looks like a 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,11 +31,6 @@ from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, Routin
 from foreroute.trace.checks import as_tokens
 from foreroute.trace.spec import whole_number
 
-ENGINES = ("vllm", "sglang")
-"""The engines whose versions say what ids mean."""
-FIRST_LOGICAL_SGLANG = (0, 5, 10)
-"""Older versions of SGLang return physical ids of their load balancer, whose mapping is not in the output."""
-
 
 def decode(
     output: object,
@@ -48,8 +42,6 @@ def decode(
     weight_version: int = NO_VERSION,
     vocabulary_size: int | None = None,
     indexers: IndexerSpec | None = None,
-    engine: str = "",
-    engine_version: str = "",
 ) -> RoutingTrace:
     """Read the routes of every sequence in `output`, and where it has them its sampling masks and indexer choices.
 
@@ -68,8 +60,6 @@ def decode(
         vocabulary_size: tokens of the model; needed where the output has sampling masks.
         indexers: of the model's sparse attention, such as `hf.attach(model).indexers`; needed where the output has
             their choices.
-        engine: "vllm" or "sglang", where `output` is routes alone or a batch of verl.
-        engine_version: such as "0.5.23"; decides whether the ids of SGLang are logical.
 
     Returns:
         One sequence for each choice. Row p is the routing of input position p; the last token's row is absent unless
@@ -83,7 +73,6 @@ def decode(
     version = whole_number(weight_version, name="weight_version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
     start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
     form, sequences = read_output(output)
-    engine = _known_engine(engine, engine_version, form)
     tokens = _tokens_of(sequences, token_ids)
     masks = _valid_of(sequences, valid, form)
     placed = [
@@ -96,7 +85,6 @@ def decode(
             "no row of the output has a route. The capture failed, or was not asked for; a sequence that was never "
             "routed is RoutingTrace.unrouted"
         )
-    stated = {"wire": form.value, "engine": engine, "engine_version": engine_version}
     try:
         trace = RoutingTrace.from_rows(
             model,
@@ -104,7 +92,7 @@ def decode(
             rows,
             valid=valid_S,
             weight_versions=[np.full(len(each), version) for each in tokens],
-            provenance={name: value for name, value in stated.items() if value},
+            provenance={"wire": form.value},
         )
     except TraceContentError as error:
         raise CaptureError(
@@ -251,6 +239,7 @@ def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
 
 
 def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
+    """Return the tokens of one sequence, int32 [T]; those that it carries and those that are given must be equal."""
     halves = (raw.prompt_token_ids, raw.response_token_ids)
     carried = None  # one half alone says nothing about positions
     if raw.token_ids is not None:
@@ -273,6 +262,7 @@ def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
 
 
 def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
+    """Return a list or array of any library as int32 [T], and refuse what holds no token ids."""
     what = f"the tokens of sequence {sequence}"
     if isinstance(values, list | tuple):
         values = items_of(values, what)
@@ -294,31 +284,3 @@ def _require_decoder_layers(spec: object) -> None:
             f"the spec of {spec.model or 'the model'} lists MTP or draft layers; no engine returns those, "
             "pass a spec of the decoder layers alone"
         )
-
-
-def _known_engine(name: object, version: object, form: Form) -> str:
-    """Return the engine by its lower-case name, stated or that which writes the form; "" where none is known.
-
-    Raises:
-        CaptureError: for another engine, for a version whose ids are those of a load balancer, and for one without a
-            number.
-    """
-    if not isinstance(name, str) or (name and name.lower() not in ENGINES):
-        raise CaptureError(f"engine is {shown(name)}; expected one of {', '.join(ENGINES)}, or nothing")
-    engine = name.lower() or (form.value if form.value in ENGINES else "")
-    if form.value in ENGINES and engine != form:
-        raise CaptureError(
-            f"engine is {name!r}, but the output has the form {form}; leave engine out, or pass the output of {name}"
-        )
-    # vLLM's ids are logical in every version, and builds of it may state one without a number
-    if not isinstance(version, str) or (version and engine != "vllm" and not (engine and re.search(r"\d", version))):
-        raise CaptureError(
-            f"engine_version is {shown(version)} of engine {engine or '?'}; expected text such as '0.5.23', and "
-            "engine= where the output does not say which"
-        )
-    if version and engine == "sglang" and tuple(map(int, re.findall(r"\d{1,9}", version)[:3])) < FIRST_LOGICAL_SGLANG:
-        raise CaptureError(
-            f"SGLang {version} captures routes after its load balancer has mapped them, so the ids are physical, "
-            "and the mapping is not in the output; upgrade SGLang to 0.5.10 or newer"
-        )
-    return engine

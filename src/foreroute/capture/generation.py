@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.capture.arrays import MAX_INT32
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
 from foreroute.files import FileFormat, TensorSchema, writing_named
+from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate, digest, load, save
 from foreroute.trace.checks import as_array, as_sequence_numbers
 from foreroute.trace.spec import whole_number
@@ -103,7 +104,8 @@ class Generation:
     Attributes:
         trace: all tokens of each sequence, and their routes.
         prompt_lengths: int64 [S], tokens before the first sampled one.
-        logprobs_R: float32 [R], log-probability of each sampled token in the engine, sequence after sequence.
+        logprobs_R: float32 [R], log-probability of each sampled token in the engine, sequence after sequence; finite,
+            and `MOST_LOGPROB` at most.
         sampled_N: bool [N], which tokens of the trace were sampled. Without it, all behind the prompts.
     """
 
@@ -127,11 +129,7 @@ class Generation:
             object.__setattr__(self, "sampled_N", behind_prompts_N)
         else:
             self._check_sampled(behind_prompts_N)
-        if self.logprobs_R.shape != (int(self.sampled_N.sum()),):
-            raise TraceContentError(
-                f"got {self.logprobs_R.shape} log-probs for {int(self.sampled_N.sum())} response tokens; expected one "
-                "each"
-            )
+        self._check_logprobs()
 
     def __len__(self) -> int:
         """S, the number of sequences."""
@@ -185,6 +183,26 @@ class Generation:
         """Say which tokens of one sequence were sampled, bool [T]."""
         start, end = self.trace.offsets[sequence : sequence + 2]
         return self.sampled_N[int(start) : int(end)]
+
+    def _check_logprobs(self) -> None:
+        """Raise `TraceContentError` unless each sampled token has a log-prob that can be.
+
+        One above 0 would make every ratio to the trainer's wrong, and no measure would say so.
+        """
+        given: Any = self.logprobs_R
+        expected = (int(self.sampled_N.sum()),)
+        if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or given.shape != expected:
+            raise TraceContentError(
+                f"got log-probs {shown(given)}, {getattr(given, 'dtype', 'no array')} of shape {np.shape(given)}; "
+                f"expected floats [{expected[0]}], one for each sampled token"
+            )
+        possible_R = np.isfinite(given) & (given <= MOST_LOGPROB)
+        if not possible_R.all():
+            first = int(possible_R.argmin())
+            raise TraceContentError(
+                f"log-probs hold {given[first]} for sampled token {first}; expected finite numbers up to 0, the "
+                "natural logarithms of probabilities. Look at what the engine returns"
+            )
 
     def _check_sampled(self, behind_prompts_N: NDArray[np.bool_]) -> None:
         sampled_N = self.sampled_N

@@ -26,8 +26,6 @@ class Origin:
     tokens: Path | None
     start: int
     weight_version: int
-    engine: str
-    engine_version: str
 
 
 def convert_file(source: Path, target: Path, to: str, origin: Origin) -> None:
@@ -58,8 +56,6 @@ def _read(source: Path, origin: Origin) -> tuple[RoutingTrace, str]:
         weight_version=origin.weight_version,
         vocabulary_size=vocabulary_size,
         indexers=indexers,
-        engine=origin.engine,
-        engine_version=origin.engine_version,
     )
     return trace, f"output of the form {trace.provenance['wire']}"
 

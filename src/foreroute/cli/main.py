@@ -152,13 +152,11 @@ def convert(
     tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
     start: Annotated[int, typer.Option(help="Position of the first row.")] = 0,
     weight_version: Annotated[int, typer.Option(help="Of the routes; -1: unknown.")] = -1,
-    engine: Annotated[str, typer.Option(help="vllm or sglang, if the source does not tell.")] = "",
-    engine_version: Annotated[str, typer.Option(help="Such as 0.5.12.")] = "",
 ) -> None:
     """Convert engine output and traces. Writes a trace."""
     from foreroute.cli.convert import Origin, convert_file
 
-    convert_file(source, target, to, Origin(model, tokens, start, weight_version, engine, engine_version))
+    convert_file(source, target, to, Origin(model, tokens, start, weight_version))
 
 
 @app.command()

@@ -13,11 +13,10 @@ from rich.text import Text
 from foreroute.capture import refuse_constant_layers
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import InputError, printable
-from foreroute.mismatch import Defect, Explanation, explain, misplaced_choices, misplaced_masks, stream_difference
+from foreroute.mismatch import Defect, Explanation, explain, misplaced_masks, stream_difference
 from foreroute.report.format import quoted
 from foreroute.trace import (
     GATE_WEIGHTS,
-    INDEXER,
     NO_VERSION,
     SAMPLING,
     DecisionStream,
@@ -76,11 +75,6 @@ def print_difference(reference: Path, other: Path) -> bool:
         trace, compared = load(reference), load(other)
         work.begin("comparing")
         found = explain(trace, compared)
-    if np.isnan(found.differing):
-        raise InputError(
-            "no row is routed in both traces, so there is nothing to compare; expected two traces of the same tokens "
-            "with routes (foreroute inspect shows what each has)"
-        )
     console.print("Picks that both traces share:")  # a table's own title is wrapped in the table's width
     console.print(_by_layer(found, trace.spec))
     console.print(_by_position(found))
@@ -123,9 +117,6 @@ def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) ->
         if wrong := misplaced_masks(each):
             console.print(f"[bold red]{SAMPLING}[/]  in {side}, {wrong}.", highlight=False)
             sound = False
-    if wrong := misplaced_choices(trace, other):
-        console.print(f"[bold red]{INDEXER}[/]  in the other trace, {wrong}.", highlight=False)
-        sound = False
     return sound
 
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from foreroute.conformance.adapter import Case, Seen, Unsupported
 from foreroute.conformance.check import Broken, Check, Situation, refused, require
 from foreroute.conformance.gate_checks import TOLERANCE, furthest, only_after
-from foreroute.mismatch import misplaced_choices
-from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
+from foreroute.trace import INDEXER, IndexerSpec, RoutingTrace
 
 
 def _followed(situation: Situation) -> None:
@@ -48,12 +47,10 @@ def _chosen_followed(situation: Situation) -> RoutingTrace:
         return trace
     require((_chosen(situation.native) != chosen_NDU).any(), "the choices were dropped, and nothing was raised")
     row, layer = np.argwhere(wrong_ND)[0]
-    executed = trace.with_stream(INDEXER, _stream_of(chosen_NDU, trace.streams[INDEXER]))
-    where = misplaced_choices(trace, executed)
     raise Broken(
         f"{int(wrong_ND.sum())} of {wrong_ND.size} choices were not followed; first: row {row}, {spec.layers[layer]}, "
         f"units {np.flatnonzero(wanted_NDU[row, layer]).tolist()} were asked for, and the query attends to "
-        f"{np.flatnonzero(chosen_NDU[row, layer]).tolist()}" + (f"; all in all {where}" if where else "")
+        f"{np.flatnonzero(chosen_NDU[row, layer]).tolist()}"
     )
 
 
@@ -146,16 +143,6 @@ def _visible(trace: RoutingTrace, spec: IndexerSpec) -> NDArray[np.bool_]:
     of_set = np.repeat(np.arange(len(seen_N) * stream.depth), np.diff(stream.offsets))
     chosen_NDU.reshape(-1, width)[of_set, stream.ids] = True
     return np.where((stream.counts_ND == 0)[..., None], whole_NDU, chosen_NDU)
-
-
-def _stream_of(chosen_NDU: NDArray[np.bool_], like: DecisionStream) -> DecisionStream:
-    """As a stream; sets that left nothing out are of the same rows."""
-    has_ids_ND = (like.counts_ND > 0)[..., None]
-    row, ids = np.nonzero((chosen_NDU & has_ids_ND).reshape(-1, chosen_NDU.shape[2]))
-    counts = np.bincount(row, minlength=len(chosen_NDU) * like.depth).reshape(-1, like.depth)
-    return DecisionStream.from_sets(
-        like.num_choices, np.ones(len(chosen_NDU), np.bool_), counts, ids, layers=like.layers
-    )
 
 
 CHECKS = (

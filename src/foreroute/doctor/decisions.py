@@ -12,10 +12,6 @@ RECORD_CHOICES = (
     "Record them too: record(indexers=True), EmbeddedEngine(model, indexers=True), or SGLang with "
     "--enable-return-indexer-topk, which capture.decode reads."
 )
-OF_THEIR_ROWS = (
-    "Row p holds what the query of token p chose, in each layer. Carry choices with their tokens and layers."
-)
-
 OF_THEIR_TOKENS = (
     "Row p holds the set that token p + 1 was drawn from. Carry sets with their tokens, or record them again."
 )
@@ -58,9 +54,6 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     """Whether queries attend to the same units of their sequence in trainer and engine."""
-    if measures.misplaced_choices:
-        sentence = f"What indexers chose is not of its rows: {measures.misplaced_choices}."
-        yield Finding(Severity.PROBLEM, "indexers", sentence, OF_THEIR_ROWS)
     if (found := measures.choices) is not None:
         yield Finding(
             Severity.FINE if not found.differing else Severity.NOTE,

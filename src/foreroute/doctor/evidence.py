@@ -17,7 +17,6 @@ from foreroute.mismatch import (
     StreamDifference,
     TokenMismatch,
     explain,
-    misplaced_choices,
     routing_mismatch,
     stream_difference,
     token_mismatch,
@@ -113,7 +112,6 @@ class Measures:
         reading: the one of `Evidence.readings` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         choices: of indexers, engine against trainer on its own.
-        misplaced_choices: whose the engine's choices are where they are not those of their rows; empty otherwise.
         reordered: the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's
             order; log-probs, whose sequences nothing tells apart, are not compared.
         layers: L, of the routes.
@@ -129,7 +127,6 @@ class Measures:
     reading: tuple[Reading, TokenMismatch] | None = None
     explanation: Explanation | None = None
     choices: StreamDifference | None = None
-    misplaced_choices: str = ""
     reordered: bool = False
     layers: tuple[RoutedLayer, ...] = ()
 
@@ -164,7 +161,7 @@ def measure(evidence: Evidence) -> Measures:
     if evidence.random_weights:
         return of_itself
     reordered, explanation = False, None
-    if own is not None and engine is not None:
+    if own is not None and engine is not None and own.valid_N.any() and engine.valid_N.any():
         if len(engine.versions) == 1:
             version = engine.versions[0] if evidence.expected_version is None else evidence.expected_version
             own = own.with_weight_version(version)
@@ -178,12 +175,11 @@ def measure(evidence: Evidence) -> Measures:
         of_itself,
         without=_tokens(native, logprobs_R),
         with_replay=_tokens(evidence.replayed, logprobs_R),
-        routes=_routes(engine, own),
+        routes=_routes(engine, own) if explanation is not None else None,
         ratio=_ratio(evidence.replayed or native, logprobs_R),
         reading=_nearest(evidence.readings, logprobs_R),
         explanation=explanation,
         choices=_choices(own, engine),
-        misplaced_choices=misplaced_choices(own, engine) if own is not None and engine is not None else "",
         reordered=reordered,
         layers=engine.spec.layers if engine is not None else (),
     )

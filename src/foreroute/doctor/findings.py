@@ -214,6 +214,8 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
 def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     explained, routes = measures.explanation, measures.routes
     if explained is None or routes is None:
+        if evidence.engine is not None and evidence.native is not None and evidence.native.executed is not None:
+            yield Finding(Severity.WARNING, "routes", "No row is routed in both traces.", NO_ROUTES)
         return
     if measures.reordered:
         apart = " Their log-probs were not compared." if evidence.engine_logprobs_R is not None else ""
@@ -224,9 +226,6 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Routes were compared in the trainer's order.{apart}",
             COMPARED_AGAIN,
         )
-    if not routes.rows:
-        yield Finding(Severity.WARNING, "routes", explained.sentence, NO_ROUTES)
-        return
     if explained.kind is Defect.UNEXPLAINED:
         severity = Severity.PROBLEM if explained.differing >= MOST else Severity.WARNING
         yield Finding(severity, "routes", explained.sentence, ADVICE[explained.kind])

@@ -139,7 +139,7 @@ class SampledSequence:
         tokens = np.concatenate([self.prompt, self.response])
         if self.output is None and not self.finished:
             return RoutingTrace.unrouted(model.spec, [tokens])
-        return decode(
+        decoded = decode(
             self.output,
             model=model.spec,
             token_ids=tokens,
@@ -147,9 +147,8 @@ class SampledSequence:
             weight_version=weight_version,
             vocabulary_size=model.vocabulary_size,
             indexers=model.indexers,
-            engine=engine,
-            engine_version=engine_version,
         )
+        return decoded.with_provenance(engine=engine, engine_version=engine_version)
 
 
 def generation_of(

@@ -1,7 +1,7 @@
 """How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect, alarms. No torch."""
 
-from foreroute.mismatch.alarm_rules import Alarm, AlarmRules, Kind, Signals, alarms
-from foreroute.mismatch.decisions import StreamDifference, misplaced_choices, misplaced_masks, stream_difference
+from foreroute.mismatch.alarm_rules import Alarm, Kind, Signals, alarms
+from foreroute.mismatch.decisions import StreamDifference, misplaced_masks, stream_difference
 from foreroute.mismatch.defects import Explanation, explain
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
@@ -17,7 +17,6 @@ from foreroute.mismatch.mixups import Defect
 __all__ = [
     "LOG10_EDGES",
     "Alarm",
-    "AlarmRules",
     "Defect",
     "Explanation",
     "Kind",
@@ -29,7 +28,6 @@ __all__ = [
     "alarms",
     "explain",
     "margin_histogram",
-    "misplaced_choices",
     "misplaced_masks",
     "routing_mismatch",
     "stream_difference",

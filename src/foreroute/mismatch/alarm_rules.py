@@ -12,37 +12,25 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
 Kind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share"]
-"""What an alarm is about; `AlarmRules` says when each goes off."""
+"""What an alarm is about. The constants below say when each goes off."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AlarmRules:
-    """When an alarm goes off. Means are over the last `window` measurements, and over no fewer.
-
-    Attributes:
-        window: measurements in a mean.
-        collapse_below: "collapse": the mean reward is below this share of its running maximum,
-        collapse_for: for at least so many steps in a row; or the loss is not finite.
-        f2_above: "f2": share of response tokens whose probabilities in trainer and engine differ more than twofold.
-        disagreement_growth: "disagreement": the share of (token, layer) that the trainer by itself routes otherwise
-            than the engine is more than so many times that of the run's first `window` measurements,
-        disagreement_above: and more than this.
-        agreement_below: "stale_routes": in the last mini-batch of an update, the share of (token, layer) whose live
-            top-k is the replayed set.
-        effective_share_below: "effective_share": effective sample size of the importance weights, over the tokens.
-    """
-
-    window: int = 10
-    collapse_below: float = 0.5
-    collapse_for: int = 10
-    f2_above: float = 0.1
-    disagreement_growth: float = 2.0
-    disagreement_above: float = 0.1
-    agreement_below: float = 0.88
-    effective_share_below: float = 0.5
+WINDOW = 10
+"""Measurements in a mean. Means are over the last ones, and over no fewer."""
+COLLAPSE_BELOW, COLLAPSE_FOR = 0.5, 10
+"""collapse: the mean reward is below this share of its running maximum, for so many steps in a row; or the loss is not
+finite."""
+F2_ABOVE = 0.1
+"""f2: share of response tokens whose probabilities in trainer and engine differ more than twofold."""
+DISAGREEMENT_GROWTH, DISAGREEMENT_ABOVE = 2.0, 0.1
+"""disagreement: the share of (token, layer) that the trainer by itself routes otherwise than the engine is more than so
+many times that of the run's first `WINDOW` measurements, and more than this."""
+AGREEMENT_BELOW = 0.88
+"""stale_routes: share of (token, layer) whose live top-k is the replayed set, in the last mini-batch of an update."""
+EFFECTIVE_SHARE_BELOW = 0.5
+"""effective_share: effective sample size of the importance weights, over the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,63 +114,61 @@ class Signals:
         )
 
 
-def alarms(history: Sequence[Signals], rules: AlarmRules) -> list[Alarm]:
+def alarms(history: Sequence[Signals]) -> list[Alarm]:
     """The alarms that are on after the last step of a run.
 
     Args:
         history: all its steps so far, in order.
-        rules: the thresholds.
     """
     _, shares = _measured(history, "disagreement")
     # no shares make no mean, and then no alarm
-    grown = rules.disagreement_growth * float(np.mean(shares[: rules.window] or [0.0]))
+    grown = DISAGREEMENT_GROWTH * float(np.mean(shares[:WINDOW] or [0.0]))
     found = [
-        _collapse(history, rules),
-        _mean_passes("f2", "f2", history, rules.window, above=rules.f2_above),
-        _mean_passes("disagreement", "disagreement", history, rules.window, above=max(rules.disagreement_above, grown)),
-        _mean_passes("stale_routes", "live_agreement", history, rules.window, below=rules.agreement_below),
-        _mean_passes("effective_share", "effective_share", history, rules.window, below=rules.effective_share_below),
+        _collapse(history),
+        _mean_passes("f2", "f2", history, above=F2_ABOVE),
+        _mean_passes("disagreement", "disagreement", history, above=max(DISAGREEMENT_ABOVE, grown)),
+        _mean_passes("stale_routes", "live_agreement", history, below=AGREEMENT_BELOW),
+        _mean_passes("effective_share", "effective_share", history, below=EFFECTIVE_SHARE_BELOW),
     ]
     return [alarm for alarm in found if alarm is not None]
 
 
-def _collapse(history: Sequence[Signals], rules: AlarmRules) -> Alarm | None:
+def _collapse(history: Sequence[Signals]) -> Alarm | None:
     last = history[-1]
     if last.loss is not None and not math.isfinite(last.loss):
         return Alarm(kind="collapse", since=last.step, value=last.loss, threshold=math.inf)
     steps, rewards = _measured(history, "reward")
-    if len(rewards) < rules.window:
+    if len(rewards) < WINDOW:
         return None
-    means = sliding_window_view(rewards, rules.window).mean(axis=-1)
-    limits = rules.collapse_below * np.maximum.accumulate(means)
+    means = sliding_window_view(rewards, WINDOW).mean(axis=-1)
+    limits = COLLAPSE_BELOW * np.maximum.accumulate(means)
     # a maximum of 0 or below has no half that could be fallen short of
     low = (means < limits) & (limits > 0)
-    if len(low) < rules.collapse_for or not low[-rules.collapse_for :].all():
+    if len(low) < COLLAPSE_FOR or not low[-COLLAPSE_FOR:].all():
         return None
     # the first mean is its own maximum, so that it is never low
     first = len(low) - int(low[::-1].argmin())
-    return Alarm(kind="collapse", since=int(steps[first]), value=float(means[-1]), threshold=float(limits[-1]))
+    return Alarm(kind="collapse", since=steps[first], value=float(means[-1]), threshold=float(limits[-1]))
 
 
 def _mean_passes(
-    kind: Kind,
-    signal: str,
-    history: Sequence[Signals],
-    window: int,
-    *,
-    above: float = math.inf,
-    below: float = -math.inf,
+    kind: Kind, signal: str, history: Sequence[Signals], *, above: float = math.inf, below: float = -math.inf
 ) -> Alarm | None:
     """An alarm where the mean of a signal's last measurements is too high or low, until the next step that measures."""
     steps, values = _measured(history, signal)
-    if len(values) < window:
+    if len(values) < WINDOW:
         return None
-    mean = float(np.mean(values[-window:]))
+    mean = float(np.mean(values[-WINDOW:]))
     if not (mean > above or mean < below):
         return None
-    return Alarm(kind=kind, since=int(steps[-window]), value=mean, threshold=above if mean > above else below)
+    return Alarm(kind=kind, since=steps[-WINDOW], value=mean, threshold=above if mean > above else below)
 
 
-def _measured(history: Sequence[Signals], signal: str) -> tuple[NDArray[np.int64], list[float]]:
-    pairs = [(each.step, getattr(each, signal)) for each in history if getattr(each, signal) is not None]
-    return np.array([step for step, _ in pairs], np.int64), [value for _, value in pairs]
+def _measured(history: Sequence[Signals], signal: str) -> tuple[list[int], list[float]]:
+    """The steps that measured a signal, and what they saw.
+
+    A mean of nothing is NaN, which is no measurement: in a window or a running maximum it would silence the alarm.
+    """
+    pairs = [(each.step, getattr(each, signal)) for each in history]
+    seen = [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+    return [step for step, _ in seen], [value for _, value in seen]

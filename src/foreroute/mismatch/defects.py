@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.errors import InputError
 from foreroute.layout import order_by_tokens
 from foreroute.mismatch.mixups import Defect, Mixup, TracePair, mixups
 from foreroute.trace import RoutingSpec, RoutingTrace, overlap
@@ -40,8 +41,8 @@ class Explanation:
         kind: the defect, `Defect.NONE` for natural mismatch.
         parameters: what defines the defect (`tokens` of a shift, `order` of a permutation, `rows` of a prefix, ...).
         sentence: the defect for a reader, in whole sentences.
-        differing: share of routing decisions, one for each token and layer, whose expert sets differ; NaN without rows.
-        overlap_by_layer_L: float64 [L], mean share of common picks, over rows that both traces routed; NaN without.
+        differing: share of routing decisions, one for each token and layer, whose expert sets differ.
+        overlap_by_layer_L: float64 [L], mean share of common picks, over rows that both traces routed.
         overlap_by_position_T: float64 [longest sequence], NaN where no sequence has a row.
     """
 
@@ -73,20 +74,25 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
     Raises:
         SpecMismatchError: when the traces come from different models.
         BatchMismatchError: when they do not hold the same sequences.
+        InputError: when no row is routed in both.
     """
     order = _order(a, b)
     if order is not None:
         b = b.select(np.argsort(order))
     shared = overlap(a, b)
+    if not len(shared.rows_R):
+        raise InputError(
+            "no row is routed in both traces, so there is nothing to compare; expected two traces of the same tokens "
+            "with routes (foreroute inspect shows what each has)"
+        )
     top_k, longest = a.spec.top_k, int(a.lengths.max(initial=0))
     pair = TracePair(a, b, np.random.default_rng(0))
     positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / top_k
     with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
-        rows = np.float64(len(positions))
-        by_layer, differing = share_RL.sum(axis=0) / rows, (share_RL < 1).sum() / (rows * a.spec.num_layers)
         by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
-    finding = _found(pair, positions, share_RL < 1, order, names)
-    return Explanation(*finding, float(differing), by_layer, by_position)
+    differs_RL = share_RL < 1
+    finding = _found(pair, positions, differs_RL, order, names)
+    return Explanation(*finding, float(differs_RL.mean()), share_RL.mean(axis=0), by_position)
 
 
 def _found(
@@ -97,9 +103,8 @@ def _found(
     names: tuple[str, str],
 ) -> _Finding:
     """The first defect that explains the difference, mix-ups before losses before drift."""
-    if not len(positions) or pair.a.spec.top_k == pair.a.spec.num_experts:
-        reason = "no row is routed in both traces" if not len(positions) else "every row holds all experts"
-        return _Finding(Defect.UNEXPLAINED if not len(positions) else Defect.NONE, {}, f"Nothing to compare: {reason}.")
+    if pair.a.spec.top_k == pair.a.spec.num_experts:
+        return _Finding(Defect.NONE, {}, "Nothing to compare: every row holds all experts.")
     if order is not None:
         facts = {"order": order.tolist(), "packed": False, "with_tokens": True}
         sentence = f"{_capital(names[1])} holds the sequences of {names[0]} in another order, tokens included."

@@ -138,6 +138,8 @@ class TokenMismatch:
 class RoutingMismatch:
     """Counts over the rows that both sides routed, prompt included. Experts are compared as sets.
 
+    Shares of no rows are NaN.
+
     Attributes:
         rows: number of token rows compared.
         top_k: K.
@@ -157,22 +159,22 @@ class RoutingMismatch:
     @property
     def differing_share(self) -> float:
         """Share of (token, layer) whose expert sets differ. Source: arXiv 2510.11370, section 3.2, router level."""
-        return float(self.differing_L.sum() / max(self.rows * len(self.differing_L), 1))
+        return float(self.differing_L.sum() / (self.rows * len(self.differing_L) or math.nan))
 
     @property
     def differing_tokens_share(self) -> float:
         """Share of tokens with at least one differing layer. Source: arXiv 2510.11370, section 3.2, token level."""
-        return float(self.by_differing_layers[1:].sum() / max(self.rows, 1))
+        return float(self.by_differing_layers[1:].sum() / (self.rows or math.nan))
 
     @property
     def differing_share_L(self) -> NDArray[np.float64]:
         """float64 [L], share of tokens whose expert set differs, per layer."""
-        return np.asarray(self.differing_L / max(self.rows, 1), np.float64)
+        return np.asarray(self.differing_L / (self.rows or math.nan), np.float64)
 
     @property
     def overlap_L(self) -> NDArray[np.float64]:
         """float64 [L], mean share of a token's K experts that both sides picked, per layer."""
-        return np.asarray(self.shared_L / max(self.rows * self.top_k, 1), np.float64)
+        return np.asarray(self.shared_L / (self.rows * self.top_k or math.nan), np.float64)
 
     def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
         """The mismatch over the rows of both."""

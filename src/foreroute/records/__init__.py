@@ -1,33 +1,38 @@
 """What a run writes down about each step, and reading it: the metrics, typed. No torch, and nothing is drawn."""
 
-from foreroute.records.runs import Run, read_run, read_runs
+from foreroute.records.json_form import to_json
+from foreroute.records.runs import Run, parse_step, read_run, read_runs
 from foreroute.records.step_record import (
     SIDES,
     DeviceRecord,
+    EvaluationRecord,
     ExecutionRecord,
     ImportanceRecord,
     Load,
-    MarginsRecord,
     MismatchRecord,
+    NumRanks,
+    SamplingRecord,
     Side,
+    StageRecord,
     StepRecord,
-    parse_step,
-    why_invalid,
 )
 
 __all__ = [
     "SIDES",
     "DeviceRecord",
+    "EvaluationRecord",
     "ExecutionRecord",
     "ImportanceRecord",
     "Load",
-    "MarginsRecord",
     "MismatchRecord",
+    "NumRanks",
     "Run",
+    "SamplingRecord",
     "Side",
+    "StageRecord",
     "StepRecord",
     "parse_step",
     "read_run",
     "read_runs",
-    "why_invalid",
+    "to_json",
 ]

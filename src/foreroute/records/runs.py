@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -9,11 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import AliasPath, BaseModel, Field, TypeAdapter, ValidationError
-
 from foreroute.errors import InputError, RunFolderError, TraceFileError
-from foreroute.files import read_file
-from foreroute.records.step_record import SIDES, Side, StepRecord, parse_step, why_invalid
+from foreroute.files import parse_json, read_file
+from foreroute.records.json_form import from_json, value_of
+from foreroute.records.step_record import SIDES, Side, StepRecord
 from foreroute.trace import RoutedLayer, load
 
 
@@ -40,20 +40,11 @@ class Run:
 
     def paired_steps(self) -> tuple[StepRecord, ...]:
         """Steps at which both sides were measured, on the same rollouts and weights."""
-        return tuple(step for step in self.steps if all(side in step.get("mismatch", {}) for side in SIDES))
+        return tuple(step for step in self.steps if all(side in step.mismatch for side in SIDES))
 
     def steps_to_compare(self, side: Side) -> tuple[StepRecord, ...]:
         """The paired steps; in a run that has none, every step at which `side` was measured."""
-        return self.paired_steps() or tuple(step for step in self.steps if side in step.get("mismatch", {}))
-
-
-class _Facts(BaseModel, strict=True):
-    """What a configuration says of a run; its other keys are passed over."""
-
-    name: str
-    seed: int
-    precision: str = Field(validation_alias=AliasPath("rollout", "precision"))
-    routing: str = Field(validation_alias=AliasPath("rl", "routing"))
+        return self.paired_steps() or tuple(step for step in self.steps if side in step.mismatch)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -89,25 +80,42 @@ def read_run(folder: Path) -> Run:
             f"{path} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
         )
     try:
-        config = TypeAdapter(dict[str, Any]).validate_json(read_file(path, RunFolderError))
-        facts = _Facts.model_validate(config)
-    except ValidationError as error:
-        raise RunFolderError(f"{path} is damaged: {why_invalid(error)}. Restore it from a copy") from error
+        config = value_of(dict, parse_json(read_file(path, RunFolderError), RunFolderError, name="it"), "it")
+        name, seed = _fact(str, config, "name"), _fact(int, config, "seed")
+        precision, routing = _fact(str, config, "rollout", "precision"), _fact(str, config, "rl", "routing")
+    except RunFolderError as error:
+        raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
     steps, notes = _read_metrics(folder / "metrics.jsonl")
     layers, unread = _read_layers(folder / "traces")
-    superseded = [
-        f"Steps ran again and came out otherwise, as on another machine; what was recorded before is in {aside.name}."
-        for aside in sorted(folder.glob("superseded-*.jsonl"))
-    ]
     return Run(
         folder=folder,
-        label=facts.name,
+        label=name,
+        name=name,
+        seed=seed,
+        precision=precision,
+        routing=routing,
         config=config,
         steps=tuple(steps),
         layers=layers,
-        notes=(*notes, *unread, *superseded),
-        **facts.model_dump(),
+        notes=(*notes, *unread),
     )
+
+
+def parse_step(line: bytes) -> StepRecord:
+    """Read one line of `metrics.jsonl`.
+
+    Raises:
+        RunFolderError: when the line is not JSON, a required key is missing, a key is unknown, or a value is of another
+            type or out of range.
+    """
+    return from_json(StepRecord, parse_json(line, RunFolderError, name="it"))
+
+
+def _fact(kind: type, config: Any, *keys: str) -> Any:
+    """A value of the configuration, by the keys of the tables that it is in."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, dict) else None
+    return value_of(kind, config, ".".join(keys))
 
 
 def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
@@ -116,20 +124,23 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
     lines = [(number, line) for number, line in enumerate(content, 1) if line.strip()]
     steps: list[StepRecord] = []
     notes: list[str] = []
-    shapes: dict[str, object] = {}
+    layers: set[int] = set()
     for number, line in lines:
         try:
             step = parse_step(line)
-            _check_like(shapes, step)
-            if step["step"] != len(steps):
-                raise ValueError(f"its step is {step['step']}, expected {len(steps)}")
+            # shares of layers are averaged over steps
+            layers |= {len(side.differing_share_by_layer) for side in step.mismatch.values()} - {0}
+            if len(layers) > 1:
+                raise RunFolderError(f"differing_share_by_layer has {sorted(layers)} layers here and on earlier lines")
+            if step.step != len(steps):
+                raise RunFolderError(f"its step is {step.step}, expected {len(steps)}")
             steps.append(step)
-        except ValueError as error:
-            torn = isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid"
-            if not torn or number < lines[-1][0]:
+        except RunFolderError as error:
+            # what was cut is no JSON
+            if number < lines[-1][0] or not isinstance(error.__cause__, json.JSONDecodeError | UnicodeDecodeError):
                 raise RunFolderError(
-                    f"{path}, line {number} is damaged: {why_invalid(error)}. Restore the file from a copy, or remove "
-                    f"line {number} and those after it to report on the steps before"
+                    f"{path}, line {number} is damaged: {error}. Restore the file from a copy, or remove line {number} "
+                    "and those after it to report on the steps before"
                 ) from error
             notes = [f"Line {number} of {path.name} is half written, so the run was stopped there; it is left out."]
     if not steps:
@@ -145,15 +156,3 @@ def _read_layers(traces: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
         except TraceFileError as error:
             return (), [f"The numbers of the layers are not known: {error}"]
     return (), []
-
-
-def _check_like(shapes: dict[str, object], step: StepRecord) -> None:
-    """Refuse a step of another model: layers and bins are summed over steps. `shapes` remembers what came first."""
-    found: list[tuple[str, object]] = []
-    for mismatch in step.get("mismatch", {}).values():
-        found += [("layers of differing_share_by_layer", len(mismatch.get("differing_share_by_layer", ())))]
-    if margins := step.get("margins"):
-        found += [("bins of log10_edges", tuple(margins["log10_edges"]))]
-    for what, shape in found:
-        if shape and shapes.setdefault(what, shape) != shape:
-            raise ValueError(f"the {what} are {shape}, on earlier lines they are {shapes[what]}")

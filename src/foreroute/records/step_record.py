@@ -1,20 +1,17 @@
 """One line of `metrics.jsonl`: every key that a step may have, its type, and what it means.
 
-The trainer makes these dictionaries, and the report reads them. Only keys marked as required are always there: a line
-of another trainer, or of an older version, may leave the others out. Keys that are not listed here are passed over.
-docs/metrics.md is made from the strings below.
+The trainer makes these records, and the report reads them. Fields without a default are always in their object; a line
+of another trainer may leave the others out. docs/metrics.md is made from the strings below.
 """
 
-import math
-from functools import cache
-from typing import Annotated, Literal, Required
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import numpy as np
-from annotated_types import Ge, Lt
-from pydantic import AfterValidator, StringConstraints, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # that of Python 3.11 is not enough for pydantic
 
-from foreroute.mismatch import Alarm
+from foreroute.mismatch import LOG10_EDGES, Alarm
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
@@ -28,269 +25,221 @@ ROUNDED = 1e-6
 """A share that is a quotient of sums may end so far outside."""
 
 
-def _share(value: float) -> float:
+def _check_share(value: float) -> None:
     if value < -ROUNDED or value > 1 + ROUNDED:
-        raise ValueError(f"it is {value}; expected a share from 0 to 1")
-    return value
+        raise ValueError("expected a share from 0 to 1")
 
 
-Share = Annotated[float, AfterValidator(_share)]
+Share = Annotated[float, _check_share]
 """From 0 to 1, or NaN: a share of nothing."""
-Seconds = float
-Loads = list[list[list[Annotated[int, Lt(2**63)]]]]
+NumRanks = Literal["4", "8", "16"]
+"""Numbers of ranks that the load of experts is stated for, as keys of JSON."""
+Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
 
-NumRanks = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,8}$")]
-"""A number of ranks, as a key of JSON."""
 
-# `f1.5` is no name for the body of a class.
-_MilderShare = TypedDict("_MilderShare", {"f1.5": Share}, total=False)
-
-
-class MismatchRecord(_MilderShare, total=False):
+@dataclass(frozen=True, kw_only=True)
+class MismatchRecord:
     """How far trainer and rollout engine were apart at one step."""
 
-    response_tokens: int
+    response_tokens: int | None = None
     """Response tokens compared."""
-    k3: Required[float]
+    k3: float
     """k3, nats per response token."""
-    f2: Required[Share]
+    f2: Share
     """F(2), a share of response tokens."""
-    max_abs_log_ratio: float
+    f1_5: Share | None = None
+    """F(1.5), a share of response tokens."""
+    max_abs_log_ratio: float | None = None
     """The largest |log r|."""
-    routed_rows: int
+    routed_rows: int | None = None
     """Tokens that both sides routed."""
-    differing_share: Required[Share]
+    differing_share: Share
     """Share of (token, layer) whose expert sets differ."""
-    differing_tokens_share: Required[Share]
+    differing_tokens_share: Share
     """Share of tokens with a differing layer."""
-    differing_share_by_layer: list[Share]
+    differing_share_by_layer: list[Share] = field(default_factory=list)
     """The same, per layer."""
 
 
-class MarginsRecord(TypedDict):
-    """Gaps between the K-th and the (K+1)-th selection score, by layer."""
-
-    log10_edges: list[float]
-    """Edges of the bins, decimal logarithms."""
-    counts_LB: list[list[int]]
-    """Decisions in each layer and bin."""
-
-
-class ImportanceRecord(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class ImportanceRecord:
     """Probabilities of the trainer over the engine's on the trained tokens, and what a correction did about them."""
 
-    ratio_mean: float
+    ratio_mean: float | None = None
     """Mean of rho, trainer over engine; 1 in expectation."""
-    ratio_max: float
+    ratio_max: float | None = None
     """Largest rho; above float64, its largest number."""
-    effective_share: Required[Share]
+    effective_share: Share
     """(Σ rho)² / (n Σ rho²), effective sample size over tokens."""
-    weight_mean: float
+    weight_mean: float | None = None
     """Mean weight of the correction."""
-    cut_share: Required[Share]
+    cut_share: Share
     """Share of tokens that the correction truncated or masked."""
-    rejected_sequences: Required[int]
+    rejected_sequences: int
     """Responses that rejection left out."""
 
 
-class SamplingRecord(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class SamplingRecord:
     """How the responses of a step were come by."""
 
-    rounds: int
+    rounds: int | None = None
     """Rounds of dynamic sampling."""
-    responses: int
+    responses: int | None = None
     """Responses in all rounds."""
-    informative_share: Share
+    informative_share: Share | None = None
     """Share of kept responses with an advantage."""
 
 
-class EvaluationRecord(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
     """Rewards on held-out problems."""
 
-    responses: Required[int]
+    responses: int
     """How many."""
-    reward_mean: Required[float]
+    reward_mean: float
     """Mean reward."""
-    reward_std: float
+    reward_std: float | None = None
     """Its standard deviation."""
-    exact_share: Share
+    exact_share: Share | None = None
     """Share of rewards of exactly 1."""
-    response_tokens_mean: float
+    response_tokens_mean: float | None = None
     """Mean length."""
-    reward_failures: int
+    reward_failures: int | None = None
     """Responses whose reward function failed."""
-    reward_failure: str
+    reward_failure: str | None = None
     """The first failure."""
 
 
-class StageRecord(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
     """One stage of an expert-parallel step: the load of every rank in every cell, [M][L][G]."""
 
-    planned_MLG: Loads
-    """Assignments by the plan."""
-    executed_MLG: Required[Loads]
+    executed_MLG: Loads
     """Assignments as executed."""
-    at_home_MLG: Required[Loads]
+    at_home_MLG: Loads
     """Assignments with every expert at its home."""
-    replicas: int
-    """Replicas of all cells."""
-    fell_back: list[dict[str, str | int]]
-    """Cells served by homes alone, and why."""
-    priced_options: dict[str, str]
+    fell_back: dict[str, str] = field(default_factory=dict)
+    """Why homes alone served a cell, by its micro-step and layer, such as `2.0`."""
+    priced_options: dict[str, str] = field(default_factory=dict)
     """Whether `pay_off` and `traffic` were on, and why."""
 
 
-def _check_stage(stage: StageRecord) -> StageRecord:
-    try:
-        at_home, executed = (np.array(stage[name], np.int64) for name in ("at_home_MLG", "executed_MLG"))
-        fits = at_home.shape == executed.shape and at_home.ndim == 3 and at_home.size > 0
-    except ValueError:  # lists of uneven lengths
-        fits = False
-    if not fits:
-        raise ValueError("at_home_MLG and executed_MLG need the same numbers of micro-steps, layers and ranks")
-    return stage
-
-
-class ExecutionRecord(TypedDict, total=False):
+@dataclass(frozen=True, kw_only=True)
+class ExecutionRecord:
     """How an expert-parallel step was executed. Without a plan there are the ranks alone."""
 
-    ranks: Required[int]
+    ranks: int
     """How many."""
-    max_over_mean: dict[Load, float]
+    max_over_mean: dict[Load, float] = field(default_factory=dict)
     """By load: busiest rank's assignments over the mean, summed over cells."""
-    replicas: int
+    replicas: int | None = None
     """Replicas of all cells."""
-    bytes: dict[str, int]
+    bytes: dict[str, int] = field(default_factory=dict)
     """Arrived: weights by `host` memory, `direct`, `gradients`, moved `homes`."""
-    home_moves: int
+    home_moves: int | None = None
     """Experts that changed their home before the step."""
-    moving_homes_s: Seconds
+    moving_homes_s: float | None = None
     """Seconds of placing and moving them."""
-    cells_at_home: int
-    """Cells that fell back to their homes."""
-    exposed_transfer_s: Seconds
+    exposed_transfer_s: float | None = None
     """Seconds that the slowest rank waited for replicas."""
-    planning_s: Seconds
+    planning_s: float | None = None
     """Seconds of planning."""
-    exposed_planning_s: Seconds
+    exposed_planning_s: float | None = None
     """Seconds that stages and micro-steps waited for plans."""
-    hidden_planning_share: float
-    """Share of planning that nothing waited for."""
-    stages: dict[str, Annotated[StageRecord, AfterValidator(_check_stage)]]
+    stages: dict[str, StageRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 
+    def __post_init__(self) -> None:
+        if self.stages and {"at_home", "executed"} - self.max_over_mean.keys():
+            raise ValueError("max_over_mean needs at_home and executed where there are stages")
+        for name, stage in self.stages.items():
+            try:
+                loads = np.array([stage.executed_MLG, stage.at_home_MLG], np.int64)
+            except (ValueError, OverflowError):  # lists of uneven lengths, or more than an integer holds
+                loads = np.zeros(0, np.int64)
+            if loads.ndim != 4 or loads.shape[3] != self.ranks or not loads.size:
+                raise ValueError(
+                    f"executed_MLG and at_home_MLG of stage {name} need the same numbers of micro-steps and layers, "
+                    f"loads of {self.ranks} ranks, and numbers below 2^63"
+                )
 
-class DeviceRecord(TypedDict, total=False):
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRecord:
     """Where a step ran."""
 
-    kind: Required[str]
+    kind: str
     """`cpu` or `cuda`."""
-    name: Required[str]
+    name: str
     """Its name."""
-    peak_memory_bytes: Annotated[int, Ge(0)] | None
+    peak_memory_bytes: int | None = None
     """Most bytes of tensors on any rank; CUDA only."""
 
 
-def _check_margins(margins: MarginsRecord) -> MarginsRecord:
-    edges = margins["log10_edges"]
-    if not all(math.isfinite(edge) for edge in edges):
-        raise ValueError("log10_edges must be finite")
-    if edges != sorted(set(edges)):
-        raise ValueError("log10_edges must ascend")
-    if any(len(counts) != len(edges) - 1 for counts in margins["counts_LB"]):
-        raise ValueError(f"{len(edges)} log10_edges need {len(edges) - 1} counts in every layer of counts_LB")
-    return margins
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of a run. What is None was not recorded."""
 
-
-def _check_execution(execution: ExecutionRecord) -> ExecutionRecord:
-    stages = execution.get("stages", {})
-    if stages and {"at_home", "executed"} - execution.get("max_over_mean", {}).keys():
-        raise ValueError("max_over_mean needs at_home and executed where there are stages")
-    if any(len(stage["executed_MLG"][0][0]) != execution["ranks"] for stage in stages.values()):
-        raise ValueError(f"stages need loads of {execution['ranks']} ranks")
-    return execution
-
-
-class StepRecord(TypedDict, total=False):
-    """One step of a run. What is not there was not recorded."""
-
-    step: Required[int]
+    step: int
     """From 0."""
-    weight_version: int | None
+    weight_version: int | None = None
     """Newest weights that sampled a token."""
-    staleness: int | None
+    staleness: int | None = None
     """Versions that the oldest route is behind the policy."""
-    seconds: dict[str, Seconds]
-    """By stage."""
-    reward_mean: float | None
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase."""
+    reward_mean: float | None = None
     """Mean reward of the responses (of the first round)."""
-    reward_std: float | None
+    reward_std: float | None = None
     """Its standard deviation."""
-    exact_share: Share | None
+    exact_share: Share | None = None
     """Share of rewards of exactly 1."""
-    reward_failures: int
+    reward_failures: int | None = None
     """Responses whose reward function failed."""
-    reward_failure: str
+    reward_failure: str | None = None
     """The first failure."""
-    response_tokens_mean: float | None
+    response_tokens_mean: float | None = None
     """Mean length of the responses."""
-    entropy: float | None
+    entropy: float | None = None
     """Trainer's mean entropy, nats per response token."""
-    grad_norm: float | None
+    grad_norm: float | None = None
     """Norm before clipping, mean over mini-batches."""
-    clip_share: Share | None
+    clip_share: Share | None = None
     """Share of trained tokens that the clip bounds changed."""
-    loss: float | None
+    loss: float | None = None
     """Mean over the mini-batches."""
-    kl: float | None
+    kl: float | None = None
     """KL(policy || reference) on trained tokens, estimated."""
-    tokens: int | None
+    tokens: int | None = None
     """Rows of the rollout's trace."""
-    trained_with: Side
+    trained_with: Side | None = None
     """`native` or `replayed`: whose routes the update used."""
-    mismatch: dict[Side, MismatchRecord]
+    mismatch: dict[Side, MismatchRecord] = field(default_factory=dict)
     """By side, `native` and `replayed`."""
-    margins: Annotated[MarginsRecord, AfterValidator(_check_margins)] | None
-    """Of the trainer's own routers."""
-    live_agreement: list[float]
+    margins_LB: list[list[int]] | None = None
+    """Decisions of the trainer's own routers in each layer and bin of `foreroute.mismatch.LOG10_EDGES`."""
+    live_agreement: list[float] | None = None
     """By mini-batch: share of (token, layer) whose live top-k is the replayed set."""
-    expert_load: dict[NumRanks, float]
+    expert_load: dict[NumRanks, float] = field(default_factory=dict)
     """By number of ranks: busiest over mean, experts in contiguous blocks."""
-    importance: ImportanceRecord | None
+    importance: ImportanceRecord | None = None
     """Of trainer over engine."""
-    sampling: SamplingRecord | None
+    sampling: SamplingRecord | None = None
     """How responses were sampled."""
-    skipped_prompts: int
+    skipped_prompts: int | None = None
     """Prompts that were too long."""
-    evaluation: EvaluationRecord | None
+    evaluation: EvaluationRecord | None = None
     """On held-out problems, at steps that evaluate."""
-    execution: Annotated[ExecutionRecord, AfterValidator(_check_execution)] | None
+    execution: ExecutionRecord | None = None
     """With experts on several ranks."""
-    device: DeviceRecord | None
+    device: DeviceRecord | None = None
     """Where the step ran."""
-    alarms: list[Alarm] | None
+    alarms: list[Alarm] | None = None
     """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
 
-
-@cache
-def _step_type() -> TypeAdapter[StepRecord]:
-    return TypeAdapter(StepRecord)
-
-
-def parse_step(line: bytes) -> StepRecord:
-    """Read one line of `metrics.jsonl`.
-
-    Raises:
-        pydantic.ValidationError: when a required key is missing, or a value is of another type or out of range.
-    """
-    return _step_type().validate_json(line, strict=True)
-
-
-def why_invalid(error: ValueError) -> str:
-    """What is wrong with a line or a configuration, in one sentence: the place and the reason of the first error."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return f"{place}: {first['msg']}" if place else first["msg"]
+    def __post_init__(self) -> None:
+        bins = len(LOG10_EDGES) - 1
+        if any(len(counts_B) != bins for counts_B in self.margins_LB or ()):
+            raise ValueError(f"margins_LB needs {bins} counts in every layer")

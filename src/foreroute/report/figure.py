@@ -208,7 +208,7 @@ def series_by_side(runs: Sequence[Run], measure: str) -> list[Series]:
 
 
 def _series(position: int, run: Run, side: Side | None, path: str) -> list[Series]:
-    points = [(step["step"], y) for step in run.steps if (y := _recorded(step, path)) is not None]
+    points = [(step.step, y) for step in run.steps if (y := _recorded(step, path)) is not None]
     return [Series(position, side, *np.array(points, np.float64).T)] if points else []
 
 
@@ -216,7 +216,7 @@ def _recorded(step: StepRecord, path: str) -> float | None:
     """What a step recorded by this path of keys, joined by dots; of a list the last. None where it did not."""
     found: Any = step
     for key in path.split("."):
-        found = found.get(key) if found else None
+        found = found.get(key) if isinstance(found, dict) else getattr(found, key, None)
     return (found[-1] if found else None) if isinstance(found, list) else found
 
 

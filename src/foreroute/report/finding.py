@@ -43,7 +43,7 @@ def run_tiles(runs: Sequence[Run]) -> list[Tile]:
         first = span_of([row.reward_first for row in rows], reward)
         tiles.append((f"mean reward, last {WINDOW} steps", span_of(last, reward), f"{first} in the first {WINDOW}"))
     if watched := runs_with_alarms(runs):
-        alarmed = sum(any(step.get("alarms") for step in run.steps) for run in runs)
+        alarmed = sum(any(step.alarms for step in run.steps) for run in runs)
         tiles.append(("runs with an alarm", str(alarmed), f"of {len(watched)} that recorded alarms"))
     return tiles
 
@@ -108,9 +108,7 @@ def _reward(rows: Sequence[SummaryRow]) -> list[str]:
 def _collapsed(runs: Sequence[Run]) -> list[str]:
     """Which runs had the alarm that no figure above would show."""
     names = [
-        run.label
-        for run in runs
-        if any(alarm.kind == "collapse" for step in run.steps for alarm in step.get("alarms") or ())
+        run.label for run in runs if any(alarm.kind == "collapse" for step in run.steps for alarm in step.alarms or ())
     ]
     return [f"the reward or the loss collapsed in {', '.join(names)}"] if names else []
 
@@ -120,7 +118,7 @@ def _idle(runs: Sequence[Run]) -> list[str]:
     names = [
         run.label
         for run in runs
-        if run.steps and all((had := step.get("sampling")) and not had["informative_share"] for step in run.steps)
+        if run.steps and all((had := step.sampling) and had.informative_share == 0 for step in run.steps)
     ]
     which = "no step" if len(names) == len(runs) else f"no step of {', '.join(names)}"
     return [f"{which} changed the weights, because all responses of every prompt got one reward"] if names else []
@@ -140,8 +138,8 @@ def _loads(runs: Sequence[Run]) -> list[tuple[float, float]]:
     """The mean load of the busiest rank over the mean, experts at home and as executed, of every run with plans."""
     return [
         (
-            fmean(execution["max_over_mean"]["at_home"] for _, execution in steps),
-            fmean(execution["max_over_mean"]["executed"] for _, execution in steps),
+            fmean(execution.max_over_mean["at_home"] for _, execution in steps),
+            fmean(execution.max_over_mean["executed"] for _, execution in steps),
         )
         for run in runs
         if (steps := planned_steps(run))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ MOST_LABELS = 12
 
 def expert_load(runs: Sequence[Run]) -> Plot:
     """One panel for each number of ranks."""
-    ranks = sorted({int(rank) for run in runs for step in run.steps for rank in step.get("expert_load", {})})
+    ranks = sorted({int(rank) for run in runs for step in run.steps for rank in step.expert_load})
     rows = {rank: series_by_run(runs, f"expert_load.{rank}") for rank in ranks}
     caption = Caption(
         title="Expert load",
@@ -68,9 +68,9 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
     """Every rank in every cell of the last step."""
     run = runs[position]
     step, execution = planned_steps(run)[-1]
-    num_ranks = execution["ranks"]
+    num_ranks = execution.ranks
     of_run = f" of {run.label}" if len(runs) > 1 else ""
-    stages = {name: np.array(stage["executed_MLG"]).shape for name, stage in execution["stages"].items()}
+    stages = {name: np.array(stage.executed_MLG).shape for name, stage in execution.stages.items()}
     num_layers = next(iter(stages.values()))[1]
     caption = Caption(
         title=f"Load of every rank in every micro-step, step {step}{of_run}",
@@ -80,7 +80,7 @@ def _by_cell(runs: Sequence[Run], position: int) -> Plot:
         y_label="rank",
     )
     loads = {kind: _over_mean_GC(execution, kind) for kind in WORDS}
-    titles = {kind: f"{WORDS[kind]}: busiest {execution['max_over_mean'][kind]:.2f} times the mean" for kind in WORDS}
+    titles = {kind: f"{WORDS[kind]}: busiest {execution.max_over_mean[kind]:.2f} times the mean" for kind in WORDS}
     figure = Figure(figsize=(INCHES[0], 4.6))
     panels = figure.subplots(len(loads), sharex=True)
     heat_panels(figure, panels, {titles[kind]: over_GC for kind, over_GC in loads.items()}, "load over mean")
@@ -122,8 +122,8 @@ def _number_micro_steps(axes: Any, stages: Mapping[str, tuple[int, ...]]) -> Non
 
 def _over_mean_GC(execution: ExecutionRecord, kind: Load) -> NDArray[np.float64]:
     """float64 [G, C], load over the mean of the cell; 1 in a cell without tokens."""
-    name: Literal["at_home_MLG", "executed_MLG"] = "at_home_MLG" if kind == "at_home" else "executed_MLG"
-    loads_MLG = [np.array(stage[name], np.int64) for stage in execution["stages"].values()]
-    loads_CG = np.concatenate([each.reshape(-1, execution["ranks"]) for each in loads_MLG])
+    stages = execution.stages.values()
+    loads_MLG = [stage.at_home_MLG if kind == "at_home" else stage.executed_MLG for stage in stages]
+    loads_CG = np.concatenate([np.reshape(each, (-1, execution.ranks)) for each in loads_MLG])
     mean_C = loads_CG.mean(axis=1, keepdims=True)
     return np.asarray(np.where(mean_C > 0, loads_CG / np.maximum(mean_C, 1e-12), 1.0).T, np.float64)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, MarginsRecord, Run
+from foreroute.mismatch import LOG10_EDGES
+from foreroute.records import SIDES, Run
 from foreroute.report.figure import (
     INK,
     SIDE_COLOURS,
@@ -80,8 +81,8 @@ def _k3(runs: Sequence[Run]) -> Plot:
 def _disagreement_by_layer(runs: Sequence[Run]) -> Plot:
     series = []
     for position, side in product(range(len(runs)), SIDES):
-        measured = (step["mismatch"][side] for step in runs[position].steps_to_compare(side))
-        if found := [each["differing_share_by_layer"] for each in measured if each.get("differing_share_by_layer")]:
+        measured = (step.mismatch[side] for step in runs[position].steps_to_compare(side))
+        if found := [each.differing_share_by_layer for each in measured if each.differing_share_by_layer]:
             shares_L = np.asarray(np.mean(found, axis=0), np.float64)
             series.append(Series(position, side, np.arange(len(shares_L), dtype=np.float64), shares_L))
     layers = layers_of(runs, [(line.run, len(line.x)) for line in series])
@@ -103,9 +104,9 @@ def layers_of(runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> tuple[Ro
 def _margins(runs: Sequence[Run]) -> Plot:
     series = []
     for position, run in enumerate(runs):
-        found = [margins for step in run.steps if (margins := step.get("margins")) and margins["counts_LB"]]
+        found = [step.margins_LB for step in run.steps if step.margins_LB]
         if found:
-            series.append(Series(position, None, 10 ** np.array(found[0]["log10_edges"]), _share_by_bin(found)))
+            series.append(Series(position, None, 10**LOG10_EDGES, _share_by_bin(found)))
     axes = new_axes()
     _stairs(axes, runs, series)
     axes.set_xscale("log")
@@ -163,8 +164,8 @@ def _by_position(measures: Measures) -> Plot:
     return card(caption, axes, said)
 
 
-def _share_by_bin(found: Sequence[MarginsRecord]) -> NDArray[np.float64]:
-    counts_B = np.sum([np.sum(margins["counts_LB"], axis=0) for margins in found], axis=0)
+def _share_by_bin(found: Sequence[list[list[int]]]) -> NDArray[np.float64]:
+    counts_B = np.sum([np.sum(counts_LB, axis=0) for counts_LB in found], axis=0)
     return np.asarray(counts_B / max(counts_B.sum(), 1), np.float64)
 
 

@@ -70,7 +70,7 @@ def _values(runs: Sequence[Run]) -> dict[str, Any]:
 def describe(run: Run, row: SummaryRow) -> dict[str, str]:
     """What a run is, by topic: routing, engine, the settings that change its mismatch, device, length, pace."""
     rl = run.config["rl"]
-    first, last = run.steps[0]["step"], run.steps[-1]["step"]
+    first, last = run.steps[0].step, run.steps[-1].step
     batches = rl.get("mini_steps")
     update = [f"{batches} mini-batch{'' if batches == 1 else 'es'} per step"] if batches else []
     update += [f"learning rate {rl['learning_rate']}"] if "learning_rate" in rl else []
@@ -117,16 +117,16 @@ def _devices(run: Run) -> list[str]:
     """Every device that steps ran on, in the order of the steps, with the most memory that one of them took."""
     most: dict[str, int] = {}
     for step in run.steps:
-        if device := step.get("device"):
-            name = f"CPU, {device['name']}" if device["kind"] == "cpu" else device["name"]
-            most[name] = max(most.get(name, 0), device.get("peak_memory_bytes") or 0)
+        if device := step.device:
+            name = f"CPU, {device.name}" if device.kind == "cpu" else device.name
+            most[name] = max(most.get(name, 0), device.peak_memory_bytes or 0)
     return [f"{name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
 
 
 def _reading_notes(runs: Sequence[Run]) -> list[str]:
     notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
     for run in runs:
-        failures = sum(step.get("reward_failures", 0) for step in run.steps)
+        failures = sum(step.reward_failures or 0 for step in run.steps)
         if failures:
             notes.append(
                 f"{run.label}: {failures} responses got no reward because a function failed; their groups are left out."

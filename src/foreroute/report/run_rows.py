@@ -52,7 +52,7 @@ def summary_rows(runs: Sequence[Run]) -> list[SummaryRow]:
 
 
 def _row(run: Run) -> SummaryRow:
-    timed = [step["seconds"] for step in run.steps if step.get("seconds")]
+    timed = [step.seconds for step in run.steps if step.seconds]
     phases = list(dict.fromkeys(phase for seconds in timed for phase in seconds))
     return SummaryRow(
         run=run.label,
@@ -72,11 +72,11 @@ def _row(run: Run) -> SummaryRow:
 
 
 def _reward(steps: Sequence[StepRecord]) -> float | None:
-    return _mean(reward for step in steps if (reward := step.get("reward_mean")) is not None)
+    return _mean(reward for step in steps if (reward := step.reward_mean) is not None)
 
 
 def _by_side(run: Run, measure: Measure) -> BySide:
-    return {side: _mean(step["mismatch"][side][measure] for step in run.steps_to_compare(side)) for side in SIDES}
+    return {side: _mean(getattr(step.mismatch[side], measure) for step in run.steps_to_compare(side)) for side in SIDES}
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -102,7 +102,7 @@ def alarm_rows(runs: Sequence[Run]) -> list[TableRow]:
 
 def runs_with_alarms(runs: Sequence[Run]) -> list[str]:
     """The labels of the runs that recorded whether alarms were on."""
-    return [run.label for run in runs if any(step.get("alarms") is not None for step in run.steps)]
+    return [run.label for run in runs if any(step.alarms is not None for step in run.steps)]
 
 
 def _episodes(run: Run, kind: str) -> list[tuple[list[int], Alarm]]:
@@ -111,12 +111,12 @@ def _episodes(run: Run, kind: str) -> list[tuple[list[int], Alarm]]:
     going = False
     for step in run.steps:
         # A step without alarms ends an episode, whatever comes after it.
-        here = [alarm for alarm in step.get("alarms") or () if alarm.kind == kind]
+        here = [alarm for alarm in step.alarms or () if alarm.kind == kind]
         if here and going:
             steps, worst = episodes[-1]
-            episodes[-1] = ([*steps, step["step"]], max(worst, here[0], key=_excess))
+            episodes[-1] = ([*steps, step.step], max(worst, here[0], key=_excess))
         elif here:
-            episodes.append(([step["step"]], here[0]))
+            episodes.append(([step.step], here[0]))
         going = bool(here)
     return episodes
 
@@ -136,8 +136,7 @@ def load_rows(runs: Sequence[Run]) -> list[TableRow]:
 
 def planned_steps(run: Run) -> list[tuple[int, ExecutionRecord]]:
     """The steps that ran under a plan, with their numbers."""
-    executed = [(step["step"], step.get("execution")) for step in run.steps]
-    return [(number, execution) for number, execution in executed if execution and execution.get("stages")]
+    return [(step.step, step.execution) for step in run.steps if step.execution and step.execution.stages]
 
 
 def _cells(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
@@ -145,26 +144,28 @@ def _cells(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         return sum(map(value, steps)) / len(steps)
 
     def over_mean(load: Load) -> str:
-        if any(load not in step["max_over_mean"] for step in steps):
+        if any(load not in step.max_over_mean for step in steps):
             return ABSENT
-        return f"{mean(lambda step: step['max_over_mean'][load]):.2f}"
+        return f"{mean(lambda step: step.max_over_mean[load]):.2f}"
 
     def megabytes(*kinds: str) -> str:
-        return f"{mean(lambda step: sum(step.get('bytes', {}).get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
+        return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
 
-    planning_s = sum(step.get("planning_s", 0.0) for step in steps)
-    hidden_s = sum(step.get("planning_s", 0.0) * step.get("hidden_planning_share", 0.0) for step in steps)
+    planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
+    hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
     return {
-        "Ranks": ", ".join(map(str, sorted({step["ranks"] for step in steps}))),
+        "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),
         "Busiest rank over mean, experts at home": over_mean("at_home"),
         "Busiest rank over mean, by the plan": over_mean("planned"),
         "Busiest rank over mean, as executed": over_mean("executed"),
-        "Replicas": f"{mean(lambda step: step.get('replicas', 0)):.0f}",
+        "Replicas": f"{mean(lambda step: step.replicas or 0):.0f}",
         "Weights moved": megabytes("host", "direct"),
         "Gradients moved": megabytes("gradients"),
-        "Waited for transfers": step_time(mean(lambda step: step.get("exposed_transfer_s", 0.0))),
-        "Waited for plans": step_time(mean(lambda step: step.get("exposed_planning_s", 0.0))),
+        "Waited for transfers": step_time(mean(lambda step: step.exposed_transfer_s or 0.0)),
+        "Waited for plans": step_time(mean(lambda step: step.exposed_planning_s or 0.0)),
         # of the time of planning, what no rank waited for
-        "Planning that nothing waited for": percentage(hidden_s / planning_s if planning_s else None),
-        "Cells that fell back to homes": str(sum(step.get("cells_at_home", 0) for step in steps)),
+        "Planning that nothing waited for": percentage(hidden_s / sum(planned) if sum(planned) else None),
+        "Cells that fell back to homes": str(
+            sum(len(stage.fell_back) for step in steps for stage in step.stages.values())
+        ),
     }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferRecord
+from foreroute.records import ExecutionRecord, Load, StageRecord, to_json
 from foreroute.train.ranks import Ranks
 
 
@@ -56,10 +57,10 @@ class ExecutedStage:
         return self.publishing_s + sum(record.exposed_s for record in self.transfers)
 
     @property
-    def fell_back(self) -> list[dict[str, Any]]:
-        """The cells that their homes served alone, and why; the same on all ranks."""
+    def fell_back(self) -> dict[str, str]:
+        """Why homes alone served a cell, by its micro-step and layer; the same on all ranks."""
         because = {(r.cell.micro_step, r.cell.layer): r.at_home_because for r in self.transfers if r.at_home_because}
-        return [{"micro_step": m, "layer": layer, "because": because[m, layer]} for m, layer in sorted(because)]
+        return {f"{m}.{layer}": because[m, layer] for m, layer in sorted(because)}
 
 
 @dataclass(frozen=True)
@@ -91,54 +92,42 @@ def execution_record(loads: list[ExecutedStage], moved: MovedHomes, ranks: Ranks
     seconds_G4 = ranks.all_gather(np.append(np.sum(waits, axis=0), moved.seconds))
     if ranks.rank:
         return {}
-    stages = {load.name: _stage(load, executed_MLG) for load, executed_MLG in zip(loads, executed, strict=True)}
-    record = {
-        "ranks": ranks.size,
-        "max_over_mean": {kind: _max_over_mean(stages, kind) for kind in ("planned", "executed", "at_home")},
-        "replicas": sum(stage["replicas"] for stage in stages.values()),
-        "bytes": dict(zip(("host", "direct", "gradients", "homes"), bytes_P, strict=True)),
-        "home_moves": moved.number,
-        "cells_at_home": sum(len(stage["fell_back"]) for stage in stages.values()),
-        **_seconds(seconds_G4),
-        "stages": {
-            name: {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in s.items()}
-            for name, s in stages.items()
+    loads_MLG = [_loads(load, executed_MLG) for load, executed_MLG in zip(loads, executed, strict=True)]
+    planning_s, waited_s, transfer_s, moving_s = (round(most, 4) for most in seconds_G4.max(axis=0).tolist())
+    record = ExecutionRecord(
+        ranks=ranks.size,
+        max_over_mean={kind: _max_over_mean([each[kind] for each in loads_MLG]) for kind in get_args(Load)},
+        replicas=sum(int(load.plan.num_replicas_ML.sum()) for load in loads),
+        bytes=dict(zip(("host", "direct", "gradients", "homes"), bytes_P, strict=True)),
+        home_moves=moved.number,
+        moving_homes_s=moving_s,
+        exposed_transfer_s=transfer_s,
+        planning_s=planning_s,
+        exposed_planning_s=waited_s,
+        stages={
+            load.name: StageRecord(
+                executed_MLG=each["executed"].tolist(),
+                at_home_MLG=each["at_home"].tolist(),
+                fell_back=load.fell_back,
+                priced_options=load.priced_options,
+            )
+            for load, each in zip(loads, loads_MLG, strict=True)
         },
-    }
-    return {"execution": record}
+    )
+    return {"execution": to_json(record)}
 
 
-def _seconds(seconds_G4: NDArray[np.float64]) -> dict[str, float]:
-    """Give the seconds of planning, and the most that a rank waited for plans, for transfers and for moves of homes."""
-    planning_s, waited_s, transfer_s, moving_s = seconds_G4.max(axis=0).tolist()
-    return {
-        "moving_homes_s": round(moving_s, 4),
-        "exposed_transfer_s": round(transfer_s, 4),
-        "planning_s": round(planning_s, 4),
-        "exposed_planning_s": round(waited_s, 4),
-        "hidden_planning_share": round(1 - min(1.0, waited_s / planning_s), 4),
-    }
-
-
-def _stage(load: ExecutedStage, executed_MLG: NDArray[np.int64]) -> dict[str, Any]:
+def _loads(load: ExecutedStage, executed_MLG: NDArray[np.int64]) -> dict[Load, NDArray[np.int64]]:
+    """Give the assignments of every rank in every cell, [M, L, G]: at home, by the plan, and as executed."""
     planned_MLG, at_home_MLG = np.zeros_like(executed_MLG), np.zeros_like(executed_MLG)
     for m, layer in np.ndindex(*executed_MLG.shape[:2]):
         counts_GE = load.counts_MLGE[m, layer]
         cell = load.plan.cell(m, layer)
         planned_MLG[m, layer] = cell.loads_G(counts_GE)
         np.add.at(at_home_MLG[m, layer], cell.home_E, counts_GE.sum(axis=0))
-    return {
-        "planned_MLG": planned_MLG,
-        "executed_MLG": executed_MLG,
-        "at_home_MLG": at_home_MLG,
-        "replicas": int(load.plan.num_replicas_ML.sum()),
-        "fell_back": load.fell_back,
-        "priced_options": load.priced_options,
-    }
+    return {"at_home": at_home_MLG, "planned": planned_MLG, "executed": executed_MLG}
 
 
-def _max_over_mean(stages: dict[str, dict[str, Any]], kind: str) -> float:
-    loads_CG = np.concatenate(
-        [stage[f"{kind}_MLG"].reshape(-1, stage[f"{kind}_MLG"].shape[2]) for stage in stages.values()]
-    )
+def _max_over_mean(loads: list[NDArray[np.int64]]) -> float:
+    loads_CG = np.concatenate([each.reshape(-1, each.shape[2]) for each in loads])
     return float(loads_CG.max(axis=1).sum() / loads_CG.mean(axis=1).sum())

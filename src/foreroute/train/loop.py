@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from foreroute.adapters import hf
 from foreroute.engines.base import Engine
-from foreroute.records import Side
+from foreroute.records import Side, to_json
 from foreroute.train.async_rollout import AsyncRollouts
 from foreroute.train.config import TrainConfig
 from foreroute.train.measure import StepPart, device_record, memory_peak, merged, reset_memory_peak, step_record
@@ -125,8 +125,9 @@ class Trainer:
         if not parts:
             return experience, {}
         whole = merged(parts)
-        record = step_record(step, whole, trains_with, self.seconds) | evaluation | execution
-        record["device"] = device_record(self.device, int(most_bytes))
+        device = device_record(self.device, int(most_bytes))
+        record = to_json(replace(step_record(step, whole, trains_with, self.seconds), device=device))
+        record |= evaluation | execution
         return whole.experience, record | ({"skipped_prompts": self.task.skipped} if self.task.skipped else {})
 
     def state(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,16 +17,12 @@ from foreroute.mismatch import (
     routing_mismatch,
     token_mismatch,
 )
-from foreroute.mismatch.measures import LOG10_EDGES
 from foreroute.plan import contiguous_imbalance
-from foreroute.records import DeviceRecord, MismatchRecord, Side, StepRecord
+from foreroute.records import DeviceRecord, MismatchRecord, NumRanks, SamplingRecord, Side, StepRecord
 from foreroute.trace import concatenate, count_assignments
 from foreroute.train.passes import Recomputed
 from foreroute.train.rollout import Experience, SamplingRounds
 from foreroute.train.update import Updated
-
-HYPOTHETICAL_RANKS = (4, 8, 16)
-"""Sizes of expert-parallel groups whose imbalance a step's record states, whatever the run is executed on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,43 +77,36 @@ def step_record(step: int, whole: StepPart, trained_with: Side, seconds: dict[st
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.sampled.first_rewards_S
     rewards_S = rewards_S[~np.isnan(rewards_S)]
-    record: StepRecord = {
-        "step": step,
-        "weight_version": max(generation.trace.versions),
-        "staleness": step - min(generation.trace.versions),
-        "seconds": {stage: round(value, 4) for stage, value in seconds.items()},
-        "reward_mean": float(rewards_S.mean()),
-        "reward_std": float(rewards_S.std()),
-        "exact_share": float((rewards_S == 1).mean()),
-        "response_tokens_mean": float(generation.response_lengths.mean()),
-        "entropy": float(passes[trained_with].entropy_R.mean()),
-        "grad_norm": updated.grad_norm,
-        "clip_share": updated.clip_share,
-        "loss": updated.loss,
-        "tokens": generation.trace.num_rows,
-        "trained_with": trained_with,
-        "mismatch": {name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
-        "expert_load": _expert_load(generation, updated),
-        "importance": updated.importance,
-        "reward_failures": len(experience.sampled.failures),
-        "sampling": {
-            "rounds": experience.sampled.rounds,
-            "responses": experience.sampled.responses,
-            "informative_share": float(experience.informative_S.mean()),
-        },
-    }
-    if experience.sampled.failures:
-        record["reward_failure"] = experience.sampled.failures[0]
-    if updated.kl is not None:
-        record["kl"] = updated.kl
-    if updated.live_agreement:
-        record["live_agreement"] = list(updated.live_agreement)
-    if "native" in passes:
-        record["margins"] = {
-            "log10_edges": LOG10_EDGES.tolist(),
-            "counts_LB": margin_histogram(passes["native"].margins_NL).tolist(),
-        }
-    return record
+    failures = experience.sampled.failures
+    return StepRecord(
+        step=step,
+        weight_version=max(generation.trace.versions),
+        staleness=step - min(generation.trace.versions),
+        seconds={phase: round(value, 4) for phase, value in seconds.items()},
+        reward_mean=float(rewards_S.mean()),
+        reward_std=float(rewards_S.std()),
+        exact_share=float((rewards_S == 1).mean()),
+        reward_failures=len(failures),
+        reward_failure=failures[0] if failures else None,
+        response_tokens_mean=float(generation.response_lengths.mean()),
+        entropy=float(passes[trained_with].entropy_R.mean()),
+        grad_norm=updated.grad_norm,
+        clip_share=updated.clip_share,
+        loss=updated.loss,
+        kl=updated.kl,
+        tokens=generation.trace.num_rows,
+        trained_with=trained_with,
+        mismatch={name: mismatch_record(*mismatch_of(generation, result)) for name, result in passes.items()},
+        margins_LB=margin_histogram(passes["native"].margins_NL).tolist() if "native" in passes else None,
+        live_agreement=list(updated.live_agreement) or None,
+        expert_load=_expert_load(generation, updated),
+        importance=updated.importance,
+        sampling=SamplingRecord(
+            rounds=experience.sampled.rounds,
+            responses=experience.sampled.responses,
+            informative_share=float(experience.informative_S.mean()),
+        ),
+    )
 
 
 def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismatch, RoutingMismatch]:
@@ -129,17 +119,17 @@ def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismat
 
 def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchRecord:
     """Give the measures of `foreroute.mismatch` as plain data."""
-    return {
-        "response_tokens": tokens.count,
-        "k3": tokens.k3,
-        "f2": tokens.f(2.0),
-        "f1.5": tokens.f(1.5),
-        "max_abs_log_ratio": tokens.max_abs_log,
-        "routed_rows": routes.rows,
-        "differing_share": routes.differing_share,
-        "differing_tokens_share": routes.differing_tokens_share,
-        "differing_share_by_layer": routes.differing_share_L.tolist(),
-    }
+    return MismatchRecord(
+        response_tokens=tokens.count,
+        k3=tokens.k3,
+        f2=tokens.f(2.0),
+        f1_5=tokens.f(1.5),
+        max_abs_log_ratio=tokens.max_abs_log,
+        routed_rows=routes.rows,
+        differing_share=routes.differing_share,
+        differing_tokens_share=routes.differing_tokens_share,
+        differing_share_by_layer=routes.differing_share_L.tolist(),
+    )
 
 
 def reset_memory_peak(device: torch.device) -> None:
@@ -156,15 +146,15 @@ def memory_peak(device: torch.device) -> int:
 def device_record(device: torch.device, most_bytes: int) -> DeviceRecord:
     """Make the record "device" of a step; `most_bytes` is `memory_peak` of the rank that had the highest."""
     if device.type != "cuda":
-        return {"kind": device.type, "name": platform.machine()}
-    return {"kind": device.type, "name": torch.cuda.get_device_name(device), "peak_memory_bytes": most_bytes}
+        return DeviceRecord(kind=device.type, name=platform.machine())
+    return DeviceRecord(kind=device.type, name=torch.cuda.get_device_name(device), peak_memory_bytes=most_bytes)
 
 
-def _expert_load(generation: Generation, updated: Updated) -> dict[str, float]:
+def _expert_load(generation: Generation, updated: Updated) -> dict[NumRanks, float]:
+    """Give the imbalance over groups of several sizes, whatever the run is executed on."""
     trained = np.flatnonzero(updated.micro_step_S >= 0)
     if not len(trained):
         return {}
     counts = count_assignments(generation.trace.select(trained), updated.micro_step_S[trained])
-    return {
-        str(ranks): contiguous_imbalance(counts, ranks) for ranks in HYPOTHETICAL_RANKS if counts.shape[-1] % ranks == 0
-    }
+    sizes = [ranks for ranks in get_args(NumRanks) if counts.shape[-1] % int(ranks) == 0]
+    return {ranks: contiguous_imbalance(counts, int(ranks)) for ranks in sizes}

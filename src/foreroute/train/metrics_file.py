@@ -13,11 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from foreroute.errors import ForerouteError, RunFolderError
 from foreroute.files import blake2b_hex, parse_json, read_file, write_atomically
-from foreroute.records import parse_step, why_invalid
+from foreroute.records import parse_step
 
 OWN = ("seconds", "execution", "device", "alarms")
 """What two runs of a step need not share; thresholds of alarms may change when a run is resumed."""
@@ -121,12 +119,12 @@ class MetricsFile:
     def _record(self, number: int, line: bytes) -> dict[str, Any]:
         try:
             record: dict[str, Any] = parse_json(line, RunFolderError, name="it")
-            step = parse_step(line)["step"]
+            step = parse_step(line).step
             if step != number:
                 raise RunFolderError(f"its step is {step}, expected {number}")
-        except (RunFolderError, ValidationError) as error:
+        except RunFolderError as error:
             raise RunFolderError(
-                f"{self.path}, line {number + 1} is damaged: {why_invalid(error)}. Restore the file from a copy. Where "
+                f"{self.path}, line {number + 1} is damaged: {error}. Restore the file from a copy. Where "
                 f"the last checkpoint is of step {number} or before, this line and those after it may be removed "
                 "instead: their steps run again"
             ) from error

@@ -43,7 +43,7 @@ class Recorder:
         """
         step = record["step"]
         self._history.append(Signals.of(record))
-        record["alarms"] = [asdict(alarm) for alarm in alarms(self._history, self._config.alarms.rules())]
+        record["alarms"] = [asdict(alarm) for alarm in alarms(self._history)]
         if step % self._config.measure.save_trace_every == 0:
             self._run.save_rollout(step, experience.generation)
         there, aside = self._run.metrics.append(record)

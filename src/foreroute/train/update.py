@@ -200,14 +200,14 @@ def _total(figures_M8: list[NDArray[np.float64]], rejected: int, ranks: Ranks) -
     each_G8 = ranks.all_gather(_joined(np.stack([NO_TOKENS, *figures_M8])))
     tokens, clipped, ratio, square, weight, cut, kl, log_largest = _joined(each_G8).tolist()
     count, largest = max(tokens, 1.0), math.exp(min(log_largest, LOG_OF_FLOAT64))
-    importance: ImportanceRecord = {
-        "ratio_mean": ratio / count * largest,
-        "ratio_max": largest,
-        "effective_share": ratio**2 / (count * square) if square else 0.0,
-        "weight_mean": weight / count,
-        "cut_share": cut / count,
-        "rejected_sequences": int(ranks.sum([rejected])[0]),
-    }
+    importance = ImportanceRecord(
+        ratio_mean=ratio / count * largest,
+        ratio_max=largest,
+        effective_share=ratio**2 / (count * square) if square else 0.0,
+        weight_mean=weight / count,
+        cut_share=cut / count,
+        rejected_sequences=int(ranks.sum([rejected])[0]),
+    )
     return importance, clipped / count, kl / count
 
 

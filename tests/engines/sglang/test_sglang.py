@@ -64,8 +64,6 @@ def test_recorded_answers_decode_to_the_routes_of_the_model(path):
         model=record["spec"],
         token_ids=record["tokens"],
         start=start,
-        engine="sglang",
-        engine_version=record["engine"]["version"],
     )
     assert_routes(trace, record, start=start)
     assert trace.provenance["wire"] == "sglang"

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from foreroute.files.config_file import (
-    MOST_FLOAT,
     MOST_SECONDS,
     Count,
     Natural,
@@ -21,7 +20,7 @@ from foreroute.files.config_file import (
     checked,
     read_toml,
 )
-from foreroute.mismatch import AlarmRules, Kind
+from foreroute.mismatch import Kind
 from foreroute.plan.capabilities import FetchPath
 from foreroute.train.config.learned import EvaluationConfig, ModelConfig, RolloutConfig, TaskConfig, WarmStartConfig
 from foreroute.train.config.rl import RLConfig
@@ -29,7 +28,6 @@ from foreroute.train.config.rl import RLConfig
 MOST_NAME_BYTES = 200
 """File systems take 255, and the names of temporary files are longer."""
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class MeasureConfig(Section):
@@ -55,22 +53,6 @@ class AlarmsConfig(Section):
     """Say so and go on, or end the run."""
     act_on: list[Kind] = Field(default=["collapse"])
     """The alarms that end it; the others only warn."""
-    window: Count = AlarmRules.window
-    """Measurements in every mean below."""
-    collapse_below: Share = AlarmRules.collapse_below
-    """`collapse`: mean reward below this share of its running maximum."""
-    collapse_for: Count = AlarmRules.collapse_for
-    """`collapse`: for so many steps in a row."""
-    f2_above: Share = AlarmRules.f2_above
-    """`f2`: F(2), a share of response tokens. 1: never."""
-    disagreement_growth: Annotated[float, Field(ge=1, le=MOST_FLOAT)] = AlarmRules.disagreement_growth
-    """`disagreement`: share of differing routes over that of the first `window` measurements."""
-    disagreement_above: Share = AlarmRules.disagreement_above
-    """`disagreement`: and more than this share. 1: never."""
-    agreement_below: Share = AlarmRules.agreement_below
-    """`stale_routes`: share of replayed routes that are still live in the last mini-batch. 0: never."""
-    effective_share_below: Share = AlarmRules.effective_share_below
-    """`effective_share`: effective sample size of importance weights over tokens. 0: never."""
 
     @model_validator(mode="after")
     def _can_act(self) -> AlarmsConfig:
@@ -79,10 +61,6 @@ class AlarmsConfig(Section):
         if self.action == "warn":
             self.refuse_unused(["act_on"], 'with action = "warn"; set "stop", or leave it out')
         return self
-
-    def rules(self) -> AlarmRules:
-        """The thresholds."""
-        return AlarmRules(**self.model_dump(exclude={"action", "act_on"}))
 
 
 class LoggingConfig(Section):

@@ -118,7 +118,6 @@ class VLLMSource:
                 answers[0],
                 model=self._model.spec,
                 vocabulary_size=self._model.vocabulary_size,
-                engine="vllm",
                 weight_version=weight_version,
             )
         except CaptureError as error:

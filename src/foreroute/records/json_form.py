@@ -1,0 +1,98 @@
+"""Records as JSON objects: one reader, which checks every value against the type of its field, and one writer.
+
+A line is what `json` writes of the values: numbers that are not finite are NaN, Infinity and -Infinity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from foreroute.errors import RunFolderError, few, shown
+from foreroute.files.regular import is_text
+
+Value = TypeVar("Value")
+
+KEYS = {"f1_5": "f1.5"}
+"""Keys that cannot be names of fields, by the field."""
+EXPECTED = {int: "an integer of 64 bits", float: "a number", str: "text", list: "a list", dict: "an object"}
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """Return a record, and the records in it, as plain values by key; what was not recorded has no key."""
+    return asdict(record, dict_factory=lambda pairs: {KEYS.get(k, k): value for k, value in pairs if value is not None})
+
+
+def from_json(kind: type[Value], values: object, place: str = "") -> Value:
+    """Make a record of the value of a JSON text.
+
+    Args:
+        kind: of record, a dataclass whose fields are numbers, texts, literals, lists, dictionaries and such records.
+        values: as `json` reads them. NaN and infinities are numbers; True is no integer.
+        place: where the values are in the line, for errors; empty at the top.
+
+    Raises:
+        RunFolderError: naming the place, for a key that is missing or unknown, and for a value of another type or one
+            that a check of the field or record refuses.
+    """
+    record, given = cast(Any, kind), cast(dict[str, Any], value_of(dict, values, place))
+    of_key = {KEYS.get(field.name, field.name): field for field in fields(record)}
+    needed = {key for key, field in of_key.items() if field.default is MISSING and field.default_factory is MISSING}
+    if missing := needed - given.keys():
+        raise RunFolderError(f"{_at(place)} lacks {few(missing)}")
+    if unknown := given.keys() - of_key.keys():
+        raise RunFolderError(f"{_at(place)} has the unknown keys {few(unknown)}; expected no other than {few(of_key)}")
+    hints, prefix = _hints(record), f"{place}." if place else ""
+    found = {of_key[key].name: value_of(hints[of_key[key].name], each, prefix + key) for key, each in given.items()}
+    try:
+        return kind(**found)
+    except ValueError as error:
+        raise RunFolderError(f"{_at(place)}: {error}") from error
+
+
+def value_of(hint: Any, value: Any, place: str) -> Any:
+    """Return the value of a JSON text as one of the type `hint`.
+
+    Raises:
+        RunFolderError: as `from_json`.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):  # with None
+        return None if value is None else value_of(arguments[0], value, place)
+    if origin is Annotated:
+        found, check = value_of(arguments[0], value, place), arguments[1]
+        try:
+            check(found)
+        except ValueError as error:
+            raise RunFolderError(f"{place} is {shown(found)}; {error}") from error
+        return found
+    if origin is Literal:
+        if value not in arguments:
+            raise RunFolderError(f"{_at(place)} is {shown(value)}; expected one of {few(arguments)}")
+        return value
+    if origin is dict:
+        items = value_of(dict, value, place).items()
+        return {value_of(arguments[0], k, f"{place}.{k}"): value_of(arguments[1], v, f"{place}.{k}") for k, v in items}
+    if origin is list:
+        if set(map(type, value_of(list, value, place))) == {arguments[0]}:  # numbers, of which there may be thousands
+            return value
+        return [value_of(arguments[0], each, f"{place}.{n}") for n, each in enumerate(value)]
+    if is_dataclass(hint):
+        return from_json(cast(Any, hint), value, place)
+    fits = is_text(value) if hint is str else type(value) is hint
+    if type(value) is int:
+        fits = hint in (int, float) and -(2**63) <= value < 2**63
+    if not fits:
+        raise RunFolderError(f"{_at(place)} is {shown(value)}; expected {EXPECTED[hint]}")
+    return value
+
+
+def _at(place: str) -> str:
+    return place or "it"
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
