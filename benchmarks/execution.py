@@ -66,7 +66,7 @@ def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
     mean = float(bench.counts_MLGE.sum()) / plan.topology.num_ranks
     return {
         "executed_over_planned": busiest["planned"] / int(plan.max_load_ML.sum()),
-        "bytes_over_least": moved / (int(plan.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),
+        "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),
         "busiest_over_mean": round(busiest["planned"] / mean, 4),
         "busiest_over_mean_at_home": round(busiest["home"] / mean, 4),
         "planned_over_static_step": seconds.shown(),

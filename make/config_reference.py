@@ -20,11 +20,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from foreroute.costs.cluster_file import TABLES
-from foreroute.costs.model import CostModel, Hardware, ModelShape
+from foreroute.costs.cluster_file import TABLES, keys_of
 from foreroute.files.config_file import Section
 from foreroute.mismatch import Alarm
-from foreroute.plan.topology import Links, Topology
 from foreroute.records import StepRecord
 from foreroute.records.json_form import KEYS
 from foreroute.simulate.config import SimulateConfig
@@ -51,7 +49,6 @@ evaluation](train.md), [rl](methods.md), [alarms and logging](diagnose.md), [par
 SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
 TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). A default *preset* or *hardware* comes from there,
 and is required without one."""
-DESCRIBED = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
 SHOWN = 1000
@@ -82,14 +79,14 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
 
 def topology_tables() -> Iterator[str]:
     """Those whose keys are the attributes of dataclasses."""
-    for name, kind in DESCRIBED.items():
+    for name, kind in TABLES.items():
         yield from (f"### [{name}] of a topology file", "", _first_paragraph(kind), "")
         texts, hints = _attributes_section(kind), get_type_hints(kind)
-        known = TABLES[name].model_fields
+        known = keys_of(name)
         rows = [
             (
                 field.name,
-                _values(hints[field.name], _dataclass_default(field, known)),
+                _values(hints[field.name], _dataclass_default(field, name)),
                 _required(texts, field.name, kind),
             )
             for field in fields(kind)
@@ -186,12 +183,12 @@ def _default_of(info: FieldInfo) -> str:
     return "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
 
 
-def _dataclass_default(field: Any, known: Mapping[str, FieldInfo]) -> str:
+def _dataclass_default(field: Any, table: str) -> str:
     if field.default is not MISSING:
         return _shown(field.default)
-    if known[field.name].is_required():
-        return "required"
-    return "*preset*" if "preset" in known else "*hardware*"
+    if table == "links" or field.name == "ranks_per_node":
+        return "*hardware*"
+    return "*preset*" if "preset" in keys_of(table) else "required"
 
 
 def _shown(value: Any) -> str:

@@ -34,7 +34,7 @@ from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup, has_nccl
-from foreroute.plan import StepPlan, Topology
+from foreroute.plan import Hosts, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.counts import counts_digest
 
@@ -236,13 +236,15 @@ def halved_plan(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> S
     plan = StepPlan(
         topology=Topology(num_ranks, num_ranks, 1, LINKS),
         previous_home_LE=home_LE,
-        home_LE=home_LE,
-        offsets=np.array(offsets, np.int64),
-        expert_R=expert_R,
-        rank_R=rank_R,
-        slot_R=np.zeros(len(expert_R), np.int16),
-        fetched_R=np.ones(len(expert_R), np.bool_),
-        tokens_RG=np.array(tokens, np.int32).reshape(-1, num_ranks),
+        hosts=Hosts(
+            home_LE=home_LE,
+            offsets=np.array(offsets, np.int64),
+            expert_R=expert_R,
+            rank_R=rank_R,
+            slot_R=np.zeros(len(expert_R), np.int16),
+            fetched_R=np.ones(len(expert_R), np.bool_),
+            tokens_RG=np.array(tokens, np.int32).reshape(-1, num_ranks),
+        ),
         max_load_ML=np.zeros((num_micro_steps, num_layers), np.int64),
         bound_ML=counts_MLGE.sum(axis=(2, 3)) / num_ranks,
         counts_digest=counts_digest(counts_MLGE),

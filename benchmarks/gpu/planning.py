@@ -93,7 +93,7 @@ def _balance(part: Part, counts: NDArray[np.int32], topology: Topology) -> None:
         imbalance_before_worst_ratio=round(float(before.max()), 4),
         imbalance_after_ratio=round(float(after.mean()), 4),
         imbalance_after_worst_ratio=round(float(after.max()), 4),
-        fetches_per_cell=round(float(planned.fetched_R.sum()) / after.size, 2),
+        fetches_per_cell=round(float(planned.hosts.fetched_R.sum()) / after.size, 2),
     )
     if after.mean() >= before.mean():
         raise AssertionError(f"the slowest rank has {after.mean():.3f} times the mean, {before.mean():.3f} at home")

@@ -52,7 +52,7 @@ def eplb(
     pairs = zip(found.max_load_ML.ravel(), theirs, problem.cells(), strict=True)
     worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
     moves = sum(int(other.fetched_R.sum()) for other in theirs)
-    ours_moves = int(found.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
+    ours_moves = int(found.hosts.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
     published_us = _published_us(counts, topology)
     return {
         "cells_worse_balanced": int(worse),

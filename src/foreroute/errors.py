@@ -137,10 +137,6 @@ class EngineError(ForerouteError, RuntimeError):
     """Raised when a rollout engine cannot be started, does not answer in time, dies, or answers with nonsense."""
 
 
-class PlanLateError(ForerouteError, TimeoutError):
-    """Raised when a part of a plan is asked for and is not planned in the time given."""
-
-
 class TransferError(ForerouteError, RuntimeError):
     """Raised when weights or gradients of experts do not get from rank to rank: a peer is gone, late or out of step."""
 

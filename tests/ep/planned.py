@@ -17,7 +17,8 @@ def static_plan(counts_MLGE, home_LE=None):
     shape = {"ranks": num_ranks, "experts": num_experts, "micro_steps": num_micro_steps, "layers": num_layers}
     plan = random_plan(0, **shape, slots=0, shuffled=False)
     topology = replace(plan.topology, redundant_slots=SLOTS)
-    return finished(replace(plan, topology=topology, home_LE=plan.home_LE if home_LE is None else home_LE), counts_MLGE)
+    hosts = plan.hosts if home_LE is None else plan.hosts._replace(home_LE=home_LE)
+    return finished(replace(plan, topology=topology, hosts=hosts), counts_MLGE)
 
 
 def split_plan(seed, counts_MLGE, home_LE, *, slots=SLOTS, keep=0.5):
@@ -26,14 +27,14 @@ def split_plan(seed, counts_MLGE, home_LE, *, slots=SLOTS, keep=0.5):
     shape = {"ranks": num_ranks, "experts": num_experts, "micro_steps": num_micro_steps, "layers": num_layers}
     plan = random_plan(seed, **shape, slots=slots, keep=keep, homes=home_LE)
     rng = np.random.default_rng(seed)
-    tokens_RG = np.zeros_like(plan.tokens_RG)
+    tokens_RG = np.zeros_like(plan.hosts.tokens_RG)
     for c in range(num_micro_steps * num_layers):
         rest_EG = counts_MLGE.reshape(-1, num_ranks, num_experts)[c].T.copy()
-        for r in range(plan.offsets[c], plan.offsets[c + 1]):
-            rest_G = rest_EG[plan.expert_R[r]]
+        for r in range(plan.hosts.offsets[c], plan.hosts.offsets[c + 1]):
+            rest_G = rest_EG[plan.hosts.expert_R[r]]
             tokens_RG[r] = rng.integers(0, rest_G + 1) if rng.random() < 0.8 else rest_G
-            rest_EG[plan.expert_R[r]] = rest_G - tokens_RG[r]
-    return finished(replace(plan, tokens_RG=tokens_RG), counts_MLGE)
+            rest_EG[plan.hosts.expert_R[r]] = rest_G - tokens_RG[r]
+    return finished(replace(plan, hosts=plan.hosts._replace(tokens_RG=tokens_RG)), counts_MLGE)
 
 
 def finished(plan, counts_MLGE):

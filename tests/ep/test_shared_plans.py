@@ -38,12 +38,12 @@ class Gate:
 
     @contextmanager
     def around_the_planner(self):
-        def held_up(progress, cells, micro_steps, layers):
-            if micro_steps.start:
+        def held_up(progress, hosts, figures_ML2, begin, layer):
+            if begin:
                 assert self.opened.wait(WAIT_S), "nobody ran the first micro-step"
                 if self.error is not None:
                     raise self.error
-            self.add(progress, cells, micro_steps, layers)
+            self.add(progress, hosts, figures_ML2, begin, layer)
 
         with mock.patch.object(PlanInProgress, "add", held_up):
             yield

@@ -148,8 +148,8 @@ def train_step(placed, routed, case, rank, step, losses, split):
 def split_experts(plan):
     """Bool [L, E], whether an expert has a replica in any micro-step."""
     split_LE = np.zeros(plan.shape[1:], np.bool_)
-    cell_R = np.repeat(np.arange(len(plan.offsets) - 1), np.diff(plan.offsets))
-    split_LE[cell_R % plan.shape[1], plan.expert_R] = True
+    cell_R = np.repeat(np.arange(len(plan.hosts.offsets) - 1), np.diff(plan.hosts.offsets))
+    split_LE[cell_R % plan.shape[1], plan.hosts.expert_R] = True
     return split_LE
 
 

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
-from foreroute.files.config_file import Count, Section, checked, read_toml
+from foreroute.files.config_file import Count, Section, checked
+from foreroute.files.toml import read_toml
 from foreroute.simulate import load_config as load_simulation
 from foreroute.train import load_config as load_training
 

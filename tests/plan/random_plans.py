@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan import Hosts, Links, StepPlan, Topology
 from foreroute.plan.counts import counts_digest
 
 LINKS = Links(340e9, 45e9, 50e9, 20e-6, 50e-6)
@@ -52,13 +52,15 @@ def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None)
     return StepPlan(
         topology=topology,
         previous_home_LE=before_LE,
-        home_LE=home_LE,
-        offsets=np.array(offsets, np.int64),
-        expert_R=np.array(columns[0], np.int16),
-        rank_R=np.array(columns[1], np.int16),
-        slot_R=np.array(columns[2], np.int16),
-        fetched_R=np.array(columns[3], np.bool_),
-        tokens_RG=np.array(columns[4], np.int32).reshape(-1, num_ranks),
+        hosts=Hosts(
+            home_LE=home_LE,
+            offsets=np.array(offsets, np.int64),
+            expert_R=np.array(columns[0], np.int16),
+            rank_R=np.array(columns[1], np.int16),
+            slot_R=np.array(columns[2], np.int16),
+            fetched_R=np.array(columns[3], np.bool_),
+            tokens_RG=np.array(columns[4], np.int32).reshape(-1, num_ranks),
+        ),
         max_load_ML=largest_ML,
         bound_ML=counts_MLGE.sum(axis=(2, 3)) / num_ranks,
         counts_digest=counts_digest(counts_MLGE),

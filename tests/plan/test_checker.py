@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import PlanError
-from foreroute.plan import PlanOptions, Topology
+from foreroute.plan import Hosts, PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
@@ -44,64 +44,72 @@ def test_plans_of_the_planner_pass(options, slots):
 
 
 def _changed(plan, name, place, value):
-    array = getattr(plan, name).copy()
+    array = plan.tensors[name].copy()
     array[place] = value
-    return replace(plan, **{name: array})
+    return _with(plan, **{name: array})
+
+
+def _with(plan, **arrays):
+    """The plan with other arrays, in its hosts or beside them."""
+    of_hosts = {name: arrays.pop(name) for name in Hosts._fields if name in arrays}
+    return replace(plan, hosts=plan.hosts._replace(**of_hosts), **arrays)
 
 
 def _kept(plan):
     """A replica that stays in its slot."""
-    return int(np.flatnonzero(~plan.fetched_R)[0])
+    return int(np.flatnonzero(~plan.hosts.fetched_R)[0])
 
 
 def _pair_of_a_rank(plan):
     """Two replicas of one cell and rank."""
-    for first in range(len(plan.rank_R) - 1):
-        same_cell = np.searchsorted(plan.offsets, first, "right") == np.searchsorted(plan.offsets, first + 1, "right")
-        if same_cell and plan.rank_R[first] == plan.rank_R[first + 1]:
+    for first in range(len(plan.hosts.rank_R) - 1):
+        same_cell = np.searchsorted(plan.hosts.offsets, first, "right") == np.searchsorted(
+            plan.hosts.offsets, first + 1, "right"
+        )
+        if same_cell and plan.hosts.rank_R[first] == plan.hosts.rank_R[first + 1]:
             return first, first + 1
     raise AssertionError("the case has no such pair")
 
 
 def _home_of(plan, replica):
-    layer = (int(np.searchsorted(plan.offsets, replica, "right")) - 1) % plan.shape[1]
-    return plan.home_LE[layer, plan.expert_R[replica]]
+    layer = (int(np.searchsorted(plan.hosts.offsets, replica, "right")) - 1) % plan.shape[1]
+    return plan.home_LE[layer, plan.hosts.expert_R[replica]]
 
 
 def _same_expert_twice(plan):
     first, second = _pair_of_a_rank(plan)
-    return _changed(plan, "expert_R", second, plan.expert_R[first])
+    return _changed(plan, "expert_R", second, plan.hosts.expert_R[first])
 
 
 def _same_slot_twice(plan):
     first, second = _pair_of_a_rank(plan)
-    return _changed(plan, "slot_R", second, plan.slot_R[first])
+    return _changed(plan, "slot_R", second, plan.hosts.slot_R[first])
 
 
 def _one_token_more(plan):
-    return _changed(plan, "tokens_RG", (0, 0), plan.tokens_RG[0, 0] + 1000)
+    return _changed(plan, "tokens_RG", (0, 0), plan.hosts.tokens_RG[0, 0] + 1000)
 
 
 def _one_token_to_the_home(plan):
-    replica, source = np.argwhere(plan.tokens_RG > 0)[0]
-    return _changed(plan, "tokens_RG", (replica, source), plan.tokens_RG[replica, source] - 1)
+    replica, source = np.argwhere(plan.hosts.tokens_RG > 0)[0]
+    return _changed(plan, "tokens_RG", (replica, source), plan.hosts.tokens_RG[replica, source] - 1)
 
 
 def _shifted_offset(plan):
-    return _changed(plan, "offsets", 1, plan.offsets[1] - 1)
+    return _changed(plan, "offsets", 1, plan.hosts.offsets[1] - 1)
 
 
 def _swapped_homes(plan):
     """Homes of equal cardinality, but other ones: loads and replicas no longer fit."""
     home_LE = plan.home_LE.copy()
     home_LE[0] = np.roll(home_LE[0], 1)
-    return replace(plan, home_LE=home_LE)
+    return _with(plan, home_LE=home_LE)
 
 
 def _dropped_replica(plan):
-    keep = np.arange(len(plan.expert_R)) != 0
-    rows = {name: getattr(plan, name)[keep] for name in ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")}
-    return replace(plan, offsets=np.maximum(plan.offsets - 1, 0), **rows)
+    keep = np.arange(len(plan.hosts.expert_R)) != 0
+    rows = {name: plan.tensors[name][keep] for name in ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")}
+    return _with(plan, offsets=np.maximum(plan.hosts.offsets - 1, 0), **rows)
 
 
 CORRUPTIONS = {
@@ -117,11 +125,11 @@ CORRUPTIONS = {
     "negative tokens": (lambda p: _changed(p, "tokens_RG", (2, 1), -1), "serves fewer than 0"),
     "tokens from nowhere": (_one_token_more, "replicas of expert .* source rank 0 more than there are"),
     "token moved": (_one_token_to_the_home, "ranks serve .* at most and .* on average; the plan states"),
-    "tokens moved between replicas": (lambda p: replace(p, tokens_RG=np.roll(p.tokens_RG, 1, 0)), "micro-step 0"),
+    "tokens moved between replicas": (lambda p: _with(p, tokens_RG=np.roll(p.hosts.tokens_RG, 1, 0)), "micro-step 0"),
     "fetch denied": (lambda p: _changed(p, "fetched_R", 0, False), "the slot does not hold it"),
     "fetch made up": (lambda p: _changed(p, "fetched_R", _kept(p), True), "the slot holds it already"),
-    "slot contents": (lambda p: _changed(p, "slot_R", _kept(p), 1 - p.slot_R[_kept(p)]), "slot"),
-    "rank of a kept one": (lambda p: _changed(p, "rank_R", _kept(p), (p.rank_R[_kept(p)] + 1) % 4), "micro-step"),
+    "slot contents": (lambda p: _changed(p, "slot_R", _kept(p), 1 - p.hosts.slot_R[_kept(p)]), "slot"),
+    "rank of a kept one": (lambda p: _changed(p, "rank_R", _kept(p), (p.hosts.rank_R[_kept(p)] + 1) % 4), "micro-step"),
     "dropped replica": (_dropped_replica, "micro-step 0|the slot does not hold it"),
     "max load above": (lambda p: _changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
     "max load below": (
@@ -150,13 +158,16 @@ CORRUPTIONS = {
     "previous homes uneven": (lambda p: _changed(p, "previous_home_LE", (0, slice(0, 8)), 2), "previous_home_LE puts"),
     "other homes": (_swapped_homes, "micro-step"),
     "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
-    "dtype": (lambda p: replace(p, tokens_RG=p.tokens_RG.astype(np.int64)), "tensor tokens_RG is int64; expected I32"),
-    "short column": (lambda p: replace(p, slot_R=p.slot_R[:-1]), "tensor slot_R has .* along R"),
+    "dtype": (
+        lambda p: _with(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)),
+        "tensor tokens_RG is int64; expected I32",
+    ),
+    "short column": (lambda p: _with(p, slot_R=p.hosts.slot_R[:-1]), "tensor slot_R has .* along R"),
     "short figures": (
         lambda p: replace(p, bound_ML=p.bound_ML[:-1]),
         "tensor bound_ML has 2 along M, and max_load_ML has 3",
     ),
-    "other shape": (lambda p: replace(p, home_LE=p.home_LE[:1]), "tensor home_LE has 1 along L"),
+    "other shape": (lambda p: _with(p, home_LE=p.home_LE[:1]), "tensor home_LE has 1 along L"),
     "other ranks": (lambda p: replace(p, topology=Topology(8, 2, 2, LINKS)), "tokens_RG is of 4 source ranks"),
     "fewer slots": (lambda p: replace(p, topology=Topology(4, 2, 1, LINKS)), "there are 1 slots on a rank"),
 }
@@ -194,12 +205,12 @@ def test_options_bind():
     with pytest.raises(PlanError, match="the plan is for layer slots; expected shared"):
         verify(plan, counts, PlanOptions(home_moves=None, slots="shared"))
     with pytest.raises(PlanError, match="the slot holds it already"):
-        verify(replace(plan, fetched_R=np.ones_like(plan.fetched_R)), counts, PlanOptions(home_moves=None))
+        verify(_with(plan, fetched_R=np.ones_like(plan.hosts.fetched_R)), counts, PlanOptions(home_moves=None))
 
 
 def test_a_plan_for_shared_slots_fetches_everything():
     plan, counts = small_case(6, keep=0.6)
-    everything = replace(plan, fetched_R=np.ones_like(plan.fetched_R))
+    everything = _with(plan, fetched_R=np.ones_like(plan.hosts.fetched_R))
     verify(replace(everything, slots="shared"), counts)
     with pytest.raises(PlanError, match="shared slots keep nothing"):
         verify(replace(plan, slots="shared"), counts)
@@ -214,7 +225,7 @@ def test_refuses_exactly_what_brute_force_refuses():
     valid = 0
     for _ in range(600):
         name = rng.choice(names)
-        array = getattr(plan, name)
+        array = plan.tensors[name]
         place = tuple(int(rng.integers(n)) for n in array.shape)
         value = not array[place] if name == "fetched_R" else array[place] + rng.choice([-1, 1])
         changed = _changed(plan, name, place, value)
@@ -230,7 +241,11 @@ def test_refuses_exactly_what_brute_force_refuses():
 
 def _is_valid(plan, counts):
     """What the contract says, assignment by assignment."""
-    if plan.offsets[0] != 0 or plan.offsets[-1] != len(plan.expert_R) or (np.diff(plan.offsets) < 0).any():
+    if (
+        plan.hosts.offsets[0] != 0
+        or plan.hosts.offsets[-1] != len(plan.hosts.expert_R)
+        or (np.diff(plan.hosts.offsets) < 0).any()
+    ):
         return False
     if any(sorted(home_E) != sorted(np.arange(8) // 2) for home_E in plan.home_LE):
         return False

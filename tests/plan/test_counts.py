@@ -183,7 +183,18 @@ def test_counts_of_the_generator_are_those_of_tokens():
 def test_the_digest_of_counts_is_that_of_the_page(largest, stored):
     counts_MLGE = np.zeros((2, 1, 3, 4), np.int64)
     counts_MLGE[1, 0, 2, 3] = largest
-    content = f"2x1x3x4:{np.dtype(stored).itemsize}".encode() + counts_MLGE.astype(stored).tobytes()
+    sums = b"".join(_crc32(counts_LGE.astype(stored).tobytes()).to_bytes(4, "little") for counts_LGE in counts_MLGE)
+    content = f"2x1x3x4:{np.dtype(stored).itemsize}".encode() + sums
     expected = hashlib.blake2b(content, digest_size=16).hexdigest()
     assert counts_digest(counts_MLGE) == expected
     assert counts_digest(np.asfortranarray(counts_MLGE.astype(np.uint32))) == expected
+
+
+def _crc32(content):
+    """CRC-32 of IEEE 802.3, bit by bit."""
+    rest = 0xFFFFFFFF
+    for byte in content:
+        rest ^= byte
+        for _ in range(8):
+            rest = rest >> 1 ^ (0xEDB88320 if rest & 1 else 0)
+    return rest ^ 0xFFFFFFFF

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import PlanError, TopologyError, TraceFileError
+from foreroute.errors import PlanError, TraceFileError
 from foreroute.files import checksum, tensors_to_bytes
 from foreroute.layout import Packing
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan import Hosts, Links, StepPlan, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import (
     PLAN_FILE,
     load_plan,
+    plan_content,
     plan_from_bytes,
-    plan_metadata,
     plan_to_bytes,
     save_plan,
 )
@@ -34,7 +34,9 @@ def equal(a, b):
     for field in fields(StepPlan):
         x, y = getattr(a, field.name), getattr(b, field.name)
         assert type(x) is type(y)
-        pairs = zip(vars(x).values(), vars(y).values(), strict=True) if isinstance(x, Packing) else [(x, y)]
+        pairs = [(x, y)]
+        if isinstance(x, Packing | Hosts):
+            pairs = zip(*(vars(each).values() if isinstance(each, Packing) else each for each in (x, y)), strict=True)
         for one, other in pairs:
             assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
             np.testing.assert_array_equal(one, other)
@@ -44,18 +46,18 @@ def equal(a, b):
 @pytest.mark.parametrize("seed", range(12))
 def test_round_trip(seed, tmp_path):
     plan, counts = small_case(seed, slots=seed % 4, moves=2, micro_steps=seed % 3 + 1)
-    plan = replace(plan, topology=replace(plan.topology, slot_memory_bytes=None if seed % 2 else 10**12))
     path = save_plan(plan, tmp_path / "deep" / "plan.safetensors")
     again = load_plan(path)
     assert equal(again, plan)
     verify(again, counts)
 
 
-@pytest.mark.parametrize("most", [200, 60_000, 2**31 - 1])
-def test_large_splits_keep_their_values(most, tmp_path):
+@pytest.mark.parametrize(("most", "stored"), [(200, np.uint8), (60_000, np.uint16), (2**31 - 1, np.int32)])
+def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp_path):
     counts = random_counts(0, (2, 2, 2, 4), most=most)
     plan = random_plan(counts, Topology(2, 1, 1, LINKS))
-    assert plan.tokens_RG.max() > most // 10
+    assert plan.hosts.tokens_RG.max() > most // 10
+    assert plan_content(plan)[1]["tokens_RG"].dtype == stored
     assert equal(load_plan(save_plan(plan, tmp_path / "p")), plan)
 
 
@@ -74,7 +76,7 @@ def test_existing_files_are_kept(tmp_path):
 def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
     plan, _ = small_case(1)
     with pytest.raises(PlanError, match="there are 2 slots"):
-        save_plan(replace(plan, slot_R=plan.slot_R + np.int16(2)), tmp_path / "p")
+        save_plan(replace(plan, hosts=plan.hosts._replace(slot_R=plan.hosts.slot_R + np.int16(2))), tmp_path / "p")
     assert not list(tmp_path.iterdir())
 
 
@@ -118,7 +120,7 @@ def test_what_the_system_refuses_is_a_plan_error(tmp_path):
 def _forged(tmp_path, change, **metadata):
     """A file of changed content with a right checksum."""
     plan, _ = small_case(1)
-    held, tensors = plan_metadata(plan), plan.tensors
+    held, tensors = plan_content(plan)
     change(held, tensors)
     named = {"foreroute.plan": str(PLAN_FILE.version), **{f"foreroute.{key}": value for key, value in held.items()}}
     named |= {f"foreroute.{key}": value for key, value in metadata.items()}
@@ -144,14 +146,14 @@ def _edit_topology(**values):
 
 
 FORGERIES = {
-    "newer": (_metadata("plan", "5"), "is a plan file of version 5; this foreroute reads version 4"),
+    "newer": (_metadata("plan", "6"), "is a plan file of version 6; this foreroute reads version 5"),
     "unknown key": (_metadata("extra", "1"), "metadata are"),
     "unknown tensor": (_tensor("extra", np.zeros(1)), "its tensors are"),
     "no json": (_metadata("topology", "[[[["), "no readable plan file"),
     "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
     "more ranks": (_edit_topology(num_ranks=8, ranks_per_node=1), "tokens_RG is of 4 source ranks; the topology has 8"),
     "slots beyond int16": (_edit_topology(redundant_slots=2**15 + 1), "redundant_slots is 32769"),
-    "memory below 0": (_edit_topology(slot_memory_bytes=-1), "slot_memory_bytes is -1"),
+    "slots below 0": (_edit_topology(redundant_slots=-1), "redundant_slots is -1"),
     "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
     "far more ranks": (_edit_topology(num_ranks=10**12, ranks_per_node=1), "num_ranks is 1000000000000"),
     "unknown topology": (_edit_topology(extra=3), "the topology is .* unexpected keyword argument 'extra'"),
@@ -195,7 +197,7 @@ FORGERIES = {
         "the bound is 376.5 and the largest load",
     ),
     "a load of none": (_tensor("max_load_ML", np.zeros((3, 2), np.int64)), "the largest load 0; expected a bound"),
-    "memory of 400 digits": (_edit_topology(slot_memory_bytes=10**400), "slot_memory_bytes is 1000"),
+    "slots of 400 digits": (_edit_topology(redundant_slots=10**400), "redundant_slots is 1000"),
     "a packing of two sizes": (
         _tensor("micro_step_S", np.zeros(2, np.int32)),
         "0 along S, and micro_step_S has 2",
@@ -233,14 +235,12 @@ def test_no_memory_is_taken_for_ranks_that_no_expert_is_on(tmp_path):
         load_plan(_forged(tmp_path, change))
 
 
-def test_numbers_of_numpy_and_whole_floats_are_kept_as_integers(tmp_path):
+def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
     plan, _ = small_case(3)
-    given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links, 8e9)
+    given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links)
     kept = load_plan(save_plan(replace(plan, topology=given), tmp_path / "p")).topology
-    assert kept == replace(plan.topology, redundant_slots=2, slot_memory_bytes=8_000_000_000)
-    for memory in (0.5, float("nan"), float("inf"), -1):
-        with pytest.raises(TopologyError, match=r"slot_memory_bytes is .*; expected a whole number from 0"):
-            replace(given, slot_memory_bytes=memory)
+    assert kept == replace(plan.topology, redundant_slots=2)
+    assert type(kept.num_ranks) is int
 
 
 def test_cells_that_there_are_not_are_refused():
@@ -250,7 +250,7 @@ def test_cells_that_there_are_not_are_refused():
             plan.cell(micro_step, layer)
 
 
-VERSION_4 = Path(__file__).parent / "data" / "plan-v4.safetensors"
+VERSION_5 = Path(__file__).parent / "data" / "plan-v5.safetensors"
 
 
 def archived():
@@ -258,15 +258,17 @@ def archived():
     links = Links(340e9, 45e9, 50e9, 2e-5, 5e-5)
     home_LE = np.array([[0, 0, 1, 1], [1, 0, 0, 1]], np.int16)
     return StepPlan(
-        topology=Topology(2, 1, 1, links, slot_memory_bytes=10**9),
+        topology=Topology(2, 1, 1, links),
         previous_home_LE=np.array([[0, 0, 1, 1], [0, 0, 1, 1]], np.int16),
-        home_LE=home_LE,
-        offsets=np.array([0, 2, 2, 3, 4], np.int64),
-        expert_R=np.array([0, 2, 0, 1], np.int16),
-        rank_R=np.array([1, 0, 1, 1], np.int16),
-        slot_R=np.zeros(4, np.int16),
-        fetched_R=np.array([True, True, False, True]),
-        tokens_RG=np.array([[3, 0], [300, 1], [0, 0], [7, 70_000]], np.int32),
+        hosts=Hosts(
+            home_LE=home_LE,
+            offsets=np.array([0, 2, 2, 3, 4], np.int64),
+            expert_R=np.array([0, 2, 0, 1], np.int16),
+            rank_R=np.array([1, 0, 1, 1], np.int16),
+            slot_R=np.zeros(4, np.int16),
+            fetched_R=np.array([True, True, False, True]),
+            tokens_RG=np.array([[3, 0], [300, 1], [0, 0], [7, 60_000]], np.int32),
+        ),
         max_load_ML=np.array([[310, 20], [30, 80_000]], np.int64),
         bound_ML=np.array([[309.5, 20], [30, 70_010.25]]),
         counts_digest="00112233445566778899aabbccddeeff",
@@ -276,9 +278,9 @@ def archived():
     )
 
 
-def test_version_4_is_read_and_written():
-    assert equal(load_plan(VERSION_4), archived())
-    assert plan_to_bytes(archived()) == VERSION_4.read_bytes()
+def test_version_5_is_read_and_written():
+    assert equal(load_plan(VERSION_5), archived())
+    assert plan_to_bytes(archived()) == VERSION_5.read_bytes()
 
 
 def test_the_same_plan_is_the_same_file_whoever_writes_it(tmp_path):

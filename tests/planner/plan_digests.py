@@ -44,7 +44,7 @@ def digest(found: StepPlan) -> str:
     """128 bits over dtype, shape and bytes of every array of a plan."""
     state = blake2b(digest_size=16)
     for name in ARRAYS:
-        array = getattr(found, name)
+        array = found.tensors[name]
         state.update(repr((name, array.dtype.str, array.shape)).encode())
         state.update(np.ascontiguousarray(array).tobytes())
     return state.hexdigest()

@@ -164,7 +164,7 @@ def test_hosts_serve_their_own_rank_first_and_then_their_node():
 def test_slots_that_hold_what_is_needed_fetch_nothing():
     counts = np.repeat(_skewed(4, (1, 2, 8, 32)), 3, axis=0)
     found = plan(counts, Topology(8, 4, 2, LINKS), PlanOptions(tolerance=0.02))
-    fetched_ML = np.add.reduceat(np.append(found.fetched_R, 0), found.offsets[:-1]).reshape(3, 2)
+    fetched_ML = np.add.reduceat(np.append(found.hosts.fetched_R, 0), found.hosts.offsets[:-1]).reshape(3, 2)
     assert fetched_ML[0].min() > 0
     assert fetched_ML[1:].max() == 0
 
@@ -225,9 +225,9 @@ def test_one_rank_and_many_ranks():
 def test_a_corrupted_plan_is_seen():
     counts = _skewed(5, (3, 2, 8, 32))
     found = plan(counts, Topology(8, 4, 2, LINKS), EXACT)
-    tokens_RG = found.tokens_RG.copy()
+    tokens_RG = found.hosts.tokens_RG.copy()
     tokens_RG[0, np.argmax(tokens_RG[0])] += 10_000
     with pytest.raises(PlanError, match="more than there are"):
-        verify(replace(found, tokens_RG=tokens_RG), counts)
+        verify(replace(found, hosts=found.hosts._replace(tokens_RG=tokens_RG)), counts)
     with pytest.raises(PlanError, match="the plan states"):
         verify(replace(found, max_load_ML=found.max_load_ML + 1), counts)

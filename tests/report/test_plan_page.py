@@ -71,7 +71,7 @@ def test_rows_say_what_records_say():
     assert static.cells["Planning time"] == ""
     assert static.cells["Slowest rank over mean"] == f"{records[0].imbalance_ML.mean():.3f}"
     assert ours.ours
-    assert ours.cells["Experts fetched per cell"] == f"{plan.fetched_R.sum() / 6:.1f}"
+    assert ours.cells["Experts fetched per cell"] == f"{plan.hosts.fetched_R.sum() / 6:.1f}"
     assert ours.cells["Speedup over static"] == f"{records[0].seconds / records[-1].seconds:.2f}\N{MULTIPLICATION SIGN}"
     assert ours.cells["Planning time"] == "12.3\N{NO-BREAK SPACE}ms"
     assert bound.cells["Step, modelled"] == step_time(step.least_seconds)

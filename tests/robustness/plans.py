@@ -31,26 +31,26 @@ def _require_executable(raw, plan):
     """Raise unless an executor could index with a plan."""
     micro_steps, layers, experts = plan.shape
     ranks, slots = plan.topology.num_ranks, plan.topology.redundant_slots
-    offsets = [int(x) for x in plan.offsets]
+    hosts, offsets = plan.hosts, [int(x) for x in plan.hosts.offsets]
     assert len(offsets) == micro_steps * layers + 1
     assert offsets[0] == 0, offsets
-    assert offsets[-1] == len(plan.expert_R) == len(plan.rank_R) == len(plan.slot_R) == len(plan.tokens_RG)
+    assert offsets[-1] == len(hosts.expert_R) == len(hosts.rank_R) == len(hosts.slot_R) == len(hosts.tokens_RG)
     assert all(a <= b for a, b in pairwise(offsets)), offsets
     for name, values, size in (
-        ("expert", plan.expert_R, experts),
-        ("rank", plan.rank_R, ranks),
-        ("slot", plan.slot_R, slots),
+        ("expert", hosts.expert_R, experts),
+        ("rank", hosts.rank_R, ranks),
+        ("slot", hosts.slot_R, slots),
     ):
         assert all(0 <= int(value) < size for value in values), name
     for homes in (*plan.home_LE.tolist(), *plan.previous_home_LE.tolist()):
         assert sorted(homes) == sorted(list(range(ranks)) * (experts // ranks))
-    assert (plan.tokens_RG >= 0).all()
+    assert (hosts.tokens_RG >= 0).all()
     if plan.packing is not None:
         assert len(plan.packing.rank_S) == len(plan.packing.micro_step_S)
         assert all(0 <= int(m) < micro_steps for m in plan.packing.micro_step_S)
         assert all(0 <= int(g) < ranks for g in plan.packing.rank_S)
     for start, stop in pairwise(offsets):
-        taken = list(zip(plan.rank_R[start:stop].tolist(), plan.slot_R[start:stop].tolist(), strict=True))
+        taken = list(zip(hosts.rank_R[start:stop].tolist(), hosts.slot_R[start:stop].tolist(), strict=True))
         assert len(set(taken)) == len(taken), taken
 
 

@@ -112,7 +112,7 @@ def test_prices_are_of_all_passes():
     # forward in the recompute, forward twice and backward once in the update
     assert found.crossing_s == pytest.approx(8 * prices.cluster_row_s)
     assert found.transfer_s == pytest.approx(3 * prices.host_fetch_s)
-    assert found.assignment_s == pytest.approx(5 * prices.row_s + 4.6 * prices.pair_s)
+    assert found.assignment_s == pytest.approx(5 * prices.forward.row_s + 4.6 * prices.forward.pair_s)
 
 
 def test_facts_of_a_step_by_hand():

@@ -139,10 +139,10 @@ def _no_plan(rank):
 def _no_later_micro_step(rank):
     add = PlanInProgress.add
 
-    def failing(self, cells, micro_steps, layers):
-        if micro_steps.start:
+    def failing(self, hosts, figures_ML2, begin, layer):
+        if begin:
             raise MemoryError("no room to plan")
-        add(self, cells, micro_steps, layers)
+        add(self, hosts, figures_ML2, begin, layer)
 
     with mock.patch.object(PlanInProgress, "add", failing):
         yield

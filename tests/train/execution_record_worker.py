@@ -113,9 +113,9 @@ def steps_with_slow_blocks(rank, config, block_s, forward_s):
     """One step, with a planner that takes so long for each block but the first, and forwards as `slow_forward`."""
     add = PlanInProgress.add
 
-    def slow_add(self, cells, micro_steps, layers):
-        time.sleep(block_s if micro_steps.start else 0)
-        add(self, cells, micro_steps, layers)
+    def slow_add(self, hosts, figures_ML2, begin, layer):
+        time.sleep(block_s if begin else 0)
+        add(self, hosts, figures_ML2, begin, layer)
 
     def slow_forward(*args):
         time.sleep(forward_s)

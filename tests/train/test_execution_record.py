@@ -97,7 +97,7 @@ def test_balance_and_replicas_are_those_of_the_stages(metered):
         busiest, mean = sum(max(cell) for cell in cells), sum(sum(cell) / RANKS for cell in cells)
         assert record["max_over_mean"][kind] == pytest.approx(busiest / mean)
     assert record["max_over_mean"]["executed"] < record["max_over_mean"]["at_home"]
-    assert record["replicas"] == sum(len(plan.expert_R) for _, plan in meters[0].planned) > 0
+    assert record["replicas"] == sum(len(plan.hosts.expert_R) for _, plan in meters[0].planned) > 0
 
 
 def test_bytes_are_those_that_arrived(metered, request):
@@ -107,7 +107,7 @@ def test_bytes_are_those_that_arrived(metered, request):
     by_host = request.node.callspec.params["metered"] == "host"
     assert (arrived[0] > 0, arrived[1] > 0) == (by_host, not by_host)
     updates = [plan for _, plan in meters[0].planned[1:]]
-    assert record["bytes"]["gradients"] == EXPERT_BYTES * sum(len(plan.expert_R) for plan in updates)
+    assert record["bytes"]["gradients"] == EXPERT_BYTES * sum(len(plan.hosts.expert_R) for plan in updates)
     assert arrived[0] + arrived[1] <= EXPERT_BYTES * record["replicas"]
 
 

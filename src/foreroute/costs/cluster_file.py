@@ -10,18 +10,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
-
-from pydantic import create_model
+from typing import Any
 
 from foreroute.costs.model import CostModel, Hardware, ModelShape
 from foreroute.costs.presets import hardware_preset, model_preset
-from foreroute.errors import ConfigError
-from foreroute.files.config_file import Section, checked, invalid, read_toml, unknown_key
+from foreroute.errors import ConfigError, TopologyError, shown
+from foreroute.files.toml import read_toml, refuse_impossible, unknown_key
 from foreroute.plan.topology import Links, Topology
+from foreroute.trace.spec import is_whole
 
-WHAT = "topology file"
-Made = TypeVar("Made", Hardware, Links, ModelShape)
+TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
+"""What each table describes. Of its attributes, those that are tables of this file stand beside it."""
+PRESETS = {"hardware": hardware_preset, "model": model_preset}
 
 
 @dataclass(frozen=True)
@@ -36,79 +36,70 @@ def load_cluster(path: Path) -> Cluster:
     """Read a topology file.
 
     Raises:
-        ConfigError: naming every unknown key (with the nearest known one), wrong type and missing value.
-        TopologyError: when the ranks do not fill nodes.
+        ConfigError: for a key that is unknown, with the nearest known one, a value that is missing or wrong.
+        TopologyError: for ranks, slots or links that cannot be.
     """
     return parse_cluster(read_toml(path), source=str(path))
 
 
-def parse_cluster(values: dict[str, Any], *, source: str) -> Cluster:
+def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     """Check values that came from `source`.
 
     Raises:
         ConfigError, TopologyError: as `load_cluster`.
     """
-    given: dict[str, dict[str, Any]] = {name: _given(values.get(name, {}), name, source) for name in TABLES}
-    if unknown := [unknown_key(name, name, list(TABLES)) for name in values if name not in TABLES]:
-        raise ConfigError(invalid(source, WHAT, unknown))
-    hardware_name, model_name = given["hardware"].pop("preset", None), given["model"].pop("preset", None)
-    like = None if hardware_name is None else hardware_preset(hardware_name)
-    links = _made(Links, None if like is None else like.links, given["links"], f"{source}: [links]")
-    hardware = _made(Hardware, like, {**given["hardware"], "links": links}, f"{source}: [hardware]")
-    known = None if model_name is None else model_preset(model_name)
-    model = _made(ModelShape, known, given["model"], f"{source}: [model]")
-    place: dict[str, Any] = {
-        "ranks_per_node": min(given["topology"]["num_ranks"], hardware.ranks_per_node),
-        **given["topology"],
+    refuse_impossible(values, source)
+    for name, table in values.items():
+        if name not in TABLES:
+            raise ConfigError(f"{source}: {unknown_key(name, name, list(TABLES))}")
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{source}: {name} is {shown(table)}; expected a table")
+        known = keys_of(name)
+        for key in table:
+            if key not in known:
+                raise ConfigError(f"{source}: {unknown_key(f'{name}.{key}', key, known)}")
+    given = {name: dict(values.get(name, {})) for name in TABLES}
+    preset: dict[str, Any] = {
+        name: of(given[name].pop("preset")) for name, of in PRESETS.items() if "preset" in given[name]
     }
-    return Cluster(Topology(links=links, **place), CostModel(model=model, hardware=hardware, **given["costs"]))
+    hardware = preset.get("hardware")
+    links = _made("links", given, source, preset=None if hardware is None else hardware.links)
+    hardware = _made("hardware", given, source, preset=hardware, links=links)
+    model = _made("model", given, source, preset=preset.get("model"))
+    width = hardware.ranks_per_node
+    num_ranks = given["topology"].get("num_ranks", width)
+    # what is no number is refused below, by its name
+    given["topology"].setdefault("ranks_per_node", min(num_ranks, width) if is_whole(num_ranks) else width)
+    costs = _made("costs", given, source, model=model, hardware=hardware)
+    return Cluster(_made("topology", given, source, links=links), costs)
+
+
+def keys_of(table: str) -> list[str]:
+    """The keys that a table may have."""
+    own = [field.name for field in fields(TABLES[table]) if field.name not in TABLES]
+    return [*(["preset"] if table in PRESETS else []), *own]
 
 
 def cluster_toml(cluster: Cluster) -> str:
     """The content of a file that describes this cluster, every key given."""
     costs, topology = cluster.costs, cluster.topology
-    tables = {
-        "topology": vars(topology),
-        "hardware": vars(costs.hardware),
-        "links": vars(topology.links),
-        "model": vars(costs.model),
-        "costs": vars(costs),
-    }
+    described = {"topology": topology, "hardware": costs.hardware, "links": topology.links, "model": costs.model}
     lines = []
-    for name, values in tables.items():
+    for name, made in {**described, "costs": costs}.items():
         # numbers and words in JSON are those of TOML; nested tables stand beside
-        pairs = [f"{key} = {json.dumps(v)}" for key, v in values.items() if isinstance(v, int | float | str)]
+        pairs = [f"{key} = {json.dumps(v)}" for key, v in vars(made).items() if isinstance(v, int | float | str)]
         lines += [f"[{name}]", *pairs, ""]
     return "\n".join(lines)
 
 
-def _made(kind: type[Made], preset: Made | None, values: Mapping[str, Any], what: str) -> Made:
-    if preset is not None:
-        return replace(preset, **values)
+def _made(table: str, given: Mapping[str, Mapping[str, Any]], source: str, *, preset: Any = None, **beside: Any) -> Any:
+    """What a table describes, from its keys, what stands beside it, and a preset for the rest."""
+    kind, values = TABLES[table], {**given[table], **beside}
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]
-    if missing:
-        raise ConfigError(f"{what} has no {', '.join(missing)}; give them, or a preset")
-    return kind(**values)
-
-
-def _table(kind: type, *, required: tuple[str, ...] = (), without: tuple[str, ...] = (), preset: bool) -> type[Section]:
-    """A table whose keys are the fields of a dataclass; the dataclass itself checks their values."""
-    keys: dict[str, Any] = {name: (hint, None) for name, hint in get_type_hints(kind).items() if name not in without}
-    keys |= {name: (keys[name][0], ...) for name in required}
-    keys |= {"preset": (str, None)} if preset else {}
-    return create_model(kind.__name__, __base__=Section, **keys)
-
-
-TABLES = {
-    "topology": _table(Topology, required=("num_ranks", "redundant_slots"), without=("links",), preset=False),
-    "hardware": _table(Hardware, without=("links",), preset=True),
-    "links": _table(Links, preset=False),
-    "model": _table(ModelShape, preset=True),
-    "costs": _table(CostModel, without=("model", "hardware"), preset=False),
-}
-
-
-def _given(values: Any, name: str, source: str) -> dict[str, Any]:
-    """The keys that were given."""
-    table = checked(TABLES[name], values, source=source, what=WHAT, within=name)
-    return table.model_dump(exclude_unset=True)
+    if missing and preset is None:
+        more = ", or a preset" if table in PRESETS or table == "links" else ""
+        raise ConfigError(f"{source}: [{table}] has no {', '.join(missing)}; give them{more}")
+    try:
+        return kind(**values) if preset is None else replace(preset, **values)
+    except (ConfigError, TopologyError) as error:
+        raise type(error)(f"{source}: [{table}] {error}") from error

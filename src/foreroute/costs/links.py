@@ -123,25 +123,26 @@ def transfer_seconds(expert_R: Any, rank_R: Any, fetched_R: Any, home_E: Any, nu
     Args:
         expert_R: integers [R], experts of replicas.
         rank_R: integers [R], their ranks.
-        fetched_R: bool [R]; replicas that are not fetched move nothing, nor do those at home.
+        fetched_R: bool [R]; weights of the others stay where they are. Those at home move nothing.
         home_E: integers [E], where weights come from and gradients go.
         num_ranks: G.
         prices: the cost model.
 
     Returns:
-        float64 [G, 5], twice. Gradients go over links alone, never through host memory.
+        float64 [G, 5], twice. Gradients go over links alone, never through host memory, and from every replica: a slot
+        keeps the weights of an expert, but not what the update of one micro-step adds to their gradient.
     """
     fetch_G5, gradient_G5 = np.zeros((num_ranks, 5)), np.zeros((num_ranks, 5))
     for r in range(len(rank_R)):
         rank, home = rank_R[r], home_E[expert_R[r]]
-        if not fetched_R[r] or rank == home:
+        if rank == home:
             continue
         out, into, fetch_s, gradient_s = CLUSTER_OUT, CLUSTER_IN, prices.cluster_fetch_s, prices.cluster_gradient_s
         if rank // prices.ranks_per_node == home // prices.ranks_per_node:
             out, into, fetch_s, gradient_s = NODE_OUT, NODE_IN, prices.node_fetch_s, prices.node_gradient_s
-        if rank // prices.host_ranks == home // prices.host_ranks:
+        if fetched_R[r] and rank // prices.host_ranks == home // prices.host_ranks:
             fetch_G5[rank, HOST] += prices.host_fetch_s
-        else:
+        elif fetched_R[r]:
             fetch_G5[home, out] += fetch_s
             fetch_G5[rank, into] += fetch_s
         gradient_G5[rank, out] += gradient_s

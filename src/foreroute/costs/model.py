@@ -21,13 +21,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, shown
 from foreroute.plan.capabilities import FetchPath, check_paths
-from foreroute.plan.topology import Links, Topology
+from foreroute.plan.topology import Links, Topology, check_number
 from foreroute.trace.spec import whole_number
 
-MOST_PREFETCH = 999_999
-"""Cells whose weights are fetched ahead. The trainer's configuration has the same limit."""
 MOST_OF_MODEL = {
     "num_layers": 1024,
     "num_experts": 32_768,  # plans name them in int16
@@ -38,10 +36,10 @@ MOST_OF_MODEL = {
     "attention_width": 1 << 20,
     "vocabulary": 1 << 24,
 }
-MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000, "layer_s": 3600.0}
-MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1e24, 64, 1 << 24, 999_999
-"""Most FLOPs or bytes in a second, bytes of an element, tokens of a sequence, and cells ahead. Like all bounds here,
-ten times what anyone has or more, and such that no product of them overflows."""
+MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000}
+MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 3600.0, 1e24, 64, 1 << 24, 999_999
+"""Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, and cells ahead. Like
+all bounds here, ten times what anyone has or more, and such that no product of them overflows."""
 
 Dispatcher = Literal["copies", "dedup"]
 
@@ -78,7 +76,10 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _require_within(name, value, MOST_OF_MODEL.get(name, MOST_ELEMENT_BYTES))
+            if name in MOST_OF_MODEL:
+                whole_number(value, name=name, most=MOST_OF_MODEL[name], kind=ConfigError)
+            else:
+                check_number(value, name=name, most=MOST_ELEMENT_BYTES, kind=ConfigError)
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; a layer of {self.num_experts} experts has no more to pick")
 
@@ -122,10 +123,11 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name.endswith("_per_s"):
-                _require_within(name, value, MOST_RATE, least=1)
-            elif name != "links":
-                _require_within(name, value, MOST_OF_HARDWARE[name])
+            if name in MOST_OF_HARDWARE:
+                whole_number(value, name=name, most=MOST_OF_HARDWARE[name], kind=ConfigError)
+            elif name.endswith("_per_s"):
+                check_number(value, name=name, least=1, most=MOST_RATE, kind=ConfigError)
+        check_number(self.layer_s, name="layer_s", most=MOST_SECONDS, kind=ConfigError)
 
     def topology(self, num_ranks: int, redundant_slots: int) -> Topology:
         """G expert-parallel ranks of this hardware. Fewer ranks than fill one node are one node.
@@ -158,12 +160,10 @@ FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
 BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
-RECOMPUTE = ((1, 0),)
-# All layers forward; then backward, where each layer's activations are first computed anew. Replicas return gradients.
-UPDATE = ((1, 0), (1, 1))
-STAGES = (RECOMPUTE, UPDATE)
-"""The stages of a step, each as its groups of (forward passes, backward passes) over every cell, in order. Weights of
-replicas are fetched once for each group, while the group before it runs."""
+STAGES = (((1, 0),), ((1, 0), (1, 1)))
+"""Recompute and update, each as its groups of (forward passes, backward passes) over every cell, in order. The update
+goes through all layers forward, then backward, where each layer's activations are first computed anew and replicas
+return gradients. Weights of replicas are fetched once for each group, while the group before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +193,12 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.dispatcher not in ("copies", "dedup"):
-            raise ConfigError(f"dispatcher is {self.dispatcher!r}; expected 'copies' or 'dedup'")
+            raise ConfigError(f"dispatcher is {shown(self.dispatcher)}; expected 'copies' or 'dedup'")
         check_paths(self.paths)
         whole_number(self.prefetch, name="prefetch", least=0, most=MOST_PREFETCH, kind=ConfigError)
-        _require_within("sequence_tokens", self.sequence_tokens, MOST_SEQUENCE)
-        if not 0 <= self.trial_s_per_count <= MOST_OF_HARDWARE["layer_s"]:
-            most = MOST_OF_HARDWARE["layer_s"]
-            raise ConfigError(f"trial_s_per_count is {self.trial_s_per_count}; expected 0 to {most:g}")
+        check_number(self.sequence_tokens, name="sequence_tokens", most=MOST_SEQUENCE, kind=ConfigError)
+        if self.trial_s_per_count != 0:
+            check_number(self.trial_s_per_count, name="trial_s_per_count", most=MOST_SECONDS, kind=ConfigError)
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
@@ -211,12 +210,12 @@ class CostModel:
             tokens_X: any shape, assignments that each expert serves on its rank.
             one: the pass.
         """
-        seconds: NDArray[np.float64] = expert_seconds(np.asarray(tokens_X), *self._expert_prices(one))
+        seconds: NDArray[np.float64] = expert_seconds(np.asarray(tokens_X), self._expert_prices(one))
         return seconds
 
-    def _expert_prices(self, one: PassCost) -> tuple[int, float, float, float]:
+    def _expert_prices(self, one: PassCost) -> ExpertPrices:
         shape, hardware = self.model, self.hardware
-        return (
+        return ExpertPrices(
             hardware.tile_rows,
             one.gemm * 2 * shape.expert_parameters / hardware.gemm_flops_per_s,
             one.weights * shape.expert_bytes / hardware.memory_bytes_per_s,
@@ -241,20 +240,20 @@ class CostModel:
         core_X = one.attention * 2 * self.model.attention_width * squares_X / self.hardware.attention_flops_per_s
         return dense_X + core_X
 
-    def head_seconds(self, tokens_X: NDArray[Any], *, backward: bool = False) -> NDArray[np.float64]:
-        """Seconds of the output head and log-probabilities, once per micro-step: 2 h V FLOPs and 10 V bytes a token."""
+    def head_seconds(self, tokens_X: NDArray[Any]) -> NDArray[np.float64]:
+        """Seconds of the output head and log-probabilities in a forward pass: 2 h V FLOPs and 10 V bytes a token."""
         hardware, vocabulary = self.hardware, self.model.vocabulary
         flops, size = 2 * self.model.hidden * vocabulary, 10 * vocabulary
         one = flops / hardware.gemm_flops_per_s + size / hardware.memory_bytes_per_s
-        return np.asarray(tokens_X, np.float64) * one * (3 if backward else 1)
+        return np.asarray(tokens_X, np.float64) * one
 
     def prices(self, topology: Topology) -> Prices:
         """All that the kernels need of model, hardware and links."""
         links, shape = topology.links, self.model
         gradient_bytes = shape.expert_parameters * shape.gradient_bytes
         return Prices(
-            *self._expert_prices(FORWARD),
-            *BACKWARD[:3],
+            forward=self._expert_prices(FORWARD),
+            backward=self._expert_prices(BACKWARD),
             node_row_s=shape.row_bytes / links.node_bytes_per_s,
             cluster_row_s=shape.row_bytes / links.cluster_bytes_per_s,
             latency_s=links.cluster_latency_s if topology.num_nodes > 1 else links.node_latency_s,
@@ -272,12 +271,22 @@ class CostModel:
         )
 
 
+class ExpertPrices(NamedTuple):
+    """What `expert_seconds` of one pass goes by: rows of a tile, seconds of a row's products, of all weights through
+    memory, and of a row through memory.
+    """
+
+    tile_rows: int
+    row_s: float
+    weight_s: float
+    pair_s: float
+
+
 class Prices(NamedTuple):
     """A cost model on a topology as plain numbers, for compiled code. Seconds, unless said.
 
     Attributes:
-        tile_rows, row_s, weight_s, pair_s: of `expert_seconds` in the forward pass.
-        backward_gemm, backward_weights, backward_memory: factors of the backward pass.
+        forward, backward: of one expert in either pass.
         node_row_s, cluster_row_s: one row over the rank's link inside the node, and over its NIC.
         latency_s: of one all-to-all.
         host_fetch_s, node_fetch_s, cluster_fetch_s: the weights of one expert, by where they come from.
@@ -290,13 +299,8 @@ class Prices(NamedTuple):
         groups: (stage, forward passes, backward passes) of all groups of all stages.
     """
 
-    tile_rows: int
-    row_s: float
-    weight_s: float
-    pair_s: float
-    backward_gemm: float
-    backward_weights: float
-    backward_memory: float
+    forward: ExpertPrices
+    backward: ExpertPrices
     node_row_s: float
     cluster_row_s: float
     latency_s: float
@@ -313,12 +317,6 @@ class Prices(NamedTuple):
     groups: tuple[tuple[int, int, int], ...]
 
 
-def _require_within(name: str, value: float, most: float, *, least: float = 0) -> None:
-    if not (value > 0 and least <= value <= most):
-        span = f"{least:g} to {most:g}" if least else f"more than 0, and {most} at most"
-        raise ConfigError(f"{name} is {value}; expected {span}")
-
-
-def expert_seconds(tokens: Any, tile_rows: int, row_s: float, weight_s: float, pair_s: float) -> Any:
+def expert_seconds(tokens: Any, of: ExpertPrices) -> Any:
     """One local expert, as `CostModel.expert_seconds`; of numbers and arrays alike, compiled or not."""
-    return -(-tokens // tile_rows) * tile_rows * row_s + (tokens > 0) * weight_s + tokens * pair_s
+    return -(-tokens // of.tile_rows) * of.tile_rows * of.row_s + (tokens > 0) * of.weight_s + tokens * of.pair_s

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from foreroute.costs.model import Hardware, ModelShape
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, shown
 from foreroute.plan.topology import Links
 
 Preset = TypeVar("Preset")
@@ -39,10 +39,10 @@ def hardware_preset(name: str) -> Hardware:
 
 
 def _named(presets: Mapping[str, Preset], name: str, what: str) -> Preset:
-    if name not in presets:
-        near = difflib.get_close_matches(name, presets, n=1)
+    if not isinstance(name, str) or name not in presets:
+        near = difflib.get_close_matches(str(name), presets, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"no {what} preset is called {name!r}; {hint}known are {', '.join(presets)}")
+        raise ConfigError(f"no {what} preset is called {shown(name)}; {hint}known are {', '.join(presets)}")
     return presets[name]
 
 
@@ -75,58 +75,41 @@ def _mixed(linear: tuple[int, int], full: tuple[int, int]) -> tuple[int, int]:
     return (3 * linear[0] + full[0]) // 4, (3 * linear[1] + full[1]) // 4
 
 
-def _model(
-    attention: tuple[int, int],
-    *,
-    layers: int,
-    experts: int,
-    top_k: int,
-    hidden: int,
-    intermediate: int,
-    vocabulary: int,
-    shared_intermediate: int = 0,
-) -> ModelShape:
+def _model(attention: tuple[int, int], *, shared: int = 0, **sizes: int) -> ModelShape:
+    """A model of these `sizes`, with its attention, and with shared experts of this width in all."""
     projections, width = attention
-    return ModelShape(
-        num_layers=layers,
-        num_experts=experts,
-        top_k=top_k,
-        hidden=hidden,
-        intermediate=intermediate,
-        dense_parameters=projections + 3 * hidden * shared_intermediate,
-        attention_width=width,
-        vocabulary=vocabulary,
-    )
+    dense = projections + 3 * sizes["hidden"] * shared
+    return ModelShape(dense_parameters=dense, attention_width=width, **sizes)
 
 
 MODELS: Mapping[str, ModelShape] = {
     "qwen3-30b-a3b": _model(
         _grouped_query(2048, 32, 4, 128),
-        layers=48, experts=128, top_k=8, hidden=2048, intermediate=768, vocabulary=151_936,
+        num_layers=48, num_experts=128, top_k=8, hidden=2048, intermediate=768, vocabulary=151_936,
     ),
     "qwen3-235b-a22b": _model(
         _grouped_query(4096, 64, 4, 128),
-        layers=94, experts=128, top_k=8, hidden=4096, intermediate=1536, vocabulary=151_936,
+        num_layers=94, num_experts=128, top_k=8, hidden=4096, intermediate=1536, vocabulary=151_936,
     ),
     "glm-4.5-air": _model(
         _grouped_query(4096, 96, 8, 128),
-        layers=45, experts=128, top_k=8, hidden=4096, intermediate=1408, vocabulary=151_552, shared_intermediate=1408,
+        num_layers=45, num_experts=128, top_k=8, hidden=4096, intermediate=1408, vocabulary=151_552, shared=1408,
     ),
     "glm-4.5": _model(
         _grouped_query(5120, 96, 8, 128),
-        layers=89, experts=160, top_k=8, hidden=5120, intermediate=1536, vocabulary=151_552, shared_intermediate=1536,
+        num_layers=89, num_experts=160, top_k=8, hidden=5120, intermediate=1536, vocabulary=151_552, shared=1536,
     ),
     "qwen3-next-80b-a3b": _model(
         _mixed(_gated_delta(2048), _gated_query(2048, 16, 2, 256)),
-        layers=48, experts=512, top_k=10, hidden=2048, intermediate=512, vocabulary=151_936, shared_intermediate=512,
+        num_layers=48, num_experts=512, top_k=10, hidden=2048, intermediate=512, vocabulary=151_936, shared=512,
     ),
     "deepseek-v3": _model(
         _latent(7168, 128),
-        layers=58, experts=256, top_k=8, hidden=7168, intermediate=2048, vocabulary=129_280, shared_intermediate=2048,
+        num_layers=58, num_experts=256, top_k=8, hidden=7168, intermediate=2048, vocabulary=129_280, shared=2048,
     ),
     "kimi-k2": _model(
         _latent(7168, 64),
-        layers=60, experts=384, top_k=8, hidden=7168, intermediate=2048, vocabulary=163_840, shared_intermediate=2048,
+        num_layers=60, num_experts=384, top_k=8, hidden=7168, intermediate=2048, vocabulary=163_840, shared=2048,
     ),
 }  # fmt: skip
 """Routed layers only: the first dense layers of GLM, DeepSeek and Kimi are left out."""

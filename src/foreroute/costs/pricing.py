@@ -9,7 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from foreroute.costs.links import HOST, all_to_all_seconds, pairs_between, rows_sent, transfer_seconds
-from foreroute.costs.model import BACKWARD, FORWARD, STAGES, CostModel, expert_seconds
+from foreroute.costs.model import BACKWARD, FORWARD, CostModel, expert_seconds
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan
@@ -63,21 +63,21 @@ def price_cell(cell: CellPlan, counts_GE: NDArray[np.integer], topology: Topolog
     if least < 0:
         raise CountsError(f"a host is to serve {least} assignments; expected the counts that the cell was planned for")
     pairs_GG = pairs_between(cell, counts_GE)
-    parts_SP = cell_seconds(cell, counts_GE, slowest_attention(counts_GE.sum(axis=1), costs), costs.prices(topology))
+    parts_SP = cell_seconds(cell, counts_GE, slowest_attention(counts_GE, costs), costs.prices(topology))
     node_G = topology.node_G
     total, away = int(pairs_GG.sum()), int(pairs_GG[node_G[:, None] != node_G].sum())
     return CellFigures(pairs_GG.sum(axis=0), away / total if total else 0.0, parts_SP)
 
 
-def slowest_attention(assignments_G: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
-    """Seconds of the slowest rank's attention in a forward pass and in a backward pass.
+def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
+    """Seconds of the slowest rank's attention in a forward pass and in a backward pass: float64 [..., 2].
 
     Args:
-        assignments_G: [G], of each source rank in the cell, K for each of its tokens.
+        counts_XGE: integers [..., G, E], of cells; a rank has K assignments for each of its tokens.
         costs: the cost model.
     """
-    tokens_G = assignments_G / costs.model.top_k
-    return np.array([costs.attention_seconds(tokens_G, one=one).max() for one in (FORWARD, BACKWARD)])
+    tokens_XG = counts_XGE.sum(axis=-1) / costs.model.top_k
+    return np.stack([costs.attention_seconds(tokens_XG, one=one).max(axis=-1) for one in (FORWARD, BACKWARD)], axis=-1)
 
 
 def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel) -> NDArray[np.float64]:
@@ -97,16 +97,12 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
         float64 [M, L], seconds.
     """
     loads_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
-    tokens_MLG = counts_MLGE.sum(axis=3, dtype=np.int64) / costs.model.top_k
     experts_s = [costs.expert_seconds(loads_MLE, one).sum(axis=2) / topology.num_ranks for one in (FORWARD, BACKWARD)]
-    attention_s = [costs.attention_seconds(tokens_MLG, one=one).max(axis=2) for one in (FORWARD, BACKWARD)]
     prices = costs.prices(topology)
-    fixed_s = prices.layer_s + 2 * prices.latency_s
-    seconds_ML = np.zeros(loads_MLE.shape[:2])
-    for stage in STAGES:
-        for forwards, backwards in stage:
-            seconds_ML += forwards * (attention_s[0] + experts_s[0]) + backwards * (attention_s[1] + experts_s[1])
-            seconds_ML += (forwards + backwards) * fixed_s
+    passes_ML2 = slowest_attention(counts_MLGE, costs) + np.stack(experts_s, axis=-1)
+    passes_ML2 += prices.layer_s + 2 * prices.latency_s
+    passes_2 = np.array(prices.groups)[:, 1:].sum(axis=0)
+    seconds_ML: NDArray[np.float64] = passes_ML2 @ passes_2
     return seconds_ML
 
 
@@ -124,23 +120,12 @@ def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
         for g in range(num_ranks):
             tokens += cell.tokens_RG[r, g]
         home_tokens_E[cell.expert_R[r]] -= tokens
-        _add_expert(cell.rank_R[r], tokens, forward_G, backward_G, prices)
+        forward_G[cell.rank_R[r]] += _expert_seconds(tokens, prices.forward)
+        backward_G[cell.rank_R[r]] += _expert_seconds(tokens, prices.backward)
     for e in range(num_experts):
-        _add_expert(cell.home_E[e], home_tokens_E[e], forward_G, backward_G, prices)
+        forward_G[cell.home_E[e]] += _expert_seconds(home_tokens_E[e], prices.forward)
+        backward_G[cell.home_E[e]] += _expert_seconds(home_tokens_E[e], prices.backward)
     return forward_G, backward_G
-
-
-@njit(nogil=True, inline="always")
-def _add_expert(rank: int, tokens: int, forward_G: Any, backward_G: Any, prices: Any) -> None:
-    """Add the seconds of one local expert to those of its rank."""
-    forward_G[rank] += _expert_seconds(tokens, prices.tile_rows, prices.row_s, prices.weight_s, prices.pair_s)
-    backward_G[rank] += _expert_seconds(
-        tokens,
-        prices.tile_rows,
-        prices.backward_gemm * prices.row_s,
-        prices.backward_weights * prices.weight_s,
-        prices.backward_memory * prices.pair_s,
-    )
 
 
 @kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
 from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule
-from foreroute.plan.step_plan import ExecutablePlan
 from foreroute.trace import RoutingTrace, add_assignments
+
+if TYPE_CHECKING:
+    from foreroute.ep.shared_plan import ExecutablePlan
 
 
 @dataclass(frozen=True, eq=False)

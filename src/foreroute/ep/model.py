@@ -18,7 +18,7 @@ from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
-from foreroute.ep.shared_plan import SharedPlan, agree_on_counts, agree_on_rows, agree_on_step, parts_of
+from foreroute.ep.shared_plan import ExecutablePlan, SharedPlan, agree_on_counts, agree_on_rows, agree_on_step, parts_of
 from foreroute.ep.transfer import ReplicaWeights
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
@@ -27,7 +27,6 @@ from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, InputError, PlacementError, PlanError, shown
 from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.step_plan import ExecutablePlan
 from foreroute.planner import PlanInProgress
 from foreroute.trace import RoutingTrace
 

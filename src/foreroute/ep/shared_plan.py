@@ -20,17 +20,17 @@ from foreroute.errors import CountsError, PlanError
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
-from foreroute.plan.step_plan import ExecutablePlan
 from foreroute.planner import PlanInProgress
 
 
 class SharedPlan:
-    """A plan in the making, the same on all ranks at every point; an `ExecutablePlan`.
+    """A plan in the making, the same on all ranks at every point.
 
     Made by `ExpertParallelModel.share_plan`. Making it and `advance` are collective calls.
 
     Attributes:
-        topology, shape, home_LE, max_load_ML, num_replicas_ML: as in `ExecutablePlan`.
+        topology, shape, home_LE: as in `StepPlan`.
+        max_load_ML, num_replicas_ML: likewise; 0 in cells that are not planned yet.
         parts: what is known: plans of consecutive micro-steps, from the first on.
         waited_s: seconds that this rank waited for its planner; 0 on those that do not plan.
     """
@@ -117,6 +117,10 @@ class SharedPlan:
         self._place_M += [(part, m) for m in range(part.shape[0])]
         self.max_load_ML[begin : self.num_known] = part.max_load_ML
         self.num_replicas_ML[begin : self.num_known] = part.num_replicas_ML
+
+
+ExecutablePlan = StepPlan | SharedPlan
+"""What an executor reads: a whole plan, or one whose later micro-steps are still being planned."""
 
 
 def agree_on_step(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from foreroute.errors import ConfigError
-from foreroute.files import read_text
+from foreroute.files.toml import refuse_impossible, unknown_key
 
 MOST = 999_999
 """Most of what is counted: steps, whose numbers have six digits in file names; sequences, which are kept in lists."""
@@ -34,8 +31,6 @@ Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
 Timeout = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
-MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
-"""Limits of a file: bytes, dots in a line, depth of tables. tomllib takes seconds for a key of thousands of parts."""
 MOST_PROBLEMS, MOST_LINE = 20, 2000
 """Limits of a message: problems that it lists, and characters of each."""
 
@@ -66,89 +61,41 @@ class Section(BaseModel):
 Config = TypeVar("Config", bound=Section)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a file.
-
-    Raises:
-        ConfigError: when there is none, it is not TOML, or no configuration can have what is in it.
-    """
-    text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.count(".") > MOST_DOTS:
-            raise ConfigError(f"{path}: line {number} has {line.count('.')} dots; expected {MOST_DOTS} at most")
-    try:
-        values = tomllib.loads(text)
-    except ValueError as error:  # also for an integer of thousands of digits
-        raise ConfigError(f"{path} is not a readable TOML file: {error!s:.400}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is not a readable TOML file: it is nested too deep") from error
-    _refuse_impossible(values, str(path))
-    return values
-
-
-def checked(
-    kind: type[Config], values: Any, *, source: str, what: str = "configuration", within: str | None = None
-) -> Config:
+def checked(kind: type[Config], values: Any, *, source: str) -> Config:
     """Values as what they are to be.
 
     Args:
         kind: a table, of tables or of values.
         values: as read.
         source: where they came from, for errors.
-        what: the whole is, for errors.
-        within: the name of the table, for one of a larger whole.
 
     Raises:
         ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
     """
-    _refuse_impossible(values, source)
+    refuse_impossible(values, source)
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(problem, kind, within) for problem in error.errors()]
-        raise ConfigError(invalid(source, what, problems)) from error
+        problems = [_describe(problem, kind) for problem in error.errors()]
+        raise ConfigError(_invalid(source, problems)) from error
 
 
-def invalid(source: str, what: str, problems: Iterable[str]) -> str:
+def _invalid(source: str, lines: list[str]) -> str:
     """The message for all problems, or the first of many."""
-    lines = list(problems)
     more = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
     shown = [line[:MOST_LINE] for line in [*lines[:MOST_PROBLEMS], *more]]
-    return f"{source} is not a valid {what}:\n" + "\n".join(f"  {line}" for line in shown)
+    return f"{source} is not a valid configuration:\n" + "\n".join(f"  {line}" for line in shown)
 
 
-def unknown_key(key: str, name: str, known: Sequence[str]) -> str:
-    """The words for the key `name`, written `key` in full, where others are known."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{key}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
-
-
-def _describe(problem: Any, kind: type[BaseModel], within: str | None) -> str:
+def _describe(problem: Any, kind: type[BaseModel]) -> str:
     location = problem["loc"]
-    key = ".".join(str(part)[:80] for part in (within, *location) if part is not None)
+    key = ".".join(str(part)[:80] for part in location)
     if problem["type"] == "extra_forbidden":
         return unknown_key(key, str(location[-1]), _known_keys(kind, location[:-1]))
     if problem["type"] == "missing":
         return f"{key}: required and not given"
     seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r:.80})"
     return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
-
-
-def _refuse_impossible(values: Any, source: str) -> None:
-    """Refuse what no configuration can have, and what tools behind would fail on without a word about it."""
-    waiting = [("", 0, values)]
-    while waiting:
-        key, depth, value = waiting.pop()
-        if depth > DEEPEST:
-            raise ConfigError(f"{source}: {key[:80]} is nested more than {DEEPEST} deep")
-        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-            raise ConfigError(f"{source}: {key[:80]}: an integer of more than 64 bits")
-        if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{source}: {key[:80]}: text with a NUL character")
-        if isinstance(value, dict):
-            waiting += [(f"{key}.{name}" if key else str(name), depth + 1, inner) for name, inner in value.items()]
-        elif isinstance(value, list | tuple):
-            waiting += [(key, depth + 1, inner) for inner in value]
 
 
 def _known_keys(kind: type[BaseModel], location: Sequence[str | int]) -> list[str]:

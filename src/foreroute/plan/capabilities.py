@@ -52,7 +52,10 @@ def warn_of_lacks(plan: StepPlan, executor: Executor) -> None:
     """Warn of what a plan asks for and its executor lacks. Results are those of any plan all the same."""
     asked = {
         Ability.NODES: (plan.topology.num_nodes > 1, "keep an expert-parallel group within a node"),
-        Ability.LAYER_SLOTS: (not plan.fetched_R.all(), "all replicas are fetched for every cell; plan shared slots"),
+        Ability.LAYER_SLOTS: (
+            not plan.hosts.fetched_R.all(),
+            "all replicas are fetched for every cell; plan shared slots",
+        ),
     }
     for ability, (is_asked, advice) in asked.items():
         if is_asked and ability not in EXECUTES[executor]:

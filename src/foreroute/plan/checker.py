@@ -5,8 +5,6 @@ It proves that a plan can be executed as it stands and that its figures are true
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,12 +74,14 @@ def _check_arrays(plan: StepPlan) -> None:
             f"the plan is of {num_layers} layers with {num_experts} experts on {num_ranks} ranks; expected a layer or "
             "more, and a multiple of the ranks"
         )
-    if plan.tokens_RG.shape[1] != num_ranks:
-        raise PlanError(f"tokens_RG is of {plan.tokens_RG.shape[1]} source ranks; the topology has {num_ranks}")
-    if len(plan.offsets) != num_micro_steps * num_layers + 1 or not ascending(plan.offsets, len(plan.expert_R)):
+    sources, num_replicas = plan.hosts.tokens_RG.shape[1], len(plan.hosts.expert_R)
+    if sources != num_ranks:
+        raise PlanError(f"tokens_RG is of {sources} source ranks; the topology has {num_ranks}")
+    offsets, expected = plan.hosts.offsets, num_micro_steps * num_layers + 1
+    if len(offsets) != expected or not ascending(offsets, num_replicas):
         raise PlanError(
-            f"offsets are {len(plan.offsets)} numbers; expected {num_micro_steps * num_layers + 1}, which ascend from "
-            f"0 to the {len(plan.expert_R)} replicas of the plan"
+            f"offsets are {len(offsets)} numbers; expected {expected}, which ascend from 0 to the {num_replicas} "
+            "replicas of the plan"
         )
 
 
@@ -130,60 +130,61 @@ def _check_options(plan: StepPlan, options: PlanOptions) -> None:
         layer = int(np.argmax(moves_L))
         raise PlanError(f"layer {layer}: {moves_L[layer]} homes move; the budget is {options.home_moves} per layer")
     if not options.replicas:
-        _refuse(plan, np.ones(len(plan.expert_R), np.bool_), lambda r: f"{_name(plan, r)} in a plan without replicas")
+        _refuse(plan, np.ones(len(plan.hosts.expert_R), np.bool_), " in a plan without replicas")
     if plan.slots != options.slots:
         raise PlanError(f"the plan is for {plan.slots} slots; expected {options.slots}")
 
 
 def _check_replicas(plan: StepPlan) -> None:
     num_ranks, slots, num_experts = plan.topology.num_ranks, plan.topology.redundant_slots, plan.shape[2]
-    _check_range(plan, "experts", plan.expert_R, num_experts)
-    _check_range(plan, "ranks", plan.rank_R, num_ranks)
-    _check_range(plan, "slots on a rank", plan.slot_R, slots)
-    cell_R = _cell_of_replica(plan)
-    home_R = plan.home_LE[cell_R % plan.shape[1], plan.expert_R]
-    _refuse(plan, home_R == plan.rank_R, lambda r: f"{_name(plan, r)} is on the expert's home")
-    twice_R = _repeated((cell_R * num_experts + plan.expert_R) * num_ranks + plan.rank_R)
-    _refuse(plan, twice_R, lambda r: f"{_name(plan, r)}: the rank serves that expert twice")
-    twice_R = _repeated((cell_R * num_ranks + plan.rank_R) * slots + plan.slot_R)
-    _refuse(plan, twice_R, lambda r: f"{_name(plan, r)}: the slot holds another replica in the same cell")
-    _refuse(plan, np.any(plan.tokens_RG < 0, axis=1), lambda r: f"{_name(plan, r)} serves fewer than 0 assignments")
-
-
-def _check_range(plan: StepPlan, what: str, value_R: NDArray[np.int16], size: int) -> None:
-    _refuse(plan, (value_R < 0) | (value_R >= size), lambda r: f"{_name(plan, r)}: there are {size} {what}")
+    hosts, cell_R = plan.hosts, _cell_of_replica(plan)
+    for what, value_R, size in (
+        ("experts", hosts.expert_R, num_experts),
+        ("ranks", hosts.rank_R, num_ranks),
+        ("slots on a rank", hosts.slot_R, slots),
+    ):
+        _refuse(plan, (value_R < 0) | (value_R >= size), f": there are {size} {what}")
+    home_R = plan.home_LE[cell_R % plan.shape[1], hosts.expert_R]
+    _refuse(plan, home_R == hosts.rank_R, " is on the expert's home")
+    twice_R = _repeated((cell_R * num_experts + hosts.expert_R) * num_ranks + hosts.rank_R)
+    _refuse(plan, twice_R, ": the rank serves that expert twice")
+    twice_R = _repeated((cell_R * num_ranks + hosts.rank_R) * slots + hosts.slot_R)
+    _refuse(plan, twice_R, ": the slot holds another replica in the same cell")
+    _refuse(plan, np.any(hosts.tokens_RG < 0, axis=1), " serves fewer than 0 assignments")
 
 
 def _check_fetches(plan: StepPlan) -> None:
+    fetched_R = plan.hosts.fetched_R
     if plan.slots == "shared":
-        _refuse(plan, ~plan.fetched_R, lambda r: f"{_name(plan, r)} is not fetched, but shared slots keep nothing")
+        _refuse(plan, ~fetched_R, " is not fetched, but shared slots keep nothing")
         return
     held_R = _held(plan)
-    _refuse(
-        plan, ~plan.fetched_R & ~held_R, lambda r: f"{_name(plan, r)} is not fetched, but the slot does not hold it"
-    )
-    _refuse(plan, plan.fetched_R & held_R, lambda r: f"{_name(plan, r)} is fetched, but the slot holds it already")
+    _refuse(plan, ~fetched_R & ~held_R, " is not fetched, but the slot does not hold it")
+    _refuse(plan, fetched_R & held_R, " is fetched, but the slot holds it already")
 
 
 def _held(plan: StepPlan) -> Bools:
     """Marks replicas that their slot holds already: a slot of a layer keeps its expert until it gets another."""
     # sorted by slot and, within one, by time: each replica stands after the one that the slot held before it
+    hosts = plan.hosts
     micro_step_R, layer_R = np.divmod(_cell_of_replica(plan), plan.shape[1])
-    order = np.lexsort((micro_step_R, plan.slot_R, plan.rank_R, layer_R))
-    sorted_RC = np.stack([layer_R, plan.rank_R, plan.slot_R, plan.expert_R], axis=1)[order]
+    order = np.lexsort((micro_step_R, hosts.slot_R, hosts.rank_R, layer_R))
+    sorted_RC = np.stack([layer_R, hosts.rank_R, hosts.slot_R, hosts.expert_R], axis=1)[order]
     held_R = np.zeros(len(order), np.bool_)
     held_R[order[1:]] = (sorted_RC[1:] == sorted_RC[:-1]).all(axis=1)
     return held_R
 
 
 def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
-    num_micro_steps, num_layers, _ = plan.shape
+    (num_micro_steps, num_layers, _), hosts = plan.shape, plan.hosts
     layer_of_all = _cell_of_replica(plan) % num_layers
     for m in range(num_micro_steps):
-        part = slice(int(plan.offsets[m * num_layers]), int(plan.offsets[(m + 1) * num_layers]))
-        layer_R = layer_of_all[part]
+        part = slice(int(hosts.offsets[m * num_layers]), int(hosts.offsets[(m + 1) * num_layers]))
+        layer_R, expert_R, rank_R, tokens_RG = (
+            array[part] for array in (layer_of_all, hosts.expert_R, hosts.rank_R, hosts.tokens_RG)
+        )
         rest_LEG = counts_MLGE[m].swapaxes(1, 2).astype(np.int64)
-        np.subtract.at(rest_LEG, (layer_R, plan.expert_R[part]), plan.tokens_RG[part])
+        np.subtract.at(rest_LEG, (layer_R, expert_R), tokens_RG)
         if (rest_LEG < 0).any():
             layer, expert, source = np.argwhere(rest_LEG < 0)[0].tolist()
             raise PlanError(
@@ -192,7 +193,7 @@ def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
             )
         loads_LG = np.zeros((num_layers, plan.topology.num_ranks), np.int64)
         np.add.at(loads_LG, (np.arange(num_layers)[:, None], plan.home_LE), rest_LEG.sum(axis=2))
-        np.add.at(loads_LG, (layer_R, plan.rank_R[part]), plan.tokens_RG[part].sum(axis=1, dtype=np.int64))
+        np.add.at(loads_LG, (layer_R, rank_R), tokens_RG.sum(axis=1, dtype=np.int64))
         _check_loads(m, plan.max_load_ML[m], plan.bound_ML[m], loads_LG)
 
 
@@ -206,7 +207,7 @@ def _check_loads(m: int, stated_L: Ints, bound_L: NDArray[np.float64], loads_LG:
 
 
 def _cell_of_replica(plan: StepPlan) -> Ints:
-    return np.repeat(np.arange(len(plan.offsets) - 1), np.diff(plan.offsets))
+    return np.repeat(np.arange(len(plan.hosts.offsets) - 1), np.diff(plan.hosts.offsets))
 
 
 def _repeated(keys_R: Ints) -> Bools:
@@ -216,17 +217,16 @@ def _repeated(keys_R: Ints) -> Bools:
     return repeated
 
 
-def _refuse(plan: StepPlan, wrong_R: Bools, message: Callable[[int], str]) -> None:
-    """Raise `message` of the first replica that is wrong, if any is."""
+def _refuse(plan: StepPlan, wrong_R: Bools, why: str) -> None:
+    """Name the first replica that is wrong, if any is, and say why it is."""
     if wrong_R.any():
-        replica = int(np.argmax(wrong_R))
-        micro_step, layer = divmod(int(np.searchsorted(plan.offsets, replica, side="right")) - 1, plan.shape[1])
-        raise PlanError(f"{_cell_name(micro_step, layer)}: {message(replica)}")
+        hosts, r = plan.hosts, int(np.argmax(wrong_R))
+        cell = divmod(int(np.searchsorted(hosts.offsets, r, side="right")) - 1, plan.shape[1])
+        raise PlanError(
+            f"{_cell_name(*cell)}: the replica of expert {hosts.expert_R[r]} on rank {hosts.rank_R[r]}, slot "
+            f"{hosts.slot_R[r]}{why}"
+        )
 
 
 def _cell_name(micro_step: int, layer: int) -> str:
     return f"micro-step {micro_step}, layer {layer}"
-
-
-def _name(plan: StepPlan, replica: int) -> str:
-    return f"the replica of expert {plan.expert_R[replica]} on rank {plan.rank_R[replica]}, slot {plan.slot_R[replica]}"

@@ -8,11 +8,11 @@ C = M * L cells, G ranks, E logical experts, R replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 
 class CellPlan(NamedTuple):
@@ -92,29 +92,43 @@ class Hosts(NamedTuple):
     @classmethod
     def of_cells(cls, home_LE: NDArray[np.int16], cells: Sequence[CellPlan]) -> Hosts:
         """These cells, one at least, one after the other."""
-        offsets = np.cumsum([0, *(len(cell.expert_R) for cell in cells)])
-        rows = (np.concatenate(arrays) for arrays in zip(*(cell[1:] for cell in cells), strict=True))
-        return cls(home_LE, offsets, *rows)
+        return _concatenated(home_LE, [len(cell.expert_R) for cell in cells], [cell[1:] for cell in cells])
 
     @classmethod
-    def joined(cls, micro_steps: Sequence[Sequence[Hosts]]) -> Hosts:
-        """Micro-steps one after the other, at least one; each is given as hosts of layers that stand side by side."""
-        parts = [part for side_by_side in micro_steps for part in side_by_side]
+    def side_by_side(cls, layers: Sequence[Hosts]) -> Hosts:
+        """The same micro-steps of some layers, and of those behind them; one alone stays as it is."""
+        if len(layers) == 1:
+            return layers[0]
+        num_micro_steps = (len(layers[0].offsets) - 1) // len(layers[0].home_LE)
+        parts = [hosts.part(m, m + 1) for m in range(num_micro_steps) for hosts in layers]
+        home_LE = np.concatenate([hosts.home_LE for hosts in layers])
         sizes_C = np.concatenate([np.diff(part.offsets) for part in parts])
-        rows = (np.concatenate(arrays) for arrays in zip(*(part[2:] for part in parts), strict=True))
-        home_LE = np.concatenate([part.home_LE for part in micro_steps[0]])
-        return cls(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *rows)
+        return _concatenated(home_LE, sizes_C, [part[2:] for part in parts])
+
+    def write(self, micro_step: int, others: Hosts) -> None:
+        """Let these be the last micro-steps so far, from `micro_step` on, where there is room."""
+        first = micro_step * len(self.home_LE)
+        begin = self.offsets[first]
+        self.offsets[first : first + len(others.offsets)] = begin + others.offsets
+        for mine, given in zip(self[2:], others[2:], strict=True):
+            mine[begin : begin + len(given)] = given
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
         """One cell, as views."""
         c = micro_step * len(self.home_LE) + layer
-        replicas = slice(int(self.offsets[c]), int(self.offsets[c + 1]))
-        rows: tuple[Any, ...] = self[2:]
-        return CellPlan(self.home_LE[layer], *(array[replicas] for array in rows))
+        return CellPlan(self.home_LE[layer], *self._rows(int(self.offsets[c]), int(self.offsets[c + 1])))
 
     def part(self, begin: int, end: int) -> Hosts:
         """The micro-steps `begin` to `end` - 1, as views."""
         offsets = self.offsets[begin * len(self.home_LE) : end * len(self.home_LE) + 1]
-        replicas = slice(int(offsets[0]), int(offsets[-1]))
-        rows: tuple[Any, ...] = self[2:]
-        return Hosts(self.home_LE, offsets - offsets[0], *(array[replicas] for array in rows))
+        return Hosts(self.home_LE, offsets - offsets[0], *self._rows(int(offsets[0]), int(offsets[-1])))
+
+    def _rows(self, begin: int, end: int) -> Iterator[Any]:
+        """The arrays of some replicas."""
+        return (array[begin:end] for array in self[2:])
+
+
+def _concatenated(home_LE: NDArray[np.int16], sizes_C: ArrayLike, rows: Sequence[tuple[Any, ...]]) -> Hosts:
+    """Hosts of cells with so many replicas each, whose arrays come in pieces."""
+    arrays = (np.concatenate(pieces) for pieces in zip(*rows, strict=True))
+    return Hosts(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *arrays)

@@ -10,6 +10,8 @@ from foreroute.trace.spec import whole_number
 
 SlotSharing = Literal["layer", "shared"]
 """A set of redundant slots for each layer, or one set for all."""
+PRICED = ("traffic", "pay_off")
+"""The options that a cost model prices."""
 MOST = 2**63 - 1
 """The largest number of moves, of threads and seed: far more than there are experts or processors."""
 

@@ -10,22 +10,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
-from foreroute.files import ByteSource, FileFormat, HeldBytes, parse_json
+from foreroute.files import ByteSource, FileFormat, HeldBytes, TensorSchema, parse_json
 from foreroute.layout import Packing
 from foreroute.plan.checker import check_structure
+from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import TENSORS, StepPlan
 from foreroute.plan.topology import Links, Topology
 
 PLAN_FILE = FileFormat(
     name="plan",
-    version=4,
+    version=5,
     kind=PlanError,
     metadata=("topology", "slots", "counts_digest", "tokens_digest"),
-    tensors=TENSORS,
+    # splits are most of a plan, and few are large
+    tensors=TENSORS | {"tokens_RG": TensorSchema("U8 U16 I32", "RG")},
     made_by="foreroute plan and foreroute.plan.save_plan write plans",
 )
 
@@ -42,8 +45,7 @@ def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool =
         PlanError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole. When the
             plan contradicts itself.
     """
-    check_structure(plan)
-    return PLAN_FILE.write(path, plan_metadata(plan), plan.tensors, overwrite=overwrite)
+    return PLAN_FILE.write(path, *plan_content(plan), overwrite=overwrite)
 
 
 def load_plan(path: str | os.PathLike[str]) -> StepPlan:
@@ -61,8 +63,7 @@ def plan_to_bytes(plan: StepPlan) -> bytes:
     Raises:
         PlanError: when the plan contradicts itself.
     """
-    check_structure(plan)
-    return PLAN_FILE.to_bytes(plan_metadata(plan), plan.tensors)
+    return PLAN_FILE.to_bytes(*plan_content(plan))
 
 
 def plan_from_bytes(content: bytes) -> StepPlan:
@@ -75,14 +76,22 @@ def plan_from_bytes(content: bytes) -> StepPlan:
     return _read(source, source.name)
 
 
-def plan_metadata(plan: StepPlan) -> dict[str, str]:
-    """What a plan's file says beside the tensors."""
-    return {
+def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Metadata and tensors of a plan's file; splits are of the narrowest type of the format that holds them.
+
+    Raises:
+        PlanError: when the plan contradicts itself.
+    """
+    check_structure(plan)
+    most = plan.hosts.tokens_RG.max(initial=0)
+    narrowest = next(kind for kind in (np.uint8, np.uint16, np.int32) if most <= np.iinfo(kind).max)
+    metadata = {
         "topology": json.dumps(asdict(plan.topology)),
         "slots": plan.slots,
         "counts_digest": plan.counts_digest,
         "tokens_digest": plan.tokens_digest,
     }
+    return metadata, {**plan.tensors, "tokens_RG": plan.hosts.tokens_RG.astype(narrowest)}
 
 
 def _read(source: str | os.PathLike[str] | ByteSource, name: str) -> StepPlan:
@@ -109,8 +118,10 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
         packing = Packing(micro_step_S, rank_S, len(tensors["max_load_ML"]), topology.num_ranks)
     elif len(rank_S):
         raise PlanError("it packs sequences and states no digest of their tokens")
+    tensors["tokens_RG"] = tensors["tokens_RG"].astype(np.int32)
     return StepPlan(
         topology=topology,
+        hosts=Hosts(*(tensors.pop(name) for name in Hosts._fields)),
         counts_digest=metadata["counts_digest"],
         slots=cast("SlotSharing", metadata["slots"]),
         packing=packing,

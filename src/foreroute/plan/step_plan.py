@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,51 +35,17 @@ TENSORS = {
     "micro_step_S": TensorSchema("I32", "S"),
     "sequence_rank_S": TensorSchema("I32", "S"),
 }
-"""The arrays of a plan, in memory and in its file; those of the packing, which come last, are empty without one."""
-
-
-class ExecutablePlan(Protocol):
-    """What an executor reads in a plan: in a `StepPlan`, or in one whose later micro-steps are still being planned."""
-
-    @property
-    def topology(self) -> Topology:
-        """What it was planned for."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(M, L, E)."""
-        ...
-
-    @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the homes during the step."""
-        ...
-
-    @property
-    def max_load_ML(self) -> NDArray[np.int64]:
-        """int64 [M, L], assignments of the slowest rank; 0 in cells that are not planned yet."""
-        ...
-
-    @property
-    def num_replicas_ML(self) -> NDArray[np.int64]:
-        """int64 [M, L]; 0 in cells that are not planned yet."""
-        ...
-
-    def cell(self, micro_step: int, layer: int) -> CellPlan:
-        """The plan of one cell."""
-        ...
+"""The arrays of a plan; those of the packing, which come last, are empty without one."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Homes, replicas and token splits of a whole step, as flat arrays: `Hosts`, and what executing them needs.
+    """Homes, replicas and token splits of a whole step, and what executing them needs.
 
     Attributes:
         topology: what it was planned for.
         previous_home_LE: int16 [L, E], the homes before the step.
-        home_LE, offsets, expert_R, rank_R, slot_R, fetched_R, tokens_RG: as in `Hosts`, without room; each rank is home
-            to E / G experts of each layer.
+        hosts: of all cells of the step, without room; each rank is home to E / G experts of each layer.
         max_load_ML: int64 [M, L], assignments of the slowest rank.
         bound_ML: float64 [M, L], no plan of these homes and slots serves a cell with less on its slowest rank.
         counts_digest: 128 bit, hexadecimal, of the counts that were planned; the executor compares it.
@@ -90,13 +56,7 @@ class StepPlan:
 
     topology: Topology
     previous_home_LE: NDArray[np.int16]
-    home_LE: NDArray[np.int16]
-    offsets: NDArray[np.int64]
-    expert_R: NDArray[np.int16]
-    rank_R: NDArray[np.int16]
-    slot_R: NDArray[np.int16]
-    fetched_R: NDArray[np.bool_]
-    tokens_RG: NDArray[np.int32]
+    hosts: Hosts
     max_load_ML: NDArray[np.int64]
     bound_ML: NDArray[np.float64]
     counts_digest: str
@@ -105,10 +65,20 @@ class StepPlan:
     tokens_digest: str = ""
 
     @property
+    def home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the homes during the step."""
+        return self.hosts.home_LE
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """(M, L, E)."""
         num_layers, num_experts = self.home_LE.shape
         return len(self.max_load_ML), num_layers, num_experts
+
+    @property
+    def num_replicas_ML(self) -> NDArray[np.int64]:
+        """int64 [M, L]."""
+        return np.diff(self.hosts.offsets).reshape(self.shape[:2])
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -116,13 +86,14 @@ class StepPlan:
         packing = self.packing
         places = ((), ()) if packing is None else (packing.micro_step_S, packing.rank_S)
         micro_step_S, sequence_rank_S = (np.asarray(place, np.int32) for place in places)
-        arrays = {name: value for name, value in vars(self).items() if name in TENSORS}
-        return {**arrays, "micro_step_S": micro_step_S, "sequence_rank_S": sequence_rank_S}
-
-    @property
-    def hosts(self) -> Hosts:
-        """The same arrays in the form that compiled code takes."""
-        return Hosts(*(getattr(self, name) for name in Hosts._fields))
+        return {
+            "previous_home_LE": self.previous_home_LE,
+            **self.hosts._asdict(),
+            "max_load_ML": self.max_load_ML,
+            "bound_ML": self.bound_ML,
+            "micro_step_S": micro_step_S,
+            "sequence_rank_S": sequence_rank_S,
+        }
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
         """The plan of one cell, as views. Raises `PlanError` when the step has no such cell."""
@@ -148,8 +119,3 @@ class StepPlan:
                 "sequences, or hand in those that were planned, in their order"
             )
         return packed_counts(traces, self.packing)
-
-    @property
-    def num_replicas_ML(self) -> NDArray[np.int64]:
-        """int64 [M, L]."""
-        return np.diff(self.offsets).reshape(self.shape[:2])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import TopologyError, shown
+from foreroute.errors import InputError, TopologyError, shown
 from foreroute.layout import block_homes
 from foreroute.trace.spec import whole_number
 
@@ -15,10 +15,17 @@ MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
 MOST_REDUNDANT_SLOTS = 1 << 17
 """Redundant slots of all ranks together. What they hold is kept for every layer."""
-MOST_SLOT_MEMORY_BYTES = 1 << 60
-"""More than any machine has, and few enough to be a float64 or an int64."""
 MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
 """Far beyond any link, and such that no product of costs overflows."""
+
+
+def check_number(value: object, *, name: str, least: float = 0, most: float, kind: type[InputError]) -> None:
+    """Raise `kind` unless this is a number from `least` to `most`; one above 0, where `least` is 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise kind(f"{name} is {shown(value)}; expected a number")
+    if not (value > 0 and least <= value <= most):
+        span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
+        raise kind(f"{name} is {value!r:.40}; expected {span}")
 
 
 @dataclass(frozen=True)
@@ -41,12 +48,8 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-                raise TopologyError(f"{name} is {shown(value)}; expected a number")
-            if name.endswith("_latency_s") and not 0 < value <= MOST_LATENCY_S:
-                raise TopologyError(f"{name} is {value!r:.40}; expected more than 0, and {MOST_LATENCY_S:g} at most")
-            if name.endswith("_bytes_per_s") and not 1 <= value <= MOST_BYTES_PER_S:
-                raise TopologyError(f"{name} is {value!r:.40}; expected 1 to {MOST_BYTES_PER_S:g}")
+            least, most = (0, MOST_LATENCY_S) if name.endswith("_latency_s") else (1, MOST_BYTES_PER_S)
+            check_number(value, name=name, least=least, most=most, kind=TopologyError)
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,12 @@ class Topology:
         ranks_per_node: ranks joined by the fast link; divides G.
         redundant_slots: slots for replicas on every rank.
         links: bandwidths.
-        slot_memory_bytes: limit of a rank's redundant slots over all layers, or None. `plan` refuses to exceed it.
     """
 
     num_ranks: int
     ranks_per_node: int
     redundant_slots: int
     links: Links
-    slot_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_ranks", 1), ("ranks_per_node", 1), ("redundant_slots", 0)):
@@ -75,13 +76,6 @@ class Topology:
             raise TopologyError(
                 f"{self.num_ranks} ranks do not fill nodes of {self.ranks_per_node}; expected a multiple"
             )
-        if self.slot_memory_bytes is not None:
-            given: object = self.slot_memory_bytes
-            whole = int(given) if isinstance(given, float) and given.is_integer() else given  # 80e9 is whole
-            memory = whole_number(
-                whole, name="slot_memory_bytes", least=0, most=MOST_SLOT_MEMORY_BYTES, kind=TopologyError
-            )
-            object.__setattr__(self, "slot_memory_bytes", memory)
         if self.num_ranks * self.redundant_slots > MOST_REDUNDANT_SLOTS:
             raise TopologyError(
                 f"redundant_slots is {self.redundant_slots} on each of {self.num_ranks} ranks; expected at most "

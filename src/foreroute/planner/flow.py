@@ -12,18 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.kernels import NONE, inlined, next_unit, routine
-from foreroute.planner.cell import (
-    EXPERT,
-    HELD,
-    NEXT,
-    QUOTA,
-    RANK,
-    CellState,
-    clear,
-    later_use,
-    put,
-    slots_of,
-)
+from foreroute.planner.cell import EXPERT, HELD, NEXT, QUOTA, RANK, CellState, clear, later_use, put, slots_of
 
 REUSE_WEIGHT = 3.0
 """What an assignment that a replica could serve in later micro-steps counts, by one that stays in its node now.

@@ -64,11 +64,7 @@ def new_placement(
     table_XM = np.concatenate([load_EM, _surpluses(load_EM, home_E, topology)]).astype(np.int32)
     cost_X = np.maximum(table_XM, 0).sum(axis=1, dtype=np.int32)
     by_rank = np.argsort(home_E, kind="stable")
-    member_E, moved_E, moved_at_E = (
-        np.empty(num_experts, np.int64),
-        np.empty(num_experts, np.int64),
-        np.full(num_experts, -1),
-    )
+    member_E, moved_E, moved_at_E = np.full((3, num_experts), -1)
     member_E[by_rank] = np.arange(num_experts) % (num_experts // num_ranks)
     away = np.flatnonzero(home_E != start_E)
     moved_E[: len(away)] = away

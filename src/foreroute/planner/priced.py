@@ -9,16 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.links import pairs_between
-from foreroute.costs.model import BACKWARD, FORWARD, CostModel
-from foreroute.costs.pricing import cell_seconds
+from foreroute.costs.model import CostModel
+from foreroute.costs.pricing import cell_seconds, slowest_attention
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import PlanOptions
+from foreroute.plan.options import PRICED, PlanOptions
 from foreroute.plan.topology import Topology
 from foreroute.planner.progress import block_ends
 from foreroute.planner.prune import prune_replicas
 from foreroute.planner.traffic import most_trials, replicate_for_traffic
-
-PRICED = ("traffic", "pay_off")
 
 
 class PricedOptions:
@@ -35,20 +33,18 @@ class PricedOptions:
         self._counts_MLGE, self._topology, self._options, self._costs = counts_MLGE, topology, options, costs
         num_layers, num_ranks = counts_MLGE.shape[1:3]
         self._against = _reasons_against(topology, options, costs)
-        self._on_L = {name: np.full(num_layers, self._against[name] is None) for name in PRICED}
-        self._open = [name for name in PRICED if getattr(options, name) is None and self._against[name] is None]
-        self.is_any_on = any(reason is None for reason in self._against.values())
+        on = {name for name in PRICED if self._against[name] is None}
+        self._open = {name for name in on if getattr(options, name) is None}
+        self._on_L, self.is_any_on = [on] * num_layers, bool(on)
         if costs is not None:
             self._prices = costs.prices(topology)
-            tokens_MLG = counts_MLGE.sum(axis=3) / costs.model.top_k
-            attention_s = [costs.attention_seconds(tokens_MLG, one=one).max(axis=2) for one in (FORWARD, BACKWARD)]
-            self._attention_ML2 = np.stack(attention_s, axis=2)
+            self._attention_ML2 = slowest_attention(counts_MLGE, costs)
         self._held_LGS = np.full((num_layers, num_ranks, topology.redundant_slots), -1, np.int16)
 
-    def refine(self, hosts: Hosts, max_load_ML: NDArray[np.int64], place: tuple[int, int, int, int]) -> Hosts:
+    def refine(self, hosts: Hosts, max_load_ML: NDArray[np.int64], place: tuple[int, int, int, int]) -> None:
         """Give cells of a block other replicas where that is faster; `place` as of `plan_block`.
 
-        `max_load_ML` is brought up to date.
+        `hosts` and `max_load_ML` of all micro-steps of these layers are brought up to date.
         """
         begin, end, first_layer, end_layer = place
         if begin == 0 and self._open:
@@ -57,12 +53,11 @@ class PricedOptions:
         cells = []
         for m in range(begin, end):
             for layer in range(first_layer, end_layer):
-                before, held_GS = hosts.cell(m - begin, layer - first_layer), self._held_LGS[layer]
-                on = {name for name in PRICED if self._on_L[name][layer]}
-                cells.append(self._refined(before, m, layer, on, held_GS))
+                before, held_GS = hosts.cell(m, layer - first_layer), self._held_LGS[layer]
+                cells.append(self._refined(before, m, layer, self._on_L[layer], held_GS))
                 loads_G = pairs_between(cells[-1], self._counts_MLGE[m, layer]).sum(axis=0)
-                max_load_ML[m - begin, layer - first_layer] = loads_G.max()
-        return Hosts.of_cells(hosts.home_LE, cells)
+                max_load_ML[m, layer - first_layer] = loads_G.max()
+        hosts.write(begin, Hosts.of_cells(hosts.home_LE, cells))
 
     def why(self) -> dict[str, str]:
         """By option, whether it is on, and why. Final when all cells are refined."""
@@ -73,7 +68,7 @@ class PricedOptions:
             return f"off: {self._against[name]}"
         if name not in self._open:
             return "on: asked for"
-        num_layers, num_off = len(self._on_L[name]), int((~self._on_L[name]).sum())
+        num_layers, num_off = len(self._on_L), sum(name not in on for on in self._on_L)
         if not num_off:
             return "on: where it saves time"
         state = "off" if num_off == num_layers else "on"
@@ -84,19 +79,23 @@ class PricedOptions:
         them exposes.
         """
         assert self._costs is not None
-        on = {name for name in PRICED if self._on_L[name][layer]}
+        on = self._on_L[layer]
         nothing_held_GS = np.full_like(self._held_LGS[layer], -1)
         parts_SP = [
-            self._priced(self._refined(cell, 0, layer, options, nothing_held_GS.copy()), 0, layer)
-            for options in (on - set(self._open), on)
+            cell_seconds(
+                self._refined(cell, 0, layer, options, nothing_held_GS.copy()),
+                self._counts_MLGE[0, layer],
+                self._attention_ML2[0, layer],
+                self._prices,
+            )
+            for options in (on - self._open, on)
         ]
         trials = ("pay_off" in self._open) + ("traffic" in self._open) * most_trials(self._topology.redundant_slots)
         plan_s = trials * self._costs.trial_s_per_count * self._counts_MLGE[0, layer].size
         run_s, num_micro_steps = parts_SP[0][0].sum(), len(self._counts_MLGE)
         saved_s = num_micro_steps * (parts_SP[0].sum() - parts_SP[1].sum())
         if saved_s < exposed_planning(num_micro_steps, plan_s, run_s):
-            for name in self._open:
-                self._on_L[name][layer] = False
+            self._on_L[layer] = on - self._open
 
     def _refined(
         self, cell: CellPlan, micro_step: int, layer: int, on: set[str], held_GS: NDArray[np.int16]
@@ -114,11 +113,6 @@ class PricedOptions:
         cell = prune_replicas(cell, counts_GE, attention_s, self._prices)
         held_GS[cell.rank_R, cell.slot_R] = cell.expert_R
         return cell
-
-    def _priced(self, cell: CellPlan, micro_step: int, layer: int) -> NDArray[np.float64]:
-        counts_GE, attention_s = self._counts_MLGE[micro_step, layer], self._attention_ML2[micro_step, layer]
-        parts_SP: NDArray[np.float64] = cell_seconds(cell, counts_GE, attention_s, self._prices)
-        return parts_SP
 
 
 def _reasons_against(topology: Topology, options: PlanOptions, costs: CostModel | None) -> dict[str, str | None]:

@@ -16,8 +16,8 @@ from foreroute.plan.hosts import CellPlan
 def prune_replicas(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> CellPlan:
     """Drop replicas of one cell while their transfers expose time.
 
-    One after another goes the replica that serves least of those whose transfer is on the busiest link; another host
-    of its expert takes over. The fastest plan of this series, by the cost model, is the answer.
+    One after another goes the replica that serves least of those whose weights or gradients are on the busiest link;
+    another host of its expert takes over. The fastest plan of this series, by the cost model, is the answer.
 
     Args:
         cell: of the plan.
@@ -29,8 +29,8 @@ def prune_replicas(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any
         A plan that takes less time, or `cell` itself.
     """
     load_G = pairs_between(cell, counts_GE).sum(axis=0)
-    # A replica that is dropped stays in its row, serves nothing and is not fetched, which costs nothing.
-    now = CellPlan(cell.home_E, cell.expert_R, cell.rank_R, cell.slot_R, cell.fetched_R.copy(), cell.tokens_RG.copy())
+    # A replica that is dropped stays in its row, at home, where it serves nothing and moves nothing.
+    now = CellPlan(cell.home_E, cell.expert_R, cell.rank_R.copy(), cell.slot_R, cell.fetched_R, cell.tokens_RG.copy())
     kept_R = np.ones(len(cell.expert_R), np.bool_)
     best, best_s = cell, np.inf
     # One replica goes in each round, so there are at most as many rounds as replicas.
@@ -64,7 +64,7 @@ def _rows(cell: CellPlan, kept_R: Any) -> CellPlan:
 
 @kernel
 def _least_on_busiest(cell: CellPlan, num_ranks: int, prices: Any) -> int:
-    """The fetched replica that serves least of those on the busiest link of the step; NONE when nothing is fetched."""
+    """The replica that serves least of those on the busiest link of the step; NONE when nothing moves."""
     fetch_G5, gradient_G5 = transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, num_ranks, prices)
     busy_G5 = len(prices.groups) * fetch_G5 + gradient_G5
     busiest = np.argmax(busy_G5)
@@ -73,11 +73,11 @@ def _least_on_busiest(cell: CellPlan, num_ranks: int, prices: Any) -> int:
     for r in range(len(cell.expert_R)):
         here, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
         if link == HOST:
-            involved = here == rank and here // prices.host_ranks == home // prices.host_ranks
+            involved = cell.fetched_R[r] and here == rank and here // prices.host_ranks == home // prices.host_ranks
         else:
             is_near = here // prices.ranks_per_node == home // prices.ranks_per_node
             involved = (here == rank or home == rank) and is_near == (link >= NODE_OUT)
-        if cell.fetched_R[r] and involved and (best == NONE or cell.tokens_RG[r].sum() < fewest):
+        if here != home and involved and (best == NONE or cell.tokens_RG[r].sum() < fewest):
             best, fewest = r, cell.tokens_RG[r].sum()
     return best
 
@@ -96,4 +96,4 @@ def _hand_over(cell: CellPlan, kept_R: Any, r: int, load_G: Any) -> None:
         if taker != NONE:
             cell.tokens_RG[taker, g] += tokens
         cell.tokens_RG[r, g] = 0
-    cell.fetched_R[r] = False
+    cell.rank_R[r] = cell.home_E[cell.expert_R[r]]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from foreroute.kernels import NONE, kernel, next_unit, routine
 from foreroute.plan.hosts import Hosts
+from foreroute.planner.bound import least_load
 from foreroute.planner.cell import (
     BEST_EXPERT,
     BEST_QUOTA,
@@ -56,25 +57,25 @@ def plan_block(
     cell: CellState,
     counts_MLGE: NDArray[np.int32],
     hosts: Hosts,
-    max_load_C: NDArray[np.int64],
+    figures_C2: NDArray[np.int64],
     held_LH: NDArray[np.int32],
     place: tuple[int, int, int, int],
     tolerance: float,
     locality: bool,
 ) -> None:
-    """Plan some cells of a step; the state must have planned the micro-steps before of the same layers.
+    """Plan some cells of a step; state and hosts must have the micro-steps before of the same layers.
 
     Args:
         cell: the state.
         counts_MLGE: of the whole step.
-        hosts: of these cells; written.
-        max_load_C: int64, assignments of the slowest rank of each of these cells; written.
+        hosts: of all micro-steps of these layers, with room; those of these cells are written.
+        figures_C2: int64, of each of their cells what its slowest rank serves, and at least; written likewise.
         held_LH: int32 [L, H], what slots hold; read and written when slots are persistent, else it holds nothing.
         place: micro-steps from the first number to before the second, layers from the third to before the fourth.
         tolerance: of the options.
         locality: of the options.
     """
-    c = 0
+    c = place[0] * (place[3] - place[2])
     for m in range(place[0], place[1]):
         for layer in range(place[2], place[3]):
             cell.position[0], cell.position[1] = m, layer
@@ -82,6 +83,7 @@ def plan_block(
             cell.random[0] = m * counts_MLGE.shape[1] + layer
             counts_GE = counts_MLGE[m, layer]
             total = begin_cell(cell, counts_GE, hosts.home_LE[layer - place[2]], held_LH[layer])
+            figures_C2[c, 1] = least_load(cell)
             target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # mean and tolerance, rounded up
             reached = find_replicas(cell, target, tolerance > 0.0)
             restore_held(cell)
@@ -92,7 +94,7 @@ def plan_block(
                 for x in all_slots(cell):
                     if cell.hosts[QUOTA, x]:
                         held_LH[layer, x] = cell.hosts[EXPERT, x]
-            max_load_C[c] = cell.load_G[heaviest(cell.load_G)]
+            figures_C2[c, 0] = cell.load_G[heaviest(cell.load_G)]
             hosts.offsets[c + 1] = split(cell, counts_GE, hosts, hosts.offsets[c], locality)
             c += 1
 

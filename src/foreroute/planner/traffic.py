@@ -220,11 +220,7 @@ def _split(home_E: Any, counts_GE: Any, served_GE: Any, ranks_per_node: int) -> 
     expert_R, rank_R, slot_R = np.empty(most, np.int16), np.empty(most, np.int16), np.empty(most, np.int16)
     tokens_RG = np.zeros((most, num_ranks), np.int32)
     used_G = np.zeros(num_ranks, np.int64)
-    left_G, home_G, quota_V = (
-        np.empty(num_ranks, np.int64),
-        np.empty(num_ranks, np.int64),
-        np.empty(num_ranks, np.int64),
-    )
+    left_G, home_G, quota_V = np.empty((3, num_ranks), np.int64)
     end = 0
     for e in range(num_experts):
         first = end

@@ -97,7 +97,7 @@ def plan_summary(plan: StepPlan, step: StepFacts, records: Sequence[MethodFigure
     gap_ML = ours.imbalance_ML / step.least_over_mean_ML - 1
     drift = "" if step.drift_L is None else f", and its own from those of the step before by {_mean(step.drift_L)}"
     return [
-        f"A cell has {len(plan.expert_R) / gap_ML.size:.1f} replicas, of which {ours.fetches_per_cell:.1f} are fetched "
+        f"A cell has {plan.num_replicas_ML.mean():.1f} replicas, of which {ours.fetches_per_cell:.1f} are fetched "
         f"for it; {ours.home_moves:,} experts change their home.",
         f"In half of the cells the slowest rank's load is within {percentage(float(np.median(gap_ML)))} of the least "
         f"that any plan of these homes and slots can reach, in all within {percentage(float(gap_ML.max()))}. No plan "

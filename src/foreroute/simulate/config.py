@@ -34,8 +34,8 @@ from foreroute.files.config_file import (
     Section,
     Slots,
     checked,
-    read_toml,
 )
+from foreroute.files.toml import read_toml
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.simulate.methods import METHODS, check_methods
 from foreroute.simulate.steps import MOST_WORK, Size, drawn_size

@@ -138,8 +138,8 @@ def priced(problem: BalancerInput, costs: CostModel) -> BalancerInput:
     prices = costs.prices(problem.topology)
     groups = prices.groups
     serve_s = sum(
-        forward * (prices.row_s + prices.pair_s)
-        + backward * (prices.row_s * prices.backward_gemm + prices.pair_s * prices.backward_memory)
+        forward * (prices.forward.row_s + prices.forward.pair_s)
+        + backward * (prices.backward.row_s + prices.backward.pair_s)
         for _, forward, backward in groups
     )
     legs = 2 * sum(forward + backward for _, forward, backward in groups)  # a dispatch and a combine in each pass

@@ -62,7 +62,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
                 execution = stack.enter_context(routed.execute(made, counts_MLGE, shards))
             found["losses"].append(step(model.chunks, carrying(batches, shards), forward)[0])
         if planned is not None:
-            found["replicas"] += len(made.expert_R)
+            found["replicas"] += len(made.hosts.expert_R)
             found["moved"] += int((routed.home_LE != before_LE).sum())
             found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
             found["fetches"].append(execution.fetches)

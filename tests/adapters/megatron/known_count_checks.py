@@ -89,7 +89,11 @@ def check_wrong_counts_end_all_ranks_alike():
         (CountsError, "ranks have other micro-batches", lambda: routed.gather_counts(shards[: 3 - first])),
         (PlanError, "ranks hold different plans", lambda: execute(shards, plan=other if first else made)),
         (PlanError, "expected \\(2, 2, 8\\)", lambda: execute(shards[:2], announced=shards[:2])),
-        (PlanError, "move_homes", lambda: execute(shards, plan=dataclasses.replace(made, home_LE=moved_LE))),
+        (
+            PlanError,
+            "move_homes",
+            lambda: execute(shards, plan=dataclasses.replace(made, hosts=made.hosts._replace(home_LE=moved_LE))),
+        ),
         (ReplayError, "2 of 3 planned micro-batches ran", lambda: execute(shards[:2])),
         (CountsError, "a forward begins after all 3", lambda: _four_times(execute, shards, batches, forward)),
         (ReplayError, "outside of a replay of planned routes", lambda: execute(shards, forward=forward_step)),

@@ -113,7 +113,7 @@ def check_a_model_that_nothing_wraps():
     forward = routed.replaying(forward_step)
     plain_losses, plain_grads = step(chunks, carrying(batches, shards), forward)
     made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards, None)
-    assert len(made.expert_R)
+    assert len(made.hosts.expert_R)
     with routed.execute(made, counts_MLGE, shards):
         losses, grads = step(chunks, carrying(batches, shards), forward)
     assert grads.keys() == plain_grads.keys()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from foreroute.ep.transfer import Cell
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan import Hosts, Links, StepPlan, Topology
 
 LINKS = Links(
     node_bytes_per_s=4e9, cluster_bytes_per_s=1e9, host_bytes_per_s=2e9, node_latency_s=1e-5, cluster_latency_s=5e-5
@@ -47,13 +47,15 @@ def random_plan(
     return StepPlan(
         topology,
         home_LE,
-        home_LE,
-        np.array(offsets),
-        expert_R.astype(np.int16),
-        rank_R.astype(np.int16),
-        slot_R.astype(np.int16),
-        fetched_R.astype(np.bool_),
-        np.zeros((len(rows), ranks), np.int32),
+        Hosts(
+            home_LE,
+            np.array(offsets),
+            expert_R.astype(np.int16),
+            rank_R.astype(np.int16),
+            slot_R.astype(np.int16),
+            fetched_R.astype(np.bool_),
+            np.zeros((len(rows), ranks), np.int32),
+        ),
         np.zeros((micro_steps, layers), np.int64),
         np.zeros((micro_steps, layers)),
         "0" * 32,
@@ -85,6 +87,6 @@ def asked(num_micro_steps, num_layers, *, updating, checkpointed):
 def least_fetches_L(plan):
     """int64 [L], the fewest experts that one pass over a step can fetch for each layer: what the plan does not keep."""
     num_micro_steps, num_layers, _ = plan.shape
-    before_R = np.concatenate([[0], np.cumsum(plan.fetched_R, dtype=np.int64)])
-    fetches_ML = np.diff(before_R[plan.offsets]).reshape(num_micro_steps, num_layers)
+    before_R = np.concatenate([[0], np.cumsum(plan.hosts.fetched_R, dtype=np.int64)])
+    fetches_ML = np.diff(before_R[plan.hosts.offsets]).reshape(num_micro_steps, num_layers)
     return fetches_ML.sum(axis=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,7 +14,9 @@ from foreroute.errors import PlanError
 from foreroute.files import checksum
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
-from foreroute.plan.step_plan import ExecutablePlan
+
+if TYPE_CHECKING:
+    from foreroute.ep.shared_plan import ExecutablePlan
 
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
@@ -139,8 +143,7 @@ def plan_digest(plan: StepPlan) -> str:
         "counts": plan.counts_digest,
         "tokens": plan.tokens_digest,
     }
-    names = ("home_LE", "offsets", "expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")
-    return checksum(facts, {name: getattr(plan, name) for name in names})
+    return checksum(facts, plan.hosts._asdict())
 
 
 def require_ranks(plan: ExecutablePlan, num_ranks: int) -> None:

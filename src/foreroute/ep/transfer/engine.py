@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -27,7 +27,9 @@ from foreroute.files import blake2b_hex
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.options import SlotSharing
-from foreroute.plan.step_plan import ExecutablePlan
+
+if TYPE_CHECKING:
+    from foreroute.ep.shared_plan import ExecutablePlan
 
 
 class TransferEngine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, RowMoves
 from foreroute.errors import TransferError
 from foreroute.plan import CellSchedule, ExecutionSchedule
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.step_plan import ExecutablePlan
+
+if TYPE_CHECKING:
+    from foreroute.ep.shared_plan import ExecutablePlan
 
 
 class Cell(NamedTuple):

@@ -18,8 +18,8 @@ from foreroute.files.config_file import (
     Threads,
     Timeout,
     checked,
-    read_toml,
 )
+from foreroute.files.toml import read_toml
 from foreroute.mismatch import Kind
 from foreroute.plan.capabilities import FetchPath
 from foreroute.train.config.learned import EvaluationConfig, ModelConfig, RolloutConfig, TaskConfig, WarmStartConfig

@@ -1,0 +1,62 @@
+"""TOML files of ours: read within limits, and words for a key that nobody knows. No pydantic."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foreroute.errors import ConfigError
+from foreroute.files import read_text
+
+MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
+"""Limits of a file: bytes, dots in a line, depth of tables. tomllib takes seconds for a key of thousands of parts."""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a file.
+
+    Raises:
+        ConfigError: when there is none, it is not TOML, or no configuration can have what is in it.
+    """
+    text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MOST_DOTS:
+            raise ConfigError(f"{path}: line {number} has {line.count('.')} dots; expected {MOST_DOTS} at most")
+    try:
+        values = tomllib.loads(text)
+    except ValueError as error:  # also for an integer of thousands of digits
+        raise ConfigError(f"{path} is not a readable TOML file: {error!s:.400}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not a readable TOML file: it is nested too deep") from error
+    refuse_impossible(values, str(path))
+    return values
+
+
+def refuse_impossible(values: Any, source: str) -> None:
+    """Refuse what no configuration can have, and what tools behind would fail on without a word about it.
+
+    Raises:
+        ConfigError: for tables nested too deep, integers of more than 64 bits, and text with a NUL character.
+    """
+    waiting = [("", 0, values)]
+    while waiting:
+        key, depth, value = waiting.pop()
+        if depth > DEEPEST:
+            raise ConfigError(f"{source}: {key[:80]} is nested more than {DEEPEST} deep")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ConfigError(f"{source}: {key[:80]}: an integer of more than 64 bits")
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{source}: {key[:80]}: text with a NUL character")
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{name}" if key else str(name), depth + 1, inner) for name, inner in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(key, depth + 1, inner) for inner in value]
+
+
+def unknown_key(key: str, name: str, known: Sequence[str]) -> str:
+    """The words for the key `name`, written `key` in full, where others are known."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{key[:400]}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
