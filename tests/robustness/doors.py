@@ -71,7 +71,7 @@ def main():
         write_files(good, light=light)
         _load_everything(light)
         before = _contents(good)
-        results = [_run(case, base / f"case{number}", good) for number, case in enumerate(cases)]
+        results = [run(case, base / f"case{number}", good) for number, case in enumerate(cases)]
         changed = _differences(before, _contents(good))
     print(json.dumps({"cases": len(results), "failures": {**judged(results), "files of all changed": changed}}))
 
@@ -88,8 +88,8 @@ def judged(results):
     }
 
 
-def _run(case, here, good):
-    """From its folder's making to its removal."""
+def run(case, here, good):
+    """Try one case, in a folder of its own that is made for it and removed."""
     _prepare(case, here, good)
     before = _contents(here)
     outputs = [os.pipe(), os.pipe()]

@@ -1,15 +1,18 @@
 """No input, output or stream breaks a verb of the command line."""
 
 import json
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import foreroute as fr
 from tests.processes import environment
-from tests.robustness import NIGHT
-from tests.robustness.doors import Result, judged
-from tests.robustness.doors_cases import FINE, REFUSED, Case, matrix
+from tests.robustness import NIGHT, doors
+from tests.robustness.doors_cases import ANY, Case, matrix
+from tests.traces import random_trace
 
 VERBS = sorted({case.verb for case in matrix()})
 WITHOUT_TORCH = ["convert", "diff", "inspect", "plan", "validate"]
@@ -37,22 +40,29 @@ def test_no_input_output_or_stream_breaks_a_verb(verbs, most):
     assert found["cases"] >= max(most, 20)
 
 
-def case(condition, codes, **more):
-    return Case("inspect", "trace", condition, "inspect @", codes, **more)
+def ends_with(code, said=""):
+    print(said, file=sys.stderr)
+    sys.exit(code)
 
 
-@pytest.mark.parametrize(
-    ("kind", "result"),
-    [
-        ("tracebacks", (case("valid", FINE), 1, b"", b"Traceback (most recent call last):\n", False, [])),
-        ("hangs", (case("valid", FINE), -9, b"", b"", True, [])),
-        ("wrong exit codes", (case("missing", REFUSED), 0, b"a trace\n", b"", False, [])),
-        ("raw bytes", (case("valid", FINE), 0, b"\x1b[2J", b"", False, [])),
-        ("raw bytes", (case("valid", FINE), 0, b"\xff", b"", False, [])),
-        ("silent", (case("missing", REFUSED), 2, b"", b"", False, [])),
-        ("destroyed", (case("valid", FINE), 0, b"", b"", False, ["'there.txt'"])),
-    ],
-)
-def test_every_kind_of_failure_is_told_apart(kind, result):
-    sound = Result(case("valid", FINE), 0, b"a trace\n", b"", False, [])
-    assert {name for name, cases in judged([sound, Result(*result)]).items() if cases} == {kind}
+CARELESS = {
+    "tracebacks": lambda: {}["key"],
+    "hangs": signal.pause,
+    "wrong exit codes": lambda: ends_with(3, "no code of ours"),
+    "raw bytes": lambda: print("\x1b[2J"),
+    "silent": lambda: ends_with(2),
+    "destroyed": lambda: Path("there.txt").unlink(),
+}
+"""Verbs with one defect each."""
+
+
+@pytest.mark.parametrize("kind", ["", *CARELESS])
+def test_what_a_careless_verb_does_is_seen(tmp_path, monkeypatch, kind):
+    good = tmp_path / "good"
+    good.mkdir()
+    fr.save(random_trace(0), good / "trace.safetensors")
+    monkeypatch.setattr("foreroute.cli.main.main", CARELESS.get(kind, lambda: None))
+    monkeypatch.setattr(doors, "DEADLINE_S", 2.0 if kind == "hangs" else 60.0)
+    case = Case("inspect", "trace", "valid", "inspect @", ANY, given="given", valid="trace.safetensors")
+    found = doors.judged([doors.run(case, tmp_path / "case", good)])
+    assert {name for name, cases in found.items() if cases} == {kind} - {""}
