@@ -168,7 +168,7 @@ def _changed(tensor, rng):
     if kind < 0.1 or not tensor.size:
         return np.resize(tensor, tensor.size + 1) if tensor.ndim == 1 else tensor.reshape(-1)
     if kind < 0.2:
-        return tensor[:-1].copy()
+        return np.atleast_1d(tensor)[:-1].copy()
     if kind < 0.3:
         with np.errstate(invalid="ignore"):  # of numbers that an integer cannot hold
             return tensor.astype(_one_of(("<i4", "|u1", "<i8", "<u8"), rng))
