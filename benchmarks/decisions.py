@@ -1,4 +1,4 @@
-"""Sampling masks: bytes in a file, and log-probabilities on the recorded sets. Indexers: `indexers`.
+"""Sampling masks: bytes in a file, and log-probabilities on the recorded sets. Indexers: `harness.indexers`.
 
 Sizes. Sets of top-p 0.8 and 0.95 and at most 512 tokens, from flat and from peaked distributions over 151,936 tokens:
 Zipf's law of several exponents over an order of tokens that is drawn for each row. `of_bound` is the bytes in a file

@@ -110,20 +110,17 @@ def timeline(name, num_ranks=16, num_layers=5, *, fetches=True):
             slowest = max(slowest, experts)
             start = now + 1e-3 + 3e-4
             spans += [
-                Span(rank, "compute", "attention", layer, False, now, now + attention),
-                Span(rank, "links", "dispatch", layer, False, now + 1e-3, start),
-                Span(rank, "compute", "experts", layer, False, start, start + experts),
+                Span(rank, "compute", "attention", layer, now, now + attention),
+                Span(rank, "links", "dispatch", layer, now + 1e-3, start),
+                Span(rank, "compute", "experts", layer, start, start + experts),
             ]
             if fetches and name != "static" and rank % 3 == 0:
-                spans.append(Span(rank, "copy engine", "fetch", layer, False, now - 8e-4, now - 6e-4))
+                spans.append(Span(rank, "copy engine", "fetch", layer, now - 8e-4, now - 6e-4))
         end = now + 1.3e-3 + slowest
-        spans += [Span(rank, "links", "combine", layer, False, end, end + 3e-4) for rank in range(num_ranks)]
+        spans += [Span(rank, "links", "combine", layer, end, end + 3e-4) for rank in range(num_ranks)]
         now = end + 3e-4
     return Timeline(
         method=name,
-        label=LABELS[name],
-        not_executed=(),
-        stage="recompute",
         micro_step=1,
         num_ranks=num_ranks,
         spans=tuple(sorted(spans, key=lambda span: (span.begin_s, span.rank))),

@@ -278,7 +278,7 @@ def _load_everything(light):
         importlib.import_module(f"foreroute.cli.{name}")
     if not light:
         importlib.import_module("foreroute.doctor.examine")
-    for name in ("plan_plots", "simulation_plots", "sweep_plots", "mismatch_plots"):
+    for name in ("plan_plots", "simulation_plots", "sweep_plots", "run_plots", "diagnosis_plots"):
         importlib.import_module(f"foreroute.report.{name}")
     importlib.import_module("jinja2")
     if not light:

@@ -24,7 +24,7 @@ from torch import Tensor
 from foreroute.capture import Generation
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.checks import check_rows
-from foreroute.trace.file import KINDS
+from foreroute.trace.streams import KINDS
 from foreroute.train.ranks import use_device
 from foreroute.train.rollout import Experience, SamplingRounds
 

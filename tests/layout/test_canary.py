@@ -5,8 +5,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from foreroute.conformance import canary_capacity, canary_trace
 from foreroute.errors import TraceContentError
+from tests.layout.canary import canary_capacity, canary_trace
 from tests.traces import spec_of
 
 

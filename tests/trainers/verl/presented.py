@@ -27,8 +27,7 @@ from foreroute.conformance.torch_model import TorchStep
 from foreroute.errors import CaptureError
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import FIELD, routed_experts
-from foreroute.trainers.verl.controller import EnginePassController
-from foreroute.trainers.verl.fsdp import FSDPRoutingReplay
+from foreroute.trainers.verl.fsdp import FSDPPasses, FSDPRoutingReplay
 
 
 class VerlUnderTest(HuggingFaceUnderTest):
@@ -76,7 +75,7 @@ class ReplayEngine(FSDPRoutingReplay, BareEngine):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module)
-        self.controller = self.routing = EnginePassController(self, "R3")
+        self.controller = self.routing = FSDPPasses(self, "R3")
         self.controller.first_rollout_checked = True  # the kit replays routes that no model would take
 
 

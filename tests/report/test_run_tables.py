@@ -9,7 +9,7 @@ from foreroute.mismatch import Kind
 from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.records import read_runs
 from foreroute.report import summary_rows, write_report
-from foreroute.report.run_rows import alarm_rows
+from foreroute.report.run_tables import alarm_table
 from tests.report.report_runs import config, step_line, write_run
 
 
@@ -94,14 +94,14 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
         4: [alarm("f2", 0.25)],
         6: [alarm("f2", 0.11)],
     }
-    rows = alarm_rows(read_runs([run_with(tmp_path / "run", by_step)]))
-    assert [(row.cells["Steps"], row.cells["Worst value"]) for row in rows] == [
+    table = alarm_table(read_runs([run_with(tmp_path / "run", by_step)]))
+    assert list(zip(table.column("Steps"), table.column("Worst value"), strict=True)) == [
         ("2 to 4", "0.3, limit 0.1"),
         ("6", "0.11, limit 0.1"),
         ("3", "0.5, limit 0.88"),
     ]
-    assert rows[0].cells["What happened"].startswith("Too many tokens are far apart")
-    assert [row.cells["Advice"] for row in rows] == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
+    assert table.column("What happened")[0].startswith("Too many tokens are far apart")
+    assert table.column("Advice") == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
 
 
 def test_the_page_says_what_to_do_about_every_alarm(tmp_path):

@@ -100,10 +100,10 @@ class MegatronModel(TorchModel):
         )
         return TorchStep(seen, loss)
 
-    def plant(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Build a trap in."""
         *_, block = _blocks(self.model).values()
-        if fault is Fault.BURST:
+        if fault is Fault.FORWARD_RAISES:
             raise_once(block)
         elif fault is Fault.FUSED_ROUTER:
             block.route = _fused(block.router)
@@ -145,7 +145,7 @@ class MegatronModel(TorchModel):
 
 
 def _blocks(model: nn.Module) -> dict[str, Any]:
-    """The MoE layers of the decoder in order, and of the planted head, by path."""
+    """The MoE layers of the decoder in order, and of the injected head, by path."""
     named = model.named_modules()
     return {n: part for n, part in named if hasattr(part, "token_dispatcher") and n.startswith(("decoder.", HEAD))}
 
