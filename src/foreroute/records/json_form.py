@@ -11,7 +11,6 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from foreroute.errors import RunFolderError, few, shown
-from foreroute.files.regular import is_text
 
 Value = TypeVar("Value")
 
@@ -81,12 +80,23 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
         return [value_of(arguments[0], each, f"{place}.{n}") for n, each in enumerate(value)]
     if is_dataclass(hint):
         return from_json(cast(Any, hint), value, place)
-    fits = is_text(value) if hint is str else type(value) is hint
+    fits = _is_text(value) if hint is str else type(value) is hint
     if type(value) is int:
         fits = hint in (int, float) and -(2**63) <= value < 2**63
     if not fits:
         raise RunFolderError(f"{_at(place)} is {shown(value)}; expected {EXPECTED[hint]}")
     return value
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that can be written as UTF-8: JSON can name halves of characters, which cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _at(place: str) -> str:
