@@ -5,6 +5,7 @@ A line is what `json` writes of the values: numbers that are not finite are NaN,
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -16,6 +17,8 @@ Value = TypeVar("Value")
 
 KEYS = {"f1_5": "f1.5"}
 """Keys that cannot be names of fields, by the field."""
+HALF_CHARACTER = re.compile("[\\ud800-\\udfff]")
+"""What JSON can name and UTF-8 cannot."""
 EXPECTED = {int: "an integer of 64 bits", float: "a number", str: "text", list: "a list", dict: "an object"}
 
 
@@ -80,23 +83,12 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
         return [value_of(arguments[0], each, f"{place}.{n}") for n, each in enumerate(value)]
     if is_dataclass(hint):
         return from_json(cast(Any, hint), value, place)
-    fits = _is_text(value) if hint is str else type(value) is hint
+    fits = type(value) is hint and not (hint is str and HALF_CHARACTER.search(value))
     if type(value) is int:
         fits = hint in (int, float) and -(2**63) <= value < 2**63
     if not fits:
         raise RunFolderError(f"{_at(place)} is {shown(value)}; expected {EXPECTED[hint]}")
     return value
-
-
-def _is_text(value: object) -> bool:
-    """Whether it is a string that can be written as UTF-8: JSON can name halves of characters, which cannot."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _at(place: str) -> str:
