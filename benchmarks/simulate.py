@@ -56,7 +56,7 @@ class Scenario:
             "workload": {"tokens_per_rank": TOKENS[tokens], "skew": skew, **size},
             "methods": methods,
         }
-        others = {name: OTHER_BALANCERS[name] for name in ("relibra", "laer")} if methods == METHODS else {}
+        others = {"laer": OTHER_BALANCERS["laer"]} if methods == METHODS else {}
         return simulate(parse_config(values, source="the benchmark"), balancers=others)
 
 

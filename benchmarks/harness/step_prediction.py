@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,21 +43,24 @@ class TimedStep(NamedTuple):
     seconds: Mapping[str, float] = {}
 
 
-def time_steps(steps: Sequence[tuple[str, Bench, StepPlan]], engine: TransferEngine, *, rounds: int) -> list[TimedStep]:
-    """Run steps in turn, round after round; the seconds of each are those of the slowest rank in its quickest round.
+def time_steps(steps: Sequence[tuple[TimedStep, Callable[[bool], float]]], *, rounds: int) -> list[TimedStep]:
+    """Run steps in turn, round after round; the seconds of each are those of its quickest round.
 
-    The model must compute activations anew in backward passes, as the simulator's update does.
+    Args:
+        steps: each with what runs it, with or without backward passes, and returns its seconds. Activations must be
+            computed anew in backward passes, as in the simulator's update, where the simulator is told so.
+        rounds: how many, behind one that warms up.
     """
     seconds: list[dict[str, list[float]]] = [{stage: [] for stage in STAGES} for _ in steps]
     for turn in range(rounds + 1):
-        for (_, bench, plan), times in zip(steps, seconds, strict=True):
+        for (_, timed), times in zip(steps, seconds, strict=True):
             for stage, updating in STAGES.items():
-                taken = _seconds(bench, plan, engine, updating=updating)
-                if turn > 0:  # the first warms up
+                taken = timed(updating)
+                if turn > 0:
                     times[stage].append(taken)
     return [
-        TimedStep(name, bench.counts_MLGE, plan, {stage: min(times[stage]) for stage in STAGES})
-        for (name, bench, plan), times in zip(steps, seconds, strict=True)
+        step._replace(seconds={stage: min(times[stage]) for stage in STAGES})
+        for (step, _), times in zip(steps, seconds, strict=True)
     ]
 
 
@@ -189,8 +193,14 @@ def _measurement(one: TimedStep, stage: str) -> Measurement:
     return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
 
 
-def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, *, updating: bool) -> float:
-    """Of the slowest rank."""
+def executed(
+    name: str, bench: Bench, plan: StepPlan, engine: TransferEngine
+) -> tuple[TimedStep, Callable[[bool], float]]:
+    """A step, and what runs it for `time_steps`; the seconds are those of the slowest rank, publishing left out."""
+    return TimedStep(name, bench.counts_MLGE, plan), partial(_seconds, bench, plan, engine)
+
+
+def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, updating: bool) -> float:
     engine.publish()
     bench.placed.begin_step(0, plan, bench.counts_MLGE, updating=updating)
     dist.barrier()

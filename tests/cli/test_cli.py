@@ -14,11 +14,11 @@ from rich.text import Text
 from typer.main import get_command
 
 import foreroute as fr
-from benchmarks.harness import wires
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
 from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
+from tests import wires
 from tests.cli.command import foreroute
 from tests.traces import choices_of, random_trace, spec_of
 from tests.train.small_runs import records, small_values

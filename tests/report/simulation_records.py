@@ -13,13 +13,9 @@ TRAINING = {
     "static": 17.72,
     "eplb_previous": 15.6,
     "eplb_step": 15.1,
-    "eplb_step_lp": 14.2,
     "eplb_micro_step": 13.18,
-    "lplb": 14.9,
-    "fastermoe": 16.1,
     "laer": 13.9,
-    "feplb": 15.4,
-    "relibra": 13.8,
+    "llep": 14.9,
     "ours": 13.21,
     "ours_exact": 13.15,
     "ours_rehomed": 13.2,
@@ -43,7 +39,7 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
     recompute, update = 0.2 * training, 0.8 * training
     parts = [dict(zip(PARTS, [share * s for share in shares], strict=True)) for s in (recompute, update)]
     parts[0]["waiting for the plan"] = waits
-    stages = StageSeconds(waits, 0.31 if name == "relibra" else 0.0, 0.0, recompute, update, 0.42, 0.011)
+    stages = StageSeconds(waits, 0.31 if name == "ours_rehomed" else 0.0, 0.0, recompute, update, 0.42, 0.011)
     return MethodRecord(
         name=name,
         label=LABELS[name],

@@ -1,23 +1,19 @@
 """Small valid files of every kind that the command line reads."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tomli_w
 
-from benchmarks.harness import wires
+from tests import wires
 
 LAYERS, EXPERTS, PICKS = 2, 4, 2
-CLUSTER: dict[str, Any] = {
+CLUSTER = {
     "topology": {"num_ranks": 2, "ranks_per_node": 2, "redundant_slots": 1},
     "hardware": {"preset": "h100"},
     "model": {"preset": "qwen3-30b-a3b", "num_experts": EXPERTS, "top_k": PICKS},
 }
-SIMULATION: dict[str, Any] = {
+SIMULATION = {
     "methods": ["ours"],
     "cluster": {"gpus": 4, "expert_parallel": 2},
     "model": {
@@ -34,7 +30,7 @@ SIMULATION: dict[str, Any] = {
     "execution": {"planning_s": 0.25},
     "sweep": {"skew": [2.0], "host_bandwidth": [0.5]},
 }
-SIZES: dict[str, int] = {
+SIZES = {
     "hidden_size": 16,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 2,
@@ -44,8 +40,8 @@ SIZES: dict[str, int] = {
     "moe_intermediate_size": 8,
     "max_position_embeddings": 64,
 }
-MODEL: dict[str, Any] = SIZES | {"vocab_size": 50, "head_dim": 8}
-TRAINING: dict[str, Any] = {
+MODEL = SIZES | {"vocab_size": 50, "head_dim": 8}
+TRAINING = {
     "name": "doors",
     "model": {"sizes": SIZES},
     "task": {"min_operands": 2, "max_operands": 2},
@@ -57,7 +53,7 @@ TRAINING: dict[str, Any] = {
 }
 
 
-def write_files(folder: Path, *, light: bool = False) -> None:
+def write_files(folder, *, light=False):
     """Fill a folder with a trace, counts, a plan, configurations, a run, a model, a generation and its arrays.
 
     Args:
@@ -78,7 +74,7 @@ def write_files(folder: Path, *, light: bool = False) -> None:
     counts = np.random.default_rng(0).poisson(20, (1, LAYERS, 2, EXPERTS))
     save_counts(counts, folder / "counts.safetensors")
     save_plan(plan(counts, load_cluster(folder / "cluster.toml").topology), folder / "plan.safetensors")
-    line: dict[str, Any] = {"counts": "counts.safetensors", "plan": None, "stage": "recompute", "seconds": 0.004}
+    line = {"counts": "counts.safetensors", "plan": None, "stage": "recompute", "seconds": 0.004}
     (folder / "measured.jsonl").write_text("".join(json.dumps(line | {"seconds": s}) + "\n" for s in (0.004, 0.011)))
     (folder / "model").mkdir()  # whose configuration is enough to know its layers
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | MODEL))
@@ -90,7 +86,7 @@ def write_files(folder: Path, *, light: bool = False) -> None:
         _write_models(folder)
 
 
-def _write_models(folder: Path) -> None:
+def _write_models(folder):
     """What needs torch: a run with checkpoints and traces, a model's folder, a generation, and log-probs."""
     import torch
     from transformers.utils import logging

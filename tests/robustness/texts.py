@@ -1,22 +1,17 @@
-"""Texts without a checksum that need no torch: topologies, simulations, timed steps, and arrays of log-probs."""
-
-from __future__ import annotations
+"""Texts without a checksum that need no torch: topologies, simulations, and arrays of log-probs."""
 
 import io
 import json
 import tomllib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tomli_w
 
-from benchmarks.fuzzing.mutations import damage, forge_values
-from benchmarks.fuzzing.target import Target, written
 from foreroute.cli.doctor_inputs import read_array
-from foreroute.costs.cluster_file import Cluster, load_cluster
-from foreroute.simulate.config import SimulateConfig, load_config
+from foreroute.costs.cluster_file import load_cluster
+from foreroute.simulate.config import load_config
+from tests.robustness.mutations import damage, forge_values
+from tests.robustness.target import Target
 
 TOPOLOGY = {
     "topology": {"num_ranks": 8, "ranks_per_node": 4, "redundant_slots": 2},
@@ -34,28 +29,22 @@ SIMULATION = {
 }
 
 
-def text_targets(folder: Path) -> list[Target]:
+def text_targets(folder):
     """Their readers."""
     return [
         toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder),
         toml_target("simulation", SIMULATION, load_config, _require_simulation, folder),
         Target(
-            name="array of log-probs",
-            make=_array_bytes,
-            read=lambda raw: read_array(written(raw, folder / "a.npy"), "f"),
-            same=lambda a, b: a.dtype == b.dtype and np.array_equal(a.view("u1"), b.view("u1")),
+            "array of log-probs",
+            _array_bytes,
+            lambda path: read_array(path, "f"),
+            file=folder / "given.npy",
             check=_require_array,
         ),
     ]
 
 
-def toml_target(
-    name: str,
-    values: dict[str, Any],
-    read: Callable[[Path], Any],
-    check: Callable[[dict[str, Any], Any], None],
-    folder: Path,
-) -> Target:
+def toml_target(name, values, read, check, folder):
     """A reader of TOML.
 
     Args:
@@ -65,18 +54,17 @@ def toml_target(
         check: given the values as a TOML parser sees them, and what the reader made of them.
         folder: for the file.
     """
-    text = tomli_w.dumps(values).encode()
     return Target(
-        name=name,
-        make=lambda rng: text,
-        read=lambda raw: read(written(raw, folder / f"{name}.toml")),
-        same=lambda a, b: a == b,
+        name,
+        lambda rng: tomli_w.dumps(values).encode(),
+        read,
+        file=folder / f"{name}.toml",
         forge=lambda raw, rng: _forge_toml(values, raw, rng),
         check=lambda raw, value: check(tomllib.loads(raw.decode()), value),
     )
 
 
-def _forge_toml(values: dict[str, Any], raw: bytes, rng: np.random.Generator) -> bytes:
+def _forge_toml(values, raw, rng):
     forged = forge_values(values, rng)
     try:
         return tomli_w.dumps(forged).encode()
@@ -84,7 +72,7 @@ def _forge_toml(values: dict[str, Any], raw: bytes, rng: np.random.Generator) ->
         return damage(raw, rng)
 
 
-def require_unchanged(given: Any, made: Any, where: str = "") -> None:
+def require_unchanged(given, made, where=""):
     """Raise unless every given value is there as it was given: nothing cast, rounded, renamed or left out."""
     if isinstance(given, dict):
         for key, value in given.items():
@@ -98,7 +86,7 @@ def require_unchanged(given: Any, made: Any, where: str = "") -> None:
         assert isinstance(given, bool) == isinstance(made, bool), where
 
 
-def _require_cluster(given: dict[str, Any], cluster: Cluster) -> None:
+def _require_cluster(given, cluster):
     topology, hardware, model = cluster.topology, cluster.costs.hardware, cluster.costs.model
     for values in given.values():
         values.pop("preset", None)
@@ -112,7 +100,7 @@ def _require_cluster(given: dict[str, Any], cluster: Cluster) -> None:
     assert all(0 < value < float("inf") for value in vars(topology.links).values())
 
 
-def _require_simulation(given: dict[str, Any], config: SimulateConfig) -> None:
+def _require_simulation(given, config):
     require_unchanged(given.get("cluster", {}), config.cluster)
     require_unchanged(given.get("workload", {}), config.workload)
     require_unchanged(given.get("execution", {}), config.execution)
@@ -120,18 +108,18 @@ def _require_simulation(given: dict[str, Any], config: SimulateConfig) -> None:
     assert config.cluster.gpus % config.cluster.expert_parallel == 0
 
 
-def _array_bytes(rng: np.random.Generator) -> bytes:
+def _array_bytes(rng):
     file = io.BytesIO()
     np.save(file, -rng.random(int(rng.integers(1, 99))).astype(rng.choice(["f4", "f8"])))
     return file.getvalue()
 
 
-def _require_array(raw: bytes, array: Any) -> None:
+def _require_array(raw, array):
     assert array.ndim == 1
     assert array.dtype.kind == "f"
     assert array.nbytes <= len(raw)
 
 
-def json_lines(values: list[dict[str, Any]]) -> bytes:
+def json_lines(values):
     """One object a line."""
     return "".join(json.dumps(value) + "\n" for value in values).encode()

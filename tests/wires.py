@@ -3,14 +3,11 @@
 They share no code with the decoders, so that a round trip proves both. `Rollout` is one request with known routes.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import struct
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +33,11 @@ class Rollout:
     routes_RLK: NDArray[np.int64]
 
     @property
-    def tokens(self) -> list[int]:
+    def tokens(self):
         """Prompt and response, T tokens."""
         return self.prompt + self.response
 
-    def all_layers(self, fill: int = 0) -> NDArray[np.int64]:
+    def all_layers(self, fill=0):
         """int64 [T - 1, layers, K], `fill` in dense layers."""
         rows, _, picks = self.routes_RLK.shape
         wide = np.full((rows, self.num_layers, picks), fill)
@@ -49,15 +46,15 @@ class Rollout:
 
 
 def rollout(
-    rng: np.random.Generator,
+    rng,
     *,
-    experts: int = 16,
-    top_k: int = 3,
-    layers: int = 4,
-    dense: int = 1,
-    prompt: int = 7,
-    response: int = 5,
-) -> Rollout:
+    experts=16,
+    top_k=3,
+    layers=4,
+    dense=1,
+    prompt=7,
+    response=5,
+):
     """A random request; tokens are distinct enough for every check to apply."""
     spec = RoutingSpec(experts, top_k, tuple(RoutedLayer(dense + i) for i in range(layers)), model="wire test")
     tokens = [int(t) for t in rng.integers(0, 50_000, prompt + response)]
@@ -66,18 +63,18 @@ def rollout(
     return Rollout(spec, dense + layers, tokens[:prompt], tokens[prompt:], routes)
 
 
-def vllm_int32(r: Rollout, start: int = 0) -> Any:
+def vllm_int32(r, start=0):
     """Of vLLM 0.14-0.20: request output with int32 [T-1-start, all layers, K]."""
     return _request_output(r, r.all_layers()[start:].astype(np.int32))
 
 
-def vllm_narrow(r: Rollout, start: int = 0) -> Any:
+def vllm_narrow(r, start=0):
     """Of vLLM 0.22+: the same with uint8 up to 256 experts, else uint16."""
     dtype = np.uint8 if r.spec.num_experts <= 256 else np.uint16
     return _request_output(r, r.all_layers()[start:].astype(dtype))
 
 
-def npy(array: NDArray[Any]) -> bytes:
+def npy(array):
     """A version 1.0 .npy file: magic, version, length of the padded header, header, C-order bytes."""
     rows, layers, picks = array.shape
     header = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': ({rows}, {layers}, {picks}), }}"
@@ -85,7 +82,7 @@ def npy(array: NDArray[Any]) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded.encode() + array.tobytes()
 
 
-def vllm_http(r: Rollout, start: int = 0) -> str:
+def vllm_http(r, start=0):
     """Of vLLM 0.22+ over HTTP: base64 of a .npy file for each choice."""
     dtype = np.uint8 if r.spec.num_experts <= 256 else np.uint16
     text = base64.b64encode(npy(r.all_layers()[start:].astype(dtype))).decode()
@@ -93,19 +90,19 @@ def vllm_http(r: Rollout, start: int = 0) -> str:
     return json.dumps({"id": "cmpl-1", "choices": [{**choice, "prompt_token_ids": r.prompt}]})
 
 
-def sglang(r: Rollout, start: int = 0) -> str:
+def sglang(r, start=0):
     """SGLang /generate: base64 of raw int32 bytes in meta_info."""
     meta = {"id": "1", "finish_reason": {"type": "length"}, "routed_experts": _raw_int32(r.all_layers()[start:])}
     return json.dumps({"text": "", "output_ids": r.response, "meta_info": meta})
 
 
-def sglang_openai(r: Rollout, start: int = 0) -> str:
+def sglang_openai(r, start=0):
     """SGLang /v1/completions and chat: the same text under sglext of the response."""
     body = {"id": "1", "choices": [{"index": 0, "text": ""}]}
     return json.dumps({**body, "sglext": {"routed_experts": _raw_int32(r.all_layers()[start:])}})
 
 
-def verl(rollouts: list[Rollout]) -> dict[str, NDArray[Any]]:
+def verl(rollouts):
     """verl: prompts padded left, responses padded right, int16 [b, width, all layers, K] with zeros elsewhere."""
     left, right = max(len(r.prompt) for r in rollouts), max(len(r.response) for r in rollouts)
     tokens = np.zeros((len(rollouts), left + right), np.int64)
@@ -119,10 +116,10 @@ def verl(rollouts: list[Rollout]) -> dict[str, NDArray[Any]]:
     return {"routed_experts": routes, "input_ids": tokens, "attention_mask": mask}
 
 
-def _request_output(r: Rollout, routes: NDArray[Any]) -> Any:
+def _request_output(r, routes):
     choice = SimpleNamespace(index=0, token_ids=r.response, routed_experts=routes, finish_reason="length")
     return SimpleNamespace(request_id="1", prompt_token_ids=r.prompt, outputs=[choice], finished=True)
 
 
-def _raw_int32(rows: NDArray[Any]) -> str:
+def _raw_int32(rows):
     return base64.b64encode(rows.astype("<i4").tobytes()).decode()

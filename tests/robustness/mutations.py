@@ -1,28 +1,26 @@
 """Malformed inputs from valid ones: damage to bytes, and forgeries whose syntax and checksums are right."""
 
-from __future__ import annotations
-
 import json
 import struct
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from foreroute.files import checksum
 
 EXTREMES = (0, 1, 2, 7, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
-HOSTILE: tuple[Any, ...] = (
+HOSTILE = (
     *(0, 1, -1, 2, 3, 255, 256, 2**16, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400),
     *(0.5, -0.0, 1e-320, 1e308, -1e308, 2.0, 1e18),
     *(True, False, None, "", "0", "1", "..", "\0", "a\x1b[2J", "\ud800", "\u202e", "x" * 5_000, "\n", "1e9"),
     *([], {}, [[]], [0], [-1, 2], {"a": 1}, [None], ["x"], [[[[[[1]]]]]], [0] * 300, {"": 0}),
 )
 """Values that are of the wrong type, out of range, or hostile to who prints or counts them."""
+ALIKE = (b"0123456789", b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", b"abcdefghijklmnopqrstuvwxyz")
+"""Characters that stand in for each other: a text of digits, names or base64 stays one."""
 
 
-def damage(raw: bytes, rng: np.random.Generator) -> bytes:
+def damage(raw, rng):
     """One to three random changes of the bytes; the result may happen to be equal."""
     for _ in range(int(rng.integers(1, 4))):
         if raw:
@@ -30,7 +28,7 @@ def damage(raw: bytes, rng: np.random.Generator) -> bytes:
     return raw
 
 
-def forge(raw: bytes, rng: np.random.Generator, apart: Collection[str] = ()) -> bytes:
+def forge(raw, rng, apart=()):
     """A file with one to three changed fields and a right checksum, as someone with this library could make it.
 
     Args:
@@ -38,24 +36,25 @@ def forge(raw: bytes, rng: np.random.Generator, apart: Collection[str] = ()) -> 
         rng: draws the changes.
         apart: tensors that the checksum is not of.
     """
-    from safetensors.numpy import load, save
-
-    tensors, metadata = load(raw), dict(_metadata(raw))
+    tensors, metadata = load(raw), metadata_of(raw)
     for _ in range(int(rng.integers(1, 4))):
         if rng.random() < 0.25:
-            name = sorted(metadata)[int(rng.integers(len(metadata)))]
+            name = _one_of(sorted(metadata), rng)
             metadata[name] = forge_text(metadata[name], rng)
         else:
-            name = sorted(tensors)[int(rng.integers(len(tensors)))]
+            name = _one_of(sorted(tensors), rng)
             tensors[name] = _changed(tensors[name], rng) if rng.random() < 0.5 else _replaced(tensors[name], rng)
     put_checksum_right(tensors, metadata, apart)
-    forged: bytes = save(tensors, metadata=metadata)
-    return forged
+    return save(tensors, metadata=metadata)
 
 
-def put_checksum_right(
-    tensors: Mapping[str, NDArray[Any]], metadata: dict[str, str], apart: Collection[str] = ()
-) -> None:
+def metadata_of(raw):
+    """Of a safetensors file."""
+    size = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + size])["__metadata__"]
+
+
+def put_checksum_right(tensors, metadata, apart=()):
     """Put the right checksum into metadata of any format, if there can be one."""
     ours = {k: v for k, v in metadata.items() if k.startswith("foreroute.") and k != "foreroute.checksum"}
     try:
@@ -65,7 +64,7 @@ def put_checksum_right(
         metadata["foreroute.checksum"] = ""
 
 
-def forge_text(text: str, rng: np.random.Generator) -> str:
+def forge_text(text, rng):
     """A text whose syntax is right and whose values are not, if it is JSON; else a damaged text."""
     try:
         values = json.loads(text)
@@ -76,7 +75,15 @@ def forge_text(text: str, rng: np.random.Generator) -> str:
     return json.dumps(forge_values(values, rng))
 
 
-def forge_values(values: Any, rng: np.random.Generator) -> Any:
+def forge_json(raw, rng):
+    """`forge_text` of bytes; damage where they are no text, or one with a lone surrogate."""
+    try:
+        return forge_text(raw.decode(), rng).encode()
+    except UnicodeError:
+        return damage(raw, rng)
+
+
+def forge_values(values, rng):
     """JSON or TOML values with one to three leaves or tables replaced, dropped, doubled or renamed."""
     values = json.loads(json.dumps(values))
     for _ in range(int(rng.integers(1, 4))):
@@ -84,49 +91,55 @@ def forge_values(values: Any, rng: np.random.Generator) -> Any:
     return values
 
 
-def _flip_bit(raw: bytes, rng: np.random.Generator) -> bytes:
-    changed = bytearray(raw)
-    changed[int(rng.integers(len(raw)))] ^= 1 << int(rng.integers(8))
-    return bytes(changed)
+def _flip_bit(raw, rng):
+    place = int(rng.integers(len(raw)))
+    return _with_byte(raw, place, raw[place] ^ 1 << int(rng.integers(8)))
 
 
-def _set_byte(raw: bytes, rng: np.random.Generator) -> bytes:
-    changed = bytearray(raw)
-    changed[int(rng.integers(len(raw)))] = int(rng.integers(256))
-    return bytes(changed)
+def _set_byte(raw, rng):
+    return _with_byte(raw, int(rng.integers(len(raw))), int(rng.integers(256)))
 
 
-def _truncate(raw: bytes, rng: np.random.Generator) -> bytes:
+def _with_byte(raw, place, byte):
+    return raw[:place] + bytes([byte]) + raw[place + 1 :]
+
+
+def _exchange_character(raw, rng):
+    place = int(rng.integers(len(raw)))
+    alike = next((each for each in ALIKE if raw[place] in each), b"+/")
+    return _with_byte(raw, place, alike[int(rng.integers(len(alike)))])
+
+
+def _truncate(raw, rng):
     return raw[: int(rng.integers(len(raw)))]
 
 
-def _extend(raw: bytes, rng: np.random.Generator) -> bytes:
+def _extend(raw, rng):
     return raw + rng.bytes(int(rng.integers(1, 64)))
 
 
-def _cut_out(raw: bytes, rng: np.random.Generator) -> bytes:
+def _cut_out(raw, rng):
     start, size = int(rng.integers(len(raw))), int(rng.integers(1, 64))
     return raw[:start] + raw[start + size :]
 
 
-def _copy_over(raw: bytes, rng: np.random.Generator) -> bytes:
+def _copy_over(raw, rng):
     source, target = (int(x) for x in rng.integers(len(raw), size=2))
     piece = raw[source : source + int(rng.integers(1, 256))]
     return (raw[:target] + piece + raw[target + len(piece) :])[: len(raw)]
 
 
-def _zero_out(raw: bytes, rng: np.random.Generator) -> bytes:
+def _zero_out(raw, rng):
     start, size = int(rng.integers(len(raw))), int(rng.integers(1, 256))
     return raw[:start] + bytes(len(raw[start : start + size])) + raw[start + size :]
 
 
-def _plant_number(raw: bytes, rng: np.random.Generator) -> bytes:
+def _plant_number(raw, rng):
     start = int(rng.integers(len(raw))) // 8 * 8
-    number = struct.pack("<Q", EXTREMES[int(rng.integers(len(EXTREMES)))])
-    return (raw[:start] + number + raw[start + 8 :])[: max(len(raw), start + 8)]
+    return (raw[:start] + struct.pack("<Q", _extreme(rng)) + raw[start + 8 :])[: max(len(raw), start + 8)]
 
 
-def _change_digit(raw: bytes, rng: np.random.Generator) -> bytes:
+def _change_digit(raw, rng):
     head = np.frombuffer(raw[:4096], np.uint8)
     digits = np.flatnonzero((head >= ord("0")) & (head <= ord("9")))
     if not len(digits):
@@ -135,9 +148,10 @@ def _change_digit(raw: bytes, rng: np.random.Generator) -> bytes:
     return raw[:place] + str(rng.integers(10 ** int(rng.integers(1, 12)))).encode() + raw[place + 1 :]
 
 
-DAMAGES: tuple[Callable[[bytes, np.random.Generator], bytes], ...] = (
+DAMAGES = (
     _flip_bit,
     _set_byte,
+    _exchange_character,
     _truncate,
     _extend,
     _cut_out,
@@ -148,31 +162,25 @@ DAMAGES: tuple[Callable[[bytes, np.random.Generator], bytes], ...] = (
 )
 
 
-def _metadata(raw: bytes) -> dict[str, str]:
-    size = struct.unpack("<Q", raw[:8])[0]
-    metadata: dict[str, str] = json.loads(raw[8 : 8 + size])["__metadata__"]
-    return metadata
-
-
-def _changed(tensor: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+def _changed(tensor, rng):
+    """A tensor of another size, shape or type, or with a few other numbers."""
     kind = rng.random()
     if kind < 0.1 or not tensor.size:
         return np.resize(tensor, tensor.size + 1) if tensor.ndim == 1 else tensor.reshape(-1)
     if kind < 0.2:
-        return tensor[:-1].copy()
+        return np.atleast_1d(tensor)[:-1].copy()
     if kind < 0.3:
         with np.errstate(invalid="ignore"):  # of numbers that an integer cannot hold
-            return tensor.astype(("<i4", "|u1", "<i8", "<u8")[int(rng.integers(4))])
+            return tensor.astype(_one_of(("<i4", "|u1", "<i8", "<u8"), rng))
     flat = tensor.reshape(-1).copy()
     words = flat.view(f"u{flat.itemsize}")
     for place in rng.integers(flat.size, size=int(rng.integers(1, 5))):
         near = int(words[place]) + int(rng.integers(-2, 3))
-        number = near if rng.random() < 0.5 else EXTREMES[int(rng.integers(len(EXTREMES)))]
-        words[place] = number % (1 << 8 * flat.itemsize)
+        words[place] = (near if rng.random() < 0.5 else _extreme(rng)) % (1 << 8 * flat.itemsize)
     return flat.reshape(tensor.shape)
 
 
-def _replaced(tensor: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+def _replaced(tensor, rng):
     """A whole column that keeps its type and shape: staircases that wrap, extremes, permutations, constants."""
     flat = tensor.reshape(-1).copy()
     if not flat.size:
@@ -199,24 +207,28 @@ def _replaced(tensor: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     return flat.reshape(tensor.shape)
 
 
-def _staircase(step: int, bits: int, rng: np.random.Generator) -> int:
+def _staircase(step, bits, rng):
     """2^63 - 1, -2^63, -1, then small numbers: each larger than the one before if differences wrap."""
     top = 1 << (bits - 1)
     return (top - 1, top, 2 * top - 1, int(rng.integers(0, 8)))[step % 4]
 
 
-def _extreme(rng: np.random.Generator) -> int:
-    return EXTREMES[int(rng.integers(len(EXTREMES)))]
+def _extreme(rng):
+    return _one_of(EXTREMES, rng)
 
 
-def _forged_at(values: Any, rng: np.random.Generator, depth: int) -> Any:
+def _one_of(values, rng):
+    return values[int(rng.integers(len(values)))]
+
+
+def _forged_at(values, rng, depth):
     if depth and isinstance(values, dict) and values:
-        key = list(values)[int(rng.integers(len(values)))]
+        key = _one_of(list(values), rng)
         chosen = rng.random()
         if chosen < 0.05:
             return {name: value for name, value in values.items() if name != key}
         if chosen < 0.1:
-            return {**values, str(HOSTILE[int(rng.integers(len(HOSTILE)))])[:40]: values[key]}
+            return {**values, str(_one_of(HOSTILE, rng))[:40]: values[key]}
         return {**values, key: _forged_at(values[key], rng, depth - 1)}
     if depth and isinstance(values, list) and values:
         place = int(rng.integers(len(values)))
@@ -224,5 +236,5 @@ def _forged_at(values: Any, rng: np.random.Generator, depth: int) -> Any:
             return [*values, values[place]] if rng.random() < 0.5 else values[:place] + values[place + 1 :]
         return [*values[:place], _forged_at(values[place], rng, depth - 1), *values[place + 1 :]]
     if isinstance(values, bool | str) or values is None or rng.random() < 0.7:
-        return HOSTILE[int(rng.integers(len(HOSTILE)))]
+        return _one_of(HOSTILE, rng)
     return values + int(rng.integers(-2, 3)) if isinstance(values, int | float) else values
