@@ -20,7 +20,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import gcd
+from math import gcd, prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,11 +104,12 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
     chunks = cut_chunks(trace)
     frames, ends, sizes = bytearray(), [0], []
+    scratch = np.empty(spec.num_layers * spec.top_k * int(chunks.max(initial=0)), spec.id_dtype)
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
     for start, stop in pairwise([0, *np.cumsum(chunks).tolist()]):
         numbers = np.stack([trace.token_ids_N[start:stop], trace.weight_versions_N[start:stop]])
         contents: list[list[NDArray[Any]]] = [[numbers, trace.valid_N[start:stop].view(np.uint8)]]
-        contents += [[columns_KR] for columns_KR in _route_columns(trace, start, stop, as_sets)]
+        contents += [[columns_KR] for columns_KR in _route_columns(trace, start, stop, as_sets, scratch)]
         for stream in streams.values():
             contents += stream.contents(start, stop)
         for columns in contents:
@@ -202,15 +204,15 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
     return np.diff([*cuts, offsets[-1]] if offsets[-1] > cuts[-1] else cuts)
 
 
-def _route_columns(trace: RoutingTrace, start: int, stop: int, as_sets: bool) -> NDArray[Any]:
+def _route_columns(trace: RoutingTrace, start: int, stop: int, as_sets: bool, scratch: NDArray[Any]) -> NDArray[Any]:
     """Return the numbers in the frames of the routes of a chunk: uint8 or uint16 [L, K, R]. Sets are checked here."""
     from foreroute.trace.kernels import gaps_of_rows  # numba is slow to load
 
     spec, valid = trace.spec, trace.valid_N[start:stop]
-    ids_RLK = np.where(valid[:, None, None], trace.expert_ids_NLK[start:stop], spec.id_dtype.type(0))
+    ids_RLK = np.ascontiguousarray(trace.expert_ids_NLK[start:stop])
     if not as_sets:
-        return np.ascontiguousarray(ids_RLK.transpose(1, 2, 0))
-    gaps_LKR = np.empty((spec.num_layers, spec.top_k, stop - start), spec.id_dtype)
+        return np.where(valid, ids_RLK.transpose(1, 2, 0), spec.id_dtype.type(0))
+    gaps_LKR = scratch[: ids_RLK.size].reshape(spec.num_layers, spec.top_k, -1)
     if not gaps_of_rows(ids_RLK, valid, spec.num_experts, gaps_LKR):
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
     return gaps_LKR
@@ -421,7 +423,10 @@ def _read_chunks(
     edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
     num_rows, frames, before = int(edges[-1]), {}, 1 + header.spec.num_layers
     tokens, versions = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
-    valid, ids_NLK = np.empty(num_rows, np.bool_), np.empty((num_rows, spec.num_layers, spec.top_k), spec.id_dtype)
+    valid, shape = np.empty(num_rows, np.bool_), (num_rows, spec.num_layers, spec.top_k)
+    # Not by numpy, which asks for huge pages. To put those together takes the system up to five times as long.
+    memory = mmap(-1, max(1, prod(shape)) * spec.id_dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    ids_NLK = np.frombuffer(memory, spec.id_dtype, prod(shape)).reshape(shape)
     for name, stream in header.streams.items():
         frames[name] = before + stream.frames(positions)
         before += stream.depth
@@ -454,17 +459,9 @@ def _read_chunks(
         if ids_NLK[~valid].any():
             raise TraceContentError("a row without a route has ids; expected zeros")
         check_rows(ids_NLK, valid, np.array([0, num_rows]), spec)
-    return RoutingTrace(
-        spec=spec,
-        expert_ids_NLK=ids_NLK,
-        valid_N=valid,
-        token_ids_N=tokens,
-        weight_versions_N=versions,
-        offsets=np.array([0, num_rows]),
-        provenance=header.provenance,
-        pick_order_kept=not header.as_sets,
-        streams={name: stream.join(parts[name]) for name, stream in streams.items()},
-    )
+    joined = {name: stream.join(parts[name]) for name, stream in streams.items()}
+    bounds, order_kept = np.array([0, num_rows]), not header.as_sets
+    return RoutingTrace(spec, ids_NLK, valid, tokens, versions, bounds, header.provenance, order_kept, joined)
 
 
 def _read_frames(file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]) -> dict[int, Any]:
@@ -492,7 +489,10 @@ def _read_frames(file: TensorFile, header: TraceHeader, chunk: int, needed: NDAr
 
 
 def _columns(content: NDArray[np.uint8], stream: Stream, rows: int) -> list[NDArray[Any]]:
-    """Return the columns of numbers that a frame of a stream holds."""
+    """Return the columns of numbers that a frame of a stream holds.
+
+    Raises: `TraceContentError` when it has more or fewer bytes than its rows take.
+    """
     size = stream.number.itemsize
     lengths = stream.column_lengths(rows, len(content) // size)
     if min(lengths) < 0 or size * sum(lengths) != len(content):

@@ -133,7 +133,10 @@ class GateWeights:
         return positions
 
     def column_lengths(self, rows: int, count: int) -> list[int]:
-        """Return the lengths of the columns that a frame has: K of them."""
+        """Return the lengths of the columns that a frame has: K of them.
+
+        What the frame holds must be as long as they are together.
+        """
         return [rows] * int(self.values_NLK.shape[2])
 
     def from_contents(self, contents: Iterable[list[NDArray[Any]]], valid_R: NDArray[np.bool_]) -> GateWeights:

@@ -54,7 +54,7 @@ def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) ->
     Rows without a route get zeros. Returns whether all ids of the others are different and below E.
 
     Args:
-        ids_RLK: uint8 or uint16 [R, L, K]; zeros in rows without a route.
+        ids_RLK: uint8 or uint16 [R, L, K]; anything in rows without a route.
         valid_R: bool [R], the routed rows.
         num_experts: E.
         gaps_LKR: of the same type [L, K, R], written.
@@ -70,10 +70,7 @@ def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) ->
         stop = min(start + TILE_ROWS, rows)
         count, valid = stop - start, valid_R[start:stop]
         for layer in range(num_layers):
-            ids_RK = ids_RLK[start:stop, layer]
-            for row in range(count):
-                for k in range(top_k):
-                    ids_KR[k, row] = ids_RK[row, k]
+            _take_columns(ids_RLK[start:stop, layer], valid, ids_KR)
             # Batcher's merge exchange for any number of keys: Knuth, The Art of Computer Programming, vol. 3, 5.2.2, M.
             # A sorting network is a fixed list of exchanges, so that each is done for all rows at once. p, q, r and d
             # are Knuth's: distances that are halved from pass to pass.
@@ -132,6 +129,17 @@ def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLW: Any) -> Any
 
 # One pick of all rows of a tile. The compiler makes vectors of these loops, and would not of the same loops within the
 # kernels. `valid` is 1 for a routed row, where neighbours differ by 1 at least, and 0 for one without a route.
+
+
+@routine
+def _take_columns(ids_RK: Any, valid: Any, ids_KR: Any) -> None:
+    """Turn rows into columns, with zeros for rows without a route."""
+    for row in range(len(ids_RK)):
+        for k in range(ids_RK.shape[1]):
+            ids_KR[k, row] = ids_RK[row, k]
+    for row in range(len(ids_RK)):
+        if not valid[row]:
+            ids_KR[:, row] = 0
 
 
 @routine

@@ -271,7 +271,10 @@ class DecisionStream:
         return np.arange(self.depth)
 
     def column_lengths(self, rows: int, count: int) -> list[int]:
-        """Return the lengths of the columns that a frame of `count` numbers has."""
+        """Return the lengths of the columns that a frame of `count` numbers has: sizes, then gaps.
+
+        A length is negative when the frame is too short for its rows.
+        """
         return [rows, count - rows]
 
     def from_contents(self, contents: Iterable[list[NDArray[Any]]], valid_R: NDArray[np.bool_]) -> DecisionStream:
