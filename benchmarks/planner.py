@@ -11,8 +11,6 @@ Seconds of the step are modelled (Qwen3-30B-A3B on H100, deduplicated dispatch):
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness import planner_against, planner_oracles
+from benchmarks.harness.pairs import quickest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import least_seconds
@@ -72,8 +71,8 @@ def _cell(
         figures[mode] = {
             home: _mode(counts, there, home_LE, tolerance, costs, repeats, sampled) for home, home_LE in homes.items()
         }
-    budgeted = _least(lambda: place_homes(counts, topology, contiguous, max_moves=BUDGET, seed=SEED), repeats)
-    unlimited = _least(lambda: place_homes(counts, topology, contiguous, seed=SEED), 2)
+    budgeted = quickest(lambda: place_homes(counts, topology, contiguous, max_moves=BUDGET, seed=SEED), repeats)
+    unlimited = quickest(lambda: place_homes(counts, topology, contiguous, seed=SEED), 2)
     figures["relocation"] = {
         "budget_16_ms_per_layer": round(budgeted * 1e3 / counts.shape[1], 3),
         "unlimited_ms_per_layer": round(unlimited * 1e3 / counts.shape[1], 3),
@@ -85,7 +84,7 @@ def _cell(
     others["least_seconds"] = round(float(least_seconds(counts, topology, costs).sum()), 4)
     figures["static"] = others["static"]
     figures["against_eplb"] = {
-        home: planner_against.eplb(counts, topology, home_LE, figures["exact_r2"][home])
+        home: planner_against.eplb(counts, topology, home_LE, figures["exact_r2"][home], repeats)
         for home, home_LE in homes.items()
     }
     return figures, others
@@ -111,7 +110,7 @@ def _mode(
             return plan(counts, topology, options, home_LE=home_LE)
 
         found[slots] = planned()
-        us[slots] = _least(planned, repeats) * 1e6 / cells
+        us[slots] = quickest(planned, repeats) * 1e6 / cells
         records[slots] = figures_of(found[slots], counts, costs, label=slots, planning_s=us[slots] * cells / 1e6)
     empty, kept = records["shared"], records["layer"]
     (mean, p99, worst), of_kept = _imbalance(empty), _imbalance(kept)
@@ -157,13 +156,3 @@ def _figures(record: MethodFigures) -> dict[str, float]:
         "seconds": round(record.seconds, 4),
         "us_per_cell": round(record.planning_s / record.fetches_ML.size * 1e6, 1),
     }
-
-
-def _least(work: Callable[[], object], repeats: int) -> float:
-    """Processor seconds of the quickest of several runs, all threads together; planners run one."""
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        work()
-        times.append(time.process_time() - start)
-    return min(times)

@@ -40,7 +40,7 @@ def figures(found: SimulationRecord) -> dict[str, Any]:
         "groups": found.groups,
         "groups_simulated": found.groups_simulated,
         "speedup_over_static": round(ours.speedup_over_static, 4),
-        "share_of_ideal": round(ours.share_of_forced_balance, 4),
+        "share_of_forced_balance": round(ours.share_of_forced_balance, 4),
         "groups_waiting": round(ours.groups_waiting, 4),
         "step_s": round(ours.step_s, 3),
         "recompute_s": round(ours.stages.recompute, 3),

@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.execution_bench import BATCH, SIZES, Bench, in_processes
-from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_seconds, processes_config, time_steps
+from benchmarks.harness.step_prediction import (
+    STAGES,
+    TimedStep,
+    executed,
+    predict_seconds,
+    processes_config,
+    time_steps,
+)
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions
 from foreroute.simulate.fit import rank_correlation
@@ -76,6 +83,8 @@ def _timed(rank: int, num_ranks: int, rounds: int) -> list[TimedStep]:
             for skew, sequences in itertools.product(SKEWS, SEQUENCES)
         ]
         planned = [
-            (f"{name}, {how}", step, step.plan(options)) for step, name in steps for how, options in OPTIONS.items()
+            executed(f"{name}, {how}", step, step.plan(options), engine)
+            for step, name in steps
+            for how, options in OPTIONS.items()
         ]
-        return time_steps(planned, engine, rounds=rounds)
+        return time_steps(planned, rounds=rounds)

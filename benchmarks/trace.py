@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -89,16 +90,15 @@ def shared_prompt_share(trace: RoutingTrace) -> float:
     return round(len(file_of(groups)) / len(file_of(prompts.continued_by(responses))), 4)
 
 
-class CountedBytes:
-    """A file in memory that counts what is read of it."""
+class CountedBytes(BytesIO):
+    """A file in memory that counts what is read of it, copied once, as from the system's cache of a file."""
 
-    def __init__(self, content: bytes) -> None:
-        self.content, self.size, self.name, self.count = content, len(content), "memory", 0
+    count = 0
 
-    def read(self, start: int, size: int) -> bytearray:
-        """So many bytes from `start`, copied once, as from the system's cache of a file."""
-        self.count += size
-        return bytearray(memoryview(self.content)[start : start + size])
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer."""
+        self.count += (size := super().readinto(buffer))
+        return size
 
 
 def speeds(trace: RoutingTrace, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
-from experiments.premise import BASE_RANKS, SEQUENCES
-from experiments.unevenness import Ints, Steps, dealt, drawn, sequence_counts
+from experiments.unevenness import BASE_RANKS, SEQUENCES, Ints, Steps, dealt, drawn, sequence_counts
 from foreroute.plan import PlanOptions, StepPlan, save_counts
 from foreroute.plan.hosts import CellPlan
 from foreroute.planner import plan

@@ -10,30 +10,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.arms import Arms
 from experiments.cells import Cell
-from experiments.claims import claims
+from experiments.claims import ENOUGH, VERDICTS, claims
 from experiments.grid import FEW, FRESH, SEEDS
 from experiments.plots import draw_all
-from experiments.premise_tables import (
-    PLACES,
-    balancers_table,
-    facts_table,
-    generators_table,
-    loads_table,
-    simulated_table,
-    summary_table,
-)
-from experiments.rows import ENOUGH, VERDICTS, Row
 from experiments.runner import current
-from experiments.tables import (
-    boundary_table,
-    later_runs_table,
-    noise_table,
-    other_runs_table,
-    replay_table,
-    static_table,
-)
+from experiments.tables import layouts, table
 
 FIGURES = "https://github.com/foreroute/foreroute/blob/main/experiments/results.md"
+OF_THE_PAGE = ("swing", "summary")
+"""Tables that are on the page; all others stand among the figures."""
 
 
 def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
@@ -61,7 +46,9 @@ def page_text(
         pictures: what each of the pictures shows, by name.
         folder: where they are, from the page.
     """
-    found = claims(Arms(done))
+    arms = Arms(done)
+    found = claims(arms)
+    rows = [row for name in OF_THE_PAGE for row in table(name, arms)]
     return _render(
         "evidence.md.j2",
         finished=len(done),
@@ -76,9 +63,10 @@ def page_text(
         claims=len(found),
         verdicts={verdict: count for verdict in VERDICTS if (count := sum(row.verdict == verdict for row in found))},
         figures=FIGURES,
-        noise={row[0]: row for row in noise_table(Arms(done))},
-        summary=summary_table(Arms(done)),
-        places=list(PLACES),
+        noise={row[0]: row for row in table("noise", arms)},
+        regimes={row[0]: row for row in table("boundary", arms)},
+        summary=rows,
+        places=layouts()["summary"]["columns"][1:],
         pictures=[f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()],
     )
 
@@ -91,24 +79,12 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         done: results by name.
     """
     arms = Arms(done)
-    return _render(
-        "results.md.j2",
-        finished=len(done),
-        cells=len(cells),
-        claims=_by_quantity(claims(arms)),
-        static=static_table(arms),
-        replays=replay_table(arms),
-        runs=other_runs_table(arms),
-        boundary=boundary_table(arms),
-        facts=facts_table(arms),
-        loads=loads_table(arms),
-        balancers=balancers_table(arms),
-        generators=generators_table(arms),
-        simulated=simulated_table(arms),
-        noise=noise_table(arms),
-        later=later_runs_table(arms),
-        few=len(FEW),
-    )
+    found = claims(arms)
+    by_quantity = {
+        name: [claim for claim in found if claim.quantity == name] for name in dict.fromkeys(c.quantity for c in found)
+    }
+    shown = [(layout, table(name, arms)) for name, layout in layouts().items() if name not in OF_THE_PAGE]
+    return _render("results.md.j2", finished=len(done), cells=len(cells), claims=by_quantity, tables=shown)
 
 
 def _render(template: str, **values: object) -> str:
@@ -126,7 +102,3 @@ def _render(template: str, **values: object) -> str:
 def _versions(lines: Iterable[dict[str, Any]]) -> str:
     found = {f"{name} {number}" for line in lines for name, number in line["versions"].items()}
     return ", ".join(sorted(found))
-
-
-def _by_quantity(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    return {name: [row for row in rows if row.quantity == name] for name in dict.fromkeys(r.quantity for r in rows)}

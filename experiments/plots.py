@@ -9,13 +9,11 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, PercentFormatter
+from matplotlib.ticker import NullFormatter
 
-from experiments.arms import Arms, over_steps, reward_last, static
-from experiments.arms import Figure as Measure
-from experiments.grid import ARMS, MINI_STEPS, REGIMES, ROUTINGS
-from experiments.intervals import Interval, mean_interval
-from experiments.series import WINDOW, moving_average
+from experiments.arms import Arms, Metric, over_steps, reward_last, static
+from experiments.grid import MINI_STEPS, REGIMES, ROUTINGS
+from experiments.intervals import Interval
 from foreroute.report.figure import SIDE_COLOURS, STYLE
 
 COLOURS = (SIDE_COLOURS["native"], SIDE_COLOURS["replayed"], "#009E73", "#CC79A7", "#333333")
@@ -93,7 +91,7 @@ def _mismatch(arms: Arms, figure: Figure) -> bool:
 
 
 def _against_mini_steps(
-    arms: Arms, figure: Figure, panels: list[tuple[Measure, str, str]], label: str, *, log: bool
+    arms: Arms, figure: Figure, panels: list[tuple[Metric, str, str]], label: str, *, log: bool
 ) -> bool:
     shown = False
     grid = figure.subplots(1, len(panels), sharey=not log)
@@ -127,76 +125,6 @@ def _with_bars(axes: Any, xs: Sequence[float], intervals: Sequence[Interval], lo
     if log:  # an interval that reaches zero ends at the bottom of the plot
         below = np.minimum(below, 0.95 * means)
     axes.errorbar(xs, means, [below, above], color=colour, marker=marker, markersize=5, capsize=3, label=LABELS[look])
-
-
-def _curves(arms: Arms, figure: Figure) -> bool:
-    figure.set_size_inches(WIDTH, 3.4)
-    shown = False
-    grid = figure.subplots(1, 2, sharey=True)
-    for axes, steps in zip(grid, (1, 8), strict=True):
-        for routing in ROUTINGS:
-            arm = f"B/{routing}/plain/{steps}"
-            if routing == "R2" and steps == 1:
-                continue
-            for seed, figures in arms.seeds(arm).items():
-                average = moving_average(np.array(figures["reward"]))
-                label = LABELS[routing] if not seed else None
-                xs = np.arange(len(average)) + WINDOW - 1
-                axes.plot(xs, average, color=LOOKS[routing][0], linewidth=1.1, alpha=0.75, label=label)
-                shown = True
-        axes.set_title(f"{steps} mini-batch{'es' * (steps > 1)}", fontsize=11)
-        axes.set_xlabel("step")
-    grid[0].set_ylabel(f"reward, mean of {WINDOW} steps")
-    if shown:
-        _legend(figure, grid[1])
-    return shown
-
-
-def _long(arms: Arms, figure: Figure) -> bool:
-    figure.set_size_inches(WIDTH, 3.4)
-    shown = False
-    rewards, mismatch = figure.subplots(1, 2)
-    for arm in ARMS:
-        colour = LOOKS[arm][0]
-        for seed, figures in arms.seeds(f"J/{arm}").items():
-            average = moving_average(np.array(figures["reward"]))
-            label = LABELS[arm] if not seed else None
-            rewards.plot(np.arange(len(average)) + WINDOW - 1, average, color=colour, linewidth=0.9, label=label)
-            if arm != "exact":
-                stretches = figures["binned"]["k3"]
-                middles = (np.arange(len(stretches)) + 0.5) * len(figures["reward"]) / len(stretches)
-                mismatch.plot(middles, stretches, color=colour, marker=LOOKS[arm][1], markersize=3, linewidth=1.1)
-            shown = True
-    rewards.set_ylabel(f"reward, mean of {WINDOW} steps")
-    mismatch.set_ylabel("k3, nats per token")
-    mismatch.set_yscale("log")
-    for axes in (rewards, mismatch):
-        axes.set_xlabel("step")
-    if shown:
-        _legend(figure, rewards)
-    return shown
-
-
-def _staleness(arms: Arms, figure: Figure) -> bool:
-    figure.set_size_inches(5.6, 3.4)
-    axes = figure.subplots()
-    shown = False
-    lines = {"R2": ("B/R2/plain/8", "R2"), "R3": ("B/R3/plain/8", "R3"), "exact": ("D/frozen/R3", "R3, frozen routers")}
-    for look, (arm, label) in lines.items():
-        runs = [f["stale_share_by_mini_step"] for f in arms.seeds(arm).values() if f["stale_share_by_mini_step"]]
-        if not runs:
-            continue
-        shown = True
-        intervals = [mean_interval(np.array(values)) for values in zip(*runs, strict=True)]
-        _with_bars(axes, range(1, len(intervals) + 1), intervals, look, log=False)
-        axes.containers[-1].set_label(label)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("mini-batch")
-    axes.set_ylabel("replayed sets that the router\nwould no longer choose")
-    if shown:
-        axes.legend(frameon=False, fontsize=10)
-    return shown
 
 
 def _boundary(arms: Arms, figure: Figure) -> bool:
@@ -236,8 +164,5 @@ PICTURES: dict[str, tuple[Callable[[Arms, Figure], bool], str]] = {
     "static": (_static, "Mismatch at fixed weights, a point for each seed, a bar at their mean"),
     "reward": (_by_mini_steps, "Reward at the end of a run against mini-batches, without replay, with R2 and R3"),
     "mismatch": (_mismatch, "Mismatch over a run against mini-batches, without replay, with R2 and R3"),
-    "curves": (_curves, "Reward of every run against the step, at 1 and 8 mini-batches"),
-    "long": (_long, "Reward and mismatch of runs of 400 steps, without replay, with R3, and without mismatch"),
-    "staleness": (_staleness, "Share of replayed routes that the routers would no longer choose, by mini-batch"),
     "boundary": (_boundary, "Reward at the end of a run in each regime, without replay, with R3, and without mismatch"),
 }

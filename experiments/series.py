@@ -15,13 +15,6 @@ WINDOW = 10
 BINS = 12
 
 
-def moving_average(values: NDArray[np.float64], window: int = WINDOW) -> NDArray[np.float64]:
-    """float64 [n - window + 1], of each `window` values that follow each other; empty when there are fewer."""
-    if len(values) < window:
-        return np.zeros(0)
-    return np.convolve(values, np.full(window, 1 / window), mode="valid")
-
-
 def collapse_step(rewards: Sequence[float]) -> int | None:
     """The step at which the rule says that a run has collapsed, or None.
 

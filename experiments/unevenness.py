@@ -19,11 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.premise import BASE_RANKS, ORDERS, RANKS, SEQUENCES
 from foreroute.layout import Packing
 from foreroute.plan import contiguous_imbalance, packed_counts
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace import RoutingTrace, synthetic_trace
+
+RANKS = (4, 8, 16)
+BASE_RANKS = 8
+"""Of what is measured for one number of ranks alone."""
+SEQUENCES = (1, 2, 4, 8)
+"""Of a rank in a micro-step."""
+ORDERS = ("mixed", "even", "sorted")
 
 Ints = NDArray[np.int64]
 Steps = Sequence[NDArray[np.integer]]

@@ -2,7 +2,8 @@
 
 1. Files: the sdist has what a packager needs and nothing that a build leaves behind; the wheel has every file of
    `src/foreroute`, the marker of types and the data files.
-2. Light core: the wheel in a new environment, which gets no torch; commands and rooms work there.
+2. Light core: the wheel in a new environment, which gets no torch and no command line; with the extra "cli" commands
+   and what they import work there.
 3. Extras: what an extra asks for is what its rooms need. They are imported from the wheel's files, in the environment
    that runs this script.
 """
@@ -26,10 +27,10 @@ IN_SDIST = [
 ]  # fmt: skip
 NOT_IN_SDIST = {".venv", ".venv-vllm", "runs", "site", "dist", "build", "__pycache__", ".numba_cache", ".mypy_cache"}
 LIGHT_ROOMS = [
-    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "simulate", "report",
-    "conformance", "doctor", "cli.main",
+    "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "conformance", "doctor",
 ]  # fmt: skip
 EXTRAS = {
+    "cli": ["simulate", "report", "cli.main"],
     "hf": [
         "adapters.hf",
         "engines.embedded",
@@ -41,10 +42,10 @@ EXTRAS = {
         "conformance.huggingface",
         "doctor.examine",
     ],
-    "megatron": ["adapters.megatron", "conformance.megatron"],
-    "trl": ["trainers.trl", "conformance.trl"],
+    "megatron": ["adapters.megatron"],
+    "trl": ["trainers.trl"],
     "fit": ["simulate.fit"],
-    "report": ["report.training_plots", "report.plan_plots", "report.simulation_plots"],
+    "report": ["report.run_plots", "report.plan_plots", "report.simulation_plots"],
 }
 
 A_TRACE = """
@@ -95,7 +96,7 @@ def check_wheel(wheel: Path) -> None:
         names = set(archive.namelist())
     packed = {name for name in names if ".dist-info/" not in name}
     require(packed == expected, f"{wheel.name} differs from src in {sorted(packed ^ expected)[:5]}")
-    for suffix in ("py.typed", ".html.j2", ".css.j2", ".toml"):
+    for suffix in ("py.typed", ".html.j2", ".toml"):
         require(any(name.endswith(suffix) for name in packed), f"{wheel.name} has no file that ends in {suffix}")
     require(any(name.endswith("/licenses/LICENSE") for name in names), f"{wheel.name} has no LICENSE")
     print(f"wheel    {wheel.name}: {len(names)} files, {wheel.stat().st_size:,} bytes")
@@ -108,13 +109,17 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile", str(wheel)]
     run(install, folder)
     command = str(folder / "bin" / "foreroute")
+    imports = "; ".join(f"import foreroute.{room}" for room in LIGHT_ROOMS)
+    absent = "import importlib.util as u; assert not any(map(u.find_spec, ('torch', 'matplotlib', 'pydantic', 'rich')))"
+    run([str(python), "-c", f"{absent}; {imports}"], folder)
+    run([str(python), "-c", A_TRACE], folder)
+    lacking = run([command, "--version"], folder, code=2)
+    require("pip install '.[cli]'" in lacking, f"foreroute does not say what it needs:\n{lacking}")
+    run([*install[:-1], f"{wheel}[cli]"], folder)
     wanted = project()["version"]
     said = run([command, "--version"], folder)
     require(said.split() == ["foreroute", wanted], f"foreroute --version says {said!r}, pyproject.toml {wanted}")
-    imports = "; ".join(f"import foreroute.{room}" for room in LIGHT_ROOMS)
-    absent = "import importlib.util as u; assert not u.find_spec('torch') and not u.find_spec('matplotlib')"
-    run([str(python), "-c", f"{absent}; {imports}"], folder)
-    run([str(python), "-c", A_TRACE], folder)
+    run([str(python), "-c", "; ".join(f"import foreroute.{room}" for room in EXTRAS["cli"])], folder)
     (folder / "cluster.toml").write_text(A_CLUSTER)
     for arguments in (["inspect", "t.safetensors"], ["validate", "t.safetensors"]):
         run([command, *arguments], folder)

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "transformers", "megatron", "trl", "matplotlib"}
 HEAVY = FRAMEWORKS | {"numba", "jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
 
@@ -42,9 +44,35 @@ def test_the_pure_rooms_load_no_framework(room):
     assert loaded_by(f"import foreroute.{room}").isdisjoint(FRAMEWORKS)
 
 
-@pytest.mark.parametrize("room", ["layout", "mismatch", "capture", "records"])
-def test_what_reads_runs_and_traces_needs_no_extra(room):
-    assert loaded_by(f"import foreroute.{room}").isdisjoint({"pydantic", "typer", "rich"})
+BASE_ROOMS = (
+    *("errors", "kernels", "files", "trace", "layout", "plan", "costs", "costs.cluster_file", "planner", "mismatch"),
+    *("records", "capture", "core", "replay", "ep", "conformance", "doctor"),
+)
+"""Rooms below `train` and `simulate`, and those beside them that take no configuration, where torch is installed."""
+OF_CLI = ("typer", "rich", "pydantic")
+BLOCKED = f"""
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OF_CLI}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.mark.parametrize("room", BASE_ROOMS)
+def test_a_base_install_needs_none_of_the_libraries_of_the_command_line(room):
+    path = ROOT / "src" / "foreroute" / room.replace(".", "/")
+    if not path.exists() and not path.with_suffix(".py").exists():
+        pytest.skip(f"there is no room {room}")
+    assert loaded_by(f"{BLOCKED}\nimport foreroute.{room}").isdisjoint(OF_CLI)
+
+
+def test_the_command_line_says_which_extra_it_needs():
+    code = f"import sys\n{BLOCKED}\nfrom foreroute.cli.__main__ import main\nmain()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    needed = "error: the command line needs typer, which is not installed; pip install '.[cli]' in a clone of foreroute"
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{needed} brings it\n")
 
 
 def test_the_command_line_starts_without_torch():

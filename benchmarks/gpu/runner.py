@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.page import write_page
+from foreroute.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOTAL_S = 530
@@ -56,7 +56,7 @@ PARTS = {
 
 
 def run(parts: Sequence[str], device: str, folder: Path, env: Mapping[str, str]) -> dict[str, Any]:
-    """Run these parts, and write `gpu.json` and `gpu.html` into the folder, anew after every part.
+    """Run these parts, and write `gpu.json` into the folder, anew after every part, and `gpu.html` after the last.
 
     Args:
         parts: names of PARTS.
@@ -89,8 +89,19 @@ def run(parts: Sequence[str], device: str, folder: Path, env: Mapping[str, str])
             report["seconds"][name] = round(seconds, 1)
             print(f"{name:<10} {seconds:5.1f} s  {found['outcome']}", file=sys.stderr, flush=True)
             (folder / "gpu.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-            write_page(report, {name: spec.shows for name, spec in PARTS.items()}, folder / "gpu.html")
+    _write_page(report, folder / "gpu.html")
     return report
+
+
+def _write_page(report: Mapping[str, Any], target: Path) -> None:
+    """Write the page, or say why there is none: a machine without the extra `report` has its figures in gpu.json."""
+    try:
+        from benchmarks.gpu.page import page_of
+        from foreroute.report.page import write_page
+
+        write_page(target, page_of(report, {name: spec.shows for name, spec in PARTS.items()}))
+    except (ImportError, InputError) as error:
+        print(f"no page: {error}", file=sys.stderr)
 
 
 def _run_part(name: str, device: str, folder: Path, ends_at: float) -> dict[str, Any]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
+import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.multiprocessing.spawn import start_processes
 
 from foreroute import planner
 from foreroute.adapters import hf
@@ -20,6 +19,7 @@ from foreroute.ep import BatchRows, ExpertParallelModel
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 SIZES: dict[str, Any] = {
@@ -35,6 +35,8 @@ SIZES: dict[str, Any] = {
 }
 MICRO_STEPS, BATCH = 4, (4, 64)
 SLOTS = 2
+PATIENCE_S = 3600
+"""A benchmark that takes longer hangs."""
 LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 
 
@@ -103,6 +105,25 @@ class Bench:
         self.routed.model.zero_grad(set_to_none=True)
         return np.stack(executed)
 
+    def paid_step(self, engine: TransferEngine, options: PlanOptions, *, updating: bool = True) -> float:
+        """All that a planned step takes: weights are published, the plan is made, and it is executed on all ranks.
+
+        Returns:
+            The seconds before the first row.
+        """
+        begun = time.perf_counter()
+        engine.publish()
+        plan = self.plan(options)
+        before_s = time.perf_counter() - begun
+        self.step(plan, updating=updating)
+        dist.barrier()
+        return before_s
+
+    def unplanned_step(self, at_home: StepPlan, *, updating: bool = True) -> None:
+        """All that the step takes with every expert at its home: nothing is published, and nothing planned."""
+        self.step(at_home, updating=updating)
+        dist.barrier()
+
     def engine(self, peers: PeerGroup, **options: Any) -> TransferEngine:
         """That has published the weights."""
         engine = TransferEngine(self.placed.homes, self.topology, TransferOptions(timeout_s=120, **options), peers)
@@ -134,17 +155,5 @@ def _skewed(spec: RoutingSpec, batch: torch.Tensor, rng: np.random.Generator, sk
 
 def in_processes(work: Callable[..., Any], num_ranks: int, *args: Any) -> Any:
     """What `work(rank, num_ranks, *args)` returns on rank 0 of as many gloo processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        # forked, for imports take longer than the work; nothing here has used CUDA or a thread by now
-        start_processes(_work, (num_ranks, folder, work, args), num_ranks, start_method="fork")
-        # written by our own process, and full of plans
-        return torch.load(Path(folder) / "answer.pt", weights_only=False)
-
-
-def _work(rank: int, num_ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    answer = work(rank, num_ranks, *args)
-    if rank == 0:
-        torch.save(answer, Path(folder) / "answer.pt")
-    dist.destroy_process_group()
+    with closing(Workers(num_ranks, timeout_s=PATIENCE_S)) as workers:
+        return workers.run(work, num_ranks, *args)[0]

@@ -1,10 +1,10 @@
 """Seconds of a Megatron step under a plan over those of the same step with every expert at home, on two processes.
 
-Each process has a core, and experts dominate the step, as in `step_seconds`. *Static* is Megatron as it is, attached
-and replaying the same routes. *Attached* is a step whose wrapped forward is given no routes, over the same step of a
-model that was never attached. *Predicted* is what the simulator makes of the very same plans, with rates that were
-fitted to other skews and sizes on the same processes. Also what the all-to-all dispatcher asks of other ranks and waits
-for, with and without.
+Each process has a core, and experts dominate the step, as in `step_seconds`; counting and planning are on the clock.
+*Static* is Megatron as it is, attached and replaying the same routes. *Attached* is a step whose wrapped forward is
+given no routes, over the same step of a model that was never attached. *Predicted* is what the simulator makes of the
+very same plans, without counting and planning, with rates that were fitted to other skews and sizes on the same
+processes. Also what the all-to-all dispatcher asks of other ranks and waits for, with and without.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
-from benchmarks.harness.pairs import PairedRatio, compare, near_one
-from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config
+from benchmarks.harness.pairs import compare, near_one
+from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
 from examples.megatron import on_cpu
-from foreroute import layout
-from foreroute.plan import PlanOptions, Topology
-from foreroute.planner import plan
+from foreroute import layout, planner
+from foreroute.plan import PlanOptions, StepPlan, Topology
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,
@@ -52,6 +52,7 @@ VOCABULARY, SHAPE = 256, (4, 256)
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
 OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
+PLANNED = PlanOptions(tolerance=0.02, slots="shared")
 Parts = tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]
 
 
@@ -102,9 +103,9 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str], round
         cases[name] = bench.steps(name)
         found["static_imbalance"][name] = round(bench.static_imbalance, 3)
         for stage, updates in STAGES.items():
-            planned, static = (partial(bench.step, by_plan, not updates) for by_plan in (True, False))
+            planned, static = partial(bench.paid_step, not updates), partial(bench.step, None, not updates)
             ratio = compare(planned, static, pairs=pairs)
-            found["planned_over_static"][stage][name] = _shown(ratio)
+            found["planned_over_static"][stage][name] = ratio.shown()
     found |= near_one("attached", compare(*bench.without_routes(), pairs=pairs))
     found["collectives_saved"], found["host_waits"] = {}, {}
     for recompute, settings in {
@@ -141,11 +142,6 @@ class Bench:
         self._shards = [self._routed.shard(trace, each) for trace, each in zip(traces, whole, strict=True)]
         self._batches = [{"tokens": t, "routes": r} for t, r in zip(tokens, self._shards, strict=True)]
         self._counts_MLGE = self._routed.gather_counts(self._shards)
-        topology = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS)
-        self._plan, self._static = (
-            plan(self._counts_MLGE, topology, options, home_LE=self._routed.home_LE)
-            for options in (PlanOptions(tolerance=0.02, slots="shared"), PlanOptions(slots="shared", replicas=False))
-        )
 
     @property
     def static_imbalance(self) -> float:
@@ -156,28 +152,34 @@ class Bench:
 
     def steps(self, name: str) -> list[TimedStep]:
         """The step under its plan and with every expert at home, which were not timed."""
-        return [TimedStep(name, self._counts_MLGE, each) for each in (self._plan, self._static)]
+        options = PLANNED, PlanOptions(slots="shared", replicas=False)
+        return [TimedStep(name, self._counts_MLGE, self._planned(self._counts_MLGE, each)) for each in options]
 
     def timed(self, name: str, rounds: int) -> list[TimedStep]:
-        """The same, timed in turn, round after round; the seconds of each are those of its quickest round."""
-        seconds: list[dict[str, list[float]]] = [{stage: [] for stage in STAGES} for _ in range(2)]
-        for turn in range(rounds + 1):
-            for times, planned in zip(seconds, (True, False), strict=True):
-                for stage, updates in STAGES.items():
-                    begun = time.perf_counter()
-                    self.step(planned, not updates)  # over when it is over on both ranks
-                    if turn:  # the first warms up
-                        times[stage].append(time.perf_counter() - begun)
-        return [
-            step._replace(seconds={stage: min(times[stage]) for stage in STAGES})
-            for step, times in zip(self.steps(name), seconds, strict=True)
-        ]
+        """The same, timed in turn, round after round."""
 
-    def step(self, planned: bool, forward_only: bool) -> None:
+        def seconds(plan: StepPlan | None, updating: bool) -> float:
+            begun = time.perf_counter()
+            self.step(plan, not updating)  # over when it is over on both ranks
+            return time.perf_counter() - begun
+
+        planned, at_home = self.steps(name)
+        steps = [(planned, partial(seconds, planned.plan)), (at_home, partial(seconds, None))]
+        return time_steps(steps, rounds=rounds)
+
+    def paid_step(self, forward_only: bool) -> None:
+        """All that a planned step takes: rows are counted, the plan is made, and it is executed."""
+        self.step(self._planned(self._routed.gather_counts(self._shards), PLANNED), forward_only)
+
+    def step(self, plan: StepPlan | None, forward_only: bool) -> None:
         """All micro-batches on their routes, under the plan or at home."""
-        executing = self._routed.execute(self._plan, self._counts_MLGE, self._shards) if planned else None
+        executing = self._routed.execute(plan, self._counts_MLGE, self._shards) if plan else None
         forward = self._routed.replaying(forward_step)
         _run(self._model, forward, self._batches, executing=executing, forward_only=forward_only)
+
+    def _planned(self, counts_MLGE: NDArray[np.integer], options: PlanOptions) -> StepPlan:
+        topology = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS)
+        return planner.plan(counts_MLGE, topology, options, home_LE=self._routed.home_LE)
 
     def without_routes(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Steps of micro-batches that bring no routes: of the attached model, and of an equal one that never was."""
@@ -196,7 +198,7 @@ class Bench:
             mock.patch.object(dispatchers, "gather_from_sequence_parallel_region", side_effect=gather) as gathers,
             mock.patch.object(type(torch.cuda.current_stream()), "synchronize") as waits,
         ):
-            self.step(planned, False)
+            self.step(self.steps("")[0].plan if planned else None, False)
         cells = len(self._batches) * SIZES["num_layers"]
         return gathers.call_count / cells, waits.call_count / cells
 
@@ -235,14 +237,6 @@ def _run(
             forward_only=forward_only,
         )
     dist.barrier()
-
-
-def _shown(ratio: PairedRatio) -> dict[str, float | None]:
-    return {
-        "median": round(ratio.ratio, 4),
-        "lower": None if ratio.lower is None else round(ratio.lower, 4),
-        "upper": None if ratio.upper is None else round(ratio.upper, 4),
-    }
 
 
 def _model(settings: dict[str, Any]) -> Any:

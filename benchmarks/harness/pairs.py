@@ -50,6 +50,11 @@ class PairedRatio:
             return f"not resolved: {self.pairs} pairs leave a 95 % interval of {self.lower:.3f} to {self.upper:.3f}"
         return ""
 
+    def shown(self) -> dict[str, float | None]:
+        """`median`, and `lower` and `upper` of its 95 % interval, of a ratio that is not near 1."""
+        values = {"median": self.ratio, "lower": self.lower, "upper": self.upper}
+        return {name: None if value is None else round(value, 4) for name, value in values.items()}
+
 
 Clock = Callable[[], float]
 
@@ -87,6 +92,11 @@ def compare(
     lower, upper = median_interval(ratios) or (None, None)
     counted = statistics.median(instructions) if instructions else None
     return PairedRatio(median, low, high, lower, upper, statistics.median(base) * 1e3, counted, pairs)
+
+
+def quickest(work: Callable[[], object], repeats: int) -> float:
+    """Processor seconds of the quickest of several runs, all threads together, for work of one thread."""
+    return min(_measured(work, time.process_time, None)[0] for _ in range(repeats))
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness.eplb_published import published_placement
+from benchmarks.harness.pairs import quickest
 from foreroute.costs.model import CostModel
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
@@ -25,7 +26,11 @@ TOKENS = {"8k": 8192, "2k": 2048}
 
 
 def eplb(
-    counts: NDArray[np.int32], topology: Topology, home_LE: NDArray[np.int16], ours: Mapping[str, float]
+    counts: NDArray[np.int32],
+    topology: Topology,
+    home_LE: NDArray[np.int16],
+    ours: Mapping[str, float],
+    repeats: int,
 ) -> dict[str, float]:
     """Ours exact, slots kept per layer, against EPLB per micro-step with as many slots, which may re-home every expert.
 
@@ -33,16 +38,17 @@ def eplb(
         counts: int32 [M, L, G, E].
         topology: ranks and slots.
         home_LE: where experts are when the step begins, for ours; EPLB begins with the contiguous homes.
-        ours: figures of ours in exact mode, of which microseconds per cell are read.
+        ours: figures of ours in exact mode, of which microseconds per cell are read: those of the quickest of `repeats`
+            runs. So are those of EPLB.
+        repeats: of runs.
     """
     found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
     cells = counts.shape[0] * counts.shape[1]
     method = BALANCERS["eplb_micro_step"].method
     contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
     problem = BalancerInput(counts, topology, contiguous_LE)
-    before = time.process_time()
     theirs = list(method(problem))
-    fast_us = (time.process_time() - before) * 1e6 / cells
+    fast_us = quickest(lambda: list(method(problem)), repeats) * 1e6 / cells
     pairs = zip(found.max_load_ML.ravel(), theirs, problem.cells(), strict=True)
     worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
     moves = sum(int(other.fetched_R.sum()) for other in theirs)
@@ -65,13 +71,9 @@ def _published_us(counts: NDArray[np.int32], topology: Topology) -> float:
     """Of placing alone, without a token split; the best of some cells."""
     num_experts, num_ranks = counts.shape[3], topology.num_ranks
     copies = num_experts + num_ranks * topology.redundant_slots
-    times = []
-    for m in range(PUBLISHED_CELLS):
-        weight = torch.tensor(counts[m, :1].sum(axis=1))
-        start = time.process_time()
-        published_placement(weight, copies, 1, 1, num_ranks)
-        times.append(time.process_time() - start)
-    return min(times) * 1e6
+    weights = [torch.tensor(counts[m, :1].sum(axis=1)) for m in range(PUBLISHED_CELLS)]
+    placing = [partial(published_placement, weight, copies, 1, 1, num_ranks) for weight in weights]
+    return min(quickest(place, 1) for place in placing) * 1e6
 
 
 def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
@@ -100,12 +102,9 @@ def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
 def _planned(counts: NDArray[np.int32], options: PlanOptions, slots: int, costs: CostModel) -> tuple[StepPlan, float]:
     """The plan, and processor microseconds per cell."""
     topology = costs.hardware.topology(counts.shape[2], slots)
-    times = []
-    for _ in range(2):
-        start = time.process_time()
-        found = plan(counts, topology, options, costs=costs)
-        times.append(time.process_time() - start)
-    return found, min(times) * 1e6 / (counts.shape[0] * counts.shape[1])
+    found = plan(counts, topology, options, costs=costs)
+    seconds = quickest(lambda: plan(counts, topology, options, costs=costs), 2)
+    return found, seconds * 1e6 / (counts.shape[0] * counts.shape[1])
 
 
 def _even(workload: Workload, tokens: int, cells: int) -> Workload:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.balancers.splits import level_quotas
+from foreroute.kernels import kernel
 from foreroute.plan import CellPlan, StepPlan
+from foreroute.simulate.eplb import by_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,3 +110,86 @@ def least_crossing(
         method="highs",
     )
     return float(answer.fun)
+
+
+@kernel
+def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> Any:
+    """Quotas of all hosts with the least largest load of a rank: the linear program of token splits, by flow.
+
+    A rank above the target passes load along the shortest chain of ranks that share experts to one below it. Where no
+    chain is left, the ranks Q that can be reached have all hosts of all their experts among themselves, so no split
+    serves them with less than their mean: that is the next target. The last Q proves that the result is optimal.
+
+    Args:
+        expert_H: int32 [H].
+        rank_H: int32 [H]; no pair of expert and rank twice.
+        loads_E: int64 [E]; 0 for an expert without host.
+        num_ranks: G.
+
+    Returns:
+        quota_H: int64 [H], adding up to `loads_E`.
+        target: the largest load, the smallest that integers allow.
+    """
+    hosts_E, of_expert = by_key(expert_H, len(loads_E))
+    hosts_G, of_rank = by_key(rank_H, num_ranks)
+    quota_H = _even(expert_H, loads_E, hosts_E)
+    load_G = np.zeros(num_ranks, np.int64)
+    for h in range(len(rank_H)):
+        load_G[rank_H[h]] += quota_H[h]
+    target = (load_G.sum() + num_ranks - 1) // num_ranks
+    came_from, came_to = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    queue, width_G = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    # Invariant: quota_H adds up to loads_E by expert; `target` is a lower bound of every split over these hosts.
+    while True:
+        start = load_G.argmax()
+        if load_G[start] <= target:
+            return quota_H, target
+        came_from[:] = -1
+        width_G[:] = 0
+        width_G[start] = load_G[start] - target
+        queue[0], head, tail, end = start, 0, 1, -1
+        while head < tail and end < 0:
+            a = queue[head]
+            head += 1
+            for i in range(hosts_G[a], hosts_G[a + 1]):
+                h = of_rank[i]
+                if quota_H[h] == 0:
+                    continue
+                e = expert_H[h]
+                for j in range(hosts_E[e], hosts_E[e + 1]):
+                    b = rank_H[of_expert[j]]
+                    if width_G[b] == 0:
+                        width_G[b] = min(width_G[a], quota_H[h])
+                        came_from[b], came_to[b] = h, of_expert[j]
+                        queue[tail] = b
+                        tail += 1
+                        if load_G[b] < target:
+                            end = b
+                            break
+                if end >= 0:
+                    break
+        if end < 0:
+            total = 0
+            for i in range(tail):
+                total += load_G[queue[i]]
+            target = (total + tail - 1) // tail
+            continue
+        amount = min(width_G[end], target - load_G[end])
+        load_G[start] -= amount
+        load_G[end] += amount
+        while end != start:
+            quota_H[came_from[end]] -= amount
+            quota_H[came_to[end]] += amount
+            end = rank_H[came_from[end]]
+
+
+@kernel
+def _even(expert_H: Any, loads_E: Any, first_E: Any) -> Any:
+    quota_H = np.zeros(len(expert_H), np.int64)
+    seen_E = np.zeros(len(loads_E), np.int64)
+    for h in range(len(expert_H)):
+        e = expert_H[h]
+        copies = first_E[e + 1] - first_E[e]
+        quota_H[h] = loads_E[e] // copies + (seen_E[e] < loads_E[e] % copies)
+        seen_E[e] += 1
+    return quota_H

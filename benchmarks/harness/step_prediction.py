@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +15,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from benchmarks.harness.execution_bench import SLOTS, Bench
+from foreroute.costs.model import CostModel
 from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import EXECUTES, Ability, Executor
 from foreroute.simulate import SimulateConfig, parse_config
+from foreroute.simulate.cell_costs import Compute, Transfers, without_cost
+from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import fit, predict
 from foreroute.simulate.measurements import Measurement
 
@@ -39,21 +43,24 @@ class TimedStep(NamedTuple):
     seconds: Mapping[str, float] = {}
 
 
-def time_steps(steps: Sequence[tuple[str, Bench, StepPlan]], engine: TransferEngine, *, rounds: int) -> list[TimedStep]:
-    """Run steps in turn, round after round; the seconds of each are those of the slowest rank in its quickest round.
+def time_steps(steps: Sequence[tuple[TimedStep, Callable[[bool], float]]], *, rounds: int) -> list[TimedStep]:
+    """Run steps in turn, round after round; the seconds of each are those of its quickest round.
 
-    The model must compute activations anew in backward passes, as the simulator's update does.
+    Args:
+        steps: each with what runs it, with or without backward passes, and returns its seconds. Activations must be
+            computed anew in backward passes, as in the simulator's update, where the simulator is told so.
+        rounds: how many, behind one that warms up.
     """
     seconds: list[dict[str, list[float]]] = [{stage: [] for stage in STAGES} for _ in steps]
     for turn in range(rounds + 1):
-        for (_, bench, plan), times in zip(steps, seconds, strict=True):
+        for (_, timed), times in zip(steps, seconds, strict=True):
             for stage, updating in STAGES.items():
-                taken = _seconds(bench, plan, engine, updating=updating)
-                if turn > 0:  # the first warms up
+                taken = timed(updating)
+                if turn > 0:
                     times[stage].append(taken)
     return [
-        TimedStep(name, bench.counts_MLGE, plan, {stage: min(times[stage]) for stage in STAGES})
-        for (name, bench, plan), times in zip(steps, seconds, strict=True)
+        step._replace(seconds={stage: min(times[stage]) for stage in STAGES})
+        for (step, _), times in zip(steps, seconds, strict=True)
     ]
 
 
@@ -63,12 +70,58 @@ def predict_seconds(
     """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
     measured = [_measurement(one, stage) for one in known]
     try:
-        fitted = fit(measured, config, FITTED)
+        fitted = fit(measured, config, FITTED, seconds_of=seconds_on_processes)
     except ConfigError:
         # only ranks that wait for others fetch by host memory, or none does
-        fitted = fit(measured, config, FITTED[:-1])
+        fitted = fit(measured, config, FITTED[:-1], seconds_of=seconds_on_processes)
     costs = replace(config.described().costs, hardware=fitted.hardware)
-    return predict([_measurement(one, stage) for one in asked], config, costs)
+    return predict([_measurement(one, stage) for one in asked], config, costs, seconds_on_processes)
+
+
+def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
+    """Seconds of a stage on processes of this machine, which have no copy engines and take turns on its processors."""
+    topology = replace(one.step.problem.topology, links=costs.hardware.links)
+    group = EPGroup.of(one.served, one.step, config, topology, costs)
+    moved = (group.recompute, group.update)[one.stage]
+    nothing = without_cost(group.recompute)
+    compute = in_turns(without_overlap(group.compute, moved), os.cpu_count() or 1)
+    runs = replace(group, compute=compute, recompute=nothing, update=nothing).run()
+    return float(runs[one.stage].end_P.max())
+
+
+def without_overlap(compute: Compute, transfers: Transfers) -> Compute:
+    """What a rank sends and receives for a cell takes time of its experts.
+
+    A backward stage pass computes forward anew, with what the forward one fetched, and then backward; so the forward
+    time has the fetch of the forward stage pass, and the backward time what the other one fetches beyond it.
+    """
+    fetch_KMLG = transfers.host_KMLG + transfers.direct_KMLG4.sum(-1)
+    later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + transfers.gradient_MLG4.sum(-1)
+    experts_MLG2 = compute.experts_MLG2 + np.stack([fetch_KMLG[0], later_MLG], axis=-1)
+    return compute._replace(experts_MLG2=np.maximum(experts_MLG2, 0))
+
+
+def in_turns(compute: Compute, processors: int) -> Compute:
+    """The same where all ranks share these processors: each part of a pass lasts until the last rank has had its turns.
+
+    Ranks take turns as an operating system lets them, shortest first: while n ranks are left, each gets processors / n
+    of the time, at most all of it.
+    """
+
+    def shared(work: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
+        work_GX = np.sort(np.moveaxis(work, ranks, 0), axis=0)
+        slowdown_G = np.maximum(1.0, (len(work_GX) - np.arange(len(work_GX))) / processors)
+        steps_GX = np.diff(work_GX, axis=0, prepend=0.0)
+        until_X = np.zeros(work_GX.shape[1:])
+        for slowdown, steps_X in zip(slowdown_G, steps_GX, strict=True):
+            until_X += steps_X * slowdown
+        return np.repeat(np.expand_dims(until_X, ranks), len(work_GX), axis=ranks)
+
+    return compute._replace(
+        attention_MG2=shared(compute.attention_MG2, 1),
+        head_MG=shared(compute.head_MG, 1),
+        experts_MLG2=shared(compute.experts_MLG2, 2),
+    )
 
 
 def predict_ratios(
@@ -100,7 +153,6 @@ def processes_config(
                 "gpus": num_ranks,
                 "expert_parallel": num_ranks,
                 "redundant_slots": SLOTS,
-                "processors_per_node": min(num_ranks, os.cpu_count() or 1),
             },
             "model": {
                 "num_layers": sizes["num_hidden_layers"],
@@ -130,7 +182,7 @@ def processes_config(
                 "cluster_latency_s": 1e-4,
             },
             "costs": {"paths": path, "sequence_tokens": float(sequence_tokens)},
-            "execution": {"early_cells": Ability.EARLY_CELLS in EXECUTES[executor], "copy_engines": False},
+            "execution": {"early_cells": Ability.EARLY_CELLS in EXECUTES[executor]},
         },
         source="the benchmark",
     )
@@ -141,8 +193,14 @@ def _measurement(one: TimedStep, stage: str) -> Measurement:
     return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
 
 
-def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, *, updating: bool) -> float:
-    """Of the slowest rank."""
+def executed(
+    name: str, bench: Bench, plan: StepPlan, engine: TransferEngine
+) -> tuple[TimedStep, Callable[[bool], float]]:
+    """A step, and what runs it for `time_steps`; the seconds are those of the slowest rank, publishing left out."""
+    return TimedStep(name, bench.counts_MLGE, plan), partial(_seconds, bench, plan, engine)
+
+
+def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, updating: bool) -> float:
     engine.publish()
     bench.placed.begin_step(0, plan, bench.counts_MLGE, updating=updating)
     dist.barrier()

@@ -1,33 +1,39 @@
 """Seconds of a planned step over those of a static one, on two processes with a core each, where expert GEMMs dominate.
 
 The model is small in layers and large in experts, so that fetching a replica is little beside the rows that it serves,
-as on a cluster; backward passes compute activations anew. *Static* has every expert at its home; *balanced* are as many
-tokens on uniform routes, at home. *Predicted* is what the simulator makes of the very same plans, with rates that were
-fitted to other skews and sizes on the same processes. *Does not pay* are steps of few rows, where replicas are fetched
-for too little, and four processes on two cores, which do all of the work whatever the plan.
+as on a cluster; backward passes compute activations anew. A planned step publishes its weights and makes its plan on
+the clock, in each stage anew, though an update under the plan of its recompute need not. *Static* has every expert at
+its home, and does neither; *balanced* are as many tokens on uniform routes, at home. *Predicted* is what the simulator
+makes of the very same plans, without publishing and planning, with rates that were fitted to other skews and sizes on
+the same processes. *Does not pay* are steps of few rows, where replicas are fetched for too little, and four processes
+on two cores, which do all of the work whatever the plan.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from statistics import median
 from typing import Any
 
-import torch.distributed as dist
-
 from benchmarks.harness.execution_bench import Bench, in_processes
-from benchmarks.harness.pairs import median_interval
-from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
+from benchmarks.harness.pairs import compare
+from benchmarks.harness.step_prediction import (
+    STAGES,
+    TimedStep,
+    executed,
+    predict_ratios,
+    processes_config,
+    time_steps,
+)
 from foreroute.adapters import hf
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.plan import PlanOptions, StepPlan
+from foreroute.plan import PlanOptions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -51,7 +57,6 @@ FEW_ROWS = (1, 16)
 CROWDED_PAIRS = 10
 """Of steps that take four times as long: 95 % is between their second and ninth."""
 PLANNED, STATIC = PlanOptions(tolerance=0.02), PlanOptions(replicas=False)
-Case = tuple[Bench, StepPlan, TransferEngine]
 routed_anew = partial(Bench.routed_anew, micro_steps=MICRO_STEPS)
 
 
@@ -101,11 +106,9 @@ def _measured(
         found["static_imbalance"][name] = round(float(home.max_load_ML.sum() / mean), 3)
         with closing(bench.engine(peers, slots="layer")) as engine:
             placed.use(engine)
-            planned, static = (bench, plan, engine), (bench, home, engine)
             for stage, updating in STAGES.items():
-                found["planned_over_static"][stage][name] = _ratio(planned, static, updating, pairs)
-            balanced = (even, even.plan(STATIC), engine)
-            found["planned_over_balanced"][name] = _ratio(planned, balanced, True, pairs)
+                found["planned_over_static"][stage][name] = _ratio(bench, engine, bench, updating, pairs)
+            found["planned_over_balanced"][name] = _ratio(bench, engine, even, True, pairs)
     few = routed_anew(routed, placed, rank, num_ranks, skew=SKEWS["high"], shape=FEW_ROWS)
     found["does_not_pay"] = {"few_rows": _by_stage(few, peers, pairs)}
     others = [
@@ -115,10 +118,10 @@ def _measured(
         )
         for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
     ]
-    steps = [(name, bench, bench.plan(options)) for name, bench in others for options in (PLANNED, STATIC)]
     with closing(few.engine(peers, slots="layer")) as engine:
         placed.use(engine)
-        return found, cases, time_steps(steps, engine, rounds=rounds)
+        steps = [executed(name, one, one.plan(how), engine) for name, one in others for how in (PLANNED, STATIC)]
+        return found, cases, time_steps(steps, rounds=rounds)
 
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
@@ -131,28 +134,18 @@ def _by_stage(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
     """Seconds planned over static."""
     with closing(bench.engine(peers, slots="layer")) as engine:
         bench.placed.use(engine)
-        planned, static = ((bench, bench.plan(options), engine) for options in (PLANNED, STATIC))
-        return {stage: _ratio(planned, static, updating, pairs) for stage, updating in STAGES.items()}
+        return {stage: _ratio(bench, engine, bench, updating, pairs) for stage, updating in STAGES.items()}
 
 
-def _ratio(candidate: Case, baseline: Case, updating: bool, pairs: int) -> dict[str, float | None]:
-    """Seconds of one over the other: median and the 95 % interval of the median over pairs that were run in turn."""
-    ratios = []
-    for pair in range(pairs + 1):
-        order = (candidate, baseline) if pair % 2 else (baseline, candidate)
-        seconds = [_seconds(each, updating) for each in order]
-        if pair:  # the first warms up
-            ratios.append(seconds[0] / seconds[1] if pair % 2 else seconds[1] / seconds[0])
-    interval = median_interval(ratios) or (None, None)
-    values = zip(("median", "lower", "upper"), (median(ratios), *interval), strict=True)
-    return {name: None if value is None else round(value, 4) for name, value in values}
+def _ratio(bench: Bench, engine: TransferEngine, other: Bench, updating: bool, pairs: int) -> dict[str, float | None]:
+    """Seconds of a step, published, planned and executed, over those of another with every expert at home.
 
-
-def _seconds(case: Case, updating: bool) -> float:
-    bench, plan, engine = case
-    engine.publish()
-    dist.barrier()
-    begun = time.perf_counter()
-    bench.step(plan, updating=updating)
-    dist.barrier()
-    return time.perf_counter() - begun
+    Beside the ratio and its interval `before`, the share of it that passes before the first row.
+    """
+    at_home, before_s = other.plan(STATIC), []
+    found = compare(
+        lambda: before_s.append(bench.paid_step(engine, PLANNED, updating=updating)),
+        lambda: other.unplanned_step(at_home, updating=updating),
+        pairs=pairs,
+    )
+    return found.shown() | {"before": round(median(before_s[1:]) * 1e3 / found.baseline_ms, 4)}

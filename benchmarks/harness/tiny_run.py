@@ -1,4 +1,4 @@
-"""A training run that takes seconds, for benchmarks and tests, and whether two runs ended with the same bits."""
+"""Sizes of a model that trains in seconds, for benchmarks and tests, and whether two runs ended with the same bits."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ SIZES = {
     "norm_topk_prob": True,
     "initializer_range": 0.2,
     "max_position_embeddings": 64,
-}
-VALUES: dict[str, Any] = {
-    "name": "killed",
-    "device": "cpu",
-    "model": {"sizes": SIZES},
-    "task": {"min_operands": 2, "max_operands": 3},
-    "warm_start": {"max_steps": 40, "batch_size": 32},
-    "rollout": {"prompts": 8, "group_size": 4},
-    "rl": {"steps": 24, "mini_steps": 2, "warmup_steps": 2},
-    "checkpoint": {"every": 2},
-    "measure": {"save_trace_every": 2},
 }
 
 

@@ -145,6 +145,8 @@ ENVIRONMENT = {
 
 
 def main(folder, engine="fsdp2"):
+    if engine not in RUNS:
+        sys.exit(f"the engine is {engine!r}; expected {' or '.join(RUNS)}")
     folder = Path(folder).resolve()
     prepare(folder / "policy", engine)
     k3 = {}

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 import torch
+import torch.distributed.tensor  # whose parts of tensors `torch.load` then knows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -65,7 +66,7 @@ def of_trainer(folder):
     if whole.exists():
         return of_policy(whole)
     files = sorted(Path(folder).glob("actor/model_world_size_*_rank_*.pt"))
-    parts = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    parts = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
     return {name: _whole([part[name] for part in parts]) for name in parts[0]}
 
 

@@ -59,6 +59,8 @@ def test_time_and_instructions_of_a_candidate_stand_over_those_of_the_baseline()
     assert (found.ratio, found.low, found.high, found.lower, found.upper) == pytest.approx([1.25] * 5)
     assert (found.baseline_ms, found.pairs) == (pytest.approx(1000), 7)
     assert found.instructions_ratio == 1.004
+    assert found.shown() == {"median": 1.25, "lower": 1.25, "upper": 1.25}
+    assert Machine().compared([1.25], pairs=5).shown() == {"median": 1.25, "lower": None, "upper": None}
 
 
 def test_what_is_resolved_is_a_figure():

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.harness import wires
 from foreroute.capture import decode
 from foreroute.errors import CaptureError
+from tests import wires
 
 R = wires.rollout(np.random.default_rng(9))
 

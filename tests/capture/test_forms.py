@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from benchmarks.harness import wires
 from foreroute.capture import decode
+from tests import wires
 
 RNG = np.random.default_rng(3)
 

@@ -67,20 +67,6 @@ def test_a_writer_that_dies_between_the_two_files_leaves_a_whole_generation(tmp_
     assert load_generation(tmp_path / "new.safetensors").trace.equals(other.trace)
 
 
-def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path, generation):
-    path = save_generation(generation, tmp_path / "rollout.safetensors")
-    raw = path.read_bytes()
-    for place in range(len(raw)):
-        path.write_bytes(raw[:place] + bytes([raw[place] ^ (1 << place % 8)]) + raw[place + 1 :])
-        try:
-            read = load_generation(path)
-        except TraceFileError:
-            continue
-        assert read.trace.equals(generation.trace)
-        assert np.array_equal(read.logprobs_R, generation.logprobs_R)
-        assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
-
-
 @pytest.mark.parametrize("lengths", [1.5, True, 0, -(2**63), 2**63 - 1, None, [2, 3]])
 def test_prompts_are_whole_numbers_of_tokens(generation, lengths):
     with pytest.raises(TraceContentError, match="prompt"):

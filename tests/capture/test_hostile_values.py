@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.harness import wires
 from foreroute.capture import Sampling, decode, refuse_constant_layers
 from foreroute.errors import CaptureError, ConfigError, InputError
 from foreroute.trace import RoutedLayer, RoutingTrace
+from tests import wires
 
 R = wires.rollout(np.random.default_rng(10))
 ROUTES = R.routes_RLK

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from benchmarks.harness import wires
 from foreroute.capture import decode, with_indexer_choices
 from foreroute.errors import CaptureError
 from foreroute.trace import IndexerSpec, LayerKind, synthetic_trace
+from tests import wires
 from tests.traces import spec_of
 
 LAYERS = tuple(fr.RoutedLayer(i, LayerKind.ATTENTION) for i in (0, 2))

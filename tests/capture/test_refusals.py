@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from benchmarks.harness import wires
 from foreroute.capture import decode
 from foreroute.errors import CaptureError
+from tests import wires
 
 RNG = np.random.default_rng(5)
 

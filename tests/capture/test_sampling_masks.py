@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.harness import wires
 from foreroute.capture import decode
 from foreroute.errors import CaptureError
 from foreroute.trace import SAMPLING
+from tests import wires
 
 VOCABULARY = 50_000
 R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.harness import wires
 from foreroute.capture import Trajectory, decode
 from foreroute.errors import BatchMismatchError, CaptureError, SpecMismatchError, TraceContentError
 from foreroute.trace import NO_VERSION, RoutingTrace, extended
+from tests import wires
 from tests.traces import spec_of
 
 SPEC = spec_of()

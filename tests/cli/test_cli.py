@@ -14,12 +14,12 @@ from rich.text import Text
 from typer.main import get_command
 
 import foreroute as fr
-from benchmarks.harness import wires
 from foreroute.capture.generation import trace_of
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
 from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
+from tests import wires
 from tests.cli.command import foreroute
 from tests.traces import choices_of, random_trace, spec_of
 from tests.train.small_runs import records, small_values
@@ -60,7 +60,7 @@ def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch)
     monkeypatch.setattr("foreroute.cli.terminal.DRAWN_WITH", ("no_such_library",))
     result = foreroute("train", config_file(tmp_path, rl={"steps": 1}), "--folder", tmp_path / "run")
     assert result.returncode == 0, result.stderr
-    assert "report      none, for want of no_such_library" in result.stdout
+    assert "report      skipped: no_such_library not installed" in result.stdout
     assert not (tmp_path / "run" / "report.html").exists()
 
 
@@ -70,7 +70,7 @@ def test_a_small_demo_runs_to_its_table_and_page(tmp_path, monkeypatch):
     monkeypatch.setattr("foreroute.cli.demo.demo_values", lambda: values)
     result = foreroute("demo", "--folder", tmp_path / "demo", "--steps", 1)
     assert result.returncode == 0, result.stderr
-    assert "token-layers" in result.stdout
+    assert "differing" in result.stdout
     page = (tmp_path / "demo" / "report.html").read_text()
     assert "Comparison of 2 runs" in page
     (record,) = records(tmp_path / "demo" / "R3")
@@ -98,7 +98,7 @@ def test_train_report_and_inspect(tmp_path):
     again = foreroute("report", tmp_path / "run", "--output", tmp_path / "page.html")
     finding, page = again.stdout.splitlines()
     assert page == str(tmp_path / "page.html")
-    assert f'<p class="finding">{finding}</p>' in (tmp_path / "page.html").read_text()
+    assert f'<p class="card finding ">{finding}</p>' in (tmp_path / "page.html").read_text()
     assert " ".join(finding.split()) in " ".join(result.stdout.split()), "train says it as well"
     shown = foreroute("inspect", trace_of(tmp_path / "run" / "rollouts" / "step-000000.safetensors"))
     assert "top-2 of 16 experts in 2 layers" in shown.stdout

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from benchmarks.harness import wires
+from tests import wires
 from tests.cli.command import foreroute
 from tests.traces import random_trace
 

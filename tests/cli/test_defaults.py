@@ -51,7 +51,7 @@ def of_function(function):
     [
         ("plan", of_dataclass(PlanOptions), 9),
         ("plan", of_dataclass(PlanInputs), 4),
-        ("convert", of_function(decode), 4),
+        ("convert", of_function(decode), 2),
         ("doctor", of_function(examine), 2),
         ("train", of_function(train), 1),
     ],

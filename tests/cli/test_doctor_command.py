@@ -217,6 +217,15 @@ def test_a_diff_without_a_common_routed_row_is_refused(files):
         assert "no row is routed in both traces" in result.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("lengths", [[], [0, 0]], ids=["no sequence", "no token"])
+def test_two_traces_without_a_row_are_refused_by_both_verbs(lengths, tmp_path):
+    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
+    path = fr.save(fr.RoutingTrace.unrouted(spec, [np.zeros(n, np.int32) for n in lengths]), tmp_path / "t")
+    for result in (foreroute("diff", path, path), doctor("--trainer-trace", path, "--trace", path)):
+        assert result.returncode == 2, result.stdout
+        assert "nothing to compare" in result.stderr
+
+
 def test_a_configuration_without_its_checkpoint_is_a_problem_that_names_it(run):
     rollout = run / "rollouts" / "step-000020.safetensors"
     result = doctor("--model", run.parent / "run.toml", "--generation", rollout, "--weight-version", "20")
@@ -280,7 +289,8 @@ def test_sequences_of_one_token_are_left_out(files, tmp_path):
 def test_fewer_sequences_are_examined_when_asked(files, capsys):
     inputs = DoctorInputs(model=files / "model", generation=files / "bf16.safetensors")
     run_doctor(inputs, None, **{**OPTIONS, "max_sequences": 2})
-    assert "Measures" in capsys.readouterr().out
+    part = load_generation(inputs.generation).select(np.arange(2))
+    assert f"over {len(part.logprobs_R)} response tokens" in " ".join(capsys.readouterr().out.split())
 
 
 def nothing(files):

@@ -12,9 +12,10 @@ import pytest
 from foreroute.cli.main import main
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.plan import save_counts
-from foreroute.simulate import load_config, parse_config
+from foreroute.simulate import load_config, methods, parse_config
 from foreroute.simulate.fit import fit
 from foreroute.simulate.measurements import load_measurements
+from foreroute.simulate.workload import DrawnStep
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
 TOML = """
@@ -99,6 +100,21 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     assert "runs/simulate/config is not empty" in printed.err
 
 
+def test_a_step_is_drawn_and_planned_once_for_the_table_and_its_timelines(run, tmp_path, monkeypatch):
+    planned, drawn = [], []
+
+    def counted(calls, work):
+        return lambda *given, **more: calls.append(given) or work(*given, **more)
+
+    monkeypatch.setattr(methods, "plan", counted(planned, methods.plan))
+    monkeypatch.setattr(DrawnStep, "counts", counted(drawn, DrawnStep.counts))
+    code, printed = run("config.toml")
+    assert code == 0, printed.err
+    assert len(json.loads((tmp_path / "runs/simulate/config/simulation.json").read_text())["timelines"]) == 2
+    assert len(planned) == 2, "one plan that compiles, and one of the step"
+    assert len(drawn) == 2, "the step, and the one before it"
+
+
 def test_the_folder_that_it_runs_in_is_not_replaced(run, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -120,7 +136,7 @@ def test_rates_are_fitted_first(run, tmp_path):
     assert load_cluster(tmp_path / "out" / "cluster.toml") == fitted, "what plans can be priced by"
     figures = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert figures["fit"]["measured_s"] == [0.004, 0.011]
-    assert re.search(r"fitted +gemm_flops_per_s [\d.,]+ TFLOP/s, configured 600 TFLOP/s", printed.out)
+    assert re.search(r"gemm_flops_per_s +600 TFLOP/s +[\d.,]+ TFLOP/s", printed.out)
     assert "Rates fitted to measurements" in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -71,7 +71,7 @@ class Adapter:
 class Model:
     def __init__(self, adapter, good, case):
         self.adapter, self.good, self.case = adapter, good, case
-        self.batch, self.session_trace, self.planted = None, None, None
+        self.batch, self.session_trace, self.injected = None, None, None
         self.attached, self.forwards, self.backwards = False, 0, 0
 
     def __getattr__(self, name):
@@ -82,9 +82,9 @@ class Model:
         self.forwards += 1
         return Step(self, batch, self.adapter.forward(self, batch, grad))
 
-    def plant(self, plant):
-        self.planted = plant
-        self.good.plant(plant)
+    def inject(self, fault):
+        self.injected = fault
+        self.good.inject(fault)
 
 
 class Scoring(HuggingFaceModel):

@@ -130,14 +130,14 @@ class SkipsFusedRouters(Adapter):
     @contextmanager
     def session(self, handle, trace, **options):
         with ExitStack() as stack:
-            if handle.model.planted is not Fault.FUSED_ROUTER:
+            if handle.model.injected is not Fault.FUSED_ROUTER:
                 stack.enter_context(super().session(handle, trace, **options))
             yield
 
 
 class FindsTheOrphans(Adapter):
     def attach(self, model):
-        if model.planted is not Fault.ORPHAN_ROUTERS:
+        if model.injected is not Fault.ORPHAN_ROUTERS:
             return super().attach(model)
         handle = super().attach(Model(self, self.good.build(model.case), model.case))
         handle.orphan = True
@@ -154,7 +154,7 @@ class FindsTheOrphans(Adapter):
 
 class HeadIsLayerZero(Adapter):
     def attach(self, model):
-        if model.planted is not Fault.MTP_HEAD:
+        if model.injected is not Fault.MTP_HEAD:
             return super().attach(model)
         trunk = model.good.model.model
         head = trunk.__dict__["mtp"] = trunk._modules.pop("mtp")  # runs, and is not found

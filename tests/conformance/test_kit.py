@@ -2,11 +2,26 @@
 
 import importlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, bugs_of, run_conformance
+from foreroute.conformance import (
+    ALL_CHECKS,
+    KNOWN_BUGS,
+    Outcome,
+    bugs_of,
+    gate_checks,
+    indexer_checks,
+    kit,
+    mask_checks,
+    refusal_checks,
+    route_checks,
+    run_conformance,
+    session_checks,
+)
+from foreroute.conformance.check import PLACEMENT
 from foreroute.errors import ConfigError
 from tests.conformance import broken_rows, broken_sessions
 from tests.conformance.breaking import Adapter
@@ -14,6 +29,7 @@ from tests.conformance.naive import Naive
 
 BROKEN = {**broken_rows.BROKEN, **broken_sessions.BROKEN}
 IDS = [check.id for check in ALL_CHECKS]
+KINDS = (gate_checks, indexer_checks, mask_checks, refusal_checks, route_checks, session_checks)
 
 
 def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
@@ -29,8 +45,20 @@ def unchecked(monkeypatch):
 
 
 @pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
+def test_a_broken_adapter_fails_its_own_check_and_none_of_its_kind(adapter, unchecked):
+    """Checks of one file look at the same thing."""
+    [kind] = [part.CHECKS for part in KINDS if BROKEN[adapter] in {check.id for check in part.CHECKS}]
+    require_own(adapter, [check.id for check in kind if check.id in (adapter.checks or IDS)])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
 def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter, unchecked):
-    report = run_conformance(adapter(), only=adapter.checks)
+    require_own(adapter, adapter.checks)
+
+
+def require_own(adapter, only):
+    report = run_conformance(adapter(), only=only)
     assert report.failed == (BROKEN[adapter],), report.text()
     assert not report.ok
 
@@ -48,6 +76,33 @@ def test_recordings_of_sets_are_compared_as_sets():
 def test_every_check_catches_an_adapter():
     assert set(BROKEN.values()) == set(IDS)
     assert len(set(IDS)) == len(IDS)
+
+
+def test_what_a_check_needs_comes_before_it_and_is_as_quick():
+    for place, check in enumerate(ALL_CHECKS):
+        assert set(check.needs) <= set(IDS[:place])
+        assert not check.quick or all(other.quick for other in ALL_CHECKS if other.id in check.needs)
+
+
+def test_no_check_runs_twice_and_one_mistake_is_reported_once(monkeypatch):
+    ran = []
+
+    def counted(check):
+        def run(context):
+            ran.append(check.id)
+            check.run(context)
+
+        return replace(check, run=run)
+
+    checks = {check.id: counted(check) for check in ALL_CHECKS}
+    monkeypatch.setattr(kit, "_BY_ID", checks)
+    monkeypatch.setattr(kit, "ALL_CHECKS", tuple(checks.values()))
+    report = run_conformance(broken_rows.SoftmaxGates(), only=["router-gradient", "masks-refused", "gate-rule"])
+    assert report.failed == ("gate-rule",)
+    assert report.with_outcome(Outcome.BLOCKED) == ("router-gradient", "masks-refused")
+    assert {result.root for result in report.results} == {"gate-rule"}
+    assert ran == [*PLACEMENT, "gate-rule", "dense-scores"][: len(ran)]
+    assert len(ran) == len(set(ran))
 
 
 MISTAKES = {
@@ -114,11 +169,14 @@ def test_the_page_lists_every_check():
 
 def test_the_report_names_reasons_and_where_the_bug_was_seen():
     adapter = next(a for a, check in BROKEN.items() if check == "token-shift")
-    text = run_conformance(adapter(), only=["token-shift", "gate-rule", "group-limit"]).text()
-    assert "1 failed, 1 not applicable, 1 blocked" in text
+    text = run_conformance(adapter(), only=["token-shift", "gate-rule"]).text()
+    assert "1 failed, 1 blocked" in text
     assert "shifted by +1 token:" in text
     assert "https://github.com/sgl-project/sglang/pull/26555" in text
     assert "can be judged when token-shift passes" in text
+    text = run_conformance(Adapter(), only=["group-limit"]).text()
+    assert "1 not applicable" in text
+    assert "the router has no group limit" in text
 
 
 def test_an_unknown_check_is_refused():

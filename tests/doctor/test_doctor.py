@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from foreroute.adapters import hf
 from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
+from foreroute.doctor import examine as module
 from foreroute.doctor.examine import QUICK, examine
 from foreroute.trace import SAMPLING
 from tests.doctor.doctor_cases import VERSION, generation, older, shifted
-from tests.models import tiny
+from tests.models import SMALL, tiny
 
 
 def diagnosis(model, sequences, **options):
@@ -147,3 +149,34 @@ def test_the_quick_checks_leave_a_model_as_it_was(model):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert {"routes-followed", "native-bit-equal", "stale-refused"} <= set(QUICK)
     assert not {"recompute-order", "wide-ids", "reference-untouched"} & set(QUICK)
+
+
+def logprobs_of_logits(model, sequences, temperature=1.0):
+    """Of the response tokens, each sequence alone, from all its logits in float64."""
+    found = []
+    for s in range(len(sequences)):
+        tokens = torch.from_numpy(sequences.trace.tokens(s).astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None]).logits[0, :-1].double() / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        found.append(logprobs[-int(sequences.response_lengths[s]) :].numpy())
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"], ids=["a plain head", "a head that is scaled"])
+def test_logits_are_made_of_a_few_response_tokens_at_a_time(family, monkeypatch):
+    scaled = {"logits_scaling": 3.0, "num_local_experts": 8, "num_experts_per_tok": 2}
+    model = tiny(family) if family == "qwen3_moe" else hf.build_model(family, seed=0, **SMALL, **scaled).eval()
+    good = generation(model, temperature=0.7)
+    seen = []
+    monkeypatch.setattr(module, "LOGITS_BYTES", 5 * 4 * 50, raising=False)
+    with monkeypatch.context() as patch:  # the quick checks make logits of their own
+        patch.setattr(module, "QUICK", ())
+        handle = model.lm_head.register_forward_hook(lambda head, args, output: seen.append(output.shape[:-1].numel()))
+        evidence = examine(model, good, temperature=0.7)
+        handle.remove()
+    assert max(seen) <= len(good), "one position of each sequence, or five response tokens"
+    assert sum(seen) > 4 * good.response_lengths.sum(), "two passes and two more"
+    expected = logprobs_of_logits(model, good, 0.7)
+    np.testing.assert_allclose(evidence.native.logprobs_R, expected, atol=2e-5)
+    np.testing.assert_allclose(evidence.repacked.logprobs_R, expected, atol=2e-5)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
+from foreroute.trace import INDEXER
+from foreroute.trace.streams import same_streams
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep import training_worker
 from tests.ep.test_training import errors, of_all_ranks
@@ -42,5 +44,6 @@ def attended(rank, case):
     for replayed in (trace, trace.without_streams("indexer")):
         with routed.replay(replayed), routed.record(indexers=True) as recording, torch.no_grad():
             losses.append(float(log_probs(placed.model, batch(rank, 0, 1)).mean()))
-        followed.append(recording.trace().streams["indexer"].equals(trace.streams["indexer"]))
+        own, handed_in = ({INDEXER: each.streams[INDEXER]} for each in (recording.trace(), trace))
+        followed.append(same_streams(own, handed_in))
     return *followed, losses

@@ -8,7 +8,7 @@ from scipy import stats
 
 from experiments.arms import roughness
 from experiments.intervals import mean_interval, paired_difference, paired_ratio
-from experiments.series import WINDOW, binned, collapse_step, moving_average
+from experiments.series import WINDOW, binned, collapse_step
 
 VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
 OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
@@ -85,7 +85,6 @@ def test_stretches_keep_the_mean_of_a_series():
     values = np.arange(24.0)
     assert binned(list(values)) == [0.5 + 2 * i for i in range(12)]
     assert len(binned([1.0, 2.0])) == 2
-    np.testing.assert_allclose(moving_average(values), np.arange(4.5, 19))
 
 
 def test_roughness_sees_changes_and_no_level():

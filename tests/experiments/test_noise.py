@@ -8,10 +8,10 @@ import torch
 
 from experiments import noise
 from experiments.cells import Cell
-from experiments.claims import PASSES
 from experiments.models import merged
 from experiments.noise import ScoringEngine, batches_of, compared, passes, run_noise
 from experiments.starts import configuration, loaded, started
+from experiments.tables import layouts
 from foreroute.train.loop import make_trainer
 from tests.models import round_by_shape
 from tests.train.small_runs import small_values
@@ -58,7 +58,7 @@ def test_every_pass_computes_the_model(start):
     policy, engine, generation = rolled_out(start, "float32")
     routes, logprobs_R = by_the_model(policy, generation)
     whole, others = passes(engine, generation, GROUP, TEMPERATURE, seed=0)
-    assert others.keys() == PASSES.keys()
+    assert list(others) == layouts()["noise"]["each"]["pass"][2:]
     for found in (whole, *others.values()):
         np.testing.assert_allclose(found.logprobs_R, logprobs_R, atol=2e-5)
         assert np.array_equal(found.trace.token_ids_N, generation.trace.token_ids_N)

@@ -10,10 +10,18 @@ from experiments import balancing, unevenness
 from experiments.balancing import after
 from experiments.cells import Cell
 from experiments.models import base_values, merged
-from experiments.premise import ROUTES, SEQUENCES
 from experiments.routes import run_routes
 from experiments.texts import KINDS, LONGEST, SHORTEST, TextTask, encode, text
-from experiments.unevenness import dealt, drawn, kind_information, kind_share, made_up, sequence_counts, shuffled
+from experiments.unevenness import (
+    SEQUENCES,
+    dealt,
+    drawn,
+    kind_information,
+    kind_share,
+    made_up,
+    sequence_counts,
+    shuffled,
+)
 from foreroute.plan import Topology, contiguous_imbalance
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import BALANCERS
@@ -141,7 +149,7 @@ def test_history_is_the_micro_step_before():
 
 def test_a_cell_keeps_its_traces_and_measures_them(tmp_path, monkeypatch):
     monkeypatch.setattr(balancing, "OTHER_BALANCERS", {"llep": OTHER_BALANCERS["llep"]})  # others take long to compile
-    cell = Cell(ROUTES, "routes", 0, "routes", SMALL)
+    cell = Cell("H/routes", "routes", 0, "routes", SMALL)
     base = base_values("routes")
     found = run_routes(cell, base, tmp_path)
     (folder,) = tmp_path.iterdir()
@@ -160,5 +168,5 @@ def test_a_cell_keeps_its_traces_and_measures_them(tmp_path, monkeypatch):
     assert found["simulated"]["static"] == 1 < found["simulated"]["ours"]
     assert run_routes(cell, base, tmp_path) == found
     assert written == [path.stat().st_mtime_ns for path in folder.iterdir()]
-    other = Cell(ROUTES, "routes", 0, "routes", merged(SMALL, {"rl": {"learning_rate": 1e-5}}))
+    other = Cell("H/routes", "routes", 0, "routes", merged(SMALL, {"rl": {"learning_rate": 1e-5}}))
     assert other.digest(base) not in folder.name

@@ -1,12 +1,13 @@
 """What follows from the declaration of a format: reading, refusing and writing, the same for every kind of file."""
 
+import io
 import os
 
 import numpy as np
 import pytest
 
 from foreroute.errors import PlanError
-from foreroute.files import FileFormat, HeldBytes, TensorSchema, checksum, tensors_to_bytes
+from foreroute.files import FileFormat, TensorSchema, checksum, tensors_to_bytes
 
 FORMAT = FileFormat(
     name="song",
@@ -21,6 +22,12 @@ METADATA = {"title": "Ü\n"}
 TENSORS = {"pitch_NV": np.arange(6, dtype=np.uint8).reshape(3, 2), "length_N": np.ones(3, np.float32)}
 
 
+def opened(content):
+    file = io.BytesIO(content)
+    file.name = "it"
+    return file
+
+
 def forged(metadata=(), tensors=(), without=()):
     """A file with a right checksum, whatever it holds; a source in memory."""
     held = {"foreroute.song": "4", "foreroute.title": "x", **dict(metadata)}
@@ -28,7 +35,7 @@ def forged(metadata=(), tensors=(), without=()):
     there = {name: tensor for name, tensor in {**TENSORS, **dict(tensors)}.items() if name not in without}
     ours = {key: value for key, value in held.items() if key.startswith("foreroute.")}
     covered = {name: tensor for name, tensor in there.items() if name != "length_N"}
-    return HeldBytes(tensors_to_bytes({**held, "foreroute.checksum": checksum(ours, covered)}, there), "it")
+    return opened(tensors_to_bytes({**held, "foreroute.checksum": checksum(ours, covered)}, there))
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -36,7 +43,7 @@ def test_what_is_written_is_read(tmp_path, in_memory):
     path = FORMAT.write(tmp_path / "deep" / "song", METADATA, TENSORS, overwrite=False)
     content = FORMAT.to_bytes(METADATA, TENSORS)
     assert path.read_bytes() == content
-    metadata, tensors = FORMAT.read(HeldBytes(content, "it") if in_memory else path)
+    metadata, tensors = FORMAT.read(opened(content) if in_memory else path)
     assert metadata == METADATA
     assert list(tensors) == ["pitch_NV"]  # the other one stands apart
     assert tensors["pitch_NV"].tobytes() == TENSORS["pitch_NV"].tobytes()
@@ -74,7 +81,7 @@ def test_damage_is_seen_wherever_the_checksum_is_of():
     damaged = bytearray(content)
     damaged[-1] ^= 1  # the last byte of the narrowest tensor
     with pytest.raises(PlanError, match=r"it is damaged: its checksum is .*, the file states"):
-        FORMAT.read(HeldBytes(bytes(damaged), "it"))
+        FORMAT.read(opened(bytes(damaged)))
 
 
 def test_what_breaks_the_declaration_is_not_written(tmp_path):

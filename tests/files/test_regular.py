@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import InputError, TraceFileError, printable
-from foreroute.files import RegularFile, TensorFile, parse_json, read_file, read_text, tensors_to_bytes
+from foreroute.files import TensorFile, open_regular, parse_json, read_file, read_text, tensors_to_bytes
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def no_file(tmp_path, request):
     indirect=True,
 )
 def test_what_is_no_file_is_refused_at_once_by_the_callers_error(no_file):
-    for read in (read_file, read_text, RegularFile, TensorFile):
+    for read in (read_file, read_text, open_regular, TensorFile):
         with pytest.raises(TraceFileError, match=r"there|device|cannot|does not exist"):
             read(no_file, TraceFileError)
 

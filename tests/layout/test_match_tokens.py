@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from foreroute import RoutingTrace
-from foreroute.conformance import canary_trace
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, pad
+from tests.layout.canary import canary_trace
 from tests.traces import random_trace, spec_of
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from foreroute import layout
-from foreroute.conformance import canary_trace
 from tests.layout import layout_oracle as oracle
+from tests.layout.canary import canary_trace
 from tests.layout.layout_cases import draw_case
 
 CONFIGURATIONS = 2400

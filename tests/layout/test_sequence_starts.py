@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreroute.conformance import canary_trace
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, starts_from_cumulative_lengths, starts_from_positions
+from tests.layout.canary import canary_trace
 from tests.traces import spec_of
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from foreroute import RoutedLayer, layout
-from foreroute.conformance import canary_trace
 from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
+from tests.layout.canary import canary_trace
 from tests.traces import spec_of
 
 

@@ -175,7 +175,7 @@ def test_counts_of_other_ranks_are_refused():
 
 
 def test_counts_of_the_generator_are_those_of_tokens():
-    counts = WORKLOADS["H8"].draw(seed=0).counts()
+    counts = WORKLOADS["G8"].draw(seed=0).counts()
     assert check_counts(counts, num_ranks=8, top_k=8) is counts
 
 

@@ -235,21 +235,6 @@ def test_no_memory_is_taken_for_ranks_that_no_expert_is_on(tmp_path):
         load_plan(_forged(tmp_path, change))
 
 
-def test_every_bit_of_a_small_file_counts(tmp_path):
-    plan, _ = small_case(3, ranks=2, experts=2, slots=1, micro_steps=1, layers=1)
-    raw = save_plan(plan, tmp_path / "p").read_bytes()
-    refused = 0
-    for bit in range(8 * len(raw)):
-        damaged = bytearray(raw)
-        damaged[bit // 8] ^= 1 << bit % 8
-        (tmp_path / "d").write_bytes(damaged)
-        try:
-            assert equal(load_plan(tmp_path / "d"), plan)
-        except PlanError:
-            refused += 1
-    assert refused > 0.9 * 8 * len(raw)
-
-
 def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
     plan, _ = small_case(3)
     given = Topology(*np.array([plan.topology.num_ranks, plan.topology.ranks_per_node, 2]), plan.topology.links)
@@ -263,14 +248,6 @@ def test_cells_that_there_are_not_are_refused():
     for micro_step, layer in ((-1, 0), (0, -1), (plan.shape[0], 0), (0, plan.shape[1])):
         with pytest.raises(PlanError, match=r"micro-steps of \d+ layers, no \("):
             plan.cell(micro_step, layer)
-
-
-def test_every_truncation_is_refused(tmp_path):
-    raw = save_plan(small_case(3)[0], tmp_path / "p").read_bytes()
-    for size in range(0, len(raw), 7):
-        (tmp_path / "d").write_bytes(raw[:size])
-        with pytest.raises(PlanError):
-            load_plan(tmp_path / "d")
 
 
 VERSION_5 = Path(__file__).parent / "data" / "plan-v5.safetensors"

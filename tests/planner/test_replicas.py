@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from benchmarks.balancers.splits import level_quotas
-from benchmarks.harness.planner_oracles import best_split
+from benchmarks.harness.planner_oracles import best_split, level_quotas
 from foreroute.errors import PlanError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from benchmarks.balancers.splits import level_quotas, split_by_quota
+from benchmarks.harness.planner_oracles import level_quotas
 from foreroute.simulate.eplb import even_split
 
 
@@ -67,34 +67,3 @@ def test_even_splits_are_even_for_every_source_and_in_all(seed):
         assert (abs(tokens_HG[mine] - counts_GE[:, e] * copies_H[mine, None] / copies) < copies_H[mine, None]).all()
         total_H = tokens_HG[mine].sum(axis=1)
         assert (abs(total_H - counts_GE[:, e].sum() * copies_H[mine] / copies) < copies_H[mine]).all()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_quotas_are_filled_with_the_nearest(seed):
-    """As much in the rank, and as much in the node, as any split with these quotas, by linear program."""
-    rng = np.random.default_rng(seed)
-    counts_GE = rng.integers(0, 40, (6, 5))
-    node_G = np.array([0, 0, 1, 1, 2, 2], np.int16)
-    expert_H, rank_H = random_hosts(rng, 6, 5, 3)
-    quota_H, _ = level_quotas(expert_H, rank_H, counts_GE.sum(axis=0), 6)
-    tokens_HG = split_by_quota(expert_H, rank_H, quota_H, 2, counts_GE)
-    np.testing.assert_array_equal(tokens_HG.sum(axis=1), quota_H)
-    for e in range(5):
-        np.testing.assert_array_equal(tokens_HG[expert_H == e].sum(axis=0), counts_GE[:, e])
-    same_rank_HG = rank_H[:, None] == np.arange(6)
-    for near_HG in (same_rank_HG, node_G[rank_H][:, None] == node_G):
-        assert tokens_HG[near_HG].sum() == pytest.approx(_most(near_HG, expert_H, quota_H, counts_GE))
-
-
-def _most(near_HG, expert_H, quota_H, counts_GE):
-    hosts, num_ranks = near_HG.shape
-    per_host = np.kron(np.eye(hosts), np.ones(num_ranks))
-    per_source = np.array(
-        [np.outer(expert_H == e, np.arange(num_ranks) == g).reshape(-1) for g, e in np.ndindex(counts_GE.shape)]
-    )
-    return -linprog(
-        -near_HG.reshape(-1).astype(float),
-        A_eq=np.concatenate([per_host, per_source]),
-        b_eq=np.concatenate([quota_H, counts_GE.reshape(-1)]),
-        method="highs",
-    ).fun

@@ -13,13 +13,9 @@ TRAINING = {
     "static": 17.72,
     "eplb_previous": 15.6,
     "eplb_step": 15.1,
-    "eplb_step_lp": 14.2,
     "eplb_micro_step": 13.18,
-    "lplb": 14.9,
-    "fastermoe": 16.1,
     "laer": 13.9,
-    "feplb": 15.4,
-    "relibra": 13.8,
+    "llep": 14.9,
     "ours": 13.21,
     "ours_exact": 13.15,
     "ours_rehomed": 13.2,
@@ -43,7 +39,7 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
     recompute, update = 0.2 * training, 0.8 * training
     parts = [dict(zip(PARTS, [share * s for share in shares], strict=True)) for s in (recompute, update)]
     parts[0]["waiting for the plan"] = waits
-    stages = StageSeconds(waits, 0.31 if name == "relibra" else 0.0, 0.0, recompute, update, 0.42, 0.011)
+    stages = StageSeconds(waits, 0.31 if name == "ours_rehomed" else 0.0, 0.0, recompute, update, 0.42, 0.011)
     return MethodRecord(
         name=name,
         label=LABELS[name],
@@ -114,20 +110,17 @@ def timeline(name, num_ranks=16, num_layers=5, *, fetches=True):
             slowest = max(slowest, experts)
             start = now + 1e-3 + 3e-4
             spans += [
-                Span(rank, "compute", "attention", layer, False, now, now + attention),
-                Span(rank, "links", "dispatch", layer, False, now + 1e-3, start),
-                Span(rank, "compute", "experts", layer, False, start, start + experts),
+                Span(rank, "compute", "attention", layer, now, now + attention),
+                Span(rank, "links", "dispatch", layer, now + 1e-3, start),
+                Span(rank, "compute", "experts", layer, start, start + experts),
             ]
             if fetches and name != "static" and rank % 3 == 0:
-                spans.append(Span(rank, "copy engine", "fetch", layer, False, now - 8e-4, now - 6e-4))
+                spans.append(Span(rank, "copy engine", "fetch", layer, now - 8e-4, now - 6e-4))
         end = now + 1.3e-3 + slowest
-        spans += [Span(rank, "links", "combine", layer, False, end, end + 3e-4) for rank in range(num_ranks)]
+        spans += [Span(rank, "links", "combine", layer, end, end + 3e-4) for rank in range(num_ranks)]
         now = end + 3e-4
     return Timeline(
         method=name,
-        label=LABELS[name],
-        not_executed=(),
-        stage="recompute",
         micro_step=1,
         num_ranks=num_ranks,
         spans=tuple(sorted(spans, key=lambda span: (span.begin_s, span.rank))),

@@ -1,17 +1,16 @@
-"""The page of a diagnosis: complete with all evidence and with none, self-contained, and safe to open."""
+"""The page of a diagnosis: complete with all evidence and with none."""
 
 import re
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from matplotlib.figure import Figure
 
-from foreroute.doctor import Diagnosis, Evidence, Finding, Measures, Severity, TrainerPass, diagnose
-from foreroute.errors import InputError
-from foreroute.report import measure_rows, write_diagnosis
+from foreroute.doctor import Diagnosis, Evidence, Measures, TrainerPass, diagnose
+from foreroute.report import measure_table, write_diagnosis
 from foreroute.report.figure import layer_label, number_layers
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
+from tests.report.pages import text_of
 from tests.traces import random_trace
 
 
@@ -34,19 +33,16 @@ def full():
 
 def test_everything_that_was_measured_is_on_the_page(tmp_path):
     diagnosis = full()
-    html = write_diagnosis(diagnosis, tmp_path / "page.html").read_text()
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
+    html = write_diagnosis(diagnosis, tmp_path / "page.html", [("Look at the run", "foreroute report r")]).read_text()
+    text = text_of(html)
     for finding in diagnosis.findings:
-        assert finding.sentence[:60] in text.replace("&#39;", "'").replace("&gt;", ">")
-    assert [row.label for row in measure_rows(diagnosis.measures)] == re.findall(
-        r'<tr><th scope="row">(.*?)</th>', html
-    )
+        assert f"{finding.sentence} {finding.advice}".strip() in text
+    table = measure_table(diagnosis.measures)
+    for row in table.rows:
+        assert " ".join(row.cells).replace("\N{NO-BREAK SPACE}", " ") in text, row
+    assert table.column("Differing decisions")[1] == "0, forced"
     assert html.count("data:image/svg+xml;base64,") == 2
-    without, with_, *_ = measure_rows(diagnosis.measures)
-    k3 = f"without replay {without.cells['k3, nats per token']} {with_.cells['k3, nats per token']} with"
-    differ = f"that differ {without.cells['Differing decisions']} in {without.cells['Differing tokens']} of the tokens"
-    assert all(re.sub(r"\s+", " ", tile) in text for tile in (k3, differ))
-    assert not re.search(r"<script|<link|https?://|@import|url\(", html)
+    assert "Look at the run foreroute report r" in text
 
 
 def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
@@ -72,26 +68,3 @@ def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
     assert html.count("is not shown") == 2
     assert "<figure" not in html
     assert "<table" not in html
-    assert 'class="tiles"' not in html
-
-
-def test_words_from_outside_are_text(tmp_path):
-    finding = Finding(Severity.PROBLEM, "wiring", "<script>alert(1)</script>")
-    page = Diagnosis(headline="<img src=x>", findings=(finding,), measures=Measures(), facts={"model": "<b>"})
-    html = write_diagnosis(page, tmp_path / "page.html").read_text()
-    assert "<script" not in html
-    assert "<img" not in html
-    assert "<b>" not in html
-
-
-def test_a_file_that_is_no_page_of_ours_is_not_replaced(tmp_path):
-    notes = tmp_path / "keep.txt"
-    notes.write_text("notes")
-    with pytest.raises(InputError, match="is no page that foreroute wrote; nothing was changed"):
-        write_diagnosis(full(), notes)
-    assert notes.read_text() == "notes"
-
-
-def test_a_folder_as_target_is_refused(tmp_path):
-    with pytest.raises(InputError, match="is a folder"):
-        write_diagnosis(full(), tmp_path)

@@ -6,9 +6,9 @@ import pytest
 
 from foreroute.records import read_runs
 from foreroute.report.figure import SIDE_COLOURS, Series, colour_of, style_of
-from foreroute.report.finding import run_finding, run_tiles
-from foreroute.report.mismatch_plots import layers_of
+from foreroute.report.finding import run_finding
 from foreroute.report.run import write_report
+from foreroute.report.run_plots import layers_of
 from foreroute.trace import RoutedLayer, RoutingSpec, save
 from tests.report.report_runs import config, execution, write_run
 from tests.traces import random_trace
@@ -117,7 +117,6 @@ def test_loads_of_ranks_come_first(tmp_path):
     worse = execution(0) | {"max_over_mean": {"at_home": 1.2, "planned": 1.0, "executed": 1.3}}
     uneven = write_run(tmp_path / "b", config(), [line(0, execution=worse)])
     assert finding(uneven).startswith("The busiest rank has 1.30 times the mean, 1.20 with experts at home; ")
-    assert run_tiles(read_runs([uneven]))[0] == ("busiest rank over mean", "1.30", "1.20, experts at home")
 
 
 def test_a_collapse_is_in_the_finding_and_other_alarms_are_not(tmp_path):
@@ -127,19 +126,6 @@ def test_a_collapse_is_in_the_finding_and_other_alarms_are_not(tmp_path):
 
     assert "the reward or the loss collapsed in collapse." in finding(alarmed("collapse"))
     assert "collapsed" not in finding(alarmed("f2"))
-    runs = read_runs([tmp_path / "f2", run(tmp_path / "silent")])
-    assert run_tiles(runs)[-1] == ("runs with an alarm", "1", "of 1 that recorded alarms")
-
-
-def test_tiles_have_what_was_recorded_alone(tmp_path):
-    gap = "\N{NO-BREAK SPACE}"
-    (run_,) = read_runs([run(tmp_path / "a")])
-    assert run_tiles([run_]) == [
-        ("routing decisions that differ, with replay", f"0{gap}%", f"2.00{gap}% without"),
-        ("k3 in nats per token, with replay", "1.00e-4", "2.00e-3 without"),
-        ("mean reward, last 10 steps", "0.500", "0.500 in the first 10"),
-    ]
-    assert run_tiles(read_runs([run(tmp_path / "b", native=None, reward=None)])) == []
 
 
 def test_the_page_begins_with_the_finding(tmp_path):

@@ -4,8 +4,8 @@ from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
 from foreroute.report import summary_rows, write_report
-from foreroute.report.run import describe
-from foreroute.report.training_plots import _up_to_all, update_plots
+from foreroute.report.run_plots import _up_to_all, update_plots
+from foreroute.report.run_tables import describe
 from tests.report.report_runs import config, step_line, write_run
 
 FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0, "rejected_sequences": 0}}
@@ -38,25 +38,11 @@ def test_runs_that_recorded_nothing_have_no_plots(tmp_path):
 
 def test_everything_that_happened_is_shown(tmp_path):
     importance = {"effective_share": 0.5, "cut_share": 0.2, "rejected_sequences": 3}
-    folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance, "kl": 0.01})
-    expected = ["Effective sample size", "Clipped tokens", "Corrected tokens", "Rejected responses"]
-    assert titles(folders) == [*expected, "Distance to the reference"]
+    folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance})
+    expected = ["Effective sample size", "Clipped tokens", "Corrected tokens"]
+    assert titles(folders) == expected
     page = write_report(folders, tmp_path / "page.html").read_text()
     assert all(title in page for title in expected)
-
-
-def test_runs_without_a_correction_are_named_and_not_drawn(tmp_path):
-    importance = {"effective_share": 0.98, "cut_share": 0.2, "rejected_sequences": 3}
-    folders = []
-    for name, kind in (("plain", "none"), ("truncated", "tis"), ("silent", "tis")):
-        values = config(name)
-        values["rl"]["correction"] = {"kind": kind, "high": 2.0}
-        figures = {} if name == "silent" else {"importance": importance | {"cut_share": 0.2 * (kind == "tis")}}
-        folders.append(write_run(tmp_path / name, values, [step_line(step) | figures for step in range(4)]))
-    plots = {plot.caption.title: plot for plot in update_plots(read_runs(folders))}
-    assert [key.label for key in plots["Corrected tokens"].keys] == ["truncated"]
-    assert plots["Corrected tokens"].notes == ("Without correction: plain.", "Not recorded by: silent.")
-    assert len(plots["Effective sample size"].keys) == 2
 
 
 def test_shares_near_all_are_told_apart():
@@ -66,23 +52,6 @@ def test_shares_near_all_are_told_apart():
     low, high = axes.get_ylim()
     assert 0.97 < low < 0.98
     assert 1 < high < 1.01
-
-
-def test_a_run_says_what_it_minimised(tmp_path):
-    rl = {
-        "method": "gspo",
-        "correction": {"kind": "tis", "high": 2.0},
-        "rejection": {"kind": "geometric", "low": 0.95, "high": 1.05},
-        "kl_coefficient": 0.1,
-        "router": "frozen",
-    }
-    facts = facts_of(runs_of(tmp_path, FIGURES, rl))
-    expected = "gspo, correction tis at 2, rejection outside 0.95 to 1.05, KL coefficient 0.1, frozen routers"
-    assert facts["loss"] == expected
-    rl["correction"] = {"kind": "icepop", "low": 0.5, "high": 5.0}
-    facts = facts_of(runs_of(tmp_path / "icepop", FIGURES, rl))
-    assert "correction icepop outside 0.5 to 5" in facts["loss"]
-    assert facts["update"] == "4 mini-batches per step, learning rate 0.001"
 
 
 def test_a_run_says_where_it_ran(tmp_path):

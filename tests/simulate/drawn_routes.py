@@ -3,7 +3,17 @@
 import numpy as np
 
 from foreroute.kernels import kernel, next_below
+from foreroute.simulate.workload_kernels import draw_sequences
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+
+
+def sequence_counts(step, micro_step, layer):
+    """int32 [sequences of the micro-step, E], assignments of each; a cell drawn alone is the same as in its step."""
+    here_S = step.micro_step_S == micro_step
+    counts_SE = np.empty((here_S.sum(), step.workload.num_experts), np.int32)
+    cell = step._seed_ML[micro_step, layer], step._share_MLE[micro_step, layer]
+    draw_sequences(*cell, step.prompt_S[here_S], step.rows_S[here_S], step._rule, counts_SE)
+    return counts_SE
 
 
 def routes_of(step, micro_step, layer):
@@ -15,7 +25,7 @@ def routes_of(step, micro_step, layer):
     rows_S = step.rows_S[here_S]
     ids_NK = np.empty((int(rows_S.sum()), step.workload.top_k), np.int32)
     seed = np.random.default_rng([micro_step, layer]).integers(0, 2**64, dtype=np.uint64)
-    draw_rows(seed, step.sequence_counts(micro_step, layer), rows_S, step.workload.top_k, ids_NK)
+    draw_rows(seed, sequence_counts(step, micro_step, layer), rows_S, step.workload.top_k, ids_NK)
     return ids_NK, np.repeat(step.rank_S[here_S], rows_S)
 
 

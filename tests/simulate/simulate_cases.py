@@ -4,7 +4,7 @@ import numpy as np
 
 from foreroute.simulate import parse_config
 from foreroute.simulate.cell_costs import Compute, Transfers
-from foreroute.simulate.engine import Rules
+from foreroute.simulate.engine import ExecutionModel
 
 
 def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
@@ -29,8 +29,8 @@ def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
 
 
 def rules(**changes):
-    given = {"ranks_per_node": 2, "processors_per_node": 2, "overlap": 0.0, "prefetch": 1, "keeps_slots": False}
-    return Rules(**(given | changes))
+    given = {"overlap": 0.0, "prefetch": 1, "keeps_slots": False}
+    return ExecutionModel(**(given | changes))
 
 
 def small_config(

@@ -11,7 +11,7 @@ from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
 from foreroute.plan.hosts import CellPlan
 from foreroute.planner import plan
 from foreroute.simulate.cell_costs import StagePass, fetched_replicas, transfers_of
-from foreroute.simulate.ep_group import forward_only, layer_parts, one_forward_one_backward
+from foreroute.simulate.ep_group import forward_only, layer_ranges, one_forward_one_backward
 from foreroute.simulate.methods import ServedStep
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
@@ -128,4 +128,4 @@ def test_gradients_return_in_every_micro_step():
 def test_schedules():
     assert one_forward_one_backward(1, 2, 2) == [StagePass(b, m) for m in range(2) for b in (False, True)]
     assert [stage_pass.micro_step for stage_pass in one_forward_one_backward(0, 4, 2)] == [0, 1, 0, 1]
-    assert layer_parts(7, 3) == [range(2), range(2, 4), range(4, 7)]
+    assert layer_ranges(7, 3) == [range(2), range(2, 4), range(4, 7)]

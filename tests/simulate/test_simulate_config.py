@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from foreroute.errors import ConfigError, TopologyError
-from foreroute.simulate import load_config, parse_config, sweep, timeline
+from foreroute.simulate import load_config, parse_config, simulate, sweep, timeline
 from foreroute.simulate.config import varied
 from foreroute.simulate.methods import METHODS
 from tests.simulate.simulate_cases import small_config
@@ -95,20 +95,25 @@ def test_a_sweep_changes_one_thing_at_a_time():
         varied(config, "speed", 1.0)
 
 
-@pytest.mark.parametrize("stage", ["recompute", "update"])
-def test_a_timeline_shows_every_rank_at_work_and_nothing_twice(stage):
-    found = timeline(small_config(), "ours", stage=stage)
-    passes = 3 if stage == "update" else 1
-    assert found.num_ranks == 4
+def test_a_timeline_shows_every_rank_at_work_and_nothing_twice():
+    drawn = {}
+    simulate(small_config(groups=2, gpus=8), on_group=lambda name, group: drawn.setdefault(name, timeline(name, group)))
+    assert list(drawn) == ["static", "ours"]
+    found = drawn["ours"]
+    assert (found.method, found.micro_step, found.num_ranks) == ("ours", 1, 4)
     for rank in range(4):
         for resource in ("compute", "links", "copy engine"):
             spans = [span for span in found.spans if (span.rank, span.resource) == (rank, resource)]
             assert all(a.end_s <= b.begin_s + 1e-12 for a, b in pairwise(spans))
             assert all(span.begin_s <= span.end_s for span in spans)
             if resource == "links":
-                assert len(spans) == 2 * 4 * passes
-    assert {span.layer for span in timeline(small_config(), "static", layers=range(1, 3)).spans} == {1, 2}
-    with pytest.raises(ConfigError, match="no micro-step 2"):
-        timeline(small_config(), "ours", micro_step=2)
-    with pytest.raises(ConfigError, match="stage is 'rollout'"):
-        timeline(small_config(), "ours", stage="rollout")
+                assert len(spans) == 2 * 4
+
+
+def test_a_timeline_shows_the_middle_of_the_first_stage_in_the_only_micro_step():
+    config = small_config(gpus=8, pipeline=2, micro_steps=1)
+    config = config.model_copy(update={"model": config.model | {"num_layers": 14}})
+    drawn = {}
+    simulate(config, on_group=lambda name, group: drawn.setdefault(name, timeline(name, group)))
+    assert drawn["static"].micro_step == 0
+    assert {span.layer for span in drawn["static"].spans} == {1, 2, 3, 4, 5}

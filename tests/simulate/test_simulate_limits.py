@@ -34,12 +34,11 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
         ({"sweep": {"planning_s": [float(i) for i in range(1000)]}}, "1000 points; expected 256 at most"),
         (
             {"workload": {"micro_steps": 350}, "sweep": {"planning_s": [float(i) for i in range(250)]}},
-            r"would plan [\d,]+ cells with 8 methods, .*; expected 100,000,000,000 at most",
+            r"would plan and price [\d,]+ entries of assignments with 8 methods; expected 100,000,000,000 at most",
         ),
         ({"sweep": {"expert_parallel": [64], "redundant_slots": [1000]}, "workload": {"layers": 48}}, "GB of memory"),
         ({"workload": {"tokens_per_rank": 2**24}}, "assignments in a cell; expected 2147483647 at most"),
         ({"workload": {"skew": 1e30}}, r"workload\.skew"),
-        ({"execution": {"planner_speed": 1e-300}}, r"execution\.planner_speed"),
         ({"execution": {"rollout_s": 1e300}}, r"execution\.rollout_s"),
         ({"model": {"num_layers": 2**62}}, "num_layers is 4611686018427387904; expected .* at most"),
         ({"model": {"hidden": 2**62}}, "hidden is 4611686018427387904; expected .* at most"),
@@ -104,11 +103,10 @@ def test_a_file_of_one_line_is_answered_or_refused_at_once(tmp_path):
         ("model", {"hidden": 1 << 20, "intermediate": 1 << 20, "vocabulary": 1 << 24, "dense_parameters": 1 << 40}),
         ("model", {"weight_bytes": 64.0, "gradient_bytes": 64.0, "activation_bytes": 64.0, "num_layers": 1024}),
         ("execution", {"planning_s": 604_800.0, "rollout_s": 604_800.0, "plan_lead_s": 604_800.0}),
-        ("execution", {"planner_speed": 1e-6}),
         ("costs", {"prefetch": 999_999}),
         ("workload", {"skew": 1000.0}),
         ("workload", {"skew": 0.001}),
-        ("cluster", {"redundant_slots": 128, "processors_per_node": 999_999}),
+        ("cluster", {"redundant_slots": 128}),
     ],
 )
 def test_whatever_is_allowed_gives_finite_figures(table, values):

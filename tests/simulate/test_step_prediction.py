@@ -10,14 +10,21 @@ from benchmarks.harness.step_prediction import (
     FITTED,
     STAGES,
     TimedStep,
+    in_turns,
     predict_ratios,
     predict_seconds,
     processes_config,
+    seconds_on_processes,
+    without_overlap,
 )
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
+from foreroute.simulate.cell_costs import without_cost
+from foreroute.simulate.engine import PARTS, run
+from foreroute.simulate.ep_group import forward_only, one_forward_one_backward
 from foreroute.simulate.fit import predict
 from foreroute.simulate.measurements import Measurement
+from tests.simulate.simulate_cases import random_work, rules
 
 RATES = {"gemm_flops_per_s": 5e10, "memory_bytes_per_s": 8e9, "layer_s": 2e-3}
 
@@ -35,7 +42,9 @@ def steps(config, *, seed):
         for options in (PlanOptions(slots="shared"), PlanOptions(replicas=False)):
             one = TimedStep(f"{seed}-{number}", counts, plan(counts, topology, options))
             seconds = {
-                stage: predict([Measurement.of("", counts, one.plan, topology, stage, 1.0)], config, costs).item()
+                stage: predict(
+                    [Measurement.of("", counts, one.plan, topology, stage, 1.0)], config, costs, seconds_on_processes
+                ).item()
                 for stage in STAGES
             }
             found.append(one._replace(seconds=seconds))
@@ -74,6 +83,40 @@ def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(st
     assert predicted == pytest.approx([one.seconds[stage] for one in asked], rel=1e-3)
 
 
-def test_where_ranks_share_processors_they_take_turns(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert processes_config(SIZES, 4, sequence_tokens=64).cluster.processors_per_node == 2
+@pytest.mark.parametrize("stage", [0, 1])
+def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(stage):
+    compute, moved = random_work(5)
+    orders = [forward_only(3)] if stage == 0 else [one_forward_one_backward(0, 1, 3)]
+    whole = without_overlap(compute, moved)
+    found = run(orders, [range(4)], whole, without_cost(moved), rules(), stage=stage)
+    sums = np.zeros(2)
+    for m in range(3):
+        for layer in range(4):
+            forward_G, backward_G = compute.experts_MLG2[m, layer].T.copy()
+            for kind, seconds_G in ((0, forward_G), (1, backward_G)):
+                for g in range(2):
+                    seconds_G[g] += moved.host_KMLG[kind, m, layer, g] + moved.direct_KMLG4[kind, m, layer, g].sum()
+                    if kind:
+                        # the forward anew of a backward stage pass has the fetch of the forward one
+                        seconds_G[g] -= moved.host_KMLG[0, m, layer, g] + moved.direct_KMLG4[0, m, layer, g].sum()
+                        seconds_G[g] += moved.gradient_MLG4[m, layer, g].sum()
+            sums += forward_G.max(), max(0.0, backward_G.max())
+    experts = found.parts_PX[0, PARTS.index("experts")]
+    assert experts == pytest.approx(sums[0] if stage == 0 else 2 * sums[0] + sums[1])
+    assert found.parts_PX[0, PARTS.index("exposed transfers")] == 0
+
+
+def test_ranks_that_share_processors_take_turns():
+    """Works of 1, 2, 3 on two processors: all three run at 2/3 until 1.5, then two at full speed until 2.5 and 3.5."""
+    compute, _ = random_work(0, micro_steps=1, layers=1, ranks=3)
+    compute = compute._replace(
+        attention_MG2=np.broadcast_to(np.array([2.0, 3.0, 1.0])[:, None], (1, 3, 2)),
+        experts_MLG2=np.zeros_like(compute.experts_MLG2),
+        head_MG=np.zeros_like(compute.head_MG),
+        all_to_all_ML=np.zeros((1, 1)),
+        layer_s=0.0,
+    )
+    found = in_turns(compute, 2)
+    assert found.attention_MG2.tolist() == [[[3.5, 3.5]] * 3]
+    assert found.experts_MLG2.max() == found.head_MG.max() == 0
+    assert in_turns(compute, 3).attention_MG2.tolist() == [[[3.0, 3.0]] * 3]

@@ -1,11 +1,13 @@
 """Trace files with changed content and right checksums, as anybody with this library could make them."""
 
+from itertools import pairwise
+
 import numpy as np
+import zstandard
 from safetensors.numpy import save as to_bytes
 
-from benchmarks.fuzzing.mutations import put_checksum_right
-from benchmarks.fuzzing.traces import frame_contents, set_contents
-from foreroute.trace.file import FORMAT, encode
+from foreroute.trace.file import FORMAT, FRAMES, encode
+from tests.robustness.mutations import put_checksum_right
 
 STAIRCASE = [0, 2**63 - 1, -(2**63), -1]
 """Each step but one is upwards, and int64 differences of all of them are: they wrap."""
@@ -43,3 +45,19 @@ def holding(frame, edit):
         set_contents(tensors, contents)
 
     return change
+
+
+def frame_contents(tensors):
+    """What the frames of a sound file hold, bytes of each, chunk by chunk."""
+    ends = np.cumsum(tensors["frame_bytes"].reshape(-1)).tolist()
+    frames = tensors[FRAMES].tobytes()
+    return [zstandard.ZstdDecompressor().decompress(frames[a:b]) for a, b in pairwise([0, *ends])]
+
+
+def set_contents(tensors, contents):
+    """Put frames that hold something else into the tensors, with right sizes and checksums of their own."""
+    compressor, shape = zstandard.ZstdCompressor(write_checksum=True), tensors["frame_bytes"].shape
+    frames = [compressor.compress(content) for content in contents]
+    tensors["frame_bytes"] = np.array([len(frame) for frame in frames], np.int64).reshape(shape)
+    tensors["content_bytes"] = np.array([len(content) for content in contents], np.int64).reshape(shape)
+    tensors[FRAMES] = np.frombuffer(b"".join(frames), np.uint8)

@@ -80,9 +80,9 @@ def test_highest_id_of_a_wide_model_survives():
         ([[[0, 4]]], "expected 0 to 3"),
         ([[[0, -1]]], "expected 0 to 3"),
         ([[[0.0, 1.0]]], "expected integers"),
-        ([[0, 1]], "expected \\[rows"),
+        ([[0, 1]], r"routes of shape \(1, 2\)"),
         ([[[0, 1, 2]]], "expected \\[rows"),
-        ([[[0, 1]]] * 3, "3 routed rows for 2 tokens"),
+        ([[[0, 1]]] * 3, r"2 tokens, routes of shape \(3, 1, 2\)"),
     ],
 )
 def test_impossible_routes_are_refused(ids, message):

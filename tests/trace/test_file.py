@@ -17,7 +17,6 @@ from benchmarks.trace import CountedBytes
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
 from foreroute.trace import ENCODINGS, digest, synthetic_trace
 from foreroute.trace.file import FORMAT, cut_chunks, encode
-from foreroute.trace.planes import sorted_columns
 from tests.trace.forging import forged, holding
 from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
 
@@ -86,12 +85,9 @@ def test_nothing_and_rows_without_routes(tmp_path, encoding):
 
 
 def test_a_row_of_many_picks_is_sorted_too():
-    for top_k in (1, 2, 7, 64, 65, 200):
-        rng = np.random.default_rng(top_k)
-        columns = rng.integers(0, 65_536, (top_k, 50)).astype(np.uint16)
-        assert np.array_equal(np.stack(sorted_columns(columns.copy())), np.sort(columns, axis=0))
-    trace = random_trace(0, num_experts=100, top_k=100, num_layers=1)
-    assert fr.load(CountedBytes(bytes_of(trace))).equals(trace.without_pick_order())
+    for num_experts, top_k in ((1, 1), (256, 256), (100, 99), (300, 64), (300, 65), (65_536, 3), (65_536, 200)):
+        trace = random_trace(top_k, num_experts=num_experts, top_k=top_k, num_layers=2)
+        assert fr.load(CountedBytes(bytes_of(trace))).equals(trace.without_pick_order())
 
 
 def test_sets_say_that_pick_order_is_gone_and_ordered_files_keep_it(tmp_path):
@@ -161,7 +157,7 @@ def test_impossible_routes_and_unknown_encodings_are_not_written(tmp_path):
         for encoding in ENCODINGS:
             with pytest.raises(TraceContentError, match=message):
                 fr.save(replace(trace, expert_ids_NLK=ids_NLK), tmp_path / "t", encoding=encoding)
-    with pytest.raises(TraceContentError, match="the routes are int64 of shape"):
+    with pytest.raises(TraceContentError, match="expert_ids_NLK is int64 of shape"):
         fr.save(replace(trace, expert_ids_NLK=trace.expert_ids_NLK.astype(np.int64)), tmp_path / "t")
     with pytest.raises(TraceContentError, match="expected one of sets, ordered"):
         fr.save(trace, tmp_path / "t", encoding="zip")
@@ -192,8 +188,7 @@ def test_masks_and_fractions_select_no_sequences(tmp_path, sequences):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_part_is_checked_and_the_rest_is_not_read(monkeypatch):
-    monkeypatch.setattr("foreroute.files.container.HEAD_BYTES", 8)
+def test_a_part_is_checked_and_the_rest_is_not_read():
     trace = with_decisions(synthetic_trace(spec_of(), [8, 8, 8], seed=1), 1)
     metadata, tensors = encode(trace, "sets")
     ends = np.cumsum(tensors["frame_bytes"].reshape(-1)).reshape(tensors["frame_bytes"].shape)
@@ -253,27 +248,6 @@ def test_saving_never_replaces_unless_told(tmp_path):
     fr.save(random_trace(1), path, overwrite=True)
     assert fr.load(path).equals(random_trace(1).without_pick_order())
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
-
-
-def test_every_flipped_bit_and_every_cut_is_refused_or_changes_nothing():
-    trace = with_decisions(random_trace(3), 3)
-    whole, expected = bytes_of(trace), trace.without_pick_order()
-    seen = 0
-    for position in range(len(whole)):
-        for bit in range(8):
-            damaged = bytearray(whole)
-            damaged[position] ^= 1 << bit
-            try:
-                read = fr.load(CountedBytes(bytes(damaged)))
-            except TraceFileError:
-                seen += 1
-                continue
-            assert read.equals(expected), f"bit {bit} of byte {position} changed the trace unseen"
-            assert read.provenance == expected.provenance
-    assert seen > 7.9 * len(whole)
-    for size in range(0, len(whole), 7):
-        with pytest.raises(TraceFileError):
-            fr.load(CountedBytes(whole[:size]))
 
 
 def test_missing_and_foreign_files_are_refused(tmp_path):

@@ -81,9 +81,9 @@ METADATA = {
     "another encoding": (metadata(encoding="zip"), "encoding 'zip' is unknown"),
     "another checksum": (metadata(checksum="0" * 32), "its checksum is"),
     "nothing is changed": (lambda there, tensors: None, None),
-    "provenance is no object": (metadata(provenance='["x"]'), "expected a table of texts"),
-    "provenance of numbers": (metadata(provenance='{"steps": 3}'), "expected a table of texts"),
-    "provenance with half a character": (metadata(provenance='{"x": "\\ud800"}'), "expected a table of texts"),
+    "provenance is no object": (metadata(provenance='["x"]'), "and a table of texts"),
+    "provenance of numbers": (metadata(provenance='{"steps": 3}'), "and a table of texts"),
+    "provenance with half a character": (metadata(provenance='{"x": "\\ud800"}'), "and a table of texts"),
     "deep provenance": (metadata(provenance="[" * 9000), "nested too deep"),
     "layers are no list": (metadata(layers="{}"), r"expected a list of \[number, kind, experts, picks\]"),
     "layers are no JSON": (metadata(layers="["), "is not JSON"),
@@ -113,8 +113,8 @@ TENSORS = {
     "a tensor is missing": (lambda there, tensors: tensors.pop("chunk_rows"), "its tensors are"),
     "another tensor": (setting(extra=np.zeros(3)), "its tensors are"),
     "tables of other frames": (setting(content_bytes=np.zeros((1, 3), np.int64)), "along F"),
-    "a negative length": (places("lengths", -1), "lengths must be 0 or more"),
-    "lengths whose sum wraps": (setting(lengths=staircase(ROWS)), "lengths must be 0 or more"),
+    "a negative length": (places("lengths", -1), "are not sizes that add up to less than 2\\^63"),
+    "lengths whose sum wraps": (setting(lengths=staircase(ROWS)), "are not sizes that add up to less than 2\\^63"),
     "more rows than chunks have": (places("lengths", 99), "expected as many"),
     "an empty chunk": (
         lambda there, tensors: tensors.update({name: np.concatenate([tensors[name], tensors[name] * 0])
@@ -122,7 +122,7 @@ TENSORS = {
         "in chunks of 1 to 65536 rows",
     ),
     "a chunk that is too large": (setting(lengths=np.array([1 << 17]), chunk_rows=np.array([1 << 17])), "of 1 to"),
-    "a negative frame": (places("frame_bytes", -1), "lengths must be 0 or more"),
+    "a negative frame": (places("frame_bytes", -1), "are not sizes that add up to less than 2\\^63"),
     "frames that do not add up": (places("frame_bytes", 99), "bytes by their table"),
     "rows of another size": (places("content_bytes", 10), "another size than its rows take"),
     "routes of another size": (places("content_bytes", 1, at=2), "another size than its rows take"),
@@ -243,15 +243,15 @@ REFUSED = {
     "streams that have frames and are not named": (metadata(streams="[]"), "tables of frames have the shape"),
     "fewer choices": (stream(num_choices=3), "expected 0 to 2"),
     "a size too many": (words(9, lambda sizes, gaps: sizes.__iadd__(1) is None), "ids by their sizes have"),
-    "half a number": (holding(9, lambda content: content[:-1]), "expected 4 per row and id"),
-    "fewer bytes than rows": (holding(9, lambda content: content[: ROWS * 4 - 4]), "expected 4 per row and id"),
+    "half a number": (holding(9, lambda content: content[:-1]), "expected 4 per number"),
+    "fewer bytes than rows": (holding(9, lambda content: content[: ROWS * 4 - 4]), "expected 4 per number"),
     "an id twice": (words(9, doubled), "twice, or ids that do not ascend"),
     "a gap that leaves 31 bits": (words(9, lambda sizes, gaps: gaps.__setitem__(-1, 2**31)), "a gap between ids is"),
     "gaps whose sum leaves 31 bits": (
         words(7, lambda sizes, gaps: gaps.__setitem__(slice(None), 2**31 - 1)), "an id is \\d{10}"
     ),
     "a decision in some layers": (words(7, absent_in_one_layer), "has a decision in some layers and none in others"),
-    "weights of more rows": (holding(4, lambda content: np.append(content, [0] * 8)), "expected 4 per pick"),
+    "weights of more rows": (holding(4, lambda content: np.append(content, [0] * 8)), "expected 4 per number"),
     "a weight without a route": (puts(4, 1, at=ABSENT), "a row without a route has gate weights"),
     "a weight that is no number": (
         holding(4, lambda content: np.where(np.arange(len(content)) // ROWS // 2 % 2 == 1, 255, content)),
@@ -324,9 +324,9 @@ def test_a_header_of_more_than_a_mebibyte_is_refused_before_it_is_parsed(tmp_pat
 @pytest.mark.parametrize(
     ("column", "at", "value", "message"),
     [
-        ("token_ids_N", 0, -1, "expected token ids"),
-        ("weight_versions_N", 0, -2, "-1 where not stated"),
-        ("weight_versions_N", -1, 3, "a row without routes states a weight version"),
+        ("token_ids_N", 0, -1, "a token id is -1"),
+        ("weight_versions_N", 0, -2, "a weight version is below -1"),
+        ("weight_versions_N", -1, 3, "or stated for a row without routes"),
     ],
 )
 def test_what_a_reader_refuses_is_not_written(tmp_path, column, at, value, message):

@@ -1,6 +1,6 @@
 """A run that dies at any point, and is taken up again, ends as if nothing had been.
 
-`python -m benchmarks kills` does it to real runs, with real kills.
+`tests/robustness/test_kills.py` does it to real runs, with real kills.
 """
 
 import pytest

@@ -1,5 +1,25 @@
-"""`python -m foreroute.cli`, the same as `foreroute`."""
+"""`foreroute`, and `python -m foreroute.cli`: the command line, where its libraries are installed."""
 
-from foreroute.cli.main import main
+import sys
 
-main()
+from foreroute.errors import how_to_install
+
+LIBRARIES = ("typer", "rich", "pydantic")
+"""Of the extra "cli"."""
+
+
+def main() -> None:
+    """Run the command line and exit; say what to install where a library of it is missing."""
+    try:
+        from foreroute.cli.main import main as run
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in LIBRARIES:
+            raise
+        sys.stderr.write(f"error: the command line needs {library}, which is not installed; {how_to_install('cli')}\n")
+        sys.exit(2)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ from foreroute.capture import decode
 from foreroute.capture.arrays import parse_text
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceFileError, printable
-from foreroute.files import RegularFile, read_file, writing_named
+from foreroute.files import open_regular, read_file, writing_named
 from foreroute.trace import ENCODINGS, IndexerSpec, RoutingSpec, RoutingTrace, load, save
 
 HEADER = 9
@@ -61,8 +61,8 @@ def _read(source: Path, origin: Origin) -> tuple[RoutingTrace, str]:
 
 
 def _is_trace(path: Path) -> bool:
-    with RegularFile(path, TraceFileError) as file:
-        return file.read(0, min(HEADER, file.size))[4:] == b"\0\0\0\0{"
+    with open_regular(path, TraceFileError) as file:
+        return file.read(HEADER)[4:] == b"\0\0\0\0{"
 
 
 def _tokens(origin: Origin) -> Any:

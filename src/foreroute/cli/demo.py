@@ -12,15 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from foreroute.capture.generation import trace_of
-from foreroute.cli.terminal import Console, is_first_rank, write_page
+from foreroute.cli.terminal import Console, is_first_rank, shown_table, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
 from foreroute.files.config_file import MOST
-from foreroute.records import SIDES, read_runs
-from foreroute.report import SummaryRow, TableRow, load_rows, run_finding, summary_rows, write_report
+from foreroute.records import read_runs
+from foreroute.report import load_table, run_finding, summary_rows, summary_table, write_report
 from foreroute.train import RunFolder, TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
@@ -48,7 +46,7 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
             return
     runs = [folder / config.name for config in configs]
     found = read_runs(runs)
-    console.print(_table(summary_rows(found)))
+    console.print(shown_table(summary_table(summary_rows(found))))
     console.print(run_finding(found), highlight=False, markup=False)
     console.print(
         "The two rows of a run have the same rollouts and the same weights: the trainer's forward on its own routes, "
@@ -92,35 +90,6 @@ def _config(
     return parse_config(values, source="the demo's configuration")
 
 
-def _table(rows: list[SummaryRow]) -> Table:
-    table = Table(title="Trainer against rollout engine, means over all steps", title_justify="left")
-    for heading in ("run", "replay", "token-layers\ndiffering", "tokens\ndiffering", "k3", "F(2)", "reward"):
-        table.add_column(heading, justify="left" if heading in {"run", "replay"} else "right")
-    for row in rows:
-        reward = f"{row.reward_first:.2f} → {row.reward_last:.2f}"
-        for side, name in zip(SIDES, ("without", "with"), strict=True):
-            trained = row.trains_with == side
-            table.add_row(
-                row.run if side == "native" else "",
-                name,
-                _percent(row.differing_share[side]),
-                _percent(row.differing_tokens_share[side]),
-                _scientific(row.k3[side]),
-                _scientific(row.f2[side]),
-                reward if trained else "",
-                end_section=side == "replayed",
-            )
-    return table
-
-
-def _percent(share: float | None) -> str:
-    return "—" if share is None else f"{share:.2%}" if share else "0"
-
-
-def _scientific(value: float | None) -> str:
-    return "—" if value is None else f"{value:.1e}" if value else "0"
-
-
 def run_demo_ep(folder: Path, *, steps: int) -> None:
     """Train once, on as many ranks as torchrun started, write the report, and print what the plans did."""
     values: dict[str, Any] = demo_values()
@@ -130,8 +99,13 @@ def run_demo_ep(folder: Path, *, steps: int) -> None:
     values["parallel"] = {"expert": _num_ranks()}
     train_and_report(parse_config(values, source="the demo's configuration"), folder)
     if is_first_rank() and (folder / "metrics.jsonl").exists():
-        (row,) = load_rows(read_runs([folder]))
-        _print(row, console_of_rank())
+        console = console_of_rank()
+        console.print(shown_table(load_table(read_runs([folder]))))
+        console.print(
+            "The busiest rank's assignments over the mean, summed over cells: with every expert at its home, by the "
+            "plan, and as executed. 1 is perfect balance.",
+            highlight=False,
+        )
 
 
 def _num_ranks() -> int:
@@ -142,17 +116,3 @@ def _num_ranks() -> int:
             "torchrun --nproc-per-node 4 -m foreroute.cli demo-ep --folder FOLDER, or make demo-ep"
         )
     return started
-
-
-def _print(row: TableRow, console: Console) -> None:
-    table = Table(title="Load of the ranks, per step", title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in row.cells.items():
-        table.add_row(name, value)
-    console.print(table)
-    console.print(
-        "The busiest rank's assignments over the mean, summed over cells: with every expert at its home, by the plan, "
-        "and as executed. 1 is perfect balance.",
-        highlight=False,
-    )

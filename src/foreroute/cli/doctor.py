@@ -16,11 +16,11 @@ from foreroute.cli.doctor_inputs import (
     read_trainer,
     with_last_rollout,
 )
-from foreroute.cli.terminal import CommandProgress, Console, working
+from foreroute.cli.terminal import CommandProgress, Console, shown_table, working
 from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import printable
-from foreroute.report import check_page, measure_rows, write_diagnosis
-from foreroute.report.format import Command, quoted
+from foreroute.report import check_page, measure_table, write_diagnosis
+from foreroute.report.format import quoted
 from foreroute.trace import RoutingTrace, load
 
 STYLES = {Severity.FINE: "green", Severity.NOTE: "blue", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
@@ -63,7 +63,7 @@ def run_doctor(
     _print(console, diagnosis)
     commands = _commands(inputs)
     for what, command in commands:
-        console.print(f"\n{what}\n{printable(command)}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"\n{what}:\n{printable(command)}", soft_wrap=True, highlight=False, markup=False)
     if output is not None:
         with working("drawing the page", console):
             page = write_diagnosis(diagnosis, output, commands)
@@ -121,14 +121,14 @@ def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
     return facts
 
 
-def _commands(inputs: DoctorInputs) -> list[Command]:
+def _commands(inputs: DoctorInputs) -> list[tuple[str, str]]:
     """What else looks at the same files: the page of the run, and the table of two traces."""
     commands = []
     if inputs.model is not None and (inputs.model / "metrics.jsonl").exists():
-        commands.append(("The page of this run:", f"foreroute report {quoted(inputs.model)}"))
+        commands.append(("The page of this run", f"foreroute report {quoted(inputs.model)}"))
     if inputs.trainer_trace is not None and inputs.trace is not None:
         traces = f"{quoted(inputs.trainer_trace)} {quoted(inputs.trace)}"
-        commands.append(("The two traces by layer and position:", f"foreroute diff {traces}"))
+        commands.append(("The two traces by layer and position", f"foreroute diff {traces}"))
     return commands
 
 
@@ -144,11 +144,6 @@ def _print(console: Console, diagnosis: Diagnosis) -> None:
         advice = f"\n[dim]{escape(finding.advice)}[/]" if finding.advice else ""
         table.add_row(word, finding.topic, escape(finding.sentence) + advice)
     console.print(table)
-    rows = measure_rows(diagnosis.measures)
-    if rows:
-        measures = Table(title="\nMeasures", title_justify="left")
-        for heading in ("compared", "k3", "F(2)", "differing decisions", "differing tokens"):
-            measures.add_column(heading, justify="left" if heading == "compared" else "right")
-        for row in rows:
-            measures.add_row(row.label, *row.cells.values())
-        console.print(measures)
+    measures = measure_table(diagnosis.measures)
+    if measures.rows:
+        console.print(shown_table(measures))

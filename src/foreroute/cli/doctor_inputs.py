@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import re
+import io
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,19 +15,12 @@ from numpy.typing import NDArray
 
 from foreroute.capture import Generation, load_generation
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import RegularFile, parse_json, read_text
+from foreroute.files import open_regular, parse_json, read_text
 from foreroute.trace import RoutingTrace, load
 
 if TYPE_CHECKING:  # it loads torch
     from foreroute.train import TrainConfig
 
-NPY = re.compile(
-    rb"\x93NUMPY\x01\x00(?P<length>..)"
-    rb"\{'descr': '(?P<type>[<>|=][A-Za-z]\d{0,4})', 'fortran_order': (True|False), "
-    rb"'shape': \((?P<shape>[\d, ]{0,80})\), \} *\n",
-    re.DOTALL,
-)
-"""How numpy writes arrays of plain numbers. https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html"""
 MOST_HEADER_BYTES = 10 + 0xFFFF
 MOST_VALUES = 1 << 28
 """Log-probs of so many tokens take 1 GiB; a training step has a few million."""
@@ -121,22 +114,27 @@ def read_array(path: Path, kinds: str) -> NDArray[Any]:
     Raises:
         InputError: when it is missing, no .npy file, damaged, or of another shape or type.
     """
-    with RegularFile(path, InputError) as file:
-        begin = bytes(file.read(0, min(file.size, MOST_HEADER_BYTES)))
-        header = NPY.match(begin)
-        if header is None or header.end() != 10 + int.from_bytes(header["length"], "little"):
-            raise InputError(f"{path} is not a readable .npy file of plain numbers; numpy.save(path, array) writes one")
-        code, shape = header["type"].decode(), [int(n) for n in header["shape"].decode().split(",") if n.strip()]
-        if code[1] not in kinds or code[2:] not in ("1", "2", "4", "8") or code[1:] == "f1" or len(shape) != 1:
-            wanted = "floats" if kinds == "f" else "integers"
-            raise InputError(f"{path} holds {code} of shape {shape}; expected {wanted} of one axis")
-        dtype, size = np.dtype(code), math.prod(shape) * int(code[2:])
-        if header.end() + size != file.size or shape[0] > MOST_VALUES:
+    with open_regular(path, InputError) as file:
+        begin = io.BytesIO(file.read(MOST_HEADER_BYTES))
+        try:
+            if (version := np.lib.format.read_magic(begin)) != (1, 0):
+                raise ValueError(f"the file has version {version}; expected (1, 0), as of arrays of plain numbers")
+            (*shape,), _, dtype = np.lib.format.read_array_header_1_0(begin)
+        except Exception as error:  # whatever numpy's parser makes of bytes that are no header
             raise InputError(
-                f"{path} states {shape[0]:,} values of {dtype.itemsize} bytes and holds {file.size - header.end():,} "
-                f"bytes of them; expected as many as stated, and {MOST_VALUES:,} values at most. It may be truncated"
+                f"{path} is not a readable .npy file of plain numbers; numpy.save(path, array) writes one"
+            ) from error
+        if dtype.kind not in kinds or dtype.itemsize > 8 or len(shape) != 1:
+            wanted = "floats" if kinds == "f" else "integers"
+            raise InputError(f"{path} holds {dtype.str} of shape {shape}; expected {wanted} of one axis")
+        held = os.fstat(file.fileno()).st_size - begin.tell()
+        if shape[0] * dtype.itemsize != held or shape[0] > MOST_VALUES:
+            raise InputError(
+                f"{path} states {shape[0]:,} values of {dtype.itemsize} bytes and holds {held:,} bytes of them; "
+                f"expected as many as stated, and {MOST_VALUES:,} values at most. It may be truncated"
             )
-        values: NDArray[Any] = np.frombuffer(file.read(header.end(), size), dtype)
+        file.seek(begin.tell())
+        values: NDArray[Any] = np.frombuffer(file.read(held), dtype)
     return values.astype(np.int64 if kinds == "iu" else dtype.newbyteorder("="))
 
 

@@ -28,6 +28,7 @@ from foreroute.cli.terminal import Console, heartbeat, prepare_streams
 from foreroute.errors import AttachError, ForerouteError, InputError, how_to_install, printable
 
 EXTRA_OF = {
+    "pydantic": "cli",
     "torch": "hf",
     "transformers": "hf",
     "jinja2": "report",
@@ -39,8 +40,6 @@ EXTRA_OF = {
 """What verbs import that the light core does not bring, and the extra that does."""
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 """Typer brings its own click since 0.26, and used click before."""
-AGAIN_S = 2.0
-"""Seconds after which a signal is sent once more to a command that goes on."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
 
 
@@ -50,39 +49,57 @@ def run(command: Callable[[], Any]) -> NoReturn:
     Args:
         command: returns an exit code, or nothing for 0.
     """
-    closed = sys.stdout is None
+    is_closed = sys.stdout is None
     prepare_streams()
-    if closed:
+    if is_closed:
         _say("standard output is closed; open it, or send it to /dev/null")
         sys.exit(2)
     with _plain_records(), _signals() as received:
-        code = _code(command, received)
-    _silence_broken_streams()
-    if received and code == 128 + received[-1]:
-        for number in received:
-            signal.signal(number, signal.SIG_DFL)
-        if threading.active_count() > 1:  # the interpreter would wait for threads that nobody waits for any longer
-            os._exit(code)
+        try:
+            with heartbeat():
+                code = int(command() or 0)
+            sys.stdout.flush()
+        except BaseException as error:
+            # a library may make another exception of the one that the handler raised: numba a SystemError
+            code = 128 + received[-1] if received else _code_of(error)
+        is_ended = bool(received) and code == 128 + received[-1]
+        if is_ended:
+            name = "interrupted" if code == 130 else f"ended by {signal.Signals(received[-1]).name}"
+            _say(name, kind="stopped")
+    _drop_broken_streams()
+    if is_ended and threading.active_count() > 1:  # the interpreter would wait for threads that nobody waits for
+        os._exit(code)
     sys.exit(code)
 
 
-def _code(command: Callable[[], Any], received: list[int]) -> int:
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """End on Ctrl-C, SIGTERM and SIGHUP by an exception, so that what is open is closed; yields the signals received.
+
+    Each signal raises once. What closes is interrupted by a second one alone. A signal that is ignored, as under nohup,
+    stays ignored.
+    """
+    received: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    taken = [number for number in numbers if before[number] not in (signal.SIG_IGN, None)]
+    if threading.current_thread() is not threading.main_thread():
+        taken = []  # only the main thread may have handlers
+    for number in taken:
+        signal.signal(number, end)
     try:
-        with heartbeat():
-            code = int(command() or 0)
-        sys.stdout.flush()
-    except BaseException as error:
-        # a library may make another exception of the one that the handler raised: numba a SystemError
-        return _signalled(received[-1]) if received else _failed(error)
-    return _signalled(received[-1]) if received and code == 128 + received[-1] else code
+        yield received
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
 
 
-def _signalled(number: int) -> int:
-    _say("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}", kind="stopped")
-    return 128 + number
-
-
-def _failed(error: BaseException) -> int:
+def _code_of(error: BaseException) -> int:
     """Say what went wrong, and give the exit code."""
     match error:
         case SystemExit():
@@ -94,9 +111,12 @@ def _failed(error: BaseException) -> int:
             return 1
         case ModuleNotFoundError() if (library := (error.name or "").partition(".")[0]) in EXTRA_OF:
             _say(f"this needs {library}, which is not installed; {how_to_install(EXTRA_OF[library])}")
+        case BrokenPipeError():  # exit silently: the reader closed the pipe
+            pass
+        case OSError(filename=None):
+            _say(f"the system refused to go on ({error.strerror or error})")
         case OSError():
-            if what := _about(error):
-                _say(what)
+            _say(f"{os.fsdecode(error.filename)}: {error.strerror or error}")
         case MemoryError():
             _say(f"there is not enough memory{f' ({error})' if str(error) else ''}")
         case UnicodeEncodeError():
@@ -104,20 +124,12 @@ def _failed(error: BaseException) -> int:
         case _ if isinstance(error, USAGE_ERROR):
             _say_usage(error)
         case _:
-            _say_bug(error)
+            with suppress(OSError):
+                sys.stderr.write(printable("".join(traceback.format_exception(error))))
+            summary = traceback.format_exception_only(error)[-1].strip()
+            _say(f"{summary}\nThis is a bug of foreroute. Please report it, with the lines above: {ISSUES}")
             return 1
     return 2
-
-
-def _about(error: OSError) -> str:
-    """Say what the system refused; nothing where a pipe was closed, since nobody reads on."""
-    if isinstance(error, BrokenPipeError):
-        return ""
-    reason = error.strerror or str(error)
-    if error.filename is None:
-        return f"the system refused to go on ({reason})"
-    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
-    return f"{name}: {reason}"
 
 
 def _say_usage(error: Any) -> None:
@@ -128,13 +140,6 @@ def _say_usage(error: Any) -> None:
         _say(f"{message.rstrip('.')}; {path} --help shows what there is")
 
 
-def _say_bug(error: BaseException) -> None:
-    with suppress(OSError):
-        sys.stderr.write(printable("".join(traceback.format_exception(error))))
-    summary = traceback.format_exception_only(error)[-1].strip()
-    _say(f"{summary}\nThis is a bug of foreroute. Please report it, with the lines above: {ISSUES}")
-
-
 def _say(message: str, *, kind: str = "error") -> None:
     from rich.markup import escape
 
@@ -143,61 +148,14 @@ def _say(message: str, *, kind: str = "error") -> None:
         console.print(f"[bold red]{kind}[/]: {escape(printable(message))}")
 
 
-def _silence_broken_streams() -> None:
+def _drop_broken_streams() -> None:
     """Drop what cannot be written, or the interpreter would try once more at its end and change the code."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is None:
-            continue
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                nothing = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nothing, stream.fileno())
-                os.close(nothing)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """End on Ctrl-C, SIGTERM and SIGHUP by an exception, so that what is open is closed; yields the signals received.
-
-    One that is ignored, as under nohup, stays ignored.
-    """
-    received: list[int] = []
-    running = [True]
-
-    def end(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        timer = threading.Timer(AGAIN_S, send_again)
-        timer.daemon = True
-        timer.start()
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-    def send_again() -> None:
-        """Send it again: a library that was interrupted may have caught the exception, or a finalizer lost it."""
-        if running and signal.getsignal(received[-1]) is end:
-            os.kill(os.getpid(), received[-1])
-
-    def unraisable(lost: Any) -> None:
-        if not (received and isinstance(lost.exc_value, KeyboardInterrupt | SystemExit)):
-            hook(lost)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    hook, sys.unraisablehook = sys.unraisablehook, unraisable
-    for number, handler in before.items():
-        if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, end)
-    try:
-        yield received
-    finally:
-        running.clear()
-        sys.unraisablehook = hook
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager
@@ -208,12 +166,9 @@ def _plain_records() -> Iterator[None]:
         def getMessage(self) -> str:
             return printable(super().getMessage())
 
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        _say(str(message), kind="warning")
-
     factory, shown = logging.getLogRecordFactory(), warnings.showwarning
     logging.setLogRecordFactory(Record)
-    warnings.showwarning = show
+    warnings.showwarning = lambda message, *_, **__: _say(str(message), kind="warning")
     try:
         yield
     finally:

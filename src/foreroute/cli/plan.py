@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
-from foreroute.cli.terminal import Console, working, write_page
+from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
 from foreroute.files import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.planner import plan, start
-from foreroute.report import TableRow, check_page, method_rows, plan_finding, plan_summary, write_plan_page
-from foreroute.report.format import TIMES, duration
+from foreroute.report import check_page, plan_finding, plan_table, plan_tiles, write_plan_page
+from foreroute.report.format import duration
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import MethodFigures, compare, facts_of, figures_of
 from foreroute.simulate.methods import BALANCERS
@@ -48,10 +46,10 @@ def run_plan(
     with working("reading the step", console):
         step = read_step(inputs)
     facts = {**step.facts, **_facts(step, options)}
-    console.print(_list(facts))
+    console.print(shown_facts(facts))
     found, priced_options, planning_s = _planned(step, options, console)
     facts |= priced_options
-    console.print(_list(priced_options))
+    console.print(shown_facts(priced_options))
     with working("verifying and writing the plan", console), writing_named(output, PlanError):
         verify(found, step.counts_MLGE, options)
         save_plan(found, output, overwrite=overwrite)
@@ -60,10 +58,9 @@ def run_plan(
     with working("pricing every cell", console):
         records.append(figures_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
         seen = facts_of(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
-    rows = method_rows(records, seen)
-    console.print(_table(rows))
-    for sentence in (plan_finding(records), *plan_summary(found, seen, records)):
-        console.print(sentence, highlight=False, markup=False)
+    console.print(shown_table(plan_table(records, seen)))
+    console.print(plan_finding(records), highlight=False, markup=False)
+    console.print(shown_tiles(plan_tiles(found, seen, records)))
     write_page(console, lambda: write_plan_page(found, seen, records, facts, page, layers=step.layers))
 
 
@@ -124,14 +121,6 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
     }
 
 
-def _list(facts: Mapping[str, str]) -> Table:
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(min_width=9)
-    for name, value in facts.items():
-        table.add_row(Text(name), Text(value))
-    return table
-
-
 def _dispatch(costs: CostModel) -> str:
     return "dispatch without duplicates" if costs.dispatcher == "dedup" else "dispatch of every copy"
 
@@ -170,22 +159,3 @@ def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console)
             work.advance(done, len(balancers))
             records.append(record)
     return records
-
-
-def _table(rows: Sequence[TableRow]) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), title="\nThe step by method, modelled", title_justify="left")
-    table.add_column("", no_wrap=True)
-    columns = {
-        f"slowest\nrank,\n{TIMES} mean": "Slowest rank over mean",
-        "in the\nworst\ncell": "In the worst cell",
-        "step": "Step, modelled",
-        "speedup\nover\nstatic": "Speedup over static",
-        "experts\nfetched\na cell": "Experts fetched per cell",
-        "served\nacross\nnodes": "Served across nodes",
-        "to plan": "Planning time",
-    }
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.label, *(row.cells[name] for name in columns.values()), style="bold" if row.ours else "")
-    return table

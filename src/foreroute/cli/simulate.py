@@ -8,21 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
-from foreroute.cli.terminal import CommandProgress, Console, working, write_page
+from foreroute.cli.terminal import CommandProgress, Console, shown_facts, shown_table, shown_tiles, working, write_page
 from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_atomically, writing_named
 from foreroute.report import (
-    TableRow,
     compared_methods,
-    fit_rows,
+    executed,
     fit_summary,
+    fit_table,
     simulation_finding,
-    simulation_rows,
-    simulation_summary,
+    simulation_table,
+    simulation_tiles,
     write_simulation_page,
 )
 from foreroute.simulate import (
@@ -37,14 +34,13 @@ from foreroute.simulate import (
     timeline,
 )
 from foreroute.simulate.config import SweepConfig
+from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.measurements import load_measurements
 from foreroute.simulate.simulation import OnProgress
 
 if TYPE_CHECKING:  # it needs scipy
     from foreroute.simulate.fit import FitRecord
 
-TIMELINE_LAYERS = 5
-"""Layers that a timeline shows."""
 DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
 
 Fitted = tuple["FitRecord", Mapping[str, float]]
@@ -71,11 +67,16 @@ def run_simulation(
     config, console, fitted = load_config(config_path), Console(), None
     if measurements is not None:
         config, fitted = _fitted(config, measurements, rates or DEFAULT_RATES, console)
+    drawn: dict[str, Timeline] = {}
+
+    def draw(name: str, group: EPGroup) -> None:
+        if name not in drawn:
+            drawn[name] = timeline(name, group)
+
     with working("simulating", console) as work:
-        record = simulate(config, on_progress=_told(work))
+        record = simulate(config, on_progress=_told(work), on_group=draw)
     _print(record, console)
-    with working("timelines", console) as work:
-        timelines = _timelines(config, record, _told(work))
+    timelines = [drawn[name] for name in dict.fromkeys(["static", *(m.name for m in compared_methods(record)[:1])])]
     sweeps = _sweeps(config, record, console)
     figures = record.as_dict() | {
         "sweeps": [point.as_dict() for point in sweeps],
@@ -122,26 +123,9 @@ def _fitted(
         holder, table = (hardware, "hardware") if hasattr(hardware, name) else (hardware.links, "links")
         before[name] = float(getattr(holder, name))
         values[table] = {**values[table], name: value}
-    for row in fit_rows(found, before):
-        console.print(
-            f"{'fitted':<9} {row.label} {row.cells['Fitted']}, configured {row.cells['Configured']}", highlight=False
-        )
+    console.print(shown_table(fit_table(found, before)))
     console.print(fit_summary(found), highlight=False)
     return parse_config(values, source=f"{measurements}, fitted"), (found, before)
-
-
-def _timelines(config: SimulateConfig, record: SimulationRecord, on_progress: OnProgress) -> list[Timeline]:
-    """Make timelines of static and the method that the page is about: layers in the middle of the first stage."""
-    layers = config.described().costs.model.num_layers // config.cluster.pipeline
-    first = max(0, (layers - TIMELINE_LAYERS) // 2)
-    chosen = range(first, min(first + TIMELINE_LAYERS, layers))
-    names = list(dict.fromkeys(["static", *(method.name for method in compared_methods(record)[:1])]))
-    micro_step = min(1, record.cells_per_group // config.described().costs.model.num_layers - 1)
-    found = []
-    for n, name in enumerate(names):
-        on_progress(record[name].label, n, len(names))
-        found.append(timeline(config, name, micro_step=micro_step, layers=chosen))
-    return found
 
 
 def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) -> list[SweepRecord]:
@@ -162,31 +146,8 @@ def _told(work: CommandProgress) -> OnProgress:
 
 
 def _print(record: SimulationRecord, console: Console) -> None:
-    facts = Table.grid(padding=(0, 1, 0, 0))
-    facts.add_column(min_width=9)
-    for name, value in record.facts.items():
-        facts.add_row(Text(name), Text(value))
-    console.print(facts)
-    console.print(_table(simulation_rows(record)))
-    for sentence in (simulation_finding(record), *simulation_summary(record)):
+    console.print(shown_facts(record.facts))
+    console.print(shown_table(simulation_table(record)))
+    for sentence in (simulation_finding(record), executed(record)):
         console.print(sentence, highlight=False, markup=False)
-
-
-def _table(rows: Sequence[TableRow]) -> Table:
-    title = "\nRecompute and update, all modelled but the time of planning"
-    table = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    table.add_column("", max_width=26)
-    columns = {
-        "exe-\ncuted": "Executed",
-        "recompute\nand\nupdate": "Recompute and update",
-        "speedup\nover\nstatic": "Speedup over static",
-        "of\nforced\nbalance": "Of forced balance",
-        "slowest\nrank,\nof mean": "Slowest rank over mean",
-        "planning\ntime": "Planning time",
-        "GPU-hours\nsaved": "GPU-hours saved",
-    }
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(row.label, *(row.cells[name] for name in columns.values()), style="bold" if row.ours else "")
-    return table
+    console.print(shown_tiles(simulation_tiles(record)))

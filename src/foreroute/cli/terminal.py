@@ -11,12 +11,12 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import rich.console
 from rich.progress_bar import ProgressBar
@@ -25,6 +25,10 @@ from rich.table import Table
 from rich.text import Text
 
 from foreroute.errors import how_to_install, printable
+
+if TYPE_CHECKING:  # most verbs show no table of a page
+    from foreroute.report.page import Table as PageTable
+    from foreroute.report.page import Tile
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
 """What COLUMNS of the environment is brought into."""
@@ -61,7 +65,7 @@ class Console(rich.console.Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """End without a word: nobody reads on."""
+        """Exit silently; the reader closed the pipe."""
         raise SystemExit(2)
 
 
@@ -132,7 +136,7 @@ class CommandProgress:
         what: its name.
         detail: what it is at; empty where nothing is known.
         done, total: how much of it; nothing is said of a total of 0.
-        unit: of these, in the plural.
+        unit: plural noun for `done` and `total`, such as "cells".
     """
 
     def __init__(self, what: str, *, total: int = 0, unit: str = "") -> None:
@@ -176,7 +180,7 @@ class CommandProgress:
 
 
 _under_way = [CommandProgress("starting")]
-"""What this process is doing, the innermost last. The first is for want of anything better."""
+"""What this process is doing, the innermost last. The first stands while nothing better is known."""
 
 
 @contextmanager
@@ -187,7 +191,7 @@ def working(what: str, console: Console | None = None, *, total: int = 0, unit: 
         what: its name, which may hold names of files.
         console: where it is shown if that is a terminal; None where something else is shown there already.
         total: how much there is to do, if that is known.
-        unit: of `total`, in the plural.
+        unit: plural noun for `total`, such as "cells".
     """
     work = CommandProgress(what, total=total, unit=unit)
     work.watch_kernels()
@@ -227,14 +231,43 @@ def _beat(over: threading.Event) -> None:
 
 
 def _write(line: str) -> None:
-    """Write past the stream and its lock: who waits for a reader holds nobody up, and a fork takes no lock along."""
+    """Bypass the stream's lock, so that a blocked reader or a fork cannot deadlock."""
     with suppress(OSError, ValueError, AttributeError):  # nobody reads: the command meets that when it prints itself
         os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
+
+
+def shown_table(table: PageTable) -> Table:
+    """The columns of a table that are for a terminal, and all rows."""
+    title = Text(f"\n{table.title}") if table.title else None
+    shown = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    places = [place for place, column in enumerate(table.columns) if column.short]
+    for place in places:
+        numbers = place > 0 and table.columns[place].kind == "number"
+        shown.add_column(table.columns[place].short, justify="right" if numbers else "left", no_wrap=numbers)
+    for row in table.rows:
+        shown.add_row(*(Text(row.cells[place]) for place in places), style="bold" if row.strong else "")
+    return shown
+
+
+def shown_facts(facts: Mapping[str, str]) -> Table:
+    """Names and what they are, below each other."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(min_width=9)
+    for name, value in facts.items():
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def shown_tiles(tiles: Iterable[Tile]) -> Table:
+    """Names and values, with what each is to be seen against."""
+    return shown_facts({tile.name: f"{tile.value}{f' ({tile.against})' if tile.against else ''}" for tile in tiles})
 
 
 def write_page(console: Console, write: Callable[[], Path], *, name: str = f"{'page':<9}") -> None:
     """Write a page and say where it is, or say what is missing for one: the light core has figures alone."""
     missing = [library for library in DRAWN_WITH if find_spec(library) is None]
     with working("drawing the page", console):
-        found = f"none, for want of {' and '.join(missing)}; {how_to_install('report')}" if missing else str(write())
+        found = (
+            f"skipped: {' and '.join(missing)} not installed; {how_to_install('report')}" if missing else str(write())
+        )
     console.print(f"{name} {found}", soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""The kit that shows an integration right: named checks of the known bugs, and canary routes.
+"""The kit that shows an integration right: named checks of the known bugs.
 
 Importing this room loads no torch; `conformance.huggingface` does.
 """
@@ -14,7 +14,6 @@ from foreroute.conformance.adapter import (
     Step,
     Unsupported,
 )
-from foreroute.conformance.canary import Canary, canary_capacity, canary_trace
 from foreroute.conformance.check import Check, CheckResult, Outcome
 from foreroute.conformance.kit import (
     ALL_CHECKS,
@@ -31,7 +30,6 @@ __all__ = [
     "KNOWN_BUGS",
     "AdapterUnderTest",
     "Batch",
-    "Canary",
     "Case",
     "Check",
     "CheckResult",
@@ -45,8 +43,6 @@ __all__ = [
     "Step",
     "Unsupported",
     "bugs_of",
-    "canary_capacity",
-    "canary_trace",
     "conformance_tests",
     "run_conformance",
 ]

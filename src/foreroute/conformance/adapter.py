@@ -35,7 +35,7 @@ class Fault(StrEnum):
     FUSED_ROUTER = "a layer whose experts are selected by a path that bypasses its router module"
     ORPHAN_ROUTERS = "a second copy of the decoder layers, which never run, registered before the ones that do"
     MTP_HEAD = "a multi-token-prediction layer with a router, run after the decoder, whose layer number restarts at 0"
-    BURST = "an exception raised in the middle of the next forward, and only there"
+    FORWARD_RAISES = "an exception raised in the middle of the next forward, and only there"
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,12 @@ class ModelUnderTest(Protocol):
         """Run the model, with or without recording for backward."""
 
     def gradients(self) -> Mapping[str, NDArray[Any]]:
-        """The gradients since the model was built or `forget_gradients` was called."""
-
-    def forget_gradients(self) -> None:
-        """Drop them."""
+        """The gradients since the model was built."""
 
     def add_to(self, name: str, delta: NDArray[Any]) -> None:
         """Change a weight in place."""
 
-    def plant(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Build a trap in, before or after the adapter was attached.
 
         Raises:

@@ -1,13 +1,14 @@
 """What a check is, what came of it, and what checks stand on.
 
-A `Situation` holds what several need: batches, routes, the untouched model's behaviour, and where replayed routes ended
-up. `misplaced` names the mistake when they did not reach the experts they were meant for.
+A `CheckContext` holds what several need: batches, routes, the behaviour of the untouched model, and where replayed
+routes ended up. `misplaced` names the mistake when they did not reach their experts. What a check needs is data: one
+whose needs failed says nothing, so that one mistake is reported once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,6 @@ from foreroute.conformance.adapter import (
     ModelUnderTest,
     Padding,
     Seen,
-    Unsupported,
 )
 from foreroute.errors import ForerouteError
 from foreroute.mismatch import Defect, explain
@@ -31,8 +31,8 @@ from foreroute.trace import RoutingSpec, RoutingTrace
 
 FOREIGN_VERSION = 3
 """Weight version of the routes that the kit makes: not 0, which a field that was never set would have."""
-LONGEST_REASON = 300
-"""Characters of an error message that a reason quotes."""
+PLACEMENT = ("routes-followed", "silent-no-op", "token-shift", "sequence-order", "layer-axis")
+"""Ids of the checks that routes reach their experts in the simplest of cases, which most others need."""
 _NAMES = ("the trace", "what the experts were given")
 _CHECK_OF = {
     Defect.SHIFT: "token-shift",
@@ -42,12 +42,8 @@ _CHECK_OF = {
 }
 
 
-class Broken(Exception):  # noqa: N818
+class CheckFailed(Exception):  # noqa: N818
     """Raised by a check whose requirement is not met; the message says what was seen."""
-
-
-class Blocked(Exception):  # noqa: N818
-    """Raised by a check that can say nothing because another one failed; the message is the other's id."""
 
 
 class Outcome(StrEnum):
@@ -67,14 +63,16 @@ class Check:
         id: short name; known bugs refer to it.
         title: the property, as a sentence that is true of a right adapter.
         does: how it is looked at.
-        run: raises `Broken` when the property does not hold.
-        quick: needs only forwards of one model of the family's own shape, so it can run on a user's model.
+        run: raises `CheckFailed` when the property does not hold.
+        needs: ids of checks without which this one says nothing: it is blocked when one of them failed.
+        quick: takes only forwards of one model of the family's own shape, so it can run on a user's model.
     """
 
     id: str
     title: str
     does: str
-    run: Callable[[Situation], None]
+    run: Callable[[CheckContext], None]
+    needs: tuple[str, ...] = ()
     quick: bool = False
 
 
@@ -86,40 +84,28 @@ class CheckResult:
         check: the check.
         outcome: passed, failed, not applicable or blocked.
         reason: what was seen, why it does not apply, or which check blocks it; empty when passed.
+        root: id of the check that failed: this one, or the one that blocks it; empty otherwise.
     """
 
     check: Check
     outcome: Outcome
     reason: str = ""
-
-
-def run_check(check: Check, situation: Situation) -> CheckResult:
-    """Run one check. Whatever the adapter raises where it should have worked is a failure, with the error as reason."""
-    try:
-        check.run(situation)
-    except Broken as broken:
-        return CheckResult(check, Outcome.FAILED, str(broken))
-    except Blocked as blocked:
-        return CheckResult(check, Outcome.BLOCKED, f"can be judged when {blocked} passes")
-    except Unsupported as reason:
-        return CheckResult(check, Outcome.NOT_APPLICABLE, str(reason))
-    except Exception as error:
-        return CheckResult(check, Outcome.FAILED, f"raised {type(error).__name__}: {_beginning(str(error))}")
-    return CheckResult(check, Outcome.PASSED)
-
-
-def _beginning(message: str) -> str:
-    """The first line or so: torch lists every tensor that a recomputation made differently."""
-    line = message.strip().partition("\n")[0]
-    return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + " ..."
+    root: str = ""
 
 
 @dataclass(eq=False)
-class Situation:
-    """One adapter, and what was learnt about it so far. Every check builds models of its own."""
+class CheckContext:
+    """One adapter, and what was learnt about it so far. Every check builds models of its own.
+
+    Attributes:
+        adapter: what its author wrote for the kit.
+        seed: of batches and routes.
+        results: of the checks that ran, by id. No check runs twice.
+    """
 
     adapter: AdapterUnderTest
     seed: int = 0
+    results: dict[str, CheckResult] = field(default_factory=dict)
 
     def pair(self, case: Case | None = None) -> tuple[ModelUnderTest, AttachedModel]:
         """A new model and the adapter attached to it."""
@@ -169,29 +155,25 @@ class Situation:
     @cached_property
     def native_replay(self) -> Seen:
         """What the attached model did under its own routes."""
-        self.require_placement()
+        return self.replayed(self.native_trace())
+
+    def replayed(self, trace: RoutingTrace, batch: Batch | None = None) -> Seen:
+        """What a new attached model does under a trace, on the base batch or another."""
         model, handle = self.pair()
-        with handle.replay(self.native_trace()):
-            return model.forward(self.base, grad=False).seen
+        with handle.replay(trace):
+            return model.forward(batch or self.base, grad=False).seen
 
     @cached_property
     def placement(self) -> Misplaced | None:
         """Where foreign routes, with and without a row for the last token, ended up; None where they belong."""
         found = None
         for absent in (0, 1):
-            model, handle = self.pair()
-            wanted = self.foreign(handle.spec, self.base)
+            wanted = self.foreign(self.spec, self.base)
             if absent:
                 wanted = without_last_rows(wanted)
-            with handle.replay(wanted):
-                seen = model.forward(self.base, grad=False).seen
+            seen = self.replayed(wanted)
             found = found or misplaced(wanted, seen.ids_NLK, self.native.ids_NLK)
         return found
-
-    def require_placement(self) -> None:
-        """Raise `Blocked` unless routes reach their experts in the simplest of cases."""
-        if self.placement is not None:
-            raise Blocked(self.placement.check)
 
 
 def without_last_rows(trace: RoutingTrace) -> RoutingTrace:
@@ -202,9 +184,9 @@ def without_last_rows(trace: RoutingTrace) -> RoutingTrace:
 
 
 def require(condition: bool | np.bool_, message: str) -> None:
-    """Raise `Broken` with the message unless the condition holds."""
+    """Raise `CheckFailed` with the message unless the condition holds."""
     if not condition:
-        raise Broken(message)
+        raise CheckFailed(message)
 
 
 def refused(action: Callable[[], Any]) -> str | None:

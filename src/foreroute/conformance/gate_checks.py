@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Unsupported
-from foreroute.conformance.check import Blocked, Broken, Check, Situation, misplaced, require
-from foreroute.conformance.route_checks import missing_rows
+from foreroute.conformance.check import PLACEMENT, Check, CheckContext, misplaced, require
 from foreroute.trace import RoutingTrace
 
 TOLERANCE = 1e-3
@@ -19,34 +18,31 @@ STEP = 0.005
 """Length of the step of finite differences, in float32."""
 
 
-def gate_rule(situation: Situation) -> None:
+def _gate_rule(context: CheckContext) -> None:
     """With the model's own experts replayed, gate weights are those of the untouched model."""
-    seen, native = situation.native_replay.gates_NLK, situation.native.gates_NLK
+    seen, native = context.native_replay.gates_NLK, context.native.gates_NLK
     if seen is None or native is None:
         raise Unsupported("the probe does not see gate weights")
-    routed = situation.native_trace().valid_N
+    routed = context.native_trace().valid_N
     off = np.abs(seen - native).max(axis=(0, 2), where=routed[:, None, None], initial=0)
     layer = int(np.argmax(off > TOLERANCE * np.abs(native).max()))
     require(
         off[layer] <= TOLERANCE * np.abs(native).max(),
-        f"with the model's own experts, gate weights in {situation.spec.layers[layer]} differ by up to "
+        f"with the model's own experts, gate weights in {context.spec.layers[layer]} differ by up to "
         f"{off[layer]:.3g}: they are computed by a rule that is not this family's",
     )
 
 
-def _native_bits(situation: Situation) -> None:
-    only_after("gate-rule", gate_rule, situation)
-    only_after("missing-rows", missing_rows, situation)
-    seen, native = situation.native_replay, situation.native
+def _native_bits(context: CheckContext) -> None:
+    """The selection is the model's own, so nothing but the selection may have been touched."""
+    seen, native = context.native_replay, context.native
     off = float(np.abs(seen.logprobs_R - native.logprobs_R).max())
     require(off == 0, f"replaying the model's own routes moves log-probs by up to {off:.3g}")
 
 
-def _dense_scores(situation: Situation) -> None:
-    situation.require_placement()
-    model, handle = situation.pair()
-    with handle.replay(situation.foreign(handle.spec, situation.base)):
-        gates = model.forward(situation.base, grad=False).seen.gates_NLK
+def _dense_scores(context: CheckContext) -> None:
+    """Scores outside the router's own choice must not have been zeroed before gates are gathered."""
+    gates = context.replayed(context.foreign(context.spec, context.base)).gates_NLK
     if gates is None:
         raise Unsupported("the probe does not see gate weights")
     # Foreign experts are mostly not the router's own, so scores that it zeroed show up as gates of 0.
@@ -54,54 +50,52 @@ def _dense_scores(situation: Situation) -> None:
     layer = int(dead.argmax())
     require(
         dead.max() == 0,
-        f"{dead.max():.0%} of the replayed experts have gate weight 0 in {handle.spec.layers[layer]}: the weights are "
+        f"{dead.max():.0%} of the replayed experts have gate weight 0 in {context.spec.layers[layer]}: the weights are "
         "gathered from scores that were zeroed outside the router's own choice",
     )
 
 
-def _group_limit(situation: Situation) -> None:
-    groups = situation.adapter.groups
+def _group_limit(context: CheckContext) -> None:
+    """As many picks as exceed the live groups, each of which may be in a group of its own."""
+    groups = context.adapter.groups
     if groups is None:
         raise Unsupported("the router has no group limit")
-    situation.require_placement()
-    size = situation.spec.num_experts // groups.count
+    size = context.spec.num_experts // groups.count
     top_k = min(groups.live + 2, groups.live * size)
     if top_k <= groups.live:
         raise Unsupported(f"{groups.live} groups of {size} experts leave no choice to exceed the limit")
     case = Case(top_k=top_k)
-    model, handle = situation.pair(case)
-    wanted = situation.foreign(handle.spec, situation.base)
+    model, handle = context.pair(case)
+    wanted = context.foreign(handle.spec, context.base)
     with handle.replay(wanted):
-        seen = model.forward(situation.base, grad=False).seen
-    native = situation.untouched(case).forward(situation.base, grad=False).seen
+        seen = model.forward(context.base, grad=False).seen
+    native = context.untouched(case).forward(context.base, grad=False).seen
     found = misplaced(wanted, seen.ids_NLK, native.ids_NLK)
     require(found is None, f"routes over more than {groups.live} groups: {found.sentence}" if found else "")
 
 
-def router_gradient(situation: Situation) -> None:
+def _router_gradient(context: CheckContext) -> None:
     """Under the model's own routes gradients are its own, and under others those of routers are those of the loss."""
-    only_after("gate-rule", gate_rule, situation)
-    untouched = situation.untouched()
-    untouched.forward(situation.base).backward()
-    model, handle = situation.pair()
-    with handle.replay(situation.native_trace()):
-        model.forward(situation.base).backward()
+    untouched = context.untouched()
+    untouched.forward(context.base).backward()
+    model, handle = context.pair()
+    with handle.replay(context.native_trace()):
+        model.forward(context.base).backward()
     name, off = furthest(untouched.gradients(), model.gradients())
     require(off <= TOLERANCE, f"under the model's own routes the gradient of {name} is off by {off:.2g} of its size")
-    only_after("dense-scores", _dense_scores, situation)
-    finite_differences(situation, situation.foreign(situation.spec, situation.base))
+    finite_differences(context, context.foreign(context.spec, context.base))
 
 
-def finite_differences(situation: Situation, trace: RoutingTrace) -> None:
-    """Raise `Broken` unless the gradient of each router is that of the loss under the trace."""
-    model, handle = situation.pair()
+def finite_differences(context: CheckContext, trace: RoutingTrace) -> None:
+    """Raise `CheckFailed` unless the gradient of each router is that of the loss under the trace."""
+    model, handle = context.pair()
 
     def loss() -> float:
         with handle.replay(trace):
-            return model.forward(situation.base, grad=False).seen.loss
+            return model.forward(context.base, grad=False).seen.loss
 
     with handle.replay(trace):
-        model.forward(situation.base).backward()
+        model.forward(context.base).backward()
     gradients = model.gradients()
     for name in model.router_weights:
         gradient = np.asarray(gradients.get(name, np.zeros(1)), np.float64)
@@ -121,16 +115,6 @@ def finite_differences(situation: Situation, trace: RoutingTrace) -> None:
         )
 
 
-def only_after(check: str, run: Callable[[Situation], object], situation: Situation) -> None:
-    """Raise `Blocked` when another check fails, whose mistake would be seen a second time."""
-    try:
-        run(situation)
-    except Broken:
-        raise Blocked(check) from None
-    except Unsupported:
-        situation.require_placement()
-
-
 def furthest(expected: Mapping[str, NDArray[Any]], seen: Mapping[str, NDArray[Any]]) -> tuple[str, float]:
     """The parameter whose gradient is furthest off, relative to the largest gradient of its own."""
     off = {
@@ -146,7 +130,8 @@ CHECKS = (
         "gate-rule",
         "Gate weights follow the family's own rule",
         "Replays the model's own routes and compares the weights of the experts with the untouched model's.",
-        gate_rule,
+        _gate_rule,
+        needs=PLACEMENT,
         quick=True,
     ),
     Check(
@@ -154,6 +139,7 @@ CHECKS = (
         "Replaying a model's own routes changes no bit",
         "Compares log-probs of the untouched model with those under its own routes.",
         _native_bits,
+        needs=("gate-rule", "missing-rows"),
         quick=True,
     ),
     Check(
@@ -161,6 +147,7 @@ CHECKS = (
         "A replayed expert that the router would not pick keeps its weight",
         "Replays random routes and looks for gate weights of exactly zero.",
         _dense_scores,
+        needs=PLACEMENT,
         quick=True,
     ),
     Check(
@@ -168,12 +155,14 @@ CHECKS = (
         "The final selection is replaced, not limited to the router's own groups",
         "Replays routes that span more groups than the router allows.",
         _group_limit,
+        needs=PLACEMENT,
     ),
     Check(
         "router-gradient",
         "Routers get the gradient of the loss under the replayed routes",
         "Compares all gradients under native routes with the untouched model, and those of routers under random "
         "routes with finite differences.",
-        router_gradient,
+        _router_gradient,
+        needs=("gate-rule", "dense-scores"),
     ),
 )

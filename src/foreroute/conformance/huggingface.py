@@ -129,10 +129,10 @@ class HuggingFaceModel(TorchModel):
         logprobs: Tensor = logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
         return logprobs
 
-    def plant(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Build a trap in."""
         block = self.model.get_submodule(self._experts[-1].rpartition(".")[0])
-        if fault is Fault.BURST:
+        if fault is Fault.FORWARD_RAISES:
             raise_once(block)
         elif fault is Fault.FUSED_ROUTER:
             block.forward = _fused(block)

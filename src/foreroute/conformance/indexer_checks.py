@@ -11,18 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Seen, Unsupported
-from foreroute.conformance.check import Broken, Check, Situation, refused, require
-from foreroute.conformance.gate_checks import TOLERANCE, furthest, only_after
+from foreroute.conformance.check import PLACEMENT, Check, CheckContext, CheckFailed, refused, require
+from foreroute.conformance.gate_checks import TOLERANCE, furthest
 from foreroute.trace import INDEXER, IndexerSpec, RoutingTrace
 
 
-def _followed(situation: Situation) -> None:
-    trace = _chosen_followed(situation)
+def _followed(context: CheckContext) -> None:
+    """In the forward, and in a recomputation of it, whose gradients would be off otherwise."""
+    trace = _with_canaries(context, _indexers(context))
+    _require_attended(context, trace)
     gradients = []
     for checkpointing in (False, True):
-        model, handle = situation.pair(Case(checkpointing=checkpointing))
+        model, handle = context.pair(Case(checkpointing=checkpointing))
         with handle.replay(trace):
-            step = model.forward(situation.base)
+            step = model.forward(context.base)
         step.backward()
         gradients.append(model.gradients())
     name, off = furthest(*gradients)
@@ -33,53 +35,48 @@ def _followed(situation: Situation) -> None:
     )
 
 
-def _chosen_followed(situation: Situation) -> RoutingTrace:
-    """Returns the trace that was replayed."""
-    spec = _indexers(situation)
-    situation.require_placement()
-    trace = _with_canaries(situation, spec)
-    model, handle = situation.pair()
-    with handle.replay(trace):
-        seen = model.forward(situation.base, grad=False).seen
+def _require_attended(context: CheckContext, trace: RoutingTrace) -> None:
+    """Raise `CheckFailed` unless queries attend to the choices of the trace."""
+    spec, seen = _indexers(context), context.replayed(trace)
     wanted_NDU, chosen_NDU = _visible(trace, spec), _chosen(seen)
     wrong_ND = (wanted_NDU != chosen_NDU).any(axis=2)
     if not wrong_ND.any():
-        return trace
-    require((_chosen(situation.native) != chosen_NDU).any(), "the choices were dropped, and nothing was raised")
+        return
+    require((_chosen(context.native) != chosen_NDU).any(), "the choices were dropped, and nothing was raised")
     row, layer = np.argwhere(wrong_ND)[0]
-    raise Broken(
+    raise CheckFailed(
         f"{int(wrong_ND.sum())} of {wrong_ND.size} choices were not followed; first: row {row}, {spec.layers[layer]}, "
         f"units {np.flatnonzero(wanted_NDU[row, layer]).tolist()} were asked for, and the query attends to "
         f"{np.flatnonzero(chosen_NDU[row, layer]).tolist()}"
     )
 
 
-def _recorded(situation: Situation) -> None:
-    spec = _indexers(situation)
-    only_after("indexers-followed", _chosen_followed, situation)
+def _recorded(context: CheckContext) -> None:
+    """What is recorded is held against what the attention was given, not against what an indexer returned."""
+    spec = _indexers(context)
     handle: Any
     for what, replays in (("the model's own choices", False), ("replayed choices", True)):
-        model, handle = situation.pair()
+        model, handle = context.pair()
         with handle.record(indexers=True) as recording:
             if replays:
-                with handle.replay(_with_canaries(situation, spec)):
-                    seen = model.forward(situation.base, grad=False).seen
+                with handle.replay(_with_canaries(context, spec)):
+                    seen = model.forward(context.base, grad=False).seen
             else:
-                seen = model.forward(situation.base, grad=False).seen
+                seen = model.forward(context.base, grad=False).seen
         recorded = recording.trace()
         require(INDEXER in recorded.streams, f"{what} are not in what was recorded")
         same = (_visible(recorded, spec) == _chosen(seen)).all()
         require(same, f"{what} were recorded otherwise than queries attended")
 
 
-def _refused(situation: Situation) -> None:
-    spec = _indexers(situation)
-    only_after("indexers-followed", _chosen_followed, situation)
-    trace = _with_canaries(situation, spec)
+def _refused(context: CheckContext) -> None:
+    """Each of these would be followed without a word by an adapter that reads choices by their place alone."""
+    spec = _indexers(context)
+    trace = _with_canaries(context, spec)
     good = trace.streams[INDEXER]
     rows = np.arange(trace.num_rows).reshape(len(trace), -1)
     beyond = good.ids.copy()
-    beyond[np.cumsum(good.counts_ND)[good.counts_ND.reshape(-1) > 0] - 1] = situation.base.width * spec.heads
+    beyond[np.cumsum(good.counts_ND)[good.counts_ND.reshape(-1) > 0] - 1] = context.base.width * spec.heads
     elsewhere = tuple(replace(layer, index=layer.index + 1) for layer in good.layers)
     for what, stream in (
         ("choices shifted by a row", good.take(np.roll(rows, 1, axis=1).reshape(-1))),
@@ -87,33 +84,29 @@ def _refused(situation: Situation) -> None:
         ("choices of other layers", replace(good, layers=elsewhere)),
         ("a row without choices, which later tokens depend on,", good.without(rows[0, -2:-1])),
     ):
-        replayed = partial(_replayed, situation, trace.with_stream(INDEXER, stream))
+        replayed = partial(context.replayed, trace.with_stream(INDEXER, stream))
         require(refused(replayed) is not None, f"{what} went through without an error")
 
 
-def _replayed(situation: Situation, trace: RoutingTrace) -> None:
-    model, handle = situation.pair()
-    with handle.replay(trace):
-        model.forward(situation.base, grad=False)
-
-
-def _indexers(situation: Situation) -> IndexerSpec:
-    spec = situation.adapter.indexers()
+def _indexers(context: CheckContext) -> IndexerSpec:
+    """The facts of the family's indexers. Raises `Unsupported` where the adapter replays none."""
+    spec = context.adapter.indexers()
     if spec is None:
         raise Unsupported("the adapter replays no indexers (indexers)")
     return spec
 
 
 def _chosen(seen: Seen) -> NDArray[np.bool_]:
+    """Bool [N, D, U · H], what the probe saw. Raises `Unsupported` where it does not look."""
     if seen.chosen_NDU is None:
         raise Unsupported("the probe does not see what indexers hand on")
     return seen.chosen_NDU
 
 
-def _with_canaries(situation: Situation, spec: IndexerSpec) -> RoutingTrace:
+def _with_canaries(context: CheckContext, spec: IndexerSpec) -> RoutingTrace:
     """The model's own routes, with choices at random: each row and layer has its own, and so says where it belongs."""
-    rng = np.random.default_rng([situation.seed, 2])
-    trace = situation.native_trace()
+    rng = np.random.default_rng([context.seed, 2])
+    trace = context.native_trace()
     positions = _positions(trace)
     visible_N = spec.num_visible(positions)
 
@@ -130,6 +123,7 @@ def _with_canaries(situation: Situation, spec: IndexerSpec) -> RoutingTrace:
 
 
 def _positions(trace: RoutingTrace) -> NDArray[np.int64]:
+    """int64 [N], of each row in its sequence."""
     return np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
 
 
@@ -151,17 +145,20 @@ CHECKS = (
         "Queries attend to what the trace says, and so they do when activations are recomputed",
         "Replays choices at random, other ones for each row and layer, and looks at what the attention is given.",
         _followed,
+        needs=PLACEMENT,
     ),
     Check(
         "indexers-recorded",
         "Recorded choices are those that queries attended to",
         "Records with and without a replay, and compares with what the attention was given.",
         _recorded,
+        needs=("indexers-followed",),
     ),
     Check(
         "indexers-refused",
         "Choices of other rows or layers, of units that a query does not see, or missing ones, are refused",
         "Replays choices shifted by a row, with a unit behind the query, of other layers, and without a row.",
         _refused,
+        needs=("indexers-followed",),
     ),
 )

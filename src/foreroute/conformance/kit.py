@@ -10,8 +10,8 @@ from textwrap import wrap
 from typing import Any
 
 from foreroute.conformance import gate_checks, indexer_checks, mask_checks, refusal_checks, route_checks, session_checks
-from foreroute.conformance.adapter import AdapterUnderTest
-from foreroute.conformance.check import Check, CheckResult, Outcome, Situation, run_check
+from foreroute.conformance.adapter import AdapterUnderTest, Unsupported
+from foreroute.conformance.check import Check, CheckContext, CheckFailed, CheckResult, Outcome
 from foreroute.errors import ConfigError
 
 GITHUB = "https://github.com/"
@@ -24,6 +24,9 @@ ALL_CHECKS: tuple[Check, ...] = (
     *refusal_checks.CHECKS,
 )
 """Every check, in the order in which they run and are reported."""
+LONGEST_REASON = 300
+"""Characters of an error message that a reason quotes."""
+_BY_ID = {check.id: check for check in ALL_CHECKS}
 _MARKS = {Outcome.PASSED: "ok", Outcome.FAILED: "FAIL", Outcome.NOT_APPLICABLE: "-", Outcome.BLOCKED: "blocked"}
 
 
@@ -82,12 +85,47 @@ def run_conformance(
     Raises:
         ConfigError: for an id in `only` that no check has.
     """
-    unknown = sorted(set(only or ()) - {check.id for check in ALL_CHECKS})
-    if unknown:
-        raise ConfigError(f"there is no check {', '.join(unknown)}; known are {', '.join(c.id for c in ALL_CHECKS)}")
-    situation = Situation(adapter, seed)
-    chosen = [check for check in ALL_CHECKS if only is None or check.id in only]
-    return ConformanceReport(adapter.name, tuple(run_check(check, situation) for check in chosen))
+    context = CheckContext(adapter, seed)
+    return ConformanceReport(adapter.name, tuple(run_check(check, context) for check in _chosen(only)))
+
+
+def run_check(check: Check, context: CheckContext) -> CheckResult:
+    """Run one check, and before it those that it needs, where that was not done before.
+
+    Whatever the adapter raises where it should have worked is a failure, with the error as reason.
+    """
+    if check.id not in context.results:
+        needed = (run_check(_BY_ID[other], context) for other in check.needs)
+        root = next((result.root for result in needed if result.root), "")
+        blocked = CheckResult(check, Outcome.BLOCKED, f"can be judged when {root} passes", root)
+        context.results[check.id] = blocked if root else _run(check, context)
+    return context.results[check.id]
+
+
+def _run(check: Check, context: CheckContext) -> CheckResult:
+    """What comes of a check whose needs are met."""
+    try:
+        check.run(context)
+    except CheckFailed as failed:
+        return CheckResult(check, Outcome.FAILED, str(failed), check.id)
+    except Unsupported as reason:
+        return CheckResult(check, Outcome.NOT_APPLICABLE, str(reason))
+    except Exception as error:
+        return CheckResult(check, Outcome.FAILED, f"raised {type(error).__name__}: {_beginning(str(error))}", check.id)
+    return CheckResult(check, Outcome.PASSED)
+
+
+def _beginning(message: str) -> str:
+    """The first line or so: torch lists every tensor that a recomputation made differently."""
+    line = message.strip().partition("\n")[0]
+    return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + " ..."
+
+
+def _chosen(only: Collection[str] | None) -> list[Check]:
+    """The checks to run, in the order of the kit."""
+    if unknown := sorted(set(only or ()) - _BY_ID.keys()):
+        raise ConfigError(f"there is no check {', '.join(unknown)}; known are {', '.join(_BY_ID)}")
+    return [check for check in ALL_CHECKS if only is None or check.id in only]
 
 
 def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None = None) -> Any:
@@ -101,15 +139,16 @@ def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None 
     """
     import pytest
 
-    cases: list[Any] = []
-    for adapter in adapters:
-        situation = Situation(adapter)
-        chosen = [check for check in ALL_CHECKS if only is None or check.id in only]
-        cases += [pytest.param(situation, check, id=f"{adapter.name}-{check.id}") for check in chosen]
+    contexts = [CheckContext(adapter) for adapter in adapters]
+    cases: list[Any] = [
+        pytest.param(context, check, id=f"{context.adapter.name}-{check.id}")
+        for context in contexts
+        for check in _chosen(only)
+    ]
 
-    @pytest.mark.parametrize(("situation", "check"), cases)
-    def test(situation: Situation, check: Any) -> None:
-        result = run_check(check, situation)
+    @pytest.mark.parametrize(("context", "check"), cases)
+    def test(context: CheckContext, check: Any) -> None:
+        result = run_check(check, context)
         if result.outcome is Outcome.NOT_APPLICABLE:
             pytest.skip(result.reason)
         assert result.outcome is Outcome.PASSED, f"{check.title}: {result.reason}"

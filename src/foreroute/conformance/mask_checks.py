@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Unsupported
-from foreroute.conformance.check import Check, Situation, refused, require
-from foreroute.conformance.gate_checks import finite_differences, gate_rule, only_after, router_gradient
+from foreroute.conformance.check import Check, CheckContext, refused, require
+from foreroute.conformance.gate_checks import finite_differences
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
 
 TOLERANCE = 1e-4
@@ -20,22 +20,15 @@ OTHERS = 3
 """Tokens of a set beside the one that was sampled."""
 
 
-def _followed(situation: Situation) -> None:
-    trace = _values_followed(situation)
-    only_after("router-gradient", router_gradient, situation)
-    finite_differences(situation, trace)
-
-
-def _values_followed(situation: Situation) -> RoutingTrace:
-    """Returns the trace that was replayed."""
-    _require_scores(situation)
-    only_after("gate-rule", gate_rule, situation)
-    sets = _sets(situation)
-    trace = _with_sets(situation, sets)
-    expected = _logprobs_on(situation, sets)
-    seen = _replayed(situation, trace)
+def _followed(context: CheckContext) -> None:
+    """The value on the sets, and the gradient of that value: a value may be right beside a gradient of all tokens."""
+    _require_scores(context)
+    sets = _sets(context)
+    trace = _with_sets(context, sets)
+    expected = _logprobs_on(context, sets)
+    seen = context.replayed(trace).logprobs_R
     off = float(np.abs(seen - expected).max())
-    of_all = float(np.abs(seen - situation.native.logprobs_R).max())
+    of_all = float(np.abs(seen - context.native.logprobs_R).max())
     require(
         off <= TOLERANCE,
         "log-probs are those over all tokens: the masks were dropped, and nothing was raised"
@@ -43,57 +36,53 @@ def _values_followed(situation: Situation) -> RoutingTrace:
         else f"log-probs are off those on the sets by up to {off:.3g} nats, and off those over all tokens by "
         f"{of_all:.3g}: sets of other rows were taken, or another temperature",
     )
-    return trace
+    finite_differences(context, trace)
 
 
-def _refused(situation: Situation) -> None:
-    _require_scores(situation)
-    only_after("masks-followed", _values_followed, situation)
-    sets = _sets(situation)
+def _refused(context: CheckContext) -> None:
+    """A row scored on a set that is not its own has a finite log-prob, which looks like any other."""
+    _require_scores(context)
+    sets = _sets(context)
     for what, trace in (
-        ("sets of another sequence, which leave out the sampled token,", _with_sets(situation, sets[1:] + sets[:1])),
-        ("a sampled token without a set", _without_a_set(_with_sets(situation, sets))),
+        ("sets of another sequence, which leave out the sampled token,", _with_sets(context, sets[1:] + sets[:1])),
+        ("a sampled token without a set", _without_a_set(_with_sets(context, sets))),
     ):
-        require(refused(partial(_replayed, situation, trace)) is not None, f"{what} was not refused")
+        require(refused(partial(context.replayed, trace)) is not None, f"{what} was not refused")
 
 
-def _replayed(situation: Situation, trace: RoutingTrace) -> NDArray[np.float32]:
-    model, handle = situation.pair()
-    with handle.replay(trace):
-        return model.forward(situation.base, grad=False).seen.logprobs_R
-
-
-def _require_scores(situation: Situation) -> None:
-    if not situation.adapter.scores_on_sets:
+def _require_scores(context: CheckContext) -> None:
+    """Raise `Unsupported` where log-probs are made by the adapter's caller."""
+    if not context.adapter.scores_on_sets:
         raise Unsupported("the adapter leaves log-probabilities to its caller (scores_on_sets)")
 
 
-def _sets(situation: Situation) -> list[NDArray[np.int64]]:
+def _sets(context: CheckContext) -> list[NDArray[np.int64]]:
     """The last token of each sequence and a few others, which are those of no other sequence."""
-    last = [int(tokens[-1]) for tokens in situation.base.sequences]
-    free = np.setdiff1d(np.arange(1, situation.adapter.vocabulary), last)
+    last = [int(tokens[-1]) for tokens in context.base.sequences]
+    free = np.setdiff1d(np.arange(1, context.adapter.vocabulary), last)
     parts = [free[s * OTHERS : (s + 1) * OTHERS] for s in range(len(last))]
     return [np.append(part, token) for part, token in zip(parts, last, strict=True)]
 
 
-def _with_sets(situation: Situation, sets: Sequence[NDArray[np.int64]]) -> RoutingTrace:
+def _with_sets(context: CheckContext, sets: Sequence[NDArray[np.int64]]) -> RoutingTrace:
     """The model's own routes, with a set for the last token of each sequence; nothing was left out of the others."""
-    trace = situation.native_trace()
+    trace = context.native_trace()
     valid, counts = np.ones(trace.num_rows, np.bool_), np.zeros(trace.num_rows, np.int64)
     ends = trace.offsets[1:] - 1
     valid[ends], counts[ends - 1] = False, [len(each) for each in sets]
-    stream = DecisionStream.from_sets(situation.adapter.vocabulary, valid, counts, np.concatenate(sets))
+    stream = DecisionStream.from_sets(context.adapter.vocabulary, valid, counts, np.concatenate(sets))
     return trace.with_stream(SAMPLING, stream)
 
 
 def _without_a_set(trace: RoutingTrace) -> RoutingTrace:
+    """The same sets without that of the first sequence's last token."""
     return trace.with_stream(SAMPLING, trace.streams[SAMPLING].without(trace.offsets[1:2] - 2))
 
 
-def _logprobs_on(situation: Situation, sets: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
+def _logprobs_on(context: CheckContext, sets: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
     """What the untouched model says on the sets, from its log-probs of each token of a set in the last place."""
-    base, ends = situation.base, np.cumsum(situation.base.lengths - 1) - 1
-    model = situation.untouched()
+    base, ends = context.base, np.cumsum(context.base.lengths - 1) - 1
+    model = context.untouched()
     of_set = []
     for place in range(OTHERS + 1):
         changed = tuple(
@@ -101,7 +90,7 @@ def _logprobs_on(situation: Situation, sets: Sequence[NDArray[np.int64]]) -> NDA
             for tokens, own in zip(base.sequences, sets, strict=True)
         )
         of_set.append(model.forward(replace(base, sequences=changed), grad=False).seen.logprobs_R[ends])
-    expected = situation.native.logprobs_R.astype(np.float64)
+    expected = context.native.logprobs_R.astype(np.float64)
     # the sampled token is the last of its set
     expected[ends] = of_set[-1] - np.logaddexp.reduce(np.array(of_set, np.float64), axis=0)
     return expected
@@ -114,11 +103,13 @@ CHECKS = (
         "Replays sets of a few tokens; the expected values come from the untouched model with each of them in the last "
         "place, the gradient from finite differences.",
         _followed,
+        needs=("router-gradient",),
     ),
     Check(
         "masks-refused",
         "A set that leaves out the sampled token, or is missing, is refused",
         "Replays the sets of another sequence, and sets without one of them.",
         _refused,
+        needs=("masks-followed",),
     ),
 )

@@ -12,57 +12,66 @@ from typing import Any
 import numpy as np
 
 from foreroute.conformance.adapter import Batch, Fault, Seen
-from foreroute.conformance.check import FOREIGN_VERSION, Check, Situation, misplaced, refused, require, same_sets
+from foreroute.conformance.check import (
+    FOREIGN_VERSION,
+    PLACEMENT,
+    Check,
+    CheckContext,
+    misplaced,
+    refused,
+    require,
+    same_sets,
+)
 from foreroute.trace import RoutedLayer, RoutingTrace
 
 
-def _fused(situation: Situation) -> None:
+def _fused(context: CheckContext) -> None:
+    """Before and after attaching: what is found once may have changed since."""
     for attached_first in (False, True):
-        situation.require_placement()
-        _followed_or_refused(situation, Fault.FUSED_ROUTER, attached_first=attached_first)
+        _followed_or_refused(context, Fault.FUSED_ROUTER, attached_first=attached_first)
 
 
-def _orphans(situation: Situation) -> None:
-    situation.require_placement()
-    _followed_or_refused(situation, Fault.ORPHAN_ROUTERS, attached_first=False)
+def _orphans(context: CheckContext) -> None:
+    """Names of modules and counts of layers do not tell which copy runs."""
+    _followed_or_refused(context, Fault.ORPHAN_ROUTERS, attached_first=False)
 
 
-def _followed_or_refused(situation: Situation, fault: Fault, *, attached_first: bool) -> None:
-    model = situation.untouched()
+def _followed_or_refused(context: CheckContext, fault: Fault, *, attached_first: bool) -> None:
+    """A model with a trap: its routes are followed all the same, or it is refused."""
+    model = context.untouched()
     seen: list[Seen] = []
-    wanted = situation.foreign(situation.spec, situation.base)
+    wanted = context.foreign(context.spec, context.base)
     if not attached_first:
-        model.plant(fault)
+        model.inject(fault)
 
     def run() -> None:
-        handle = situation.adapter.attach(model)
+        handle = context.adapter.attach(model)
         if attached_first:
-            model.plant(fault)
+            model.inject(fault)
         with handle.replay(wanted):
-            seen.append(model.forward(situation.base, grad=False).seen)
+            seen.append(model.forward(context.base, grad=False).seen)
 
     if refused(run) is None:
-        found = misplaced(wanted, seen[0].ids_NLK, situation.native.ids_NLK)
+        found = misplaced(wanted, seen[0].ids_NLK, context.native.ids_NLK)
         when = ", which came about after attaching" if attached_first else ""
         require(found is None, f"{fault.value}{when}: {found.sentence}" if found else "")
 
 
-def _mtp(situation: Situation) -> None:
+def _mtp(context: CheckContext) -> None:
     """A trace of the decoder's routes: the head keeps its own, or the model is refused."""
-    situation.require_placement()
-    untouched = situation.untouched()
-    untouched.plant(Fault.MTP_HEAD)
-    native = untouched.forward(situation.base, grad=False).seen
+    untouched = context.untouched()
+    untouched.inject(Fault.MTP_HEAD)
+    native = untouched.forward(context.base, grad=False).seen
     require(bool(native.other_ids), "the probe reports no router beside the decoder's (Seen.other_ids)")
     # every row has a route, so that what an adapter does without one is left to missing-rows
-    trace = situation.trace_of(np.split(situation.native.ids_NLK, len(situation.base.sequences)), situation.base)
-    model = situation.untouched()
-    model.plant(Fault.MTP_HEAD)
+    trace = context.trace_of(np.split(context.native.ids_NLK, len(context.base.sequences)), context.base)
+    model = context.untouched()
+    model.inject(Fault.MTP_HEAD)
     seen: list[Seen] = []
 
     def run() -> None:
-        with situation.adapter.attach(model).replay(trace):
-            seen.append(model.forward(situation.base, grad=False).seen)
+        with context.adapter.attach(model).replay(trace):
+            seen.append(model.forward(context.base, grad=False).seen)
 
     if refused(run) is None:
         require(same_sets(native.ids_NLK, seen[0].ids_NLK).all(), "the head took routes from the decoder's layers")
@@ -73,32 +82,37 @@ def _mtp(situation: Situation) -> None:
             )
 
 
-def _duplicates(situation: Situation) -> None:
+def _duplicates(context: CheckContext) -> None:
+    """All-to-all dispatchers count each pick; with one expert twice, sizes of rows and of splits differ."""
+
     def repeat(ids: Any) -> Any:
         ids[2, 0, :] = ids[2, 0, 0]
         return ids
 
-    if situation.spec.top_k > 1:
-        _bad_ids(situation, repeat, "an expert twice in a row")
+    if context.spec.top_k > 1:
+        _bad_ids(context, repeat, "an expert twice in a row")
 
 
-def _out_of_range(situation: Situation) -> None:
+def _out_of_range(context: CheckContext) -> None:
+    """The id behind the last expert, as the first redundant slot of a load balancer has."""
+
     def exceed(ids: Any) -> Any:
-        ids[2, 0, 0] = situation.spec.num_experts
+        ids[2, 0, 0] = context.spec.num_experts
         return ids
 
-    _bad_ids(situation, exceed, "an expert that does not exist")
+    _bad_ids(context, exceed, "an expert that does not exist")
 
 
-def _bad_ids(situation: Situation, spoil: Callable[[Any], Any], what: str) -> None:
-    model, handle = situation.pair()
-    good = situation.foreign(handle.spec, situation.base).expert_ids_NLK.astype(np.int64)
-    routes = np.split(spoil(good), len(situation.base.sequences))
+def _bad_ids(context: CheckContext, spoil: Callable[[Any], Any], what: str) -> None:
+    """Hand in routes that no router makes, by the adapter's own entrance, and run a forward under them."""
+    model, handle = context.pair()
+    good = context.foreign(handle.spec, context.base).expert_ids_NLK.astype(np.int64)
+    routes = np.split(spoil(good), len(context.base.sequences))
     executed = []
 
     def run() -> None:
-        with handle.replay(situation.adapter.ingest(handle.spec, situation.base.sequences, routes)):
-            executed.append(model.forward(situation.base, grad=False).seen.ids_NLK[2, 0])
+        with handle.replay(context.adapter.ingest(handle.spec, context.base.sequences, routes)):
+            executed.append(model.forward(context.base, grad=False).seen.ids_NLK[2, 0])
 
     require(
         refused(run) is not None,
@@ -106,13 +120,15 @@ def _bad_ids(situation: Situation, spoil: Callable[[Any], Any], what: str) -> No
     )
 
 
-def _stale(situation: Situation) -> None:
-    def run(trace: RoutingTrace) -> None:
-        model, handle = situation.pair()
-        with handle.replay(trace, weight_version=FOREIGN_VERSION):
-            model.forward(situation.base, grad=False)
+def _stale(context: CheckContext) -> None:
+    """The control comes first: the same trace is taken where its version is the expected one."""
 
-    trace = situation.foreign(situation.spec, situation.base)
+    def run(trace: RoutingTrace) -> None:
+        model, handle = context.pair()
+        with handle.replay(trace, weight_version=FOREIGN_VERSION):
+            model.forward(context.base, grad=False)
+
+    trace = context.foreign(context.spec, context.base)
     message = refused(lambda: run(trace))
     require(message is None, f"a trace of the expected weight version was refused: {message}")
     require(
@@ -121,8 +137,9 @@ def _stale(situation: Situation) -> None:
     )
 
 
-def _other_model(situation: Situation) -> None:
-    spec = situation.spec
+def _other_model(context: CheckContext) -> None:
+    """Every one of them has ids that this model could have been given."""
+    spec = context.spec
     moved = tuple(RoutedLayer(layer.index + 1, layer.kind) for layer in spec.layers)
     more = (*spec.layers, RoutedLayer(spec.layers[-1].index + 1))
     others = {
@@ -132,39 +149,36 @@ def _other_model(situation: Situation) -> None:
         "one pick more": replace(spec, top_k=min(spec.top_k + 1, spec.num_experts)),
     }
     for what, other in others.items():
-        _must_refuse(situation, situation.foreign(other, situation.base), f"the trace of a model with {what}")
+        _must_refuse(context, context.foreign(other, context.base), f"the trace of a model with {what}")
 
 
-def _other_tokens(situation: Situation) -> None:
-    base, spec = situation.base, situation.spec
+def _other_tokens(context: CheckContext) -> None:
+    """Every one of them has as many rows as its own tokens need."""
+    base, spec = context.base, context.spec
     order = [1, 0, *range(2, len(base.sequences))]
     swapped = Batch(tuple(base.sequences[s] for s in order))
     shorter = Batch(tuple(tokens[:-2] for tokens in base.sequences))
     others = {
-        "other tokens": situation.batch(*base.lengths, seed=3),
+        "other tokens": context.batch(*base.lengths, seed=3),
         "the same sequences in another order": swapped,
         "shorter sequences": shorter,
         "fewer sequences": Batch(base.sequences[:-1]),
     }
     for what, batch in others.items():
-        _must_refuse(situation, situation.foreign(spec, batch), f"a trace of {what}")
+        _must_refuse(context, context.foreign(spec, batch), f"a trace of {what}")
 
 
-def _must_refuse(situation: Situation, trace: RoutingTrace, what: str) -> None:
-    model, handle = situation.pair()
-
-    def run() -> None:
-        with handle.replay(trace):
-            model.forward(situation.base, grad=False)
-
-    require(refused(run) is not None, f"{what} was replayed without an error")
+def _must_refuse(context: CheckContext, trace: RoutingTrace, what: str) -> None:
+    """Raise `CheckFailed` when a trace is replayed without an error, in the session or in its forward."""
+    require(refused(lambda: context.replayed(trace)) is not None, f"{what} was replayed without an error")
 
 
-def _empty(situation: Situation) -> None:
-    _, handle = situation.pair()
+def _empty(context: CheckContext) -> None:
+    """What was never replayed must not look as if it had been."""
+    _, handle = context.pair()
 
     def run() -> None:
-        with handle.replay(situation.foreign(handle.spec, situation.base)):
+        with handle.replay(context.foreign(handle.spec, context.base)):
             pass
 
     require(refused(run) is not None, "a session in which no forward ran ended without an error")
@@ -176,18 +190,21 @@ CHECKS = (
         "A router that a fused path bypasses is refused, not skipped",
         "Bypasses one router, before and after attaching, and replays.",
         _fused,
+        needs=PLACEMENT,
     ),
     Check(
         "orphan-routers",
         "Routers that never run take no layer's routes",
         "Registers a second copy of the decoder before the one that runs, and replays.",
         _orphans,
+        needs=PLACEMENT,
     ),
     Check(
         "mtp-alias",
         "A multi-token-prediction head takes no decoder layer's routes",
         "Adds a head whose layer number restarts at 0, and replays the decoder's own routes.",
         _mtp,
+        needs=PLACEMENT,
     ),
     Check(
         "duplicates-refused",

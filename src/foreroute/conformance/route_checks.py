@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from foreroute.conformance.adapter import Batch, Case, Padding, Unsupported
 from foreroute.conformance.check import (
     FOREIGN_VERSION,
-    Blocked,
-    Broken,
+    PLACEMENT,
     Check,
-    Situation,
+    CheckContext,
+    CheckFailed,
     misplaced,
     refused,
     require,
@@ -26,66 +26,61 @@ WIDE = 264
 """More experts than one byte tells apart, and a multiple of the usual group counts."""
 
 
-def _placed(check: str, situation: Situation) -> None:
-    found = situation.placement
+def _placed(check: str, context: CheckContext) -> None:
+    """Fail where the placement of foreign routes is the mistake that a check is about."""
+    found = context.placement
     if found is not None and found.check == check:
-        raise Broken(found.sentence)
+        raise CheckFailed(found.sentence)
 
 
-def _one_pick(situation: Situation) -> None:
-    _follows(situation, Case(top_k=1))
+def _one_pick(context: CheckContext) -> None:
+    """Zeros are where many adapters see padding."""
+    _follows(context, Case(top_k=1))
 
 
-def _wide(situation: Situation) -> None:
-    _follows(situation, Case(num_experts=WIDE), low=WIDE - 8)
-    _follows(situation, Case(num_experts=WIDE), low=120)
+def _wide(context: CheckContext) -> None:
+    """Above 255 for an unsigned byte, above 127 for a signed one."""
+    _follows(context, Case(num_experts=WIDE), low=WIDE - 8)
+    _follows(context, Case(num_experts=WIDE), low=120)
 
 
-def _follows(situation: Situation, case: Case, *, low: int = 0) -> None:
+def _follows(context: CheckContext, case: Case, *, low: int = 0) -> None:
     """Foreign routes on another shape of model; with one pick, expert 0 is among them many times."""
-    situation.require_placement()
-    model, handle = situation.pair(case)
-    wanted = situation.foreign(handle.spec, situation.base, low=low)
-    native = situation.untouched(case).forward(situation.base, grad=False).seen
+    model, handle = context.pair(case)
+    wanted = context.foreign(handle.spec, context.base, low=low)
+    native = context.untouched(case).forward(context.base, grad=False).seen
     with handle.replay(wanted):
-        seen = model.forward(situation.base, grad=False).seen
+        seen = model.forward(context.base, grad=False).seen
     found = misplaced(wanted, seen.ids_NLK, native.ids_NLK)
     require(found is None, found.sentence if found else "")
 
 
-def _resumed(situation: Situation) -> None:
+def _resumed(context: CheckContext) -> None:
     """A rollout that was interrupted and went on under new weights keeps the rows of both."""
-    situation.require_placement()
-    model, handle = situation.pair()
-    whole = situation.foreign(handle.spec, situation.base).with_weight_version(4)
-    first = situation.foreign(handle.spec, situation.base, seed=2).truncated(np.full(len(whole), 7))
+    whole = context.foreign(context.spec, context.base).with_weight_version(4)
+    first = context.foreign(context.spec, context.base, seed=2).truncated(np.full(len(whole), 7))
     joined = extended(first.with_weight_version(3), whole)
-    with handle.replay(joined):
-        seen = model.forward(situation.base, grad=False).seen
-    _require_followed(joined, seen.ids_NLK, situation)
+    found = misplaced(joined, context.replayed(joined).ids_NLK, context.native.ids_NLK)
+    require(found is None, f"with rows of weight versions {joined.versions}: {found.sentence}" if found else "")
 
 
-def _require_followed(wanted: RoutingTrace, seen: np.ndarray, situation: Situation) -> None:
-    found = misplaced(wanted, seen, situation.native.ids_NLK)
-    require(found is None, f"with rows of weight versions {wanted.versions}: {found.sentence}" if found else "")
-
-
-def missing_rows(situation: Situation) -> None:
-    seen = situation.native_replay
-    last = np.cumsum(situation.base.lengths) - 1
+def _missing_rows(context: CheckContext) -> None:
+    """Where an engine returned no row, many adapters fill in zeros, which are a route to expert 0."""
+    seen = context.native_replay
+    last = np.cumsum(context.base.lengths) - 1
     # the input of the first routed layer does not depend on what is replayed; that of later ones may
-    same = same_sets(situation.native.ids_NLK[last, 0], seen.ids_NLK[last, 0])
+    same = same_sets(context.native.ids_NLK[last, 0], seen.ids_NLK[last, 0])
     require(
         bool(same.all()),
-        f"the last token has no row, so the model routes it itself to {situation.native.ids_NLK[last[0], 0].tolist()} "
+        f"the last token has no row, so the model routes it itself to {context.native.ids_NLK[last[0], 0].tolist()} "
         f"in its first routed layer; it was computed by {seen.ids_NLK[last[0], 0].tolist()}",
     )
 
 
-def _gaps(situation: Situation) -> None:
-    situation.require_placement()
-    model, handle = situation.pair()
-    batch, native = situation.base, situation.native.ids_NLK
+def _gaps(context: CheckContext) -> None:
+    """Either is right. Silently taking another row's route is not."""
+    model, handle = context.pair()
+    batch, native = context.base, context.native.ids_NLK
     length = len(batch.sequences[0])
     valid = [np.arange(length) != (4 if s == 1 else length - 1) for s in range(len(batch.sequences))]
     trace = RoutingTrace.from_rows(
@@ -109,13 +104,13 @@ def _gaps(situation: Situation) -> None:
         )
 
 
-def _padding_neutral(situation: Situation) -> None:
-    situation.require_placement()
+def _padding_neutral(context: CheckContext) -> None:
+    """One side is enough where the framework knows only one."""
     tried = 0
     sides: tuple[Padding, ...] = ("right", "left")
     for padding in sides:
         try:
-            _follows_when_padded(situation, padding)
+            _follows_when_padded(context, padding)
             tried += 1
         except Unsupported:
             continue
@@ -123,43 +118,35 @@ def _padding_neutral(situation: Situation) -> None:
         raise Unsupported("the framework has no padded batches")
 
 
-def _follows_when_padded(situation: Situation, padding: Padding) -> None:
-    batch = situation.batch(9, 4, 6, padding=padding)
-    model, handle = situation.pair()
-    native = situation.untouched().forward(batch, grad=False).seen
-    wanted = situation.foreign(handle.spec, batch)
-    with handle.replay(wanted):
-        seen = model.forward(batch, grad=False).seen
-    found = misplaced(wanted, seen.ids_NLK, native.ids_NLK)
+def _follows_when_padded(context: CheckContext, padding: Padding) -> None:
+    batch = context.batch(9, 4, 6, padding=padding)
+    native = context.untouched().forward(batch, grad=False).seen
+    wanted = context.foreign(context.spec, batch)
+    found = misplaced(wanted, context.replayed(wanted, batch).ids_NLK, native.ids_NLK)
     require(found is None, f"in a batch padded on the {padding}: {found.sentence}" if found else "")
 
 
-def _hot_spot(situation: Situation) -> None:
+def _hot_spot(context: CheckContext) -> None:
     """Padding goes where the untouched model sends it, or is spread; no expert gets much more than its share."""
-    situation.require_placement()
-    batch = situation.batch(14, 3, 3, 2, padding="right")
-    untouched = situation.untouched().forward(batch, grad=False).seen
+    batch = context.batch(14, 3, 3, 2, padding="right")
+    untouched = context.untouched().forward(batch, grad=False).seen
     if untouched.padding_ids_PLK is None:
         raise Unsupported("padding is not routed in this framework, or not visible to the probe")
-    model, handle = situation.pair()
-    trace = situation.trace_of(_packed(untouched.ids_NLK, batch), batch, handle.spec)
-    with handle.replay(trace):
-        replayed = model.forward(batch, grad=False).seen
-    if not same_sets(untouched.ids_NLK, replayed.ids_NLK).all():
-        raise Blocked("padding-neutral")
-    seen = replayed.padding_ids_PLK
+    trace = context.trace_of(_packed(untouched.ids_NLK, batch), batch)
+    seen = context.replayed(trace, batch).padding_ids_PLK
     if seen is None or same_sets(untouched.padding_ids_PLK[:, 0], seen[:, 0]).all():
         return
-    fair = seen.shape[0] * handle.spec.top_k / handle.spec.num_experts
+    fair = seen.shape[0] * context.spec.top_k / context.spec.num_experts
     hottest = int(np.bincount(seen[:, 0].reshape(-1)).max())
     require(
         hottest <= 2 * fair + 1,
-        f"{hottest} of {len(seen)} padding rows go to one expert in {handle.spec.layers[0]}, where {fair:.1f} would be "
-        "its share; the untouched model routes them otherwise",
+        f"{hottest} of {len(seen)} padding rows go to one expert in {context.spec.layers[0]}, where {fair:.1f} would "
+        "be its share; the untouched model routes them otherwise",
     )
 
 
 def _packed(ids_NLK: NDArray[Any], batch: Batch) -> list[NDArray[Any]]:
+    """S arrays [T, L, K], one for each sequence."""
     return np.split(ids_NLK, np.cumsum(batch.lengths)[:-1])
 
 
@@ -205,24 +192,28 @@ CHECKS = (
         "With K = 1, a row of expert 0 is a route like any other",
         "Replays random routes on a model with one pick per token.",
         _one_pick,
+        needs=PLACEMENT,
     ),
     Check(
         "wide-ids",
         "Expert ids above 127 and above 255 survive",
         f"Replays ids 120 and up, and the last eight, on a model of {WIDE} experts.",
         _wide,
+        needs=PLACEMENT,
     ),
     Check(
         "resumed-rollout",
         "A resumed rollout keeps the rows of both weight versions, once each",
         "Replays sequences whose first 7 rows are of version 3 and the rest of version 4.",
         _resumed,
+        needs=PLACEMENT,
     ),
     Check(
         "missing-rows",
         "A token without a route is routed by the model itself, not to expert 0",
         "Replays the model's own routes without the last token's row and looks at where that token went.",
-        missing_rows,
+        _missing_rows,
+        needs=PLACEMENT,
         quick=True,
     ),
     Check(
@@ -230,6 +221,7 @@ CHECKS = (
         "A row that is absent in the middle of a sequence is refused, or routed by the model itself",
         "Takes one row out of the middle of a sequence.",
         _gaps,
+        needs=PLACEMENT,
         quick=True,
     ),
     Check(
@@ -237,6 +229,7 @@ CHECKS = (
         "Padding, on either side, moves no route",
         "Replays random routes on ragged sequences, padded right and left.",
         _padding_neutral,
+        needs=PLACEMENT,
         quick=True,
     ),
     Check(
@@ -244,6 +237,7 @@ CHECKS = (
         "Padding makes no expert hot",
         "Counts where padding rows go under replay; as in the untouched model, or spread, is right.",
         _hot_spot,
+        needs=PLACEMENT,
         quick=True,
     ),
 )

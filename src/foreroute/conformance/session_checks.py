@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import AttachedModel, Batch, Case, Fault, ModelUnderTest, Unsupported
-from foreroute.conformance.check import Check, Situation, misplaced, refused, require, same_sets
+from foreroute.conformance.check import PLACEMENT, Check, CheckContext, misplaced, refused, require, same_sets
 from foreroute.conformance.route_checks import WIDE
 from foreroute.trace import RoutingTrace
 
@@ -22,61 +22,64 @@ RECOMPUTE = Case(checkpointing=True)
 Gradients = Mapping[str, NDArray[Any]]
 
 
-def _order(situation: Situation) -> None:
-    situation.require_placement()
+def _order(context: CheckContext) -> None:
+    """Backward in the order of forwards, and in the reverse one: a queue per layer is right in one of them at most."""
     for order in ("ABab", "ABba"):
-        model, handle = situation.pair(RECOMPUTE)
-        one, two = _batches(situation)
-        with handle.replay(_routes(situation, handle, one)):
+        model, handle = context.pair(RECOMPUTE)
+        one, two = _batches(context)
+        with handle.replay(_routes(context, handle, one)):
             first = model.forward(one)
-        with handle.replay(_routes(situation, handle, two)):
+        with handle.replay(_routes(context, handle, two)):
             second = model.forward(two)
             for step in (first, second) if order == "ABab" else (second, first):
                 step.backward()
         what = f"forward A, forward B, backward {order[2].upper()}, backward {order[3].upper()}"
-        _require_same(situation, _one_by_one(situation, one, two), model.gradients(), what)
+        _require_same(context, _one_by_one(context, one, two), model.gradients(), what)
 
 
-def _outside(situation: Situation) -> None:
-    situation.require_placement()
-    model, handle = situation.pair(RECOMPUTE)
-    batch, _ = _batches(situation)
-    with handle.replay(_routes(situation, handle, batch)):
+def _outside(context: CheckContext) -> None:
+    """Trainers close a session with the forward, and call backward later."""
+    model, handle = context.pair(RECOMPUTE)
+    batch, _ = _batches(context)
+    with handle.replay(_routes(context, handle, batch)):
         step = model.forward(batch)
     step.backward()
-    _require_same(situation, _one_by_one(situation, batch), model.gradients(), "backward after the session has closed")
+    _require_same(context, _one_by_one(context, batch), model.gradients(), "backward after the session has closed")
 
 
-def _residue(situation: Situation) -> None:
-    situation.require_placement()
-    model, handle = situation.pair(RECOMPUTE)
-    one, two = _batches(situation)
-    with handle.replay(_routes(situation, handle, one)):
+def _residue(context: CheckContext) -> None:
+    """Rows that a pass without gradients leaves behind would be consumed by the next recomputation."""
+    model, handle = context.pair(RECOMPUTE)
+    one, two = _batches(context)
+    with handle.replay(_routes(context, handle, one)):
         model.forward(one, grad=False)
-    with handle.replay(_routes(situation, handle, two)):
+    with handle.replay(_routes(context, handle, two)):
         model.forward(two).backward()
-    _require_same(situation, _one_by_one(situation, two), model.gradients(), "a forward-only pass before the update")
+    _require_same(context, _one_by_one(context, two), model.gradients(), "a forward-only pass before the update")
 
 
-def _one_by_one(situation: Situation, *batches: Batch) -> Gradients:
+def _one_by_one(context: CheckContext, *batches: Batch) -> Gradients:
     """Each batch forward and backward in its own session, without recomputation."""
-    model, handle = situation.pair()
+    model, handle = context.pair()
     for batch in batches:
-        with handle.replay(_routes(situation, handle, batch)):
+        with handle.replay(_routes(context, handle, batch)):
             model.forward(batch).backward()
     return model.gradients()
 
 
-def _batches(situation: Situation) -> tuple[Batch, Batch]:
-    return situation.batch(8, 8, seed=5), situation.batch(8, 8, seed=6)
+def _batches(context: CheckContext) -> tuple[Batch, Batch]:
+    """Two of the same shape, so that the rows of one fit the other."""
+    return context.batch(8, 8, seed=5), context.batch(8, 8, seed=6)
 
 
-def _routes(situation: Situation, handle: AttachedModel, batch: Batch) -> RoutingTrace:
-    return situation.foreign(handle.spec, batch, seed=int(batch.sequences[0].sum()))
+def _routes(context: CheckContext, handle: AttachedModel, batch: Batch) -> RoutingTrace:
+    """Foreign routes of a batch, the same each time."""
+    return context.foreign(handle.spec, batch, seed=int(batch.sequences[0].sum()))
 
 
-def _require_same(situation: Situation, expected: Gradients, seen: Gradients, what: str) -> None:
-    tolerance = situation.adapter.gradient_tolerance
+def _require_same(context: CheckContext, expected: Gradients, seen: Gradients, what: str) -> None:
+    """Raise `CheckFailed` unless gradients are equal within what the adapter's author allows."""
+    tolerance = context.adapter.gradient_tolerance
     for name, value in expected.items():
         other = seen.get(name)
         require(other is not None, f"{what}: {name} has no gradient")
@@ -93,100 +96,107 @@ class _InterruptionError(Exception):
     pass
 
 
-def _reference(situation: Situation) -> None:
-    before = situation.untouched()
-    model, handle = situation.pair()
-    with handle.replay(situation.foreign(handle.spec, situation.base)):
-        model.forward(situation.base, grad=False)
-        within = situation.untouched()
+def _reference(context: CheckContext) -> None:
+    """Built before the session and during it: a patched class or a registry shows in either."""
+    before = context.untouched()
+    model, handle = context.pair()
+    with handle.replay(context.foreign(handle.spec, context.base)):
+        model.forward(context.base, grad=False)
+        within = context.untouched()
         for reference, when in ((before, "before"), (within, "during")):
-            message = refused(partial(_require_native, reference, situation, "a reference model"))
+            message = refused(partial(_require_native, reference, context, "a reference model"))
             require(message is None, f"a reference model built {when} the session was refused its forward: {message}")
 
 
-def _second_attached(situation: Situation) -> None:
-    situation.require_placement()
-    model, handle = situation.pair()
-    wanted = situation.foreign(handle.spec, situation.base)
+def _second_attached(context: CheckContext) -> None:
+    """Each with routes of its own, while both sessions are open."""
+    model, handle = context.pair()
+    wanted = context.foreign(handle.spec, context.base)
     with handle.replay(wanted):
-        other, other_handle = situation.pair()
-        theirs = situation.foreign(other_handle.spec, situation.base, seed=8)
+        other, other_handle = context.pair()
+        theirs = context.foreign(other_handle.spec, context.base, seed=8)
         with other_handle.replay(theirs):
-            _require_followed(other, theirs, situation, "the model that was attached second")
-            _require_followed(model, wanted, situation, "the model that was attached first")
+            _require_followed(other, theirs, context, "the model that was attached second")
+            _require_followed(model, wanted, context, "the model that was attached first")
 
 
-def _restored(situation: Situation) -> None:
-    model, handle = situation.pair()
-    with handle.replay(situation.foreign(handle.spec, situation.base)):
-        model.forward(situation.base, grad=False)
-    message = refused(lambda: _require_native(model, situation, "after the session"))
+def _restored(context: CheckContext) -> None:
+    """Compared by bits: only a hook that changes nothing may stay behind."""
+    model, handle = context.pair()
+    with handle.replay(context.foreign(handle.spec, context.base)):
+        model.forward(context.base, grad=False)
+    message = refused(lambda: _require_native(model, context, "after the session"))
     require(message is None, f"after the session, a forward without replay is refused: {message}")
 
 
-def _exceptions(situation: Situation) -> None:
-    model, handle = situation.pair()
-    trace = situation.foreign(handle.spec, situation.base)
+def _exceptions(context: CheckContext) -> None:
+    """In the body of the session, and inside a layer, where a hook may be half done."""
+    model, handle = context.pair()
+    trace = context.foreign(handle.spec, context.base)
     try:
         with handle.replay(trace):
-            model.forward(situation.base, grad=False)
+            model.forward(context.base, grad=False)
             raise _InterruptionError
     except _InterruptionError:
         pass
-    message = refused(lambda: _require_native(model, situation, "after a session that ended with an exception"))
+    message = refused(lambda: _require_native(model, context, "after a session that ended with an exception"))
     require(message is None, f"after a session that ended with an exception, a plain forward is refused: {message}")
     try:
-        model.plant(Fault.BURST)
+        model.inject(Fault.FORWARD_RAISES)
     except Unsupported:
         return
     try:
         with handle.replay(trace):
-            model.forward(situation.base, grad=False)
+            model.forward(context.base, grad=False)
     except Exception:
-        _require_native(model, situation, "after an exception in the middle of a forward")
+        _require_native(model, context, "after an exception in the middle of a forward")
         return
     require(False, "an exception in the middle of a forward was swallowed")
 
 
-def _require_native(model: ModelUnderTest, situation: Situation, what: str) -> None:
-    seen = model.forward(situation.base, grad=False).seen
+def _require_native(model: ModelUnderTest, context: CheckContext, what: str) -> None:
+    """Raise `CheckFailed` unless a forward is that of the untouched model, bit for bit."""
+    seen = model.forward(context.base, grad=False).seen
     require(
-        np.array_equal(seen.logprobs_R, situation.native.logprobs_R),
+        np.array_equal(seen.logprobs_R, context.native.logprobs_R),
         f"{what}: the forward is not the untouched model's; log-probs are off by up to "
-        f"{np.abs(seen.logprobs_R - situation.native.logprobs_R).max():.3g}",
+        f"{np.abs(seen.logprobs_R - context.native.logprobs_R).max():.3g}",
     )
 
 
-def _require_followed(model: ModelUnderTest, wanted: RoutingTrace, situation: Situation, what: str) -> None:
-    seen = model.forward(situation.base, grad=False).seen
-    found = misplaced(wanted, seen.ids_NLK, situation.native.ids_NLK)
+def _require_followed(model: ModelUnderTest, wanted: RoutingTrace, context: CheckContext, what: str) -> None:
+    """Raise `CheckFailed` unless a model is computed by the routes of a trace."""
+    seen = model.forward(context.base, grad=False).seen
+    found = misplaced(wanted, seen.ids_NLK, context.native.ids_NLK)
     require(found is None, f"{what}: {found.sentence}" if found else "")
 
 
-def _faithful(situation: Situation) -> None:
-    model, handle = situation.pair()
+def _faithful(context: CheckContext) -> None:
+    """Tokens, lengths, weight version and ids, held against what the probe saw."""
+    model, handle = context.pair()
     with handle.record(weight_version=5) as recording:
-        seen = model.forward(situation.base, grad=False).seen
+        seen = model.forward(context.base, grad=False).seen
     trace = recording.trace()
     require(
-        np.array_equal(trace.lengths, situation.base.lengths)
-        and np.array_equal(trace.token_ids_N, np.concatenate(situation.base.sequences)),
-        f"sequences of lengths {situation.base.lengths.tolist()} were recorded with lengths {trace.lengths.tolist()}"
+        np.array_equal(trace.lengths, context.base.lengths)
+        and np.array_equal(trace.token_ids_N, np.concatenate(context.base.sequences)),
+        f"sequences of lengths {context.base.lengths.tolist()} were recorded with lengths {trace.lengths.tolist()}"
         " or other tokens",
     )
     require(trace.versions == (5,), f"rows of weight version 5 were stamped {trace.versions}")
     routed = trace.valid_N
     recorded, executed = trace.expert_ids_NLK[routed], seen.ids_NLK[routed]
-    if situation.adapter.picks_in_order:
+    if context.adapter.picks_in_order:
         wrong = (recorded != executed).any(axis=(1, 2))
     else:
         wrong = ~same_sets(recorded, executed).all(axis=1)
     require(not wrong.any(), f"{int(wrong.sum())} of {len(wrong)} recorded rows are not what the experts were given")
 
 
-def _once(situation: Situation) -> None:
-    model, handle = situation.pair(Case(checkpointing=True))
-    batch = situation.base
+def _once(context: CheckContext) -> None:
+    """A recomputation runs the router again, whose rows are there already."""
+    model, handle = context.pair(Case(checkpointing=True))
+    batch = context.base
     with handle.record() as recording:
         model.forward(batch).backward()
     rows = recording.trace().num_rows
@@ -194,14 +204,15 @@ def _once(situation: Situation) -> None:
     require(rows == expected, f"{expected} tokens were recorded as {rows} rows once backward had recomputed them")
 
 
-def _width(situation: Situation) -> None:
-    for case, expected in ((Case(), situation.spec.id_dtype), (Case(num_experts=WIDE), np.dtype(np.uint16))):
-        model, handle = situation.pair(case)
-        low = situation.foreign(handle.spec, situation.base).expert_ids_NLK % min(handle.spec.num_experts, 256)
+def _width(context: CheckContext) -> None:
+    """A later part of the same rollout may hold larger ids."""
+    for case, expected in ((Case(), context.spec.id_dtype), (Case(num_experts=WIDE), np.dtype(np.uint16))):
+        model, handle = context.pair(case)
+        low = context.foreign(handle.spec, context.base).expert_ids_NLK % min(handle.spec.num_experts, 256)
         ids = np.argsort(np.argsort(low, axis=-1), axis=-1)  # small distinct ids
-        trace = situation.trace_of(np.split(ids, len(situation.base.sequences)), situation.base, handle.spec)
+        trace = context.trace_of(np.split(ids, len(context.base.sequences)), context.base, handle.spec)
         with handle.replay(trace), handle.record() as recording:
-            model.forward(situation.base, grad=False)
+            model.forward(context.base, grad=False)
         recorded = recording.trace()
         require(
             recorded.expert_ids_NLK.dtype == expected,
@@ -217,18 +228,21 @@ CHECKS = (
         "Runs forward A, forward B, then both backwards in either order, and compares with one at a time and no "
         "recomputation.",
         _order,
+        needs=PLACEMENT,
     ),
     Check(
         "backward-outside-session",
         "A backward after the session recomputes under the routes of its forward",
         "Closes the replay session before backward.",
         _outside,
+        needs=PLACEMENT,
     ),
     Check(
         "forward-only-residue",
         "A forward-only pass leaves nothing that a later backward consumes",
         "Runs a pass without gradients, as for old log-probs, then an update on another batch.",
         _residue,
+        needs=PLACEMENT,
     ),
     Check(
         "reference-untouched",
@@ -241,6 +255,7 @@ CHECKS = (
         "Attaching another model disturbs none that is attached",
         "Attaches a second model during a session and replays other routes in each.",
         _second_attached,
+        needs=PLACEMENT,
     ),
     Check(
         "model-restored",

@@ -1,4 +1,4 @@
-"""What torch frameworks share when they are presented to the kit: weights, gradients, padding, a planted error."""
+"""What torch frameworks share when they are presented to the kit: weights, gradients, padding, a injected error."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ class TorchModel:
         """Of every parameter that has one."""
         named = self.model.named_parameters()
         return {name: _array(weight.grad).copy() for name, weight in named if weight.grad is not None}
-
-    def forget_gradients(self) -> None:
-        """Drop them."""
-        self.model.zero_grad()
 
     @torch.no_grad()
     def add_to(self, name: str, delta: NDArray[Any]) -> None:
@@ -63,13 +59,13 @@ def padded(batch: Batch, device: torch.device | str = "cpu") -> tuple[Tensor, Te
 
 
 def raise_once(block: nn.Module) -> None:
-    """Make the next forward of a block raise, and only that: `Fault.BURST`."""
+    """Make the next forward of a block raise, and only that: `Fault.FORWARD_RAISES`."""
 
-    def burst(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         handle.remove()
-        raise ArithmeticError("planted")
+        raise ArithmeticError("injected")
 
-    handle = block.register_forward_pre_hook(burst)
+    handle = block.register_forward_pre_hook(fail)
 
 
 def _array(gradient: Tensor) -> NDArray[Any]:

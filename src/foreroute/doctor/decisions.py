@@ -32,13 +32,13 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         yield Finding(Severity.PROBLEM, "masks", sentence, OF_THEIR_TOKENS)
     has_masks = evidence.engine is not None and SAMPLING in evidence.engine.streams
     far = measures.with_replay
-    if measures.reading is not None and far is not None and measures.reading[1].k3 * EXPLAINS < far.k3:
-        reading, found = measures.reading
-        on = "on the sampling masks" if reading.on_sets else "over all tokens"
+    if measures.rescored is not None and far is not None and measures.rescored[1].k3 * EXPLAINS < far.k3:
+        other, found = measures.rescored
+        on = "on the sampling masks" if other.on_sets else "over all tokens"
         yield Finding(
             Severity.PROBLEM,
             "masks",
-            f"The engine's log-probs fit a temperature of {reading.temperature:g} {on}: k3 is {found.k3:.2e} nats so, "
+            f"The engine's log-probs fit a temperature of {other.temperature:g} {on}: k3 is {found.k3:.2e} nats so, "
             f"and {far.k3:.2e} as the trainer takes them{', on the sampling masks' if has_masks else ''}.",
             AS_SAMPLED,
         )

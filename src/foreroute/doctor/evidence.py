@@ -41,7 +41,7 @@ class TrainerPass:
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class Rescored:
     """Log-probs as they would be if the engine had sampled otherwise than was said.
 
     Attributes:
@@ -71,7 +71,7 @@ class Evidence:
         replay_error: why the trace could not be replayed.
         mask_error: why its sampling masks cannot be those of its tokens. Log-probs were compared with nothing then.
         has_indexers: the model has indexers of sparse attention, whose choices can be replayed.
-        readings: log-probs of the trainer on the engine's routes, taken otherwise, where the two are far apart.
+        rescored: log-probs of the trainer on the engine's routes, taken otherwise, where the two are far apart.
         expected_version: the weight version that the trainer is at.
         random_weights: the model was made from a configuration alone, so that only its wiring counts.
         before_step_0: what stands for the weights before step 0, because it is the configuration of a run and no
@@ -90,7 +90,7 @@ class Evidence:
     replay_error: str = ""
     mask_error: str = ""
     has_indexers: bool = False
-    readings: tuple[Reading, ...] = ()
+    rescored: tuple[Rescored, ...] = ()
     expected_version: int | None = None
     random_weights: bool = False
     before_step_0: str = ""
@@ -109,7 +109,7 @@ class Measures:
         repacked_routes: the trainer's own routes against those when it is packed differently.
         ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
-        reading: the one of `Evidence.readings` that is nearest to the engine, and its mismatch.
+        rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         choices: of indexers, engine against trainer on its own.
         reordered: the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's
@@ -124,7 +124,7 @@ class Measures:
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
     ratio: tuple[float, float] | None = None
-    reading: tuple[Reading, TokenMismatch] | None = None
+    rescored: tuple[Rescored, TokenMismatch] | None = None
     explanation: Explanation | None = None
     choices: StreamDifference | None = None
     reordered: bool = False
@@ -177,7 +177,7 @@ def measure(evidence: Evidence) -> Measures:
         with_replay=_tokens(evidence.replayed, logprobs_R),
         routes=_routes(engine, own) if explanation is not None else None,
         ratio=_ratio(evidence.replayed or native, logprobs_R),
-        reading=_nearest(evidence.readings, logprobs_R),
+        rescored=_nearest(evidence.rescored, logprobs_R),
         explanation=explanation,
         choices=_choices(own, engine),
         reordered=reordered,
@@ -192,12 +192,12 @@ def _ratio(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple
     return float(ratios.mean()), float(ratios.std(ddof=1) / len(ratios) ** 0.5)
 
 
-def _nearest(readings: tuple[Reading, ...], reference: NDArray[Any] | None) -> tuple[Reading, TokenMismatch] | None:
-    if reference is None or not readings:
+def _nearest(rescored: tuple[Rescored, ...], reference: NDArray[Any] | None) -> tuple[Rescored, TokenMismatch] | None:
+    if reference is None or not rescored:
         return None
-    found = [token_mismatch(reading.logprobs_R, reference) for reading in readings]
+    found = [token_mismatch(one.logprobs_R, reference) for one in rescored]
     best = min(range(len(found)), key=lambda number: found[number].k3)
-    return readings[best], found[best]
+    return rescored[best], found[best]
 
 
 def _routes(a: RoutingTrace | None, b: RoutingTrace | None) -> RoutingMismatch | None:

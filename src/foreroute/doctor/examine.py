@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupported, run_conformance
 from foreroute.conformance.huggingface import HuggingFaceModel
-from foreroute.doctor.evidence import Evidence, Reading, TrainerPass
+from foreroute.doctor.evidence import Evidence, Rescored, TrainerPass
 from foreroute.errors import AttachError, BatchMismatchError, TraceError
 from foreroute.layout import padded_batches
 from foreroute.mismatch import misplaced_masks, token_mismatch
-from foreroute.replay import masked_logprobs_of_logits
+from foreroute.replay import masked_logprobs_of_logits, overridden
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 
 QUICK = tuple(check.id for check in ALL_CHECKS if check.quick)
@@ -28,6 +28,8 @@ FAR = 1e-2
 """k3, in nats, from which log-probs are taken otherwise too, to find out how the engine took its own."""
 TEMPERATURES = tuple(tenths / 10 for tenths in range(1, 21))
 """Those that people set."""
+LOGITS_BYTES = 1 << 26
+"""Of float32 logits that are made at once: 447 rows of a vocabulary of 150,000."""
 
 
 def examine(
@@ -100,7 +102,7 @@ def _passes(
         return Evidence(replay_error=str(error), **given)
     engine = given["engine_logprobs_R"]
     if engine is not None and replayed.logprobs_R is not None and token_mismatch(replayed.logprobs_R, engine).k3 > FAR:
-        given["readings"] = _read_otherwise(routed, sequences, together)
+        given["rescored"] = _rescored(routed, sequences, together)
     return Evidence(replayed=replayed, **given)
 
 
@@ -114,13 +116,15 @@ def _run(
     replay: bool = False,
 ) -> TrainerPass:
     """One pass over all sequences; results are in the order of the sequences."""
+    readings = [(temperature, SAMPLING in sequences.trace.streams)]
     logprobs, executed, order = [], [], []
     for chosen in batches:
         part = sequences.select(chosen)
         forced: AbstractContextManager[Any] = routed.replay(part.trace) if replay else nullcontext()
         choices = routed.indexers is not None and INDEXER in part.trace.streams
         with forced, routed.record(indexers=choices) as recording:
-            logprobs += _response_logprobs(routed.model, part, temperature)
+            trunk = _run_trunk(routed.model, part)
+        logprobs += _response_logprobs(routed.model, trunk, part, readings)[0]
         executed.append(recording.trace())
         order.append(chosen)
     back = np.argsort(np.concatenate(order))
@@ -128,9 +132,9 @@ def _run(
 
 
 @torch.no_grad()
-def _read_otherwise(
+def _rescored(
     routed: hf.RoutedTransformer, sequences: Generation, batches: Sequence[NDArray[np.int64]]
-) -> tuple[Reading, ...]:
+) -> tuple[Rescored, ...]:
     """Log-probs on the engine's routes at other temperatures, on its masks and over all tokens."""
     readings = [(t, on_sets) for on_sets in sorted({False, SAMPLING in sequences.trace.streams}) for t in TEMPERATURES]
     back = np.argsort(np.concatenate(batches))
@@ -138,43 +142,69 @@ def _read_otherwise(
     for chosen in batches:
         part = sequences.select(chosen)
         with routed.replay(part.trace):
-            logits_RV, targets_R = _response_logits(routed.model, part)
-        for number, (temperature, on_sets) in enumerate(readings):
-            found[number] += _scored(logits_RV, targets_R, part, temperature, on_sets=on_sets)
+            trunk = _run_trunk(routed.model, part)
+        for parts, more in zip(found, _response_logprobs(routed.model, trunk, part, readings), strict=True):
+            parts += more
     joined = [np.concatenate([parts[int(s)] for s in back]) for parts in found]
-    return tuple(Reading(t, on_sets, logprobs) for (t, on_sets), logprobs in zip(readings, joined, strict=True))
+    return tuple(Rescored(t, on_sets, logprobs) for (t, on_sets), logprobs in zip(readings, joined, strict=True))
 
 
-def _response_logprobs(model: Any, part: Generation, temperature: float) -> list[NDArray[np.float32]]:
-    """One array of response log-probs per sequence, on the sampling masks where there are any."""
-    logits_RV, targets_R = _response_logits(model, part)
-    return _scored(logits_RV, targets_R, part, temperature, on_sets=SAMPLING in part.trace.streams)
+def _run_trunk(model: Any, part: Generation) -> Any:
+    """Run a model over a batch padded on the right; what its trunk, the model below the head, gives the head.
 
-
-def _response_logits(model: Any, part: Generation) -> tuple[Tensor, Tensor]:
-    """Logits [R, V] and tokens [R] of the responses, from a batch padded on the right."""
+    The head itself sees one position: logits of all positions and tokens would be far larger than the model.
+    """
     lengths = part.trace.lengths
     kept = np.arange(int(lengths.max())) < lengths[:, None]
     tokens = np.zeros(kept.shape, np.int64)
     tokens[kept] = part.trace.token_ids_N
     device = next(model.parameters()).device
-    input_ids = torch.from_numpy(tokens).to(device)
-    mask = torch.from_numpy(kept.astype(np.int64)).to(device)
-    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    rows = np.flatnonzero(part.targets_N)
-    logits_RV = logits[mask[:, 1:].bool()].index_select(0, torch.from_numpy(rows).to(device)).float()
-    return logits_RV, torch.from_numpy(part.trace.token_ids_N[part.sampled_N].astype(np.int64)).to(device)
+    given: list[Any] = []
+
+    def keep(trunk: nn.Module, args: Any, outputs: Any) -> Any:
+        given.append(outputs)
+        return replace(outputs, last_hidden_state=outputs.last_hidden_state[:, :1])
+
+    handle = model.base_model.register_forward_hook(keep)
+    try:
+        mask = torch.from_numpy(kept.astype(np.int64)).to(device)
+        model(input_ids=torch.from_numpy(tokens).to(device), attention_mask=mask, use_cache=False)
+    finally:
+        handle.remove()
+    (outputs,) = given
+    predicts = kept[:, :-1] & kept[:, 1:]
+    predicts[predicts] = part.targets_N
+    picked = torch.from_numpy(np.flatnonzero(predicts)).to(device)
+    hidden_RH = outputs.last_hidden_state[:, :-1].flatten(0, 1).index_select(0, picked)
+    return replace(outputs, last_hidden_state=hidden_RH)
 
 
-def _scored(
-    logits_RV: Tensor, targets_R: Tensor, part: Generation, temperature: float, *, on_sets: bool
-) -> list[NDArray[np.float32]]:
-    if on_sets:
-        masks = part.trace.streams[SAMPLING].take(np.flatnonzero(part.sampled_N) - 1)
-        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks, temperature=temperature)
-    else:
-        logprobs_R = (logits_RV / temperature).log_softmax(-1).gather(-1, targets_R[:, None])[:, 0]
-    return np.split(logprobs_R.cpu().numpy(), np.cumsum(part.response_lengths)[:-1])
+def _response_logprobs(
+    model: Any, trunk: Any, part: Generation, readings: Sequence[tuple[float, bool]]
+) -> list[list[NDArray[np.float32]]]:
+    """Log-probs of the response tokens: for each reading, a temperature and whether on sets, one array per sequence.
+
+    The model's own forward is put on a few rows at a time, since a family may scale or cap what its head gives.
+    """
+    targets_R = torch.from_numpy(part.trace.token_ids_N[part.sampled_N].astype(np.int64))
+    sets = part.trace.streams.get(SAMPLING)
+    found: list[list[Tensor]] = [[] for _ in readings]
+    step = max(1, LOGITS_BYTES // (4 * _vocabulary(model)))
+    for first in range(0, max(len(targets_R), 1), step):
+        rows = slice(first, first + step)
+        outputs = replace(trunk, last_hidden_state=trunk.last_hidden_state[None, rows])
+        targets = targets_R[rows].to(outputs.last_hidden_state.device)
+        with overridden(model.base_model, "forward", lambda _, *args, outputs=outputs, **kwargs: outputs):
+            logits_RV = model(input_ids=targets[None], use_cache=False).logits[0].float()
+        for logprobs, (temperature, on_sets) in zip(found, readings, strict=True):
+            if on_sets and sets is not None:
+                masks = sets.take(np.flatnonzero(part.sampled_N)[rows] - 1)
+                logprobs.append(masked_logprobs_of_logits(logits_RV, targets, masks, temperature=temperature))
+            else:
+                scaled = logits_RV if temperature == 1 else logits_RV / temperature
+                logprobs.append(scaled.gather(-1, targets[:, None])[:, 0] - scaled.logsumexp(-1))
+    ends = np.cumsum(part.response_lengths)[:-1]
+    return [np.split(torch.cat(parts).cpu().numpy(), ends) for parts in found]
 
 
 def _without_logprobs(trace: RoutingTrace) -> Generation:

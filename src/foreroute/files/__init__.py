@@ -6,6 +6,7 @@ several rooms have, are read and checked by `config_file`.
 
 from foreroute.files.container import (
     FileFormat,
+    SeekableFile,
     StoredTensor,
     TensorFile,
     TensorSchema,
@@ -14,16 +15,13 @@ from foreroute.files.container import (
     checksum,
     objection,
     tensors_to_bytes,
-    write_tensors,
 )
-from foreroute.files.regular import ByteSource, HeldBytes, RegularFile, is_text, parse_json, read_file, read_text
+from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 __all__ = [
-    "ByteSource",
     "FileFormat",
-    "HeldBytes",
-    "RegularFile",
+    "SeekableFile",
     "StoredTensor",
     "TensorFile",
     "TensorSchema",
@@ -31,13 +29,12 @@ __all__ = [
     "blake2b_int64",
     "check_writable",
     "checksum",
-    "is_text",
     "objection",
+    "open_regular",
     "parse_json",
     "read_file",
     "read_text",
     "tensors_to_bytes",
     "write_atomically",
-    "write_tensors",
     "writing_named",
 ]

@@ -16,13 +16,13 @@ from hashlib import blake2b
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few
-from foreroute.files.regular import ByteSource, RegularFile, parse_json
+from foreroute.files.regular import open_regular, parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
@@ -36,147 +36,6 @@ MOST_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 MOST_AXES, MOST_TENSOR_BYTES = 32, 1 << 62
 """What numpy can hold, also of a tensor with an axis of 0."""
-HEAD_BYTES = 1 << 14
-"""Read at once when a file is opened: the header and the small tensors of most files."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What the header says of one tensor.
-
-    Attributes:
-        dtype: of its numbers, little-endian.
-        shape: of the tensor.
-        start: the byte of the file at which it begins.
-    """
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-
-
-class TensorFile:
-    """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
-
-    Args:
-        source: the path of a regular file, or a source of bytes, which this does not close.
-        kind: the error to raise. A source raises its own where it cannot read.
-        most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
-
-    Attributes:
-        name: of the source, for messages.
-        metadata: its strings by name, all of them text.
-        tensors: what the header says of each tensor, by name, in the order of their bytes.
-
-    Raises:
-        kind: when it cannot be opened, or is not a whole safetensors file.
-    """
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str] | ByteSource,
-        kind: type[InputError],
-        *,
-        most_header_bytes: int = MOST_HEADER_BYTES,
-    ) -> None:
-        self._opened = RegularFile(source, kind) if isinstance(source, str | os.PathLike) else None
-        self._source: ByteSource = source if self._opened is None else self._opened  # type: ignore[assignment]
-        self.name, self._kind = self._source.name, kind
-        try:
-            size = self._source.size
-            self._head = self._source.read(0, min(size, HEAD_BYTES))
-            if len(self._head) != min(size, HEAD_BYTES):
-                raise kind(f"{self.name} gave {len(self._head)} bytes; expected {min(size, HEAD_BYTES)} from byte 0 on")
-            length = int.from_bytes(self._head[:8], "little") if size >= 8 else size
-            if length > size - 8:
-                raise self._wrong(f"its header would take {length} of its {size} bytes")
-            if length > most_header_bytes:
-                raise kind(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
-            text = self._head[8 : 8 + length] if 8 + length <= len(self._head) else self._bytes(8, length)
-            header = parse_json(text, kind, name=f"{self.name}: the safetensors header")
-            self.metadata, self.tensors = self._described(header, 8 + length)
-        except BaseException:
-            self.close()
-            raise
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """A tensor, or of its first axis the part from `start` to `stop`. The array is the caller's own.
-
-        Raises:
-            kind: when the file was cut meanwhile, or the part is not in the tensor.
-        """
-        tensor = self.tensors[name]
-        rows, *rest = tensor.shape or (1,)
-        stop = rows if stop is None else stop
-        if not 0 <= start <= stop <= rows:
-            raise self._kind(f"{self.name}: rows {start} to {stop} of tensor {name} are not among its {rows}")
-        row_bytes = prod(rest) * tensor.dtype.itemsize
-        content = self._bytes(tensor.start + start * row_bytes, (stop - start) * row_bytes)
-        values = np.frombuffer(content if isinstance(content, bytearray) else bytearray(content), tensor.dtype)
-        # numpy takes such bytes for true, and yet for unequal
-        if tensor.dtype == np.bool_ and (values.view(np.uint8) > 1).any():
-            raise self._wrong(f"tensor {name} holds truth values that are neither 0 nor 1")
-        return values.reshape((stop - start, *rest) if tensor.shape else ())
-
-    def close(self) -> None:
-        """Let go of the file that this opened."""
-        if self._opened is not None:
-            self._opened.close()
-
-    def __enter__(self) -> TensorFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _bytes(self, start: int, size: int) -> bytes | bytearray:
-        if start + size <= len(self._head):
-            return self._head[start : start + size]
-        content = self._source.read(start, size) if size else b""
-        if len(content) != size:
-            raise self._kind(f"{self.name} gave {len(content)} bytes; expected {size} from byte {start} on")
-        return content
-
-    def _described(self, header: Any, begin: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-        """Metadata and tensors of a parsed header; the tensors' bytes begin at `begin`."""
-        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise self._wrong("its header is no object, or its metadata are not strings")
-        try:  # JSON can name halves of characters, which no text has
-            "".join([*header, *metadata, *metadata.values()]).encode()
-        except UnicodeEncodeError as error:
-            raise self._wrong(f"a name or a text of its header is no text ({error.reason})") from error
-        tensors, end = {}, begin
-        # in the order of their bytes, each must begin where the one before ends: no gap, no overlap, nothing behind
-        entries = [(*self._entry(name, entry), name) for name, entry in header.items()]
-        for first, after, dtype, shape, name in sorted(entries, key=lambda each: (each[0], each[1])):
-            if begin + first != end:
-                raise self._wrong(f"tensor {name} begins at byte {first}, expected {end - begin}")
-            tensors[name] = StoredTensor(dtype, shape, end)
-            end = begin + after
-        if end != self._source.size:
-            raise self._wrong(f"its header describes {end} bytes, it has {self._source.size}")
-        return metadata, tensors
-
-    def _entry(self, name: str, entry: Any) -> tuple[int, int, np.dtype[Any], tuple[int, ...]]:
-        """Where a tensor begins and ends behind the header, its type and its shape."""
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise self._wrong(f"the entry of tensor {name} is {entry!r:.80}")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self._wrong(f"tensor {name} is of type {dtype!r:.40}; expected one of {', '.join(DTYPES)}")
-        # types are checked before sizes are multiplied: a shape may hold anything that JSON can
-        possible = _counts(shape) and _counts(offsets) and len(offsets) == 2 and len(shape) <= MOST_AXES
-        if not possible or prod(max(1, axis) for axis in shape) * DTYPES[dtype].itemsize > MOST_TENSOR_BYTES:
-            raise self._wrong(f"tensor {name} has shape {shape!r:.60} and offsets {offsets!r:.60}")
-        if offsets[0] + prod(shape) * DTYPES[dtype].itemsize != offsets[1]:
-            raise self._wrong(f"tensor {name} of {dtype} {shape} does not take the bytes {offsets}")
-        return offsets[0], offsets[1], DTYPES[dtype], tuple(shape)
-
-    def _wrong(self, why: str) -> InputError:
-        return self._kind(f"{self.name} is not a whole safetensors file: {why}. It may be truncated; copy it again")
-
-
 KEY = "foreroute."
 """Metadata whose key begins so are a format's own: none may be missing, and none may be there that it does not name.
 Others are anybody's, and no part of the checksum."""
@@ -189,15 +48,17 @@ class TensorSchema:
     Attributes:
         dtypes: the types it may have, by their names in a header: "I16", or "U8 U16".
         axes: a letter for each of its axes. Axes with one letter have one length in all tensors of a file.
+        sizes: whether its numbers are sizes of what lies one after another: 0 or more, and below 2^63 together.
     """
 
     dtypes: str
     axes: str
+    sizes: bool = False
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A kind of file in the shared container.
+    """A kind of file in the container.
 
     Its metadata are `foreroute.<name>`, which holds the version, those of `metadata`, and `foreroute.checksum`.
 
@@ -221,7 +82,7 @@ class FileFormat:
     apart: tuple[str, ...] = ()
     most_header_bytes: int = 1 << 20
 
-    def read(self, source: str | os.PathLike[str] | ByteSource) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    def read(self, source: str | os.PathLike[str] | SeekableFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """Metadata by their keys in `metadata`, and tensors, once they are known to be what was written.
 
         Raises:
@@ -234,23 +95,39 @@ class FileFormat:
     def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """As `read`, of an opened file, without the tensors that stand apart."""
         # by the header alone: what is no such file is refused before any tensor is read
-        ours = self._own_metadata(file)
+        version = file.metadata.get(KEY + self.name)
+        if version is None:
+            raise self.kind(f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}")
+        if version != str(self.version):
+            raise self.kind(
+                f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "
+                f"{self.version}. Make it again"
+            )
+        ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
+        expected = {KEY + key for key in (self.name, *self.metadata, "checksum")}
+        if set(ours) != expected:
+            raise self.kind(
+                f"{file.name} is no readable {self.name} file: its metadata are {few(ours)}; expected {few(expected)}"
+            )
         if self.tensors is not None and (why := objection(file.tensors, self.tensors)) is not None:
             raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
         tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
-        stated = ours.pop(KEY + "checksum")
-        found = checksum(ours, tensors)
+        stated, found = ours.pop(KEY + "checksum"), checksum(ours, tensors)
         if found != stated:
             raise self.kind(
                 f"{file.name} is damaged: its checksum is {found}, the file states {stated:.40}; copy it again, or "
                 "make it again"
             )
+        for name in [name for name, schema in (self.tensors or {}).items() if schema.sizes]:
+            # a sum of sizes from 0 that wraps becomes negative at once
+            if tensors[name].min(initial=0) < 0 or np.cumsum(tensors[name]).min(initial=0) < 0:
+                raise self.kind(f"{file.name} is damaged: its {name} are not sizes that add up to less than 2^63")
         return {key: ours[KEY + key] for key in self.metadata}, tensors
 
-    def is_in(self, source: str | os.PathLike[str] | ByteSource) -> bool:
+    def is_in(self, path: str | os.PathLike[str]) -> bool:
         """Whether a file says that it is of this format, of any version."""
         try:
-            with TensorFile(source, self.kind, most_header_bytes=self.most_header_bytes) as file:
+            with TensorFile(path, self.kind, most_header_bytes=self.most_header_bytes) as file:
                 return KEY + self.name in file.metadata
         except self.kind:
             return False
@@ -277,12 +154,11 @@ class FileFormat:
             kind: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
                 the tensors are not those of the format.
         """
-        target = Path(path)
-        complete = self._complete(metadata, tensors)
+        target, complete = Path(path), self._complete(metadata, tensors)
         with writing_named(target, self.kind):
             if target.exists() and not overwrite:
                 raise self.kind(f"{target} already exists; pass another path, or overwrite=True to replace it")
-            write_atomically(target, lambda file: write_tensors(file, complete, tensors), overwrite=overwrite)
+            write_atomically(target, lambda file: _write_tensors(file, complete, tensors), overwrite=overwrite)
         return target
 
     def _complete(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
@@ -293,23 +169,6 @@ class FileFormat:
         covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}
         return {**ours, KEY + "checksum": checksum(ours, covered)}
 
-    def _own_metadata(self, file: TensorFile) -> dict[str, str]:
-        version = file.metadata.get(KEY + self.name)
-        if version is None:
-            raise self.kind(f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}")
-        if version != str(self.version):
-            raise self.kind(
-                f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "
-                f"{self.version}. Make it again"
-            )
-        ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
-        expected = {KEY + key for key in (self.name, *self.metadata, "checksum")}
-        if set(ours) != expected:
-            raise self.kind(
-                f"{file.name} is no readable {self.name} file: its metadata are {few(ours)}; expected {few(expected)}"
-            )
-        return ours
-
 
 def objection(
     tensors: Mapping[str, StoredTensor] | Mapping[str, NDArray[Any]], schemas: Mapping[str, TensorSchema]
@@ -319,9 +178,9 @@ def objection(
         return f"its tensors are {few(tensors)}; expected {few(schemas)}"
     length_of: dict[str, tuple[int, str]] = {}
     for name, schema in schemas.items():
-        tensor = tensors[name]
-        if tensor.dtype not in [DTYPES[dtype] for dtype in schema.dtypes.split()]:
-            return f"tensor {name} is {tensor.dtype}; expected {' or '.join(schema.dtypes.split())}"
+        tensor, dtypes = tensors[name], schema.dtypes.split()
+        if tensor.dtype not in [DTYPES[dtype] for dtype in dtypes]:
+            return f"tensor {name} is {tensor.dtype}; expected {' or '.join(dtypes)}"
         if len(tensor.shape) != len(schema.axes):
             return f"tensor {name} has the shape {list(tensor.shape)}; expected [{', '.join(schema.axes)}]"
         for axis, length in zip(schema.axes, tensor.shape, strict=True):
@@ -331,14 +190,173 @@ def objection(
     return None
 
 
-def write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write a safetensors file, tensor by tensor, so that no second copy of all is made.
+class SeekableFile(Protocol):
+    """What is asked of an opened binary file, of Python (`io.BytesIO`) or of fsspec (for a URL)."""
 
-    Equal content gives equal bytes, in whatever order it is handed in: the header is sorted, and tensors stand by the
-    size of their numbers, the largest first, so that each begins aligned, and then by name.
+    def seek(self, offset: int, whence: int = ..., /) -> int:
+        """Go to a byte, and return its number."""
+        ...
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        """Fill a buffer with what follows, or a part of it; return its bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What the header says of one tensor.
+
+    Attributes:
+        dtype: of its numbers, little-endian.
+        shape: of the tensor.
+        start: the byte of the file at which it begins.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int
+
+
+class TensorFile:
+    """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
+
+    Args:
+        source: the path of a regular file, or an opened file, which this does not close.
+        kind: the error to raise.
+        most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
+
+    Attributes:
+        name: of the file, for messages.
+        metadata: its strings by name, all of them text.
+        tensors: what the header says of each tensor, by name, in the order of their bytes.
+
+    Raises:
+        kind: when it cannot be opened, or is not a whole safetensors file.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | SeekableFile,
+        kind: type[InputError],
+        *,
+        most_header_bytes: int = MOST_HEADER_BYTES,
+    ) -> None:
+        self._opened = open_regular(source, kind) if isinstance(source, str | os.PathLike) else None
+        self._file: SeekableFile = source if self._opened is None else self._opened  # type: ignore[assignment]
+        self._kind = kind
+        self.name = str(getattr(source, "name", "the opened file") if self._opened is None else source)
+        try:
+            self._size = self._file.seek(0, os.SEEK_END)
+            length = int.from_bytes(self._bytes(0, 8).data, "little") if self._size >= 8 else self._size
+            if length > self._size - 8:
+                raise self._wrong(f"its header would take {length} of its {self._size} bytes")
+            if length > most_header_bytes:
+                raise kind(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
+            header = parse_json(self._bytes(8, length).tobytes(), kind, name=f"{self.name}: the safetensors header")
+            self.metadata, self.tensors = self._described(header, 8 + length)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """A tensor, or of its first axis the part from `start` to `stop`. The array is the caller's own.
+
+        Raises:
+            kind: when the file was cut meanwhile, or the part is not in the tensor.
+        """
+        tensor = self.tensors[name]
+        rows, *rest = tensor.shape or (1,)
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise self._kind(f"{self.name}: rows {start} to {stop} of tensor {name} are not among its {rows}")
+        row_bytes = prod(rest) * tensor.dtype.itemsize
+        content = self._bytes(tensor.start + start * row_bytes, (stop - start) * row_bytes)
+        # numpy takes such bytes for true, and yet for unequal
+        if tensor.dtype == np.bool_ and (content > 1).any():
+            raise self._wrong(f"tensor {name} holds truth values that are neither 0 nor 1")
+        return content.view(tensor.dtype).reshape((stop - start, *rest) if tensor.shape else ())
+
+    def close(self) -> None:
+        """Let go of the file that this opened."""
+        if self._opened is not None:
+            self._opened.close()
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
+        """Exactly `size` bytes from `start`, which the file had when it was opened."""
+        content, done = np.empty(size, np.uint8), 0
+        try:
+            self._file.seek(start)
+            while done < size:
+                count = self._file.readinto(content[done:].data)
+                if not count:
+                    raise self._kind(f"{self.name} was cut while it was read; copy it again")
+                done += count
+        except OSError as error:
+            raise self._kind(f"{self.name} cannot be read ({reason(error)})") from error
+        return content
+
+    def _described(self, header: Any, begin: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+        """Metadata and tensors of a parsed header; the tensors' bytes begin at `begin`."""
+        metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._wrong("its header is no object, or its metadata are not strings")
+        try:  # JSON can name halves of characters, which no text has
+            "".join([*header, *metadata, *metadata.values()]).encode()
+        except UnicodeEncodeError as error:
+            raise self._wrong(f"a name or a text of its header is no text ({error.reason})") from error
+        tensors, end = {}, begin
+        # in the order of their bytes, each must begin where the one before ends: no gap, no overlap, nothing behind
+        entries = [(*self._entry(name, entry), name) for name, entry in header.items()]
+        for first, after, dtype, shape, name in sorted(entries, key=lambda each: (each[0], each[1])):
+            if begin + first != end:
+                raise self._wrong(f"tensor {name} begins at byte {first}, expected {end - begin}")
+            tensors[name] = StoredTensor(dtype, shape, end)
+            end = begin + after
+        if end != self._size:
+            raise self._wrong(f"its header describes {end} bytes, it has {self._size}")
+        return metadata, tensors
+
+    def _entry(self, name: str, entry: Any) -> tuple[int, int, np.dtype[Any], tuple[int, ...]]:
+        """Where a tensor begins and ends behind the header, its type and its shape."""
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise self._wrong(f"the entry of tensor {name} is {entry!r:.80}")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise self._wrong(f"tensor {name} is of type {dtype!r:.40}; expected one of {', '.join(DTYPES)}")
+        # types are checked before sizes are multiplied: a shape may hold anything that JSON can
+        possible = _counts(shape) and _counts(offsets) and len(offsets) == 2 and len(shape) <= MOST_AXES
+        if not possible or prod(max(1, axis) for axis in shape) * DTYPES[dtype].itemsize > MOST_TENSOR_BYTES:
+            raise self._wrong(f"tensor {name} has shape {shape!r:.60} and offsets {offsets!r:.60}")
+        if offsets[0] + prod(shape) * DTYPES[dtype].itemsize != offsets[1]:
+            raise self._wrong(f"tensor {name} of {dtype} {shape} does not take the bytes {offsets}")
+        return offsets[0], offsets[1], DTYPES[dtype], tuple(shape)
+
+    def _wrong(self, why: str) -> InputError:
+        return self._kind(f"{self.name} is not a whole safetensors file: {why}. It may be truncated; copy it again")
+
+
+def tensors_to_bytes(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
+    """A safetensors file. Equal content gives equal bytes, in whatever order it is handed in.
 
     Raises:
         InputError: when a tensor is of a type that `DTYPES` lacks.
+    """
+    file = BytesIO()
+    _write_tensors(file, metadata, tensors)
+    return file.getvalue()
+
+
+def _write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Write a safetensors file, tensor by tensor, so that no second copy of all is made.
+
+    The header is sorted, and tensors stand by the size of their numbers, the largest first, so that each begins
+    aligned, and then by name.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -351,13 +369,6 @@ def write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         file.write(_little_endian(tensors[name]).data)
-
-
-def tensors_to_bytes(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
-    """What `write_tensors` writes."""
-    file = BytesIO()
-    write_tensors(file, metadata, tensors)
-    return file.getvalue()
 
 
 def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:

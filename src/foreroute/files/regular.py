@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import stat
-from pathlib import Path
-from typing import Any, Protocol
+from io import BufferedReader, FileIO
+from typing import Any
 
 from foreroute.errors import ForerouteError, InputError
 
 MOST_BYTES = 4 << 30
 """Bytes that are read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
-
+BUFFER_BYTES = 1 << 14
+"""Read at once when a file is opened: the header and the small tensors of most files."""
 NO_FILE = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -26,106 +27,43 @@ NO_FILE = {
 }
 
 
-class ByteSource(Protocol):
-    """Whatever holds a known number of bytes and gives any range of them: a file, a buffer, a URL.
-
-    Attributes:
-        name: what messages call it.
-        size: its bytes.
-    """
-
-    name: str
-    size: int
-
-    def read(self, start: int, size: int) -> bytes | bytearray:
-        """Exactly `size` bytes from `start`, or an error of the source's own."""
-        ...
-
-
-class HeldBytes:
-    """Bytes in memory, as a `ByteSource`."""
-
-    def __init__(self, content: bytes, name: str) -> None:
-        self.name, self.size, self._content = name, len(content), content
-
-    def read(self, start: int, size: int) -> bytes:
-        """Those from `start`."""
-        return self._content[start : start + size]
-
-
-class RegularFile:
-    """An opened file that is known to be one, read by position. A `ByteSource`.
-
-    Args:
-        path: the file.
-        kind: the error to raise.
-
-    Attributes:
-        name: the path as text.
-        size: bytes when it was opened.
+def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> BufferedReader[FileIO]:
+    """Open a file that is known to be one.
 
     Raises:
         kind: when it is missing, cannot be opened, or is a folder, FIFO, device or socket.
     """
-
-    def __init__(self, path: str | os.PathLike[str], kind: type[InputError]) -> None:
-        self.name, self._kind = str(Path(path)), kind
-        try:
-            # O_NONBLOCK: to open a FIFO would otherwise wait for a writer
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise kind(f"{self.name} does not exist") from error
-        except (OSError, ValueError) as error:  # a ValueError for a path that is no name
-            raise kind(f"{self.name} cannot be opened ({_reason(error)})") from error
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise kind(f"{self.name} is {NO_FILE.get(stat.S_IFMT(status.st_mode), 'no regular file')}; expected a file")
-        self.size = status.st_size
-
-    def read(self, start: int, size: int) -> bytearray:
-        """Exactly `size` bytes from `start`.
-
-        Raises:
-            kind: when they cannot be read, or the file has become shorter since it was opened.
-        """
-        if start < 0 or size < 0 or start + size > self.size:
-            raise self._kind(f"{self.name} has {self.size} bytes; {size} from byte {start} on are not among them")
-        buffer, done = bytearray(size), 0
-        view = memoryview(buffer)
-        try:
-            while done < size:
-                count = os.preadv(self._descriptor, [view[done:]], start + done)
-                if count == 0:
-                    raise self._kind(f"{self.name} was cut while it was read; copy it again")
-                done += count
-        except OSError as error:
-            raise self._kind(f"{self.name} cannot be read ({_reason(error)})") from error
-        return buffer
-
-    def close(self) -> None:
-        """Let go of it; harmless when done twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __enter__(self) -> RegularFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    try:
+        # O_NONBLOCK: to open a FIFO would otherwise wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise kind(f"{path} does not exist") from error
+    except (OSError, ValueError) as error:  # a ValueError for a path that is no name
+        raise kind(f"{path} cannot be opened ({reason(error)})") from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise kind(f"{path} is {NO_FILE.get(stat.S_IFMT(mode), 'no regular file')}; expected a file")
+    return BufferedReader(FileIO(descriptor), BUFFER_BYTES)
 
 
 def read_file(path: str | os.PathLike[str], kind: type[InputError], *, most_bytes: int = MOST_BYTES) -> bytes:
     """All bytes of a file.
 
     Raises:
-        kind: as `RegularFile` does, and when the file has more than `most_bytes`.
+        kind: as `open_regular` does, when it cannot be read, and when the file has more than `most_bytes`.
     """
-    with RegularFile(path, kind) as file:
-        if file.size > most_bytes:
-            raise kind(f"{file.name} has {file.size} bytes; expected {most_bytes} at most")
-        return bytes(file.read(0, file.size))
+    with open_regular(path, kind) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise kind(f"{path} has {size} bytes; expected {most_bytes} at most")
+        try:
+            content = file.read(size)
+        except OSError as error:
+            raise kind(f"{path} cannot be read ({reason(error)})") from error
+    if len(content) != size:
+        raise kind(f"{path} was cut while it was read; copy it again")
+    return content
 
 
 def read_text(path: str | os.PathLike[str], kind: type[InputError], *, most_bytes: int = MOST_BYTES) -> str:
@@ -159,17 +97,6 @@ def parse_json(text: str | bytes | bytearray, kind: type[ForerouteError], *, nam
         raise kind(f"{name} is not JSON that can be read: it is nested too deep") from error
 
 
-def is_text(value: object) -> bool:
-    """Whether it is a string that can be written as UTF-8: JSON can name halves of characters, which cannot."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _decoded(content: bytes | bytearray, kind: type[ForerouteError], name: str) -> str:
     try:
         return content.decode("utf-8")
@@ -177,5 +104,6 @@ def _decoded(content: bytes | bytearray, kind: type[ForerouteError], name: str) 
         raise kind(f"{name} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
 
 
-def _reason(error: OSError | ValueError) -> str:
+def reason(error: OSError | ValueError) -> str:
+    """What the system says of a file that it does not open or read."""
     return getattr(error, "strerror", None) or str(error)

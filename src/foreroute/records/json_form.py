@@ -5,18 +5,20 @@ A line is what `json` writes of the values: numbers that are not finite are NaN,
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from foreroute.errors import RunFolderError, few, shown
-from foreroute.files.regular import is_text
 
 Value = TypeVar("Value")
 
 KEYS = {"f1_5": "f1.5"}
 """Keys that cannot be names of fields, by the field."""
+HALF_CHARACTER = re.compile("[\\ud800-\\udfff]")
+"""What JSON can name and UTF-8 cannot."""
 EXPECTED = {int: "an integer of 64 bits", float: "a number", str: "text", list: "a list", dict: "an object"}
 
 
@@ -81,7 +83,7 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
         return [value_of(arguments[0], each, f"{place}.{n}") for n, each in enumerate(value)]
     if is_dataclass(hint):
         return from_json(cast(Any, hint), value, place)
-    fits = is_text(value) if hint is str else type(value) is hint
+    fits = type(value) is hint and not (hint is str and HALF_CHARACTER.search(value))
     if type(value) is int:
         fits = hint in (int, float) and -(2**63) <= value < 2**63
     if not fits:

@@ -1,42 +1,43 @@
-"""Run records -> summary rows, plots, one self-contained HTML page. The only user of a plotting library.
+"""Records -> findings, tables, plots, one self-contained HTML page. The only user of a plotting library.
 
-Importing this room loads neither matplotlib nor jinja2; `write_report` does, and says what to install without them.
+Importing this room loads neither matplotlib nor jinja2; writing a page does, and says what to install without them.
 """
 
-from foreroute.report.diagnosis import measure_rows, write_diagnosis
+from foreroute.report.diagnosis import measure_table, write_diagnosis
 from foreroute.report.finding import run_finding
-from foreroute.report.format import TableRow
-from foreroute.report.plan import method_rows, plan_finding, plan_summary, write_plan_page
+from foreroute.report.page import check_page
+from foreroute.report.plan import plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.report.run import write_report
-from foreroute.report.run_rows import SummaryRow, load_rows, summary_rows
+from foreroute.report.run_tables import SummaryRow, load_table, summary_rows, summary_table
 from foreroute.report.simulation import (
     compared_methods,
-    fit_rows,
+    executed,
     fit_summary,
+    fit_table,
     simulation_finding,
-    simulation_rows,
-    simulation_summary,
+    simulation_table,
+    simulation_tiles,
     write_simulation_page,
 )
-from foreroute.report.template import check_page
 
 __all__ = [
     "SummaryRow",
-    "TableRow",
     "check_page",
     "compared_methods",
-    "fit_rows",
+    "executed",
     "fit_summary",
-    "load_rows",
-    "measure_rows",
-    "method_rows",
+    "fit_table",
+    "load_table",
+    "measure_table",
     "plan_finding",
-    "plan_summary",
+    "plan_table",
+    "plan_tiles",
     "run_finding",
     "simulation_finding",
-    "simulation_rows",
-    "simulation_summary",
+    "simulation_table",
+    "simulation_tiles",
     "summary_rows",
+    "summary_table",
     "write_diagnosis",
     "write_plan_page",
     "write_report",

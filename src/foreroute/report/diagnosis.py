@@ -1,76 +1,97 @@
-"""A diagnosis -> one self-contained HTML page, or a table of measures for a terminal."""
+"""A diagnosis -> one page; its measures as a table for a terminal too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from foreroute.doctor import Diagnosis, Measures, Severity
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.report.format import Command, TableRow, Tile, percentage, scientific
-from foreroute.report.template import write_html
+from foreroute.report.format import percentage, scientific
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, texts, write_page
+from foreroute.report.run import further
 
-WORDS = {Severity.FINE: "fine", Severity.NOTE: "note", Severity.WARNING: "warning", Severity.PROBLEM: "problem"}
+TONES: dict[Severity, Tone] = {
+    Severity.FINE: "fine",
+    Severity.NOTE: "note",
+    Severity.WARNING: "warning",
+    Severity.PROBLEM: "problem",
+}
+FINDINGS = (Column(""), Column("Topic", kind="words"), Column("Finding", kind="words"), Column("Advice", kind="words"))
+MEASURES = (
+    Column("Compared", "compared"),
+    Column("k3, nats per token", "k3"),
+    Column("F(2)", "F(2)"),
+    Column("Differing decisions", "differing decisions"),
+    Column("Differing tokens", "differing tokens"),
+)
 
 
-def measure_rows(measures: Measures) -> list[TableRow]:
+def measure_table(measures: Measures) -> Table:
     """What was measured, one row per comparison; a dash means never measured."""
-    rows = [
-        _row("Engine and trainer, without replay", measures.without, measures.routes),
-        _row("Engine and trainer, with replay", measures.with_replay, None, replayed=True),
-        _row("Trainer and itself, same batches", measures.repeated, None),
-        _row("Trainer and itself, packed differently", measures.repacked, measures.repacked_routes),
-    ]
-    return [row for row in rows if row is not None]
+    compared: tuple[tuple[str, TokenMismatch | None, RoutingMismatch | None], ...] = (
+        ("Engine and trainer, without replay", measures.without, measures.routes),
+        ("Engine and trainer, with replay", measures.with_replay, None),
+        ("Trainer and itself, same batches", measures.repeated, None),
+        ("Trainer and itself, packed differently", measures.repacked, measures.repacked_routes),
+    )
+    rows = []
+    for name, tokens, routes in compared:
+        if tokens is None and routes is None:
+            continue
+        shares = (routes.differing_share, routes.differing_tokens_share) if routes else (None, None)
+        differing = ("0, forced",) * 2 if tokens is measures.with_replay else tuple(map(percentage, shares))
+        k3, f2 = (tokens.k3, tokens.f(2.0)) if tokens else (None, None)
+        rows.append(TableRow(cells=(name, scientific(k3), percentage(f2), *differing)))
+    return Table(title="Measures", columns=MEASURES, rows=tuple(rows))
 
 
-def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[Command] = ()) -> Path:
-    """Write the page; one that is there is replaced. `commands` are what to run next.
+def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
+    """Write the page; one that is there is replaced.
+
+    Args:
+        diagnosis: to show.
+        target: the file to write.
+        commands: what to run next: what each does, and the line for a shell.
 
     Raises:
         InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
-    return write_html(target, "diagnosis.html.j2", lambda: _values(diagnosis) | {"commands": commands})
+    return write_page(target, lambda: _page(diagnosis, commands))
 
 
-def _values(diagnosis: Diagnosis) -> dict[str, Any]:
-    from foreroute.report.mismatch_plots import diagnosis_plots
+def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
+    from foreroute.report.diagnosis_plots import diagnosis_plots
 
+    measures = measure_table(diagnosis.measures)
+    return Page(
+        command="foreroute doctor",
+        title="Diagnosis",
+        finding=diagnosis.headline,
+        tone=TONES[diagnosis.worst],
+        facts=diagnosis.facts,
+        sections=(
+            *_findings(diagnosis),
+            *(
+                [
+                    PageSection(
+                        heading="What was measured", tables=(measures,), notes=(*texts("measures"), *texts("diagnosis"))
+                    )
+                ]
+                if measures.rows
+                else []
+            ),
+            PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
+            *further(commands),
+        ),
+    )
+
+
+def _findings(diagnosis: Diagnosis) -> list[PageSection]:
+    """The worst first."""
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
-    return {
-        "headline": diagnosis.headline,
-        "tiles": _tiles(diagnosis.measures),
-        "worst": WORDS[diagnosis.worst],
-        "facts": diagnosis.facts,
-        "findings": [(WORDS[finding.severity], finding) for finding in findings],
-        "rows": measure_rows(diagnosis.measures),
-        "plots": diagnosis_plots(diagnosis.measures),
-    }
-
-
-def _tiles(measures: Measures) -> list[Tile]:
-    without, with_, routes = measures.without, measures.with_replay, measures.routes
-    tiles = []
-    if without is not None:
-        against = f"{scientific(with_.k3)} with" if with_ else "not measured with replay"
-        tiles.append(("k3 in nats per token, without replay", scientific(without.k3), against))
-    if routes is not None:
-        of_tokens = f"in {percentage(routes.differing_tokens_share)} of the tokens"
-        tiles.append(("routing decisions that differ", percentage(routes.differing_share), of_tokens))
-    return tiles
-
-
-def _row(
-    name: str, tokens: TokenMismatch | None, routes: RoutingMismatch | None, *, replayed: bool = False
-) -> TableRow | None:
-    if tokens is None and routes is None:
-        return None
-    none = "0, forced" if replayed else percentage(None)
-    cells = {
-        "k3, nats per token": scientific(tokens.k3 if tokens else None),
-        "F(2)": percentage(tokens.f(2.0) if tokens else None),
-        "Differing decisions": percentage(routes.differing_share) if routes else none,
-        "Differing tokens": percentage(routes.differing_tokens_share) if routes else none,
-    }
-    return TableRow(label=name, cells=cells)
+    rows = [
+        TableRow(cells=(TONES[one.severity], one.topic, one.sentence, one.advice), tone=TONES[one.severity])
+        for one in findings
+    ]
+    return [PageSection(heading="Findings", tables=(Table(columns=FINDINGS, rows=tuple(rows)),))] if rows else []

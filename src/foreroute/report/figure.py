@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,16 +20,15 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from foreroute.records import SIDES, Run, Side, StepRecord
-from foreroute.report.format import over_mean
-from foreroute.report.run_rows import WINDOW
+from foreroute.report.format import over_mean, step_time
+from foreroute.report.page import Caption, Key, Plot
+from foreroute.report.run_tables import WINDOW
 from foreroute.trace import RoutedLayer
 
 # A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
 SIDE_COLOURS: dict[Side, str] = {"native": "#D55E00", "replayed": "#0072B2"}
-STATIC, PLANNED, RIVAL, FORCED = "#E69F00", "#009E73", "#CC79A7", "#55606c"
-"""Every expert at its home, a plan of ours, the strongest other method, forced balance."""
-OTHER = "#9aa5b1"
-"""Of a method that the page says little about."""
+PLANNED, RIVAL, FORCED = "#009E73", "#CC79A7", "#55606c"
+"""A plan of ours, the strongest other method, forced balance."""
 PLANNED_OTHERWISE = "#00543d"
 """Another plan of ours: the same hue, darker."""
 PART_COLOURS = {
@@ -52,6 +52,10 @@ INK, GREY = "#3b4550", "#8a94a0"
 """Of words in a picture, and of lines that only guide the eye."""
 
 INCHES = (5.0, 3.1)
+HEAT_INCHES = (5.0, 4.2)
+BAR_INCHES = 0.34
+LABEL_WIDTH = 21
+"""Characters of a line of a bar's label."""
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": GREY,
@@ -80,17 +84,6 @@ STYLE: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Caption:
-    """The words of a plot. `absent` says why there is none when no run recorded its data."""
-
-    title: str
-    sentence: str
-    x_label: str = "training step"
-    y_label: str
-    absent: str = "This was not recorded."
-
-
 @dataclass(frozen=True)
 class Series:
     """One line of the run at this position of the report. Where x are edges, `y` has one entry less than `x`."""
@@ -99,26 +92,6 @@ class Series:
     side: Side | None
     x: NDArray[np.float64]
     y: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Key:
-    """One entry of a legend: a colour, or a run's dashes when `colour` is None; with both, a run that has the two."""
-
-    label: str
-    colour: str | None
-    dashes: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plot:
-    """One card of the page: a picture as a data URI, or None with the reason in `caption.absent`."""
-
-    caption: Caption
-    image: str | None = None
-    alt: str = ""
-    keys: tuple[Key, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def in_style() -> AbstractContextManager[None]:
@@ -131,8 +104,8 @@ def new_axes(inches: tuple[float, float] = INCHES) -> Any:
     return Figure(figsize=inches).subplots()
 
 
-def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), notes: Sequence[str] = ()) -> Plot:
-    """Make a card of axes, which get the caption's labels, or of a figure. `said` is for those who do not see it."""
+def card(caption: Caption, drawn: Any, alt: str, keys: Sequence[Key] = (), notes: Sequence[str] = ()) -> Plot:
+    """Make a card of axes, which get the caption's labels, or of a figure. `alt` is for those who do not see it."""
     figure = drawn
     if not isinstance(drawn, Figure):
         drawn.set_xlabel(caption.x_label)
@@ -143,7 +116,7 @@ def card(caption: Caption, drawn: Any, said: str, keys: Sequence[Key] = (), note
     # matplotlib writes six decimals of a point; a tenth is less than a pixel, and a third of the bytes go
     small = re.sub(rb' d="[^"]*"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), buffer.getvalue())
     image = "data:image/svg+xml;base64," + base64.b64encode(small).decode("ascii")
-    return Plot(caption=caption, image=image, alt=f"{caption.title}. {said}.", keys=tuple(keys), notes=tuple(notes))
+    return Plot(caption=caption, image=image, alt=f"{caption.title}. {alt}.", keys=tuple(keys), notes=tuple(notes))
 
 
 def card_of_runs(
@@ -152,7 +125,6 @@ def card_of_runs(
     runs: Sequence[Run],
     series: Sequence[Series],
     keys: Sequence[Key] = (),
-    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
     """Make a card with the legend of its runs, or `keys`; without a picture where no series has a number."""
     values = [line.y[np.isfinite(line.y)] for line in series]
@@ -160,8 +132,8 @@ def card_of_runs(
         return Plot(caption=caption)
     finite = np.concatenate(values)
     names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
-    said = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
-    return card(caption, drawn, said, keys or _keys(runs, series), _notes(runs, series, apart))
+    alt = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
+    return card(caption, drawn, alt, keys or _keys(runs, series), _notes(runs, series))
 
 
 def plot_lines(
@@ -171,25 +143,23 @@ def plot_lines(
     finish: Callable[[Any], None] = lambda axes: None,
     *,
     smooth: bool = False,
-    style: Mapping[str, Any] = MappingProxyType({}),
-    apart: Mapping[str, Collection[int]] = MappingProxyType({}),
 ) -> Plot:
-    """Draw one line per series; `style` overrules that of the series, `finish` sets limits and formats afterwards.
+    """Draw one line per series; `finish` sets limits and formats afterwards.
 
-    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values. `apart` has, by
-    reason, the runs that have no line because there is nothing to record.
+    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values.
     """
     axes = new_axes()
     for line in series:
-        look = {**style_of(runs, line), **style}
+        look = style_of(runs, line)
         if smooth:
             axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
-            axes.plot(line.x, trailing_mean(line.y), **look | {"linewidth": 2.2})
+            means = [line.y[max(0, end - WINDOW) : end].mean() for end in range(1, len(line.y) + 1)]
+            axes.plot(line.x, means, **look | {"linewidth": 2.2})
         else:
             axes.plot(line.x, line.y, **look)
     axes.xaxis.set_major_locator(integer_ticks(6))
     finish(axes)
-    return card_of_runs(caption, axes, runs, series, apart=apart)
+    return card_of_runs(caption, axes, runs, series)
 
 
 def series_by_run(runs: Sequence[Run], path: str) -> list[Series]:
@@ -218,11 +188,6 @@ def _recorded(step: StepRecord, path: str) -> float | None:
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else getattr(found, key, None)
     return (found[-1] if found else None) if isinstance(found, list) else found
-
-
-def trailing_mean(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The mean of each value and those before it, `WINDOW` of them at most."""
-    return np.array([values[max(0, end - WINDOW) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:
@@ -290,38 +255,83 @@ def ticks_above_one(most: float) -> list[float]:
     return [float(tick) for tick in ticks if 1 + 0.15 * (most - 1) < tick <= most]
 
 
-def heat_panels(
-    figure: Figure, panels: Any, loads: Mapping[str, NDArray[np.float64]], label: str, *, from_one: bool = False
-) -> None:
-    """Loads over the mean [y, x] by title, a panel each under one scale; the colour bar may begin at 1, which is white.
+def heat_maps(
+    caption: Caption,
+    loads: Mapping[str, NDArray[np.float64]],
+    *,
+    below: bool = False,
+    from_one: bool = False,
+    layers: Sequence[RoutedLayer] = (),
+) -> Plot:
+    """Loads over the mean [y, x] by title, a panel each under one scale. Below 1, perfect balance, is blue, above red.
 
-    Below 1, perfect balance, is blue, and above it red.
+    The panels stand side by side, or `below` each other. The colour bar may begin at 1, which is white. `layers` are
+    those of the y axis, where it has some.
     """
     most = max(1.05, *(float(over.max()) for over in loads.values()))
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
+    figure = Figure(figsize=HEAT_INCHES)
+    panels = figure.subplots(*((len(loads), 1) if below else (1, len(loads))), sharex=True, sharey=True)
     for axes, (title, over) in zip(panels, loads.items(), strict=True):
         image = axes.imshow(over, norm=norm, cmap="RdBu_r", aspect="auto", interpolation="nearest")
         axes.set_title(title, loc="left", fontsize=10.5, color=INK, pad=4)
         axes.grid(visible=False)
+        axes.xaxis.set_major_locator(integer_ticks(5))
+        number_layers(axes.yaxis, layers)
+    for axes in panels[-1:] if below else panels:
+        axes.set_xlabel(caption.x_label)
+    figure.supylabel(caption.y_label, fontsize=11, color=INK)
     bar = figure.colorbar(image, ax=panels, location="bottom", fraction=0.05, pad=0.02, aspect=40)
-    bar.set_label(label)
+    bar.set_label("load over mean")
     bar.outline.set_visible(False)
     bar.set_ticks([*([] if from_one else [0.0, 0.5]), 1.0, *ticks_above_one(most)])
     if from_one:
         bar.ax.set_xlim(1.0, most)
+    spans = [f"{name} {over_mean(float(v.min()))} to {over_mean(float(v.max()))}" for name, v in loads.items()]
+    return card(caption, figure, "; ".join(spans))
 
 
-def spans(loads: Mapping[str, NDArray[np.float64]], show: Callable[[float], str] = over_mean) -> str:
-    """In words, the least and the most of each."""
-    return "; ".join(f"{name} {show(float(v.min()))} to {show(float(v.max()))}" for name, v in loads.items())
+def stacked_bars(
+    caption: Caption,
+    bars: Sequence[tuple[str, Sequence[float]]],
+    colours: Mapping[str, str],
+    *,
+    unit_s: float = 1.0,
+    line_s: float | None = None,
+    headings: Mapping[int, str] = MappingProxyType({}),
+) -> Plot:
+    """Bars of label and seconds of each part, from the top; parts that no bar has are left out.
 
-
-def top_down(axes: Any) -> None:
-    """Horizontal bars in the order of a list: the first on top."""
-    axes.invert_yaxis()
+    `colours` are by name of the part, in order. The axis is in units of `unit_s` seconds. The picture has a line at
+    `line_s` seconds, and headings over bars by position.
+    """
+    widths_BX = np.array([seconds for _, seconds in bars], np.float64)
+    totals_B = widths_BX.sum(axis=1)
+    # A part below a thousandth of the longest bar would be thinner than a line.
+    shown = [(x, name) for x, name in enumerate(colours) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
+    places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
+    axes = new_axes((INCHES[0], max(INCHES[1], 0.8 + BAR_INCHES * (len(bars) + len(headings)))))
+    left_B = np.zeros(len(bars))
+    for x, name in shown:
+        axes.barh(places_B, widths_BX[:, x] / unit_s, left=left_B, color=colours[name], height=0.66)
+        left_B += widths_BX[:, x] / unit_s
+    if line_s is not None:
+        axes.axvline(line_s / unit_s, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
+    for place, total in zip(places_B, totals_B, strict=True):
+        axes.annotate(
+            step_time(total), (total / unit_s, place), xytext=(5, 0), textcoords="offset points", va="center",
+            fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+        )  # fmt: skip
+    for first, heading in headings.items():
+        axes.text(0, places_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
+    axes.set_yticks(places_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)
+    axes.set_xlim(0, 1.16 * max(float(totals_B.max()), line_s or 0.0) / unit_s)
+    axes.set_ylim(places_B[-1] + 0.6, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    alt = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
+    return card(caption, axes, alt, [Key(name, colours[name]) for _, name in shown])
 
 
 def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
@@ -333,11 +343,10 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
     return (*(Key(SIDE_WORDS[side], SIDE_COLOURS[side]) for side in sides), *of_runs)
 
 
-def _notes(runs: Sequence[Run], series: Sequence[Series], apart: Mapping[str, Collection[int]]) -> tuple[str, ...]:
-    known = {line.run for line in series}.union(*apart.values())
-    silent = {"Not recorded by": set(range(len(runs))) - known}
-    named = {words: [runs[place].label for place in sorted(those)] for words, those in {**apart, **silent}.items()}
-    notes = [f"{words}: {', '.join(labels)}." for words, labels in named.items() if labels]
+def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
+    drawn = {line.run for line in series}
+    silent = [run.label for place, run in enumerate(runs) if place not in drawn]
+    notes = [f"Not recorded by: {', '.join(silent)}."] if silent else []
     # matplotlib leaves these out without a word.
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:

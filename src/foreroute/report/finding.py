@@ -1,4 +1,4 @@
-"""What the figures of runs say, in one sentence and a few tiles. Nothing is claimed that they do not show."""
+"""What the numbers of runs say, in one sentence. Nothing is claimed that they do not show."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from foreroute.records import SIDES, Run
-from foreroute.report.format import Tile, percentage, reward, scientific, span_of
-from foreroute.report.run_rows import WINDOW, SummaryRow, planned_steps, runs_with_alarms, summary_rows
+from foreroute.report.format import percentage, reward, scientific, span_of
+from foreroute.report.run_tables import WINDOW, SummaryRow, planned_steps, summary_rows
 
 FEWEST_RUNS = 4
 """Of each kind. When all 4 of one are above all 4 of the other, chance does that once in 35 times; with 3, in 10."""
-MEASURES = ("differing_share", "k3")
 SAME = 1.05
 """k3 is called lower where the other is more than so many times it."""
 
@@ -22,30 +21,6 @@ def run_finding(runs: Sequence[Run]) -> str:
     clauses = [*_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def run_tiles(runs: Sequence[Run]) -> list[Tile]:
-    """Only what was recorded."""
-    rows = summary_rows(runs)
-    paired = [row for row in rows if row.paired_steps]
-    tiles = []
-    if loads := _loads(runs):
-        at_home, executed = zip(*loads, strict=True)
-        tiles.append(("busiest rank over mean", _loads_text(executed), f"{_loads_text(at_home)}, experts at home"))
-    if paired:
-        shares, k3 = ({side: [getattr(row, of)[side] for row in paired] for side in SIDES} for of in MEASURES)
-        routes = "routing decisions that differ, with replay"
-        tiles.append((routes, _shares(shares["replayed"]), f"{_shares(shares['native'])} without"))
-        without = f"{span_of(k3['native'], scientific)} without"
-        tiles.append(("k3 in nats per token, with replay", span_of(k3["replayed"], scientific), without))
-    last = [row.reward_last for row in rows if row.reward_last is not None]
-    if last:
-        first = span_of([row.reward_first for row in rows], reward)
-        tiles.append((f"mean reward, last {WINDOW} steps", span_of(last, reward), f"{first} in the first {WINDOW}"))
-    if watched := runs_with_alarms(runs):
-        alarmed = sum(any(step.alarms for step in run.steps) for run in runs)
-        tiles.append(("runs with an alarm", str(alarmed), f"of {len(watched)} that recorded alarms"))
-    return tiles
 
 
 def _mismatch(rows: Sequence[SummaryRow]) -> str:

@@ -1,11 +1,10 @@
-"""How numbers and settings look in tables, sentences and pages. Pure text; escaping is the template's."""
+"""How numbers and settings look in tables, sentences and pages. Pure text; escaping is the page's."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,6 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 AS_FAST = 1.005
 """What differs by no more than this factor is called as fast."""
-
-Tile = tuple[str, str, str]
-"""Its name, its value, and what that is to be seen against."""
-Command = tuple[str, str]
-"""What it does, and the line for a shell that runs it where the page was made."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableRow:
-    """One row of a table, as text.
-
-    Attributes:
-        label: what it is about.
-        cells: by heading, the same in all rows of a table; an empty one says nothing.
-        ours: whether it is about a plan of ours.
-        position: of the run that it is about, in a report.
-    """
-
-    label: str
-    cells: dict[str, str]
-    ours: bool = False
-    position: int = 0
 
 
 def reward(value: float | None) -> str:
@@ -52,13 +29,8 @@ def percentage(share: float | None) -> str:
     percent = 100 * share
     if percent == 0 or not math.isfinite(percent):
         return f"{percent:.0f}{GAP}%"
-    return (
-        f"{percent:.1f}{GAP}%"
-        if abs(percent) >= 10
-        else f"{percent:.2f}{GAP}%"
-        if abs(percent) >= 0.1
-        else f"{percent:.1g}{GAP}%"
-    )
+    digits = ".1f" if abs(percent) >= 10 else ".2f" if abs(percent) >= 0.1 else ".1g"
+    return f"{percent:{digits}}{GAP}%"
 
 
 def scientific(value: float | None) -> str:

@@ -1,28 +1,37 @@
-"""A simulated step and what it depends on -> a table for a terminal, sentences, one HTML page. It computes nothing."""
+"""A simulated step and what it depends on -> tables, sentences, one page. It computes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from foreroute.report.format import (
-    AS_FAST,
-    TableRow,
-    Tile,
-    as_fast,
-    duration,
-    flattened,
-    over_mean,
-    percentage,
-    step_time,
-    times,
-)
-from foreroute.report.template import write_html
+from foreroute.report.format import AS_FAST, as_fast, duration, flattened, over_mean, percentage, step_time, times
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, texts, write_page
 
 if TYPE_CHECKING:  # they load compiled code
     from foreroute.simulate import MethodRecord, SimulateConfig, SimulationRecord, SweepRecord, Timeline
     from foreroute.simulate.fit import FitRecord
+
+COLUMNS: dict[Column, Callable[[MethodRecord], str]] = {
+    Column("Method", " "): lambda method: method.label,
+    Column("Executed", "exe-\ncuted"): lambda method: "no" if method.not_executed else "yes",
+    Column("Recompute and update", "recompute\nand\nupdate"): lambda method: step_time(method.training_s),
+    Column("Speedup over static", "speedup\nover\nstatic"): lambda method: times(method.speedup_over_static),
+    Column("Of forced balance", "of\nforced\nbalance"): lambda method: percentage(method.share_of_forced_balance),
+    Column("Of the bound"): lambda method: percentage(method.share_of_bound),
+    Column("Slowest rank over mean", "slowest\nrank,\nof mean"): lambda method: over_mean(method.imbalance),
+    Column("Wait for the plan"): lambda method: _planned(method, duration(method.stages.planning)),
+    Column("Home moves"): lambda method: duration(method.stages.home_moves) if method.stages.home_moves else "",
+    Column("Exposed transfers"): lambda method: percentage(method.exposed_share),
+    Column("Groups wait"): lambda method: percentage(method.groups_waiting),
+    Column("Experts fetched per cell"): lambda method: f"{method.fetches_per_cell:.1f}",
+    Column("Planning time", "planning\ntime"): lambda method: _planned(method, duration(method.planning_s)),
+    Column("GPU-hours saved", "GPU-hours\nsaved"): lambda method: _planned(
+        method, percentage(method.gpu_hours_saved / (method.gpu_hours + method.gpu_hours_saved))
+    ),
+}
+"""Each with what it shows; `MethodRecord` explains them."""
 
 
 def write_simulation_page(
@@ -47,55 +56,27 @@ def write_simulation_page(
     Raises:
         InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
-    return write_html(target, "simulation.html.j2", lambda: _values(record, config, sweeps, timelines, fit))
+    return write_page(target, lambda: _page(record, config, sweeps, timelines, fit))
 
 
-COLUMNS: dict[str, Callable[[MethodRecord], str]] = {
-    "Executed": lambda method: "no" if method.not_executed else "yes",
-    "Recompute and update": lambda method: step_time(method.training_s),
-    "Speedup over static": lambda method: times(method.speedup_over_static),
-    "Of forced balance": lambda method: percentage(method.share_of_forced_balance),
-    "Of the bound": lambda method: percentage(method.share_of_bound),
-    "Slowest rank over mean": lambda method: over_mean(method.imbalance),
-    "Recompute": lambda method: step_time(method.stages.recompute),
-    "Update": lambda method: step_time(method.stages.update),
-    "Wait for the plan": lambda method: duration(method.stages.planning),
-    "Home moves": lambda method: duration(method.stages.home_moves) if method.stages.home_moves else "",
-    "Exposed transfers": lambda method: percentage(method.exposed_share),
-    "Groups wait": lambda method: percentage(method.groups_waiting),
-    "Experts fetched per cell": lambda method: f"{method.fetches_per_cell:.1f}",
-    "Planning time": lambda method: duration(method.planning_s),
-    "GPU-hours saved": lambda method: _saved(method),
-}
-"""Columns of the table of methods; `MethodRecord` explains them."""
-OF_PLANS = ("Wait for the plan", "Planning time", "GPU-hours saved")
-"""Columns that say nothing of static."""
-
-
-def simulation_rows(record: SimulationRecord) -> list[TableRow]:
-    """One row per method in the order of the record; then the two limits. All have the cells of `COLUMNS`."""
-    static_s, forced_balance_s, bound_s = record["static"].training_s, record.forced_balance_s, record.bound_s
+def simulation_table(record: SimulationRecord) -> Table:
+    """One row per method in the order of the record; then the two limits."""
     rows = [
-        TableRow(
-            label=method.label,
-            cells={
-                heading: "" if method.name == "static" and heading in OF_PLANS else show(method)
-                for heading, show in COLUMNS.items()
-            },
-            ours=is_ours(method.name),
-        )
+        TableRow(cells=tuple(show(method) for show in COLUMNS.values()), strong=is_ours(method.name))
         for method in record.methods
     ]
-    for label, seconds in (("forced balance", forced_balance_s), ("no plan beats", bound_s)):
-        cells = dict.fromkeys(COLUMNS, "") | {
+    for label, seconds in (("forced balance", record.forced_balance_s), ("no plan beats", record.bound_s)):
+        cells = {
+            "Method": label,
             "Executed": "no",
             "Recompute and update": step_time(seconds),
-            "Speedup over static": times(static_s / seconds),
-            "Of forced balance": percentage(forced_balance_s / seconds),
-            "Of the bound": percentage(bound_s / seconds),
+            "Speedup over static": times(record["static"].training_s / seconds),
+            "Of forced balance": percentage(record.forced_balance_s / seconds),
+            "Of the bound": percentage(record.bound_s / seconds),
         }
-        rows.append(TableRow(label=label, cells=cells))
-    return rows
+        rows.append(TableRow(cells=tuple(cells.get(column.heading, "") for column in COLUMNS)))
+    title = "Recompute and update, all modelled but the time of planning"
+    return Table(title=title, columns=tuple(COLUMNS), rows=tuple(rows))
 
 
 def simulation_finding(record: SimulationRecord) -> str:
@@ -117,34 +98,36 @@ def simulation_finding(record: SimulationRecord) -> str:
     return f"{by}, {named(main, record)} makes recompute and update {worth}."
 
 
-def simulation_summary(record: SimulationRecord) -> list[str]:
-    """What stands behind the finding, in sentences."""
+def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
+    """What the method that the page is about saves, and the size of a step."""
     static, main = record["static"], headline(record)
-    limits = (
-        f"Forced balance would take {step_time(record.forced_balance_s)}; no plan takes less than "
-        f"{step_time(record.bound_s)}."
+    step = (
+        Tile("tokens of a GPU in a micro-step", f"{record.tokens_per_rank:,.0f}", "on average"),
+        Tile(
+            "cells of a group in a step",
+            f"{record.cells_per_group:,}",
+            f"{record.groups_simulated} of {record.groups} groups simulated",
+        ),
     )
-    if main.name == "static":
-        return [
-            f"Recompute and update take {step_time(static.training_s)} without balancing. {limits}",
-            _executed(record),
-        ]
-    moves = [
-        f"{named(method, record)} fetches {method.fetches_per_cell:.1f} experts for a cell, and its whole step takes "
-        f"{step_time(method.step_s)}, planning and home moves included."
-        for method in compared_methods(record)
-    ]
-    return [
-        f"Recompute and update take {step_time(static.training_s)} without balancing and "
-        f"{step_time(main.training_s)} with {named(main, record)}. {limits}",
-        " ".join(moves),
-        f"Planning takes {duration(main.planning_s)} with {named(main, record)}, and the recompute waits "
-        f"{duration(main.stages.planning)} for it.",
-        _executed(record),
-    ]
+    if main is static:
+        return step
+    hours = f"of {1000 * static.gpu_hours:,.3g} without balancing, by {named(main, record)}"
+    return (Tile("GPU-hours saved in 1000 steps", f"{1000 * main.gpu_hours_saved:,.3g}", hours), *step)
 
 
-def named(method: MethodRecord | Timeline, record: SimulationRecord) -> str:
+def executed(record: SimulationRecord) -> str:
+    """Which methods no executor carries out, and why."""
+    if missing := record["static"].not_executed:
+        return f"No executor carries out any of it: it takes {', '.join(missing)}."
+    reasons: dict[tuple[str, ...], list[str]] = {}
+    for method in record.methods:
+        reasons.setdefault(method.not_executed, []).append(method.label)
+    done = "; ".join(reasons.pop(()))
+    rest = [f"{'; '.join(labels)} would take {', '.join(missing)}" for missing, labels in reasons.items()]
+    return f"Executed in tests on CPU processes: {done}. Not executed: {'. '.join([*rest, 'Nor are the limits'])}."
+
+
+def named(method: MethodRecord, record: SimulationRecord) -> str:
     """The label, marked where no executor carries the method out. Where none carries out static, `modelled` says so."""
     is_marked = method.not_executed and not record["static"].not_executed
     return f"{method.label} (not executed)" if is_marked else method.label
@@ -155,39 +138,30 @@ def modelled(record: SimulationRecord) -> str:
     return "modelled, not executed" if record["static"].not_executed else "modelled"
 
 
-def _executed(record: SimulationRecord) -> str:
-    """Which methods no executor carries out, and why."""
-    if missing := record["static"].not_executed:
-        return f"No executor carries out any of it: it takes {', '.join(missing)}."
-    reasons: dict[tuple[str, ...], list[str]] = {}
-    for method in record.methods:
-        reasons.setdefault(method.not_executed, []).append(method.label)
-    executed = "; ".join(reasons.pop(()))
-    rest = [f"{'; '.join(labels)} would take {', '.join(missing)}" for missing, labels in reasons.items()]
-    return f"Executed in tests on CPU processes: {executed}. Not executed: {'. '.join([*rest, 'Nor are the limits'])}."
-
-
 def headline(record: SimulationRecord) -> MethodRecord:
     """The method that the page is about: the first of ours, else the fastest of the others, else static."""
-    balanced = [method for method in record.methods if method.name != "static"]
-    ours = [method for method in balanced if is_ours(method.name)]
-    return ours[0] if ours else _fastest(balanced or record.methods)
+    ours, others = _balanced(record)
+    return ours[0] if ours else _fastest(others or record.methods)
 
 
 def compared_methods(record: SimulationRecord) -> list[MethodRecord]:
     """The few methods that plots compare with static: the headline, the fastest of ours, the fastest of the others."""
-    balanced = [method for method in record.methods if method.name != "static"]
-    ours = [method for method in balanced if is_ours(method.name)]
-    others = [method for method in balanced if not is_ours(method.name)]
+    ours, others = _balanced(record)
     chosen = [*ours[:1], *(_fastest(group) for group in (ours, others) if group)]
     return [method for n, method in enumerate(chosen) if method not in chosen[:n]]
 
 
 def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
     """The fastest of the methods that are neither static nor plans of ours; None where that is the headline itself."""
-    others = [method for method in record.methods if method.name != "static" and not is_ours(method.name)]
+    _, others = _balanced(record)
     fastest = _fastest(others) if others else None
     return None if fastest is headline(record) else fastest
+
+
+def _balanced(record: SimulationRecord) -> tuple[list[MethodRecord], list[MethodRecord]]:
+    """Plans of ours, and the other methods but static."""
+    balanced = [method for method in record.methods if method.name != "static"]
+    return [one for one in balanced if is_ours(one.name)], [one for one in balanced if not is_ours(one.name)]
 
 
 def is_ours(name: str) -> bool:
@@ -197,12 +171,14 @@ def is_ours(name: str) -> bool:
     return name in PRESETS
 
 
-def fit_rows(found: FitRecord, before: Mapping[str, float]) -> list[TableRow]:
+def fit_table(found: FitRecord, before: Mapping[str, float]) -> Table:
     """One row per fitted parameter, with units; `before` has the configured values by name."""
-    return [
-        TableRow(label=name, cells={"Configured": _value(name, before[name]), "Fitted": _value(name, value)})
+    columns = (Column("Rate", "rate"), Column("Configured", "configured"), Column("Fitted", "fitted"))
+    rows = [
+        TableRow(cells=(name, _rate(name, before[name]), _rate(name, value)))
         for name, value in found.parameters.items()
     ]
+    return Table(columns=columns, rows=tuple(rows))
 
 
 def fit_summary(found: FitRecord) -> str:
@@ -215,75 +191,68 @@ def fit_summary(found: FitRecord) -> str:
     )
 
 
-def _values(
+def _page(
     record: SimulationRecord,
     config: SimulateConfig,
     sweeps: Sequence[SweepRecord],
     timelines: Sequence[Timeline],
     fit: tuple[FitRecord, Mapping[str, float]] | None,
-) -> dict[str, Any]:
+) -> Page:
     from foreroute.report import simulation_plots, sweep_plots
 
-    return {
-        "gpus": f"{record.gpus:,}",
-        "finding": simulation_finding(record),
-        "tiles": _tiles(record),
-        "sentences": simulation_summary(record),
-        "facts": record.facts | {"step": _step(record)},
-        "plots": [
-            *simulation_plots.timelines(timelines, record),
-            simulation_plots.by_stage(record),
-            simulation_plots.by_part(record),
-        ],
-        "sensitivity_keys": sweep_plots.legend(record),
-        "sensitivities": sweep_plots.sensitivities(record, config, sweeps),
-        "columns": list(COLUMNS),
-        "rows": simulation_rows(record),
-        "fit": None if fit is None else (fit_summary(fit[0]), fit_rows(*fit)),
-        "modelled": modelled(record),
-        "early": config.execution.early_cells,
-        "rollout": step_time(record.rollout_s) if record.rollout_s else "",
-        "planning": "configured" if config.execution.planning_s is not None else "measured",
-        "config": flattened(config.model_dump()),
-    }
-
-
-def _tiles(record: SimulationRecord) -> list[Tile]:
-    static, main, rival = record["static"], headline(record), strongest_rival(record)
-    seconds = f"{step_time(main.training_s)} instead of {step_time(static.training_s)} without balancing"
-    if main.not_executed:
-        seconds += ", not executed"
-    tiles = [("speedup over static, of recompute and update", times(main.speedup_over_static), seconds)]
-    if rival is not None:
-        seconds = f"{step_time(rival.training_s)} with {named(rival, record)}"
-        tiles.append(("speedup over the strongest other method", times(rival.training_s / main.training_s), seconds))
-    hours = f"{1000 * main.gpu_hours_saved:,.3g} of {1000 * static.gpu_hours:,.3g} in 1000 steps"
-    forced, rank = percentage(static.share_of_forced_balance), over_mean(static.imbalance)
-    return [
-        *tiles,
-        ("speed relative to forced balance", percentage(main.share_of_forced_balance), f"{forced} without balancing"),
-        ("GPU-hours saved", _saved(main), hours),
-        ("slowest rank over mean", over_mean(main.imbalance), f"{rank} without balancing"),
-    ]
-
-
-def _saved(method: MethodRecord) -> str:
-    """Share of the GPU-hours of static."""
-    return percentage(method.gpu_hours_saved / (method.gpu_hours + method.gpu_hours_saved))
-
-
-def _step(record: SimulationRecord) -> str:
-    return (
-        f"about {record.tokens_per_rank:,.0f} tokens per GPU and micro-step, {record.cells_per_group:,} cells per "
-        f"group, {record.groups_simulated} of {record.groups} groups simulated"
+    plots = (
+        *simulation_plots.timelines(timelines, record),
+        simulation_plots.by_stage(record),
+        simulation_plots.by_part(record),
     )
+    planned = "measured: it was really done, on one thread of the machine that made this page"
+    planning = planned if config.execution.planning_s is None else "configured"
+    seconds_are = texts("simulation", modelled=modelled(record), planning=planning)
+    sections = [PageSection(heading="Where the time goes", texts=seconds_are, plots=plots)]
+    if sweeps:
+        sections.append(
+            PageSection(
+                heading="What the gain depends on",
+                texts=texts("sweeps"),
+                keys=tuple(sweep_plots.legend(record)),
+                plots=tuple(sweep_plots.sensitivities(record, config, sweeps)),
+            )
+        )
+    rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
+    notes = (executed(record), *texts("methods", rollout=rollout))
+    sections.append(PageSection(heading="All methods", tables=(simulation_table(record),), notes=notes))
+    if fit is not None:
+        sections.append(
+            PageSection(heading="Rates fitted to measurements", texts=(fit_summary(fit[0]),), tables=(fit_table(*fit),))
+        )
+    begins = "with the first micro-steps that are planned" if config.execution.early_cells else "when all is planned"
+    settings = tuple(TableRow(cells=setting) for setting in flattened(config.model_dump()).items())
+    columns = (Column("Setting"), Column("Value", kind="words"))
+    sections += [
+        PageSection(heading="Assumed", notes=texts("assumed", begins=begins)),
+        PageSection(heading="Not modelled", notes=texts("not_modelled")),
+        PageSection(heading="Configuration", tables=(Table(columns=columns, rows=settings, folded="All settings"),)),
+    ]
+    return Page(
+        command="foreroute simulate",
+        title=f"One RL step on {record.gpus:,} GPUs",
+        finding=simulation_finding(record),
+        tiles=simulation_tiles(record),
+        facts=record.facts,
+        sections=tuple(sections),
+    )
+
+
+def _planned(method: MethodRecord, text: str) -> str:
+    """Nothing of static, which plans nothing."""
+    return "" if method.name == "static" else text
 
 
 def _fastest(methods: tuple[MethodRecord, ...] | list[MethodRecord]) -> MethodRecord:
     return min(methods, key=lambda method: method.training_s)
 
 
-def _value(name: str, value: float) -> str:
+def _rate(name: str, value: float) -> str:
     if name.endswith("_flops_per_s"):
         return f"{value / 1e12:,.4g} TFLOP/s"
     if name.endswith("_bytes_per_s"):

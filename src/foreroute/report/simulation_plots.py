@@ -1,31 +1,19 @@
-"""The plots of a simulated step: its stages, where its time goes, a few layers rank by rank, and what was fitted."""
+"""The plots of a simulated step: its stages, where its time goes, and a few layers rank by rank."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foreroute.report.figure import (
-    GREY,
-    INCHES,
-    INK,
-    PART_COLOURS,
-    Caption,
-    Key,
-    Plot,
-    card,
-    new_axes,
-    top_down,
-)
+from foreroute.report.figure import GREY, INK, PART_COLOURS, card, new_axes, stacked_bars
 from foreroute.report.format import step_time
+from foreroute.report.page import Key, Plot, caption
 from foreroute.report.simulation import compared_methods, modelled, named
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulationRecord, Timeline
-    from foreroute.simulate.timelines import Span
 
 STAGE_COLOURS = {
     "planning": PART_COLOURS["waiting for the plan"],
@@ -44,8 +32,6 @@ SPAN_COLOURS = {
     "fetch": "#44BB99",
     "waits for weights": PART_COLOURS["exposed transfers"],
 }
-BAR_INCHES = 0.34
-LABEL_WIDTH = 21
 NUM_RANKS = 4
 """Of a timeline; more lanes than that are too thin to read."""
 LANE_INCHES = 0.225
@@ -53,42 +39,24 @@ LANE_INCHES = 0.225
 
 def by_stage(record: SimulationRecord) -> Plot:
     """The whole step of every method."""
-    from foreroute.simulate.records import STAGES
-
     static = record["static"].stages
-    forced_balance_s = record.forced_balance_s + static.reduction + static.optimizer
-    caption = Caption(
-        title="The step by method",
-        sentence="From the end of the rollout to new weights, stage after stage. Planning is only what the recompute "
-        f"waits for. The line is the same step under forced balance, {step_time(forced_balance_s)}.",
-        x_label=f"seconds, {modelled(record)}",
-        y_label="",
-    )
+    forced_s = record.forced_balance_s + static.reduction + static.optimizer
+    said = caption("stages", forced=step_time(forced_s), modelled=modelled(record))
     bars = [(named(method, record), tuple(method.stages)) for method in record.methods]
-    return _stacked(caption, bars, STAGES, STAGE_COLOURS, height=_height(len(bars)), line=forced_balance_s)
+    return stacked_bars(said, bars, STAGE_COLOURS, line_s=forced_s)
 
 
 def by_part(record: SimulationRecord) -> Plot:
     """Recompute and update of the methods that matter, by what they are spent on."""
-    from foreroute.simulate.engine import PARTS
-
-    caption = Caption(
-        title="What recompute and update are spent on",
-        sentence="Of the slowest expert-parallel group, in its last pipeline stage. All-to-alls and experts last as "
-        "long as their slowest rank; exposed transfers are waits for weights and gradients that move. "
-        "Waiting for the plan delays the recompute and counts as planning elsewhere.",
-        x_label=f"seconds, {modelled(record)}",
-        y_label="",
-    )
     methods = (record["static"], *compared_methods(record))
     bars = [
-        (named(method, record), [parts[part] for part in PARTS])
+        (named(method, record), [parts[part] for part in PART_COLOURS])
         for stage in ("recompute", "update")
         for method in methods
         for parts in [method.recompute_parts if stage == "recompute" else method.update_parts]
     ]
-    groups = {0: "recompute", len(methods): "update"}
-    return _stacked(caption, bars, PARTS, PART_COLOURS, groups=groups, height=_height(len(record.methods)))
+    said = caption("parts", modelled=modelled(record))
+    return stacked_bars(said, bars, PART_COLOURS, headings={0: "recompute", len(methods): "update"})
 
 
 def timelines(found: Sequence[Timeline], record: SimulationRecord) -> list[Plot]:
@@ -99,69 +67,28 @@ def timelines(found: Sequence[Timeline], record: SimulationRecord) -> list[Plot]
     """
     if not found:
         return []
-    ranks = _ranks(found[0])
-    longest_s = max(end - begin for begin, end in map(_window, found))
-    return [_timeline_card(one, record, ranks, longest_s) for one in found]
+    layers = sorted({span.layer for span in found[0].spans})
+    layers = layers[1:-1] if len(layers) > 3 else layers
+    ranks = _ranks(found[0], layers)
+    longest_s = max(bounds[-1] - bounds[0] for bounds in (_bounds(one, layers) for one in found))
+    return [_timeline(one, record, layers, ranks, longest_s) for one in found]
 
 
-def _height(num_bars: int) -> float:
-    return 0.8 + BAR_INCHES * num_bars
-
-
-def _stacked(
-    caption: Caption,
-    bars: Sequence[tuple[str, Sequence[float]]],
-    names: Sequence[str],
-    colours: Mapping[str, str],
-    *,
-    height: float,
-    line: float | None = None,
-    groups: Mapping[int, str] | None = None,
-) -> Plot:
-    """Bars of label and seconds of each part, from the top; parts that no bar has are left out.
-
-    The picture has `height` inches at least, a line at `line` seconds, and headings over bars by position in `groups`.
-    """
-    widths_BX = np.array([seconds for _, seconds in bars], np.float64)
-    totals_B, headings = widths_BX.sum(axis=1), groups or {}
-    # A part below a thousandth of the longest bar would be thinner than a line.
-    shown = [x for x in range(len(names)) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
-    places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
-    axes = new_axes((INCHES[0], max(height, _height(len(bars) + len(headings)))))
-    left_B = np.zeros(len(bars))
-    for x in shown:
-        axes.barh(places_B, widths_BX[:, x], left=left_B, color=colours[names[x]], height=0.66)
-        left_B += widths_BX[:, x]
-    if line is not None:
-        axes.axvline(line, color=INK, linewidth=1.2, linestyle=(0, (4, 2)))
-    for place, total in zip(places_B, totals_B, strict=True):
-        axes.annotate(
-            step_time(total), (total, place), xytext=(5, 0), textcoords="offset points", va="center",
-            fontsize=9.5, color=INK, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
-        )  # fmt: skip
-    for first, heading in headings.items():
-        axes.text(0, places_B[first] - 0.95, heading, va="center", fontsize=10.5, fontweight="bold", color=INK)
-    axes.set_yticks(places_B, [textwrap.fill(label, LABEL_WIDTH) for label, _ in bars], fontsize=9.5)
-    axes.set_xlim(0, 1.14 * max(float(totals_B.max()), line or 0.0))
-    axes.set_ylim(-0.6, places_B[-1] + 0.6)
-    top_down(axes)
-    said = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
-    keys = [Key(names[x], colours[names[x]]) for x in shown]
-    return card(caption, axes, said, keys)
-
-
-def _timeline_card(found: Timeline, record: SimulationRecord, ranks: list[int], longest_s: float) -> Plot:
+def _timeline(found: Timeline, record: SimulationRecord, layers: list[int], ranks: list[int], longest_s: float) -> Plot:
     from foreroute.simulate.timelines import RESOURCES
 
-    layers, (begin_s, end_s) = _layers(found), _window(found)
-    caption = Caption(
-        title=f"Timeline: {named(found, record)}",
-        sentence=f"Layers {layers[0]} to {layers[-1]} in micro-step {found.micro_step} of the {found.stage}, on "
-        f"{_which(found, ranks)}. All ranks meet at every dispatch and combine, so white in a compute lane is a rank "
-        "that waits for a slower one.",
-        x_label=f"milliseconds, {modelled(record)}",
-        y_label="",
+    said = caption(
+        "timeline",
+        method=named(record[found.method], record),
+        first=layers[0],
+        last=layers[-1],
+        micro_step=found.micro_step,
+        ranks=len(ranks),
+        num_ranks=found.num_ranks,
+        modelled=modelled(record),
     )
+    *begins, end_s = _bounds(found, layers)
+    begin_s = begins[0]
     spans = [span for span in found.spans if span.rank in ranks and span.end_s > begin_s and span.begin_s < end_s]
     places = {rank: n * (len(RESOURCES) + 0.6) for n, rank in enumerate(ranks)}
     axes = new_axes((5.0, 0.9 + LANE_INCHES * len(ranks) * (len(RESOURCES) + 0.6)))
@@ -169,44 +96,32 @@ def _timeline_card(found: Timeline, record: SimulationRecord, ranks: list[int], 
         place = places[span.rank] + RESOURCES.index(span.resource)
         left, right = max(span.begin_s, begin_s) - begin_s, min(span.end_s, end_s) - begin_s
         axes.barh(place, 1e3 * (right - left), left=1e3 * left, color=SPAN_COLOURS[span.what], height=0.82)
-    for layer in layers:
-        start = 1e3 * (_begin(found, layer) - begin_s)
-        axes.axvline(start, color=GREY, linewidth=0.8)
+    for layer, start_s in zip(layers, begins, strict=True):
+        axes.axvline(1e3 * (start_s - begin_s), color=GREY, linewidth=0.8)
         axes.annotate(
-            f"layer {layer}", (start, 1), xycoords=("data", "axes fraction"), xytext=(3, 2),
+            f"layer {layer}", (1e3 * (start_s - begin_s), 1), xycoords=("data", "axes fraction"), xytext=(3, 2),
             textcoords="offset points", fontsize=9.5, color=INK,
         )  # fmt: skip
-    lanes = [(place + n, name) for place in places.values() for n, name in enumerate(RESOURCES)]
-    axes.set_yticks([y for y, _ in lanes], [_lane(y, name, places) for y, name in lanes], fontsize=9)
+    lanes = {
+        place + n: name if n else f"rank {rank}   {name}"
+        for rank, place in places.items()
+        for n, name in enumerate(RESOURCES)
+    }
+    axes.set_yticks(list(lanes), list(lanes.values()), fontsize=9)
     axes.set_xlim(0, 1e3 * longest_s)
-    axes.set_ylim(lanes[-1][0] + 0.6, -0.6)
+    axes.set_ylim(max(lanes) + 0.6, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
     seen = {span.what for span in spans}
-    said = f"{len(layers)} layers take {1e3 * (end_s - begin_s):.3g} ms"
     keys = [Key(what, colour) for what, colour in SPAN_COLOURS.items() if what in seen]
-    return card(caption, axes, said, keys)
+    return card(said, axes, f"{len(layers)} layers take {1e3 * (end_s - begin_s):.3g} ms", keys)
 
 
-def _which(found: Timeline, ranks: list[int]) -> str:
-    if len(ranks) == found.num_ranks:
-        return "all ranks of a group"
-    return (
-        f"{len(ranks)} of {found.num_ranks} ranks of a group: those with the most and the least work for their experts "
-        "without balancing, and two between"
-    )
-
-
-def _lane(place: float, name: str, places: dict[int, float]) -> str:
-    rank = next((rank for rank, first in places.items() if first == place), None)
-    return name if rank is None else f"rank {rank}   {name}"
-
-
-def _ranks(found: Timeline) -> list[int]:
+def _ranks(found: Timeline, layers: list[int]) -> list[int]:
     """From the most to the least work for the experts."""
     work_G = np.zeros(found.num_ranks)
     for span in found.spans:
-        if span.what == "experts" and span.layer in _layers(found):
+        if span.what == "experts" and span.layer in layers:
             work_G[span.rank] += span.end_s - span.begin_s
     order = np.argsort(-work_G, kind="stable")
     chosen = np.unique(np.linspace(0, found.num_ranks - 1, min(NUM_RANKS, found.num_ranks)).round().astype(int))
@@ -214,21 +129,10 @@ def _ranks(found: Timeline) -> list[int]:
     return ranks
 
 
-def _layers(found: Timeline) -> list[int]:
-    layers = sorted({span.layer for span in found.spans})
-    return layers[1:-1] if len(layers) > 3 else layers
-
-
-def _window(found: Timeline) -> tuple[float, float]:
-    """Seconds from the first layer's begin to the last one's end."""
-    layers = _layers(found)
-    ends = [span.end_s for span in found.spans if span.layer == layers[-1]]
-    return _begin(found, layers[0]), max(ends)
-
-
-def _begin(found: Timeline, layer: int) -> float:
-    return min(span.begin_s for span in _computing(found, layer))
-
-
-def _computing(found: Timeline, layer: int) -> list[Span]:
-    return [span for span in found.spans if span.layer == layer and span.resource == "compute"]
+def _bounds(found: Timeline, layers: list[int]) -> list[float]:
+    """Seconds at which each layer begins, and at which the last one ends."""
+    begins = [
+        min(span.begin_s for span in found.spans if span.layer == layer and span.resource == "compute")
+        for layer in layers
+    ]
+    return [*begins, max(span.end_s for span in found.spans if span.layer == layers[-1])]

@@ -3,64 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.figure import FORCED, GREY, PLANNED, PLANNED_OTHERWISE, RIVAL, Caption, Key, Plot, card, new_axes
+from foreroute.report.figure import FORCED, GREY, PLANNED, PLANNED_OTHERWISE, RIVAL, card, new_axes
 from foreroute.report.format import duration
+from foreroute.report.page import Key, Plot, caption
 from foreroute.report.simulation import compared_methods, headline, is_ours, named
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord
 
 SMALL_INCHES = (4.2, 2.7)
-WORDS = {
-    "skew": ("Skew of the experts", "skew, 1 as the workload has it"),
-    "tokens_per_rank": ("Micro-batch size", "tokens of a GPU in a micro-step"),
-    "expert_parallel": ("EP size", "GPUs of an expert-parallel group"),
-    "redundant_slots": ("Redundant slots", "slots per GPU and layer"),
-    "node_bandwidth": ("NVLink-class bandwidth", "times the configured bandwidth"),
-    "cluster_bandwidth": ("NIC bandwidth", "times the configured bandwidth"),
-    "host_bandwidth": ("Bandwidth from host memory", "times the configured bandwidth"),
-    "overlap": ("All-to-alls behind compute", "share of the computing time that hides them"),
-    "planning_s": ("Planning time", "seconds of planning a step"),
-}
-NOTES = {
-    "expert_parallel": " Unless the configuration names a workload, every EP size has its own.",
-    "redundant_slots": " Methods with slots of their own number do not change.",
-    "planning_s": " The first micro-steps are planned first, and the recompute waits for these.",
-}
 
 
 def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequence[SweepRecord]) -> list[Plot]:
-    """One card for each key, in the order of `WORDS`. All but planning time share one scale of gains."""
-    by_key = {key: list(points) for key, points in groupby(sorted(sweeps, key=_order), key=lambda one: one.key)}
+    """One card for each key, in the order of the points. All but planning time share one scale of gains."""
+    by_key: dict[str, dict[float, SimulationRecord]] = {}
+    for point in sweeps:
+        by_key.setdefault(point.key, {})[point.value] = point.simulation
     # One scale for all cards, so that their slopes can be compared.
     gains = [
         gain
         for one in (record, *(point.simulation for point in sweeps if point.key != "planning_s"))
         for gain in (*(one[name].speedup_over_static for name in _colours(record)), _forced_gain(one))
     ]
-    return [_card(key, record, config, points, (min(gains), max(gains))) for key, points in by_key.items()]
+    return [_card(key, record, config, known, (min(gains), max(gains))) for key, known in by_key.items()]
 
 
-def _order(point: SweepRecord) -> tuple[int, float]:
-    return list(WORDS).index(point.key), point.value
+def legend(record: SimulationRecord) -> list[Key]:
+    """What the lines and points of all cards are."""
+    methods = [Key(named(record[name], record), colour) for name, colour in _colours(record).items()]
+    return [*methods, Key("forced balance", FORCED, "6 3")]
 
 
 def _card(
-    key: str, record: SimulationRecord, config: SimulateConfig, points: list[SweepRecord], span: tuple[float, float]
+    key: str,
+    record: SimulationRecord,
+    config: SimulateConfig,
+    known: dict[float, SimulationRecord],
+    span: tuple[float, float],
 ) -> Plot:
-    title, x_label = WORDS[key]
-    configured, waits = _configured(key, record, config), key == "planning_s"
-    known = {point.value: point.simulation for point in points}
+    configured, waits, main = _configured(key, record, config), key == "planning_s", headline(record).name
     places = sorted(({configured: record} | known).items())
-    caption = Caption(
-        title=title,
-        sentence=_said(key, configured, config) + NOTES.get(key, "") + _marked(places, headline(record).name),
-        x_label=x_label,
-        y_label="recompute waits, s" if waits else "speedup over static",
-    )
+    said = caption(key)
+    sentences = (_as_configured(key, configured, config), said.sentence, _not_executed(places, main))
     axes = new_axes(SMALL_INCHES)
     x = [value for value, _ in places]
     if not waits:
@@ -73,12 +60,11 @@ def _card(
     _x_axis(axes, list(known) if waits else x)
     low, high = (0.0, None) if waits else (min(1.0, span[0]) - 0.03, span[1] + 0.05 * (span[1] - 0.95))
     axes.set_ylim(low, high)
-    main = headline(record).name
-    said = "; ".join(
+    alt = "; ".join(
         f"{value:,.4g}: {one[main].stages.planning if waits else one[main].speedup_over_static:.3g}"
         for value, one in places
     )
-    return card(caption, axes, said)
+    return card(replace(said, sentence=" ".join(filter(None, sentences))), axes, alt)
 
 
 def _x_axis(axes: Any, values: list[float]) -> None:
@@ -93,12 +79,6 @@ def _short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 512 == 0 else f"{value:g}"
 
 
-def legend(record: SimulationRecord) -> list[Key]:
-    """What the lines and points of all cards are."""
-    methods = [Key(named(record[name], record), colour) for name, colour in _colours(record).items()]
-    return [*methods, Key("forced balance", FORCED, "6 3")]
-
-
 def _colours(record: SimulationRecord) -> dict[str, str]:
     """Of the methods that are compared, by name."""
     names = [method.name for method in compared_methods(record)]
@@ -110,7 +90,7 @@ def _forced_gain(record: SimulationRecord) -> float:
     return record["static"].training_s / record.forced_balance_s
 
 
-def _said(key: str, configured: float, config: SimulateConfig) -> str:
+def _as_configured(key: str, configured: float, config: SimulateConfig) -> str:
     from foreroute.simulate.config import BANDWIDTHS
 
     if key in BANDWIDTHS:
@@ -121,12 +101,12 @@ def _said(key: str, configured: float, config: SimulateConfig) -> str:
     return f"As configured: {configured:,.4g}."
 
 
-def _marked(places: list[tuple[float, SimulationRecord]], method: str) -> str:
+def _not_executed(places: list[tuple[float, SimulationRecord]], method: str) -> str:
     """At which values no executor carries the method out."""
     values = [_short(value) for value, one in places if one[method].not_executed]
     if len(values) == len(places):
-        return " Not executed."
-    return f" Not executed at {', '.join(values)}." if values else ""
+        return "Not executed."
+    return f"Not executed at {', '.join(values)}." if values else ""
 
 
 def _configured(key: str, record: SimulationRecord, config: SimulateConfig) -> float:

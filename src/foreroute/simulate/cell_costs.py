@@ -147,18 +147,6 @@ def transfers_of(
     return Transfers(host_KMLG=host_KMLG, direct_KMLG4=direct_KMLG4, gradient_MLG4=gradient_MLG4[:, layers])
 
 
-def beside_nothing(compute: Compute, transfers: Transfers) -> tuple[Compute, Transfers]:
-    """The same where ranks have no copy engines: what a rank sends and receives for a cell takes time of its experts.
-
-    A backward stage pass computes forward anew, with what the forward one fetched, and then backward; so the forward
-    time has the fetch of the forward stage pass, and the backward time what the other one fetches beyond it.
-    """
-    fetch_KMLG = transfers.host_KMLG + transfers.direct_KMLG4.sum(-1)
-    later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + transfers.gradient_MLG4.sum(-1)
-    experts_MLG2 = compute.experts_MLG2 + np.stack([fetch_KMLG[0], later_MLG], axis=-1)
-    return compute._replace(experts_MLG2=np.maximum(experts_MLG2, 0)), without_cost(transfers)
-
-
 def without_cost(transfers: Transfers) -> Transfers:
     """Give the same transfers at no cost."""
     return Transfers(*map(np.zeros_like, transfers))

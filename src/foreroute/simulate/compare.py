@@ -118,7 +118,6 @@ def figures_of(
 
 def _figures(served: ServedStep, topology: Topology, costs: CostModel, name: str, label: str) -> MethodFigures:
     """Price all cells, one after the other, without keeping them."""
-    shape = num_layers = served.counts_MLGE.shape[:2]
     shape = _, num_layers = served.counts_MLGE.shape[:2]
     loads_MLG, fetches_ML = np.empty((*shape, topology.num_ranks), np.int64), np.empty(shape, np.int64)
     crossing_ML, parts_MLSP = np.empty(shape), np.empty((*shape, len(STAGE_NAMES), len(PART_NAMES)))

@@ -37,8 +37,8 @@ from foreroute.files.config_file import (
 )
 from foreroute.files.toml import read_toml
 from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.simulate.methods import METHODS, check_methods
-from foreroute.simulate.steps import MOST_WORK, Size, drawn_size
+from foreroute.simulate.methods import METHODS
+from foreroute.simulate.steps import MOST_WORK, drawn_work
 from foreroute.simulate.workload import WORKLOADS
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
@@ -90,14 +90,11 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
     points = [(key, value) for key in SweepConfig.model_fields for value in getattr(config.sweep, key)]
     if len(points) > MOST_POINTS:
         raise ConfigError(f"{source}: the sweep has {len(points)} points; expected {MOST_POINTS} at most")
-    sizes = [_size(config, source)]
-    sizes += [_size(varied(config, key, value), f"{source}: {key} = {value}") for key, value in points]
-    drawn = [size for size in sizes if size is not None]
-    work = sum(size.work for size in drawn) * len(config.methods)
-    if work > MOST_WORK:
-        cells = sum(size.groups * size.cells for size in drawn)
+    work = _work(config, source)
+    work += sum(_work(varied(config, key, value), f"{source}: {key} = {value}") for key, value in points)
+    if (work := work * len(config.methods)) > MOST_WORK:
         raise ConfigError(
-            f"{source} would plan {cells:,} cells with {len(config.methods)} methods, {work:,} entries of assignments; "
+            f"{source} would plan and price {work:,} entries of assignments with {len(config.methods)} methods; "
             f"expected {MOST_WORK:,.0f} at most. Draw fewer groups, layers or micro-steps, or take fewer methods or "
             "points of the sweep"
         )
@@ -137,8 +134,6 @@ class ClusterConfig(Section):
     """Pipeline stages; 1F1B without interleaving."""
     redundant_slots: Slots = 2
     """Per GPU and layer, unless a method says otherwise."""
-    processors_per_node: Count | None = None
-    """To simulate ranks on CPUs: processors that a node's ranks share."""
 
     @model_validator(mode="after")
     def _groups_fill_the_cluster(self) -> ClusterConfig:
@@ -197,14 +192,10 @@ class WorkloadConfig(Section):
 class ExecutionConfig(Section):
     """How the cluster executes; by default as the Hugging Face executor does."""
 
-    copy_engines: bool = True
-    """Weights and gradients move beside computing; or take its time, as on CPU processes."""
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of computing time that hides all-to-alls."""
     planning_s: Seconds | None = None
     """Seconds of planning a step, any method; measured here by default."""
-    planner_speed: Factor = 1.0
-    """Divides measured planning times."""
     plan_lead_s: Seconds = 0.0
     """Between the end of the rollout and the recompute."""
     rollout_s: Seconds = 0.0
@@ -258,7 +249,9 @@ class SimulateConfig(Section):
     @classmethod
     def _known_methods(cls, methods: Any) -> Any:
         if isinstance(methods, list | tuple) and all(isinstance(name, str) for name in methods):
-            check_methods(methods)
+            if unknown := [name for name in methods if name not in METHODS]:
+                known = ", ".join(METHODS)
+                raise ValueError(f"there is no method called {', '.join(unknown)}; expected some of {known}")
             return tuple(dict.fromkeys(["static", *methods]))
         return methods
 
@@ -288,14 +281,9 @@ class SimulateConfig(Section):
         return parse_cluster(tables, source=source)
 
 
-def _size(config: SimulateConfig, source: str) -> Size | None:
-    """The size of what is drawn; None where counts are read from a file, which says how many there are."""
+def _work(config: SimulateConfig, source: str) -> int:
+    """The work of what is drawn; 0 where counts are read from a file, which says how many there are."""
     cluster = config.described(source)
     if config.workload.counts is not None:
-        return None
-    try:
-        size = drawn_size(config, cluster.topology, cluster.costs.model)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
-    size.require(source)
-    return size
+        return 0
+    return drawn_work(config, cluster.topology, cluster.costs.model, source=source)

@@ -42,20 +42,15 @@ PARTS = (
 """Parts of the time of a pipeline stage, in this order."""
 
 
-class Rules(NamedTuple):
+class ExecutionModel(NamedTuple):
     """How the cluster executes.
 
     Attributes:
-        ranks_per_node: of the group.
-        processors_per_node: processors that the ranks of a node share, each rank using one at a time; as many as ranks
-            where each is a GPU.
         overlap: share of its computing time behind which a pass over a cell hides its all-to-alls, 0 to 1.
         prefetch: cells that are fetched ahead.
         keeps_slots: slots belong to layers, and are in use until the last cell of the layer has ended.
     """
 
-    ranks_per_node: int
-    processors_per_node: int
     overlap: float
     prefetch: int
     keeps_slots: bool
@@ -83,10 +78,10 @@ class StageRun:
 
 def run(
     orders: Sequence[Sequence[StagePass]],
-    layer_parts: Sequence[range],
+    layer_ranges: Sequence[range],
     compute: Compute,
     transfers: Transfers,
-    rules: Rules,
+    model: ExecutionModel,
     *,
     stage: int,
     ready_M: Floats | None = None,
@@ -95,10 +90,10 @@ def run(
 
     Args:
         orders: of stage passes, for each pipeline stage.
-        layer_parts: layers of each pipeline stage.
+        layer_ranges: layers of each pipeline stage.
         compute: of all cells.
         transfers: of all cells, each pipeline stage's by its own order.
-        rules: how the cluster executes.
+        model: how the cluster executes.
         stage: position in `costs.STAGES`.
         ready_M: when the plan of each micro-step is there; from the start by default.
     """
@@ -108,12 +103,12 @@ def run(
     passes_PVK = np.array(
         [[(int(stage_pass.backward), stage_pass.micro_step) for stage_pass in order] for order in orders], np.int64
     )
-    bounds = np.array([layer_parts[0].start, *(part.stop for part in layer_parts)], np.int64)
-    groups_KF = np.zeros((2, 2), np.int64)
-    groups_KF[: len(STAGES[stage])] = STAGES[stage]
+    bounds = np.array([layer_ranges[0].start, *(layers.stop for layers in layer_ranges)], np.int64)
+    passes_per_kind_KF = np.zeros((2, 2), np.int64)
+    passes_per_kind_KF[: len(STAGES[stage])] = STAGES[stage]
     ready = np.zeros(num_micro_steps) if ready_M is None else ready_M
     work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
-    found = engine_kernels.run(passes_PVK, bounds, groups_KF, ready, work, rules)
+    found = engine_kernels.run(passes_PVK, bounds, passes_per_kind_KF, ready, work, model)
     return StageRun(*found)
 
 

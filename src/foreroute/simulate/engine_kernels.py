@@ -12,12 +12,18 @@ from typing import Any
 import numpy as np
 
 from foreroute.kernels import kernel
+from foreroute.simulate.engine import PARTS
 
-ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN, BUBBLE = range(8)
+ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN, BUBBLE = range(len(PARTS))
 
-# One pipeline stage at a moment. `clock` holds its seconds; `progress` three counts or places: the next place to begin
-# fetches for, the last that has ended its attention, the last that has ended. `queued_G4` and `owed_G4` are seconds of
-# direct fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is free.
+FETCHING, ATTENDED, ENDED = range(3)
+"""Of `progress`: the next place to begin fetches for, the last that ended its attention, the last that ended."""
+BEGIN, FIRST, SECOND, THIRD, END = range(5)
+"""Times of a pass over a cell: its begin, and the ends of its four parts in their order."""
+
+# One pipeline stage at a moment. `clock` holds its seconds, `progress` three places. `queued_G4` and `owed_G4` are
+# seconds of direct fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is
+# free.
 StageState = namedtuple(
     "StageState", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N"
 )
@@ -27,7 +33,7 @@ StageOrder = namedtuple("StageOrder", "passes_VK first end is_last")
 
 
 @kernel
-def run(passes_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, rules: Any) -> Any:
+def run(passes_PVK: Any, bounds: Any, passes_per_kind_KF: Any, ready_M: Any, work: Any, model: Any) -> Any:
     """All stage passes of all pipeline stages, each as soon as its causes are known."""
     num_stages, num_passes = passes_PVK.shape[:2]
     states = _initial_states(num_stages, num_passes * (bounds[1:] - bounds[:-1]).max(), work.head_MG.shape[1])
@@ -48,7 +54,7 @@ def run(passes_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, r
                 _wait(state, BUBBLE, cause)
                 if p == 0:
                     _wait(state, PLAN, ready_M[m])
-                _run_pass(state, next_P[p], order, groups_KF, work, rules)
+                _run_pass(state, next_P[p], order, passes_per_kind_KF, work, model)
                 done_KPM[kind, p, m] = state.clock[0]
                 next_P[p] += 1
                 left -= 1
@@ -67,14 +73,14 @@ def run(passes_PVK: Any, bounds: Any, groups_KF: Any, ready_M: Any, work: Any, r
 def _initial_states(num_stages: int, num_places: int, ranks: int) -> Any:
     """A state whose arrays have one more axis in front, for the pipeline stages."""
     progress_P3 = np.full((num_stages, 3), -1, np.int64)
-    progress_P3[:, 0] = 0
+    progress_P3[:, FETCHING] = 0
     return StageState(
         np.zeros((num_stages, 1)),
         progress_P3,
         np.zeros((num_stages, ranks, 4)),
         np.zeros((num_stages, ranks, 4)),
         np.zeros((num_stages, ranks)),
-        np.zeros((num_stages, 8)),
+        np.zeros((num_stages, len(PARTS))),
         np.full((num_stages, num_places, 10), np.nan),
         np.zeros((num_stages, num_places, ranks, 2)),
         np.zeros((num_stages, num_places)),
@@ -107,78 +113,74 @@ def _cause(kind: int, p: int, m: int, done_KPM: Any, send_M: Any) -> float:
 
 
 @kernel
-def _run_pass(state: Any, v: int, order: Any, groups_KF: Any, work: Any, rules: Any) -> None:
-    """One stage pass. `groups_KF` says how many forward and backward passes over each cell it consists of."""
+def _run_pass(state: Any, v: int, order: Any, passes_per_kind_KF: Any, work: Any, model: Any) -> None:
+    """One stage pass. `passes_per_kind_KF` says how many forward and backward passes over each cell it consists of."""
     kind, m = order.passes_VK[v]
-    forwards, backwards = groups_KF[kind]
+    forwards, backwards = passes_per_kind_KF[kind]
     layers = order.end - order.first
-    head_s = _phase_seconds(work.head_MG[m], rules) if order.is_last else 0.0
+    head_s = work.head_MG[m].max() if order.is_last else 0.0
     if kind == 1 and order.is_last:
         _elapse(state, HEAD, 2 * head_s, 2 * head_s)
     for place in range(v * layers, (v + 1) * layers):
         for i in range(forwards + backwards):
-            _pass_cell(state, place, i, i >= forwards, order, work, rules)
-        state.progress[2] = place
-        _release(state, order, work, rules)
+            _pass_cell(state, place, i, i >= forwards, order, work, model)
+        state.progress[ENDED] = place
+        _release(state, order, work, model)
     if kind == 0 and order.is_last:
         _elapse(state, HEAD, head_s, head_s)
 
 
 @kernel
-def _pass_cell(state: Any, place: int, i: int, backward: bool, order: Any, work: Any, rules: Any) -> None:
+def _pass_cell(state: Any, place: int, i: int, backward: bool, order: Any, work: Any, model: Any) -> None:
     """One pass over one cell."""
     side = 1 if backward else 0
     _, m, layer = _cell(place, order)
-    attention_s = _phase_seconds(work.attention_MG2[m, :, side], rules)
-    experts_s = _phase_seconds(work.experts_MLG2[m, layer, :, side], rules)
+    attention_s = work.attention_MG2[m, :, side].max()
+    experts_s = work.experts_MLG2[m, layer, :, side].max()
     # What is hidden shortens both all-to-alls alike, and takes the links from fetches while the ranks compute.
-    hidden = min(2 * work.all_to_all_ML[m, layer], rules.overlap * (attention_s + experts_s))
+    hidden = min(2 * work.all_to_all_ML[m, layer], model.overlap * (attention_s + experts_s))
     all_to_all_s = work.all_to_all_ML[m, layer] - hidden / 2
     computing = attention_s + experts_s + work.layer_s
     rate = 1 - hidden / computing if computing > 0 else 1.0
     # A cell has at most two passes in a stage pass: forward anew, and backward. Each has a begin and four ends.
-    span = state.times_NX[place, 5 * i : 5 * i + 5]
-    span[0] = state.clock[0]
+    times = state.times_NX[place, 5 * i : 5 * i + 5]
+    times[BEGIN] = state.clock[0]
     if backward:
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        span[1] = state.clock[0]
+        times[FIRST] = state.clock[0]
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
         state.owed_G4[:] += work.gradient_MLG4[m, layer]
-        span[2] = state.clock[0]
+        times[SECOND] = state.clock[0]
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        span[3] = state.clock[0]
+        times[THIRD] = state.clock[0]
         _attend(state, attention_s, work.layer_s, rate)
     else:
         _attend(state, attention_s, work.layer_s, rate)
-        span[1] = state.clock[0]
+        times[FIRST] = state.clock[0]
         if i == 0:
-            state.progress[1] = place
-            _release(state, order, work, rules)
+            state.progress[ATTENDED] = place
+            _release(state, order, work, model)
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        span[2] = state.clock[0]
-        exposed_s = _exposed(state, place, order, experts_s, rate, work, rules) if i == 0 else 0.0
+        times[SECOND] = state.clock[0]
+        exposed_s = _exposed(state, place, order, experts_s, rate, work) if i == 0 else 0.0
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
         _elapse(state, EXPOSED, exposed_s, exposed_s)
-        span[3] = state.clock[0]
+        times[THIRD] = state.clock[0]
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-    span[4] = state.clock[0]
+    times[END] = state.clock[0]
 
 
 @kernel
-def _exposed(state: Any, place: int, order: Any, experts_s: float, rate: float, work: Any, rules: Any) -> float:
+def _exposed(state: Any, place: int, order: Any, experts_s: float, rate: float, work: Any) -> float:
     """Seconds that the experts of the first pass take longer, since they wait for what is fetched for them."""
     _, m, layer = _cell(place, order)
     now = state.clock[0]
     direct_s = _direct_wait(state, place, order, experts_s, rate, work)
     state.direct_end_N[place] = now + direct_s
-    longest, waited = 0.0, direct_s
+    longest = 0.0
     for g in range(state.host_G.shape[0]):
         wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - now)
-        waited = max(waited, wait_s)
         longest = max(longest, wait_s + work.experts_MLG2[m, layer, g, 0])
-    if rules.processors_per_node < rules.ranks_per_node:
-        # Ranks that share processors are slowed by each other, so all are taken to begin with the last.
-        longest = waited + experts_s
     return longest - experts_s
 
 
@@ -192,7 +194,7 @@ def _direct_wait(state: Any, place: int, order: Any, experts_s: float, rate: flo
     for g in range(state.host_G.shape[0]):
         for k in range(4):
             left = state.queued_G4[g, k]
-            for later in range(place + 1, state.progress[0]):
+            for later in range(place + 1, state.progress[FETCHING]):
                 c, n, la = _cell(later, order)
                 left -= work.direct_KMLG4[c, n, la, g, k]
             # Adding the same seconds and taking them off again leaves a rounding error of this size.
@@ -202,20 +204,20 @@ def _direct_wait(state: Any, place: int, order: Any, experts_s: float, rate: flo
 
 
 @kernel
-def _release(state: Any, order: Any, work: Any, rules: Any) -> None:
+def _release(state: Any, order: Any, work: Any, model: Any) -> None:
     """Begin all fetches whose time has come."""
     layers = order.end - order.first
-    while state.progress[0] < len(order.passes_VK) * layers:
-        place = state.progress[0]
+    while state.progress[FETCHING] < len(order.passes_VK) * layers:
+        place = state.progress[FETCHING]
         # Fetches begin in order: where one must wait, so do all after it.
-        if state.progress[1] < max(place - rules.prefetch, 0):
+        if state.progress[ATTENDED] < max(place - model.prefetch, 0):
             return
         kind, m, layer = _cell(place, order)
-        if rules.keeps_slots and place >= layers:
+        if model.keeps_slots and place >= layers:
             # The slots of this layer are in use until its cell of the pass before has ended.
             before = place // layers - 1
             k = order.end - 1 - layer if order.passes_VK[before, 0] == 1 else layer - order.first
-            if state.progress[2] < before * layers + k:
+            if state.progress[ENDED] < before * layers + k:
                 return
         for g in range(state.host_G.shape[0]):
             seconds = work.host_KMLG[kind, m, layer, g]
@@ -225,7 +227,7 @@ def _release(state: Any, order: Any, work: Any, rules: Any) -> None:
                 state.fetched_NG2[place, g, 0] = begin
                 state.fetched_NG2[place, g, 1] = begin + seconds
         state.queued_G4[:] += work.direct_KMLG4[kind, m, layer]
-        state.progress[0] += 1
+        state.progress[FETCHING] += 1
 
 
 @kernel
@@ -273,24 +275,3 @@ def _until(seconds: float, phase_s: float, rate: float) -> float:
     if seconds <= rate * phase_s:
         return seconds / rate
     return phase_s + seconds - rate * phase_s
-
-
-@kernel
-def _phase_seconds(work_G: Any, rules: Any) -> float:
-    """When the last rank ends that begins with the others.
-
-    With fewer processors than ranks in a node they take turns, as an operating system lets them.
-    """
-    per_node, processors = rules.ranks_per_node, rules.processors_per_node
-    slowest: float = work_G.max()
-    if processors >= per_node:
-        return slowest
-    for first in range(0, len(work_G), per_node):
-        ordered = np.sort(work_G[first : first + per_node])
-        # Shortest first: while n ranks are left, each gets processors / n of the time, at most all of it.
-        now, done = 0.0, 0.0
-        for i in range(len(ordered)):
-            now += (ordered[i] - done) * max(1.0, (len(ordered) - i) / processors)
-            done = ordered[i]
-        slowest = max(slowest, now)
-    return slowest

@@ -11,20 +11,18 @@ from numpy.typing import NDArray
 
 from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
-from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
 from foreroute.planner.progress import block_ends
 from foreroute.simulate.cell_costs import (
     Compute,
     StagePass,
     Transfers,
-    beside_nothing,
     compute_of,
     transfers_of,
     without_cost,
 )
 from foreroute.simulate.config import SimulateConfig
-from foreroute.simulate.engine import Floats, Rules, StageRun, run
+from foreroute.simulate.engine import ExecutionModel, Floats, StageRun, run
 from foreroute.simulate.methods import ServedStep
 from foreroute.simulate.steps import GroupStep
 
@@ -36,17 +34,15 @@ class EPGroup:
     Attributes:
         compute: of all cells.
         recompute, update: transfers of the two stages.
-        rules: how the cluster executes.
-        parts: layers of each pipeline stage.
-        copy_engines: whether transfers run beside computing.
+        model: how the cluster executes.
+        layer_ranges: layers of each pipeline stage.
     """
 
     compute: Compute
     recompute: Transfers
     update: Transfers
-    rules: Rules
-    parts: list[range]
-    copy_engines: bool
+    model: ExecutionModel
+    layer_ranges: list[range]
 
     @classmethod
     def of(
@@ -61,31 +57,19 @@ class EPGroup:
             rows_ML2=compute.rows_ML2[:, layers],
             experts_MLG2=compute.experts_MLG2[:, layers],
         )
-        parts = layer_parts(len(layers), config.cluster.pipeline)
-        execution = config.execution
+        ranges = layer_ranges(len(layers), config.cluster.pipeline)
 
         def transfers(orders: list[list[StagePass]]) -> Transfers:
             return _joined(
                 [
-                    transfers_of(
-                        served,
-                        layers[part.start : part.stop],
-                        order,
-                        topology,
-                        costs,
-                    )
-                    for order, part in zip(orders, parts, strict=True)
+                    transfers_of(served, layers[here.start : here.stop], order, topology, costs)
+                    for order, here in zip(orders, ranges, strict=True)
                 ]
             )
 
-        return cls(
-            compute,
-            transfers([forward_only(num_micro_steps)] * len(parts)),
-            transfers(update_orders(len(parts), num_micro_steps)),
-            rules_of(config, topology, costs, served.slots),
-            parts,
-            execution.copy_engines,
-        )
+        recompute, update = (transfers(orders) for orders in _orders(len(ranges), num_micro_steps))
+        model = ExecutionModel(config.execution.overlap, costs.prefetch, served.slots == "layer")
+        return cls(compute, recompute, update, model, ranges)
 
     def bound(self, step: GroupStep, topology: Topology, costs: CostModel) -> EPGroup:
         """The same at the least cost that any plan could have.
@@ -114,21 +98,17 @@ class EPGroup:
         Args:
             ready_M: seconds from the start of the recompute when the plan of each micro-step is there.
         """
-        num_micro_steps = len(self.compute.all_to_all_ML)
-        orders = [forward_only(num_micro_steps)] * len(self.parts)
-        first = run(orders, self.parts, *self._work(self.recompute), self.rules, stage=0, ready_M=ready_M)
-        orders = update_orders(len(self.parts), num_micro_steps)
-        return first, run(orders, self.parts, *self._work(self.update), self.rules, stage=1)
-
-    def _work(self, transfers: Transfers) -> tuple[Compute, Transfers]:
-        return (self.compute, transfers) if self.copy_engines else beside_nothing(self.compute, transfers)
+        recompute, update = _orders(len(self.layer_ranges), len(self.compute.all_to_all_ML))
+        parts = self.layer_ranges, self.compute
+        first = run(recompute, *parts, self.recompute, self.model, stage=0, ready_M=ready_M)
+        return first, run(update, *parts, self.update, self.model, stage=1)
 
     def moved_bytes(self, topology: Topology, costs: CostModel) -> dict[str, dict[str, float]]:
         """What a rank sends in recompute and update, on average, by what it is and over which link.
 
         Fetches from host memory are counted where they arrive.
         """
-        model, prices, ranks = costs.model, costs.prices(topology), topology.num_ranks * len(self.parts)
+        model, prices, ranks = costs.model, costs.prices(topology), topology.num_ranks * len(self.layer_ranges)
         # recompute, and in the update forward, forward anew and backward; a dispatch and a combine each
         node, cluster = self.compute.rows_ML2.sum(axis=(0, 1)) * 8 * model.row_bytes / ranks
         of_expert = model.expert_bytes / ranks
@@ -150,17 +130,6 @@ class EPGroup:
         }
 
 
-def rules_of(config: SimulateConfig, topology: Topology, costs: CostModel, slots: SlotSharing) -> Rules:
-    """For the engine."""
-    return Rules(
-        ranks_per_node=topology.ranks_per_node,
-        processors_per_node=config.cluster.processors_per_node or topology.ranks_per_node,
-        overlap=config.execution.overlap,
-        prefetch=costs.prefetch,
-        keeps_slots=slots == "layer",
-    )
-
-
 def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float, *, early: bool) -> NDArray[np.float64]:
     """float64 [M], seconds from the start of the recompute until the plan of each micro-step is there.
 
@@ -177,14 +146,11 @@ def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float, *, early:
     return np.maximum(ready_M - lead_s, 0.0)
 
 
-def forward_only(num_micro_steps: int) -> list[StagePass]:
-    """The recompute: every micro-step once."""
-    return [StagePass(False, m) for m in range(num_micro_steps)]
-
-
-def update_orders(num_stages: int, num_micro_steps: int) -> list[list[StagePass]]:
-    """1F1B, for each pipeline stage."""
-    return [one_forward_one_backward(p, num_stages, num_micro_steps) for p in range(num_stages)]
+def _orders(num_stages: int, num_micro_steps: int) -> tuple[list[list[StagePass]], list[list[StagePass]]]:
+    """The stage passes of each pipeline stage, in the recompute and in the update."""
+    return [forward_only(num_micro_steps)] * num_stages, [
+        one_forward_one_backward(p, num_stages, num_micro_steps) for p in range(num_stages)
+    ]
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_micro_steps: int) -> list[StagePass]:
@@ -202,7 +168,12 @@ def one_forward_one_backward(stage: int, num_stages: int, num_micro_steps: int) 
     return order
 
 
-def layer_parts(num_layers: int, num_stages: int) -> list[range]:
+def forward_only(num_micro_steps: int) -> list[StagePass]:
+    """The recompute: every micro-step once."""
+    return [StagePass(False, m) for m in range(num_micro_steps)]
+
+
+def layer_ranges(num_layers: int, num_stages: int) -> list[range]:
     """Which layers each stage has: neighbours, as evenly as possible."""
     bounds = [num_layers * p // num_stages for p in range(num_stages + 1)]
     return [range(first, end) for first, end in pairwise(bounds)]

@@ -23,6 +23,8 @@ from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.measurements import Measurement
 
 Floats = NDArray[np.float64]
+Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
+"""Seconds of a measured stage, by a configuration and a cost model."""
 
 SECONDS = ("layer_s", "node_latency_s", "cluster_latency_s")
 """Parameters that are seconds; all others are rates."""
@@ -75,8 +77,19 @@ class FitRecord:
         return asdict(self)
 
 
+def simulated_seconds(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
+    """Seconds of one measured stage by the simulator."""
+    topology = replace(one.step.problem.topology, links=costs.hardware.links)
+    runs = EPGroup.of(one.served, one.step, config, topology, costs).run()
+    return float(runs[one.stage].end_P.max())
+
+
 def fit(
-    measured: Sequence[Measurement], config: SimulateConfig, parameters: Sequence[str] = ("gemm_flops_per_s", "layer_s")
+    measured: Sequence[Measurement],
+    config: SimulateConfig,
+    parameters: Sequence[str] = ("gemm_flops_per_s", "layer_s"),
+    *,
+    seconds_of: Prediction = simulated_seconds,
 ) -> FitRecord:
     """Fit rates of the configured hardware to measurements.
 
@@ -84,6 +97,7 @@ def fit(
         measured: at least as many as parameters.
         config: model, cluster and execution, and the rates to begin from.
         parameters: of `FITTABLE`, which to fit.
+        seconds_of: predicts one measurement; on other processors than GPUs something else than the simulator.
 
     Raises:
         ConfigError: when a parameter is unknown, has no effect on any measurement or cannot be told from others, or
@@ -100,18 +114,23 @@ def fit(
     seconds_V = np.array([one.seconds for one in measured])
 
     def predicted(scale_K: Floats) -> Floats:
-        return predict(measured, config, _scaled(costs, parameters, begin * scale_K))
+        return predict(measured, config, _scaled(costs, parameters, begin * scale_K), seconds_of)
 
     scale_K = _least_squares(predicted, seconds_V, list(parameters))
     fitted = _scaled(costs, parameters, begin * scale_K)
-    return fit_record(measured, config, fitted, parameters)
+    return fit_record(measured, config, fitted, parameters, seconds_of)
 
 
 def fit_record(
-    measured: Sequence[Measurement], config: SimulateConfig, costs: CostModel, parameters: Sequence[str]
+    measured: Sequence[Measurement],
+    config: SimulateConfig,
+    costs: CostModel,
+    parameters: Sequence[str],
+    seconds_of: Prediction = simulated_seconds,
 ) -> FitRecord:
     """How well a cost model predicts measurements, of which none need have been fitted."""
-    seconds_V, predicted_V = np.array([one.seconds for one in measured]), predict(measured, config, costs)
+    seconds_V = np.array([one.seconds for one in measured])
+    predicted_V = predict(measured, config, costs, seconds_of)
     errors_V = np.abs(predicted_V / seconds_V - 1)
     return FitRecord(
         hardware=costs.hardware,
@@ -136,14 +155,14 @@ def rank_correlation(a_V: Floats, b_V: Floats) -> float | None:
     return float(np.clip(spearmanr(a_V, b_V).statistic, -1, 1))
 
 
-def predict(measured: Sequence[Measurement], config: SimulateConfig, costs: CostModel) -> Floats:
-    """float64 [measurements], simulated seconds."""
-    seconds = []
-    for one in measured:
-        topology = replace(one.step.problem.topology, links=costs.hardware.links)
-        runs = EPGroup.of(one.served, one.step, config, topology, costs).run()
-        seconds.append(float(runs[one.stage].end_P.max()))
-    return np.array(seconds)
+def predict(
+    measured: Sequence[Measurement],
+    config: SimulateConfig,
+    costs: CostModel,
+    seconds_of: Prediction = simulated_seconds,
+) -> Floats:
+    """float64 [measurements], predicted seconds."""
+    return np.array([seconds_of(one, config, costs) for one in measured])
 
 
 def _value_of(hardware: Hardware, name: str) -> float:

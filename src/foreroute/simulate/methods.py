@@ -5,7 +5,7 @@ executed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
-from foreroute.errors import ConfigError
 from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PlanOptions, SlotSharing
@@ -164,16 +163,6 @@ def forced_balance(problem: BalancerInput) -> ServedStep:
     begin_MLG = np.cumsum(left_MLG, axis=-1) - left_MLG
     extra_MLGE = (np.arange(num_experts) - begin_MLG[..., None]) % num_experts < left_MLG[..., None]
     return all_at_home(replace(problem, counts_MLGE=share_MLG[..., None] + extra_MLGE))
-
-
-def check_methods(methods: Sequence[str]) -> None:
-    """Refuse names that nothing has.
-
-    Raises:
-        ConfigError: naming them.
-    """
-    if unknown := [name for name in methods if name not in METHODS]:
-        raise ConfigError(f"there is no method called {', '.join(unknown)}; expected some of {', '.join(METHODS)}")
 
 
 def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tuple[str, ...]:

@@ -28,10 +28,16 @@ from foreroute.simulate.steps import GroupStep, group_steps
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is simulated, how much of it is done, and how much there is in all."""
+OnGroup = Callable[[str, EPGroup], None]
+"""Called with the short name of a method and a group as it serves it, for looks into what is simulated."""
 
 
 def simulate(
-    config: SimulateConfig, *, balancers: Mapping[str, Balancer] | None = None, on_progress: OnProgress | None = None
+    config: SimulateConfig,
+    *,
+    balancers: Mapping[str, Balancer] | None = None,
+    on_progress: OnProgress | None = None,
+    on_group: OnGroup | None = None,
 ) -> SimulationRecord:
     """Simulate one RL step from the end of the rollout, under every method of the configuration, on the same tokens.
 
@@ -41,6 +47,7 @@ def simulate(
         config: of the simulation.
         balancers: of yours, by short name, after the methods of the configuration.
         on_progress: told of every method that is simulated.
+        on_group: told of every group under every method.
 
     Raises:
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
@@ -53,21 +60,7 @@ def simulate(
             "expected one layer for each stage at least"
         )
     steps = list(group_steps(config, topology, costs.model))
-    balancers = dict(balancers or {})
-    if taken := sorted({"forced_balance", "bound", *METHODS} & set(balancers)):
-        raise ConfigError(f"balancers are called {', '.join(taken)}, which are names of our own; expected others")
-    methods = {name: METHODS[name] for name in config.methods} | balancers
-    known = {name: how for name, how in methods.items() if how.knows != "previous step"}
-    if steps[0].problem.previous_LE is not None:
-        known = methods
-    # by default all methods are asked for, so that what cannot be had is left out
-    elif asked := [
-        name for name in methods if name not in known and (name in balancers or config.methods != tuple(METHODS))
-    ]:
-        raise ConfigError(
-            f"{', '.join(asked)} goes by the loads of the step before, and workload.counts came without them; give "
-            "workload.previous_counts, or other methods"
-        )
+    known = _methods(config, dict(balancers or {}), has_previous=steps[0].problem.previous_LE is not None)
     sums = {name: _Sums() for name in ("forced_balance", "bound", *known)}
     done, total = 0, len(steps) * len(known)
     for step in steps:
@@ -77,7 +70,11 @@ def simulate(
         for name, method in known.items():
             if on_progress is not None:
                 on_progress(method.label, done, total)
-            _add(sums[name], serve(method, step.problem, costs), step, config, topology, costs)
+            served = serve(method, step.problem, costs)
+            group = EPGroup.of(served, step, config, topology, costs)
+            sums[name].serve(group, served, step, config, topology, costs)
+            if on_group is not None:
+                on_group(name, group)
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
@@ -93,6 +90,25 @@ def sweep(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> I
     for key in SweepConfig.model_fields:
         for value in getattr(config.sweep, key):
             yield SweepRecord(key, value, simulate(varied(config, key, value), on_progress=on_progress))
+
+
+def _methods(
+    config: SimulateConfig, balancers: dict[str, Balancer], *, has_previous: bool
+) -> dict[str, Balancer | PlannerPreset]:
+    """What is simulated. Methods that plan from the step before are left out where all are asked for by default."""
+    if taken := sorted({"forced_balance", "bound", *METHODS} & set(balancers)):
+        raise ConfigError(f"balancers are called {', '.join(taken)}, which are names of our own; expected others")
+    methods = {name: METHODS[name] for name in config.methods} | balancers
+    if has_previous:
+        return methods
+    known = {name: how for name, how in methods.items() if how.knows != "previous step"}
+    is_default = config.methods == tuple(METHODS)
+    if asked := [name for name in methods if name not in known and (name in balancers or not is_default)]:
+        raise ConfigError(
+            f"{', '.join(asked)} goes by the loads of the step before, and workload.counts came without them; give "
+            "workload.previous_counts, or other methods"
+        )
+    return known
 
 
 @dataclass(frozen=True)
@@ -137,30 +153,33 @@ class _Sums:
         """Add the recompute and the update of one group."""
         self.runs.append(runs)
 
+    def serve(
+        self,
+        group: EPGroup,
+        served: ServedStep,
+        step: GroupStep,
+        config: SimulateConfig,
+        topology: Topology,
+        costs: CostModel,
+    ) -> None:
+        """Add what one group does, and what its plan is like."""
+        execution, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
+        # Layers that were drawn stand for all, and planning takes as long for one as for another.
+        scale = costs.model.num_layers / drawn
+        planning_s = served.planning_s * scale if execution.planning_s is None else execution.planning_s
+        self.add(group.run(plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)))
+        self.moved_bytes.append(group.moved_bytes(topology, costs))
+        self.planning_s.append(planning_s)
+        self.home_moves_s.append(move_seconds(served.before_LE, served.home_LE, scale, topology, costs))
+        for cell, (_, counts_GE) in zip(served.kept, step.problem.cells(), strict=True):
+            total = int(counts_GE.sum())
+            self.ratios.append(int(cell.loads_G(counts_GE).max()) / total * topology.num_ranks if total else 1.0)
+            self.fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
+
     @property
     def training_s(self) -> float:
         """The slowest group's recompute, then the slowest group's update: all wait for all between the two."""
         return sum(max(_seconds(run) for run in stage) for stage in zip(*self.runs, strict=True))
-
-
-def _add(
-    sums: _Sums, served: ServedStep, step: GroupStep, config: SimulateConfig, topology: Topology, costs: CostModel
-) -> None:
-    execution, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
-    # Layers that were drawn stand for all, and planning takes as long for one as for another.
-    scale = costs.model.num_layers / drawn
-    measured_s = served.planning_s * scale / execution.planner_speed
-    planning_s = measured_s if execution.planning_s is None else execution.planning_s
-    ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)
-    group = EPGroup.of(served, step, config, topology, costs)
-    sums.add(group.run(ready_M))
-    sums.moved_bytes.append(group.moved_bytes(topology, costs))
-    sums.planning_s.append(planning_s)
-    sums.home_moves_s.append(move_seconds(served.before_LE, served.home_LE, scale, topology, costs))
-    for cell, (_, counts_GE) in zip(served.kept, step.problem.cells(), strict=True):
-        total = int(counts_GE.sum())
-        sums.ratios.append(int(cell.loads_G(counts_GE).max()) / total * topology.num_ranks if total else 1.0)
-        sums.fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
 
 
 def _record(
@@ -207,6 +226,7 @@ def _method(
     static: MethodRecord | None,
 ) -> MethodRecord:
     stages = list(zip(*sums.runs, strict=True))
+    # of each stage the run that all other groups wait for
     slowest = [max(stage, key=lambda run: float(run.end_P.max())) for stage in stages]
     seconds = [max(_seconds(run) for run in stage) for stage in stages]
     training_s = sum(seconds)

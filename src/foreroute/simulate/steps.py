@@ -64,78 +64,54 @@ def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -
         yield GroupStep(problem, squares_MG[part])
 
 
-def drawn_size(config: SimulateConfig, topology: Topology, model: ModelShape) -> Size:
-    """How much `group_steps` draws, and what is simulated with it.
+def drawn_work(config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str) -> int:
+    """How much work what `group_steps` draws is for one method, as `require_memory` counts it.
 
     Raises:
-        ConfigError: when a workload like that cannot be.
+        ConfigError: when a workload like that cannot be, or takes too much memory.
     """
     groups = _groups(config)
-    workload = drawn_workload(config.workload, topology.num_ranks, model, groups)
-    return _size(config, topology, model, groups, config.workload.micro_steps, workload.num_layers)
+    try:
+        workload = drawn_workload(config.workload, topology.num_ranks, model, groups)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    shape = (groups, config.workload.micro_steps, workload.num_layers)
+    return require_memory(shape, config, topology, model, source=source)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """What is simulated.
+def require_memory(
+    shape: tuple[int, int, int], config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str
+) -> int:
+    """Refuse what takes too much memory.
 
-    Attributes:
-        groups: expert-parallel groups that are looked at.
-        micro_steps: M of a group.
-        layers: L that are planned.
-        ranks: G.
-        experts: E.
-        slots: redundant ones of a rank.
-        stages: of the pipeline.
-        model_layers: that those planned stand for.
+    Args:
+        shape: groups, micro-steps and layers that are planned.
+        config: of the simulation.
+        topology: ranks and redundant slots.
+        model: experts, and the layers that those planned stand for.
+        source: of the configuration.
+
+    Returns:
+        Entries of assignments that one method plans and prices.
+
+    Raises:
+        ConfigError: with the size and the bound.
     """
-
-    groups: int
-    micro_steps: int
-    layers: int
-    ranks: int
-    experts: int
-    slots: int
-    stages: int
-    model_layers: int
-
-    @property
-    def cells(self) -> int:
-        """Cells of a group."""
-        return self.micro_steps * self.layers
-
-    @property
-    def memory(self) -> int:
-        """Bytes: counts and shares of all groups, the assignments of one by one method, and its times."""
-        drawn = self.groups * self.cells * self.experts * (24 + 12 * self.ranks)
-        served = 16 * self.cells * self._entries
-        times = 500 * self.micro_steps * self.model_layers * self.ranks
-        return drawn + served + times
-
-    @property
-    def work(self) -> int:
-        """Entries of assignments that one method plans and prices."""
-        of_cells = self.cells * (max(self._entries, CELL_WORK) + self.stages * CELL_WORK // 10)
-        return self.groups * (of_cells + self.micro_steps * self.model_layers * self.ranks)
-
-    @property
-    def _entries(self) -> int:
-        """Entries of a cell's assignments: tokens by host and source, every slot filled."""
-        return self.ranks * (self.experts + self.slots * self.ranks)
-
-    def require(self, source: str) -> None:
-        """Refuse what takes too much memory.
-
-        Raises:
-            ConfigError: with the size and the bound.
-        """
-        if self.memory > MOST_MEMORY:
-            raise ConfigError(
-                f"{source}: {self.groups} groups x {self.micro_steps} micro-steps x {self.layers} of "
-                f"{self.model_layers} layers x {self.ranks} ranks with {self.slots} slots x {self.experts} experts "
-                f"would take about {self.memory / (1 << 30):,.0f} GB of memory; expected at most {MOST_MEMORY >> 30} "
-                "GB. Draw fewer groups, layers or micro-steps, which stand for the others"
-            )
+    groups, micro_steps, layers = shape
+    ranks, slots, experts = topology.num_ranks, topology.redundant_slots, model.num_experts
+    cells, passes = micro_steps * layers, micro_steps * model.num_layers * ranks
+    entries = ranks * (experts + slots * ranks)  # of a cell: tokens by host and source, every slot filled
+    # bytes: counts and shares of all groups, the assignments of one by one method, and the times of its passes
+    memory = groups * cells * experts * (24 + 12 * ranks) + 16 * cells * entries + 500 * passes
+    if memory > MOST_MEMORY:
+        raise ConfigError(
+            f"{source}: {groups} groups x {micro_steps} micro-steps x {layers} of {model.num_layers} layers x {ranks} "
+            f"ranks with {slots} slots x {experts} experts would take about {memory / (1 << 30):,.0f} GB of memory; "
+            f"expected at most {MOST_MEMORY >> 30} GB. Draw fewer groups, layers or micro-steps, which stand for the "
+            "others"
+        )
+    stages = config.cluster.pipeline
+    return groups * (cells * (max(entries, CELL_WORK) + stages * CELL_WORK // 10) + passes)
 
 
 def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
@@ -186,21 +162,6 @@ def _groups(config: SimulateConfig) -> int:
     return config.cluster.groups if most is None else min(most, config.cluster.groups)
 
 
-def _size(
-    config: SimulateConfig, topology: Topology, model: ModelShape, groups: int, micro_steps: int, layers: int
-) -> Size:
-    return Size(
-        groups=groups,
-        micro_steps=micro_steps,
-        layers=layers,
-        ranks=topology.num_ranks,
-        experts=model.num_experts,
-        slots=topology.redundant_slots,
-        stages=config.cluster.pipeline,
-        model_layers=model.num_layers,
-    )
-
-
 def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> GroupStep:
     load = config.workload
     assert load.counts is not None, "checked by the caller"
@@ -211,7 +172,7 @@ def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> Grou
             f"{load.counts} has {layers} layers of {experts} experts, the model {model.num_layers} of "
             f"{model.num_experts}; set them in [model]"
         )
-    _size(config, topology, model, 1, counts.shape[0], layers).require(load.counts)
+    require_memory((1, counts.shape[0], layers), config, topology, model, source=load.counts)
     previous_LE = None
     if load.previous_counts is not None:
         before = load_counts(Path(load.previous_counts))

@@ -6,7 +6,7 @@ micro-step holds few sequences, and that a sequence keeps to its experts. So sha
 group of responses, as `prompt_draws` experts drawn from the micro-step's; a response's as `response_draws` of those,
 with weights. Lengths are lognormal. Counts are then the shares in whole numbers, with K distinct experts per token.
 
-The presets G, E and H are calibrated to statistics of one other generator (static imbalance, fluctuation,
+The presets G and E are calibrated to statistics of one other generator (static imbalance, fluctuation,
 correlations), which was shaped after published figures. Beside routes that a small model really made, dealt to
 micro-steps at random, their micro-steps swing 2.9 to 4.7 times as much and their steps change 3.6 to 6.2 times as much.
 R8 is calibrated to those routes (experiments/results.md, part H).
@@ -98,18 +98,10 @@ class Workload:
         return DrawnStep(self, seed, step)
 
 
-def _preset(
-    num_ranks: int,
-    evenness: tuple[float, float],
-    draws: tuple[int, int],
-    *,
-    num_experts: int = 128,
-    single: bool = False,
-) -> Workload:
+def _preset(num_ranks: int, evenness: tuple[float, float], draws: tuple[int, int], num_experts: int = 128) -> Workload:
     return Workload(
         num_ranks=num_ranks,
         num_experts=num_experts,
-        sequences_per_rank=(1, 1) if single else (4, 8),
         layer_evenness=evenness[0],
         micro_step_evenness=evenness[1],
         prompt_draws=draws[0],
@@ -123,15 +115,11 @@ WORKLOADS = {
     "G32": _preset(32, (1.16, 167.0), (120, 30)),
     "G64": _preset(64, (0.71, 140.0), (95, 130)),
     "E256": _preset(64, (0.65, 312.0), (95, 296), num_experts=256),
-    "H8": _preset(8, (2.56, 180.0), (80, 64), single=True),
-    "H16": _preset(16, (1.07, 310.0), (30, 360), single=True),
-    "H32": _preset(32, (1.18, 140.0), (93, 73), single=True),
-    "H64": _preset(64, (0.75, 143.0), (34, 144), single=True),
     "R8": _preset(8, (2.0, 20_000.0), (1000, 150), num_experts=64),
 }
 """Named workloads: K = 8, 48 layers, 32 micro-steps. G8 to G64: 128 experts, 4 to 8 sequences (about 11,400 tokens) per
-rank and micro-step; E256: 256 experts on 64 ranks; H8 to H64: 128 experts, one sequence per rank; R8: as G8, with 64
-experts that are as uneven as those of a small model which was trained on text of several kinds."""
+rank and micro-step; E256: 256 experts on 64 ranks; R8: as G8, with 64 experts that are as uneven as those of a small
+model which was trained on text of several kinds."""
 
 
 class DrawnStep:
@@ -215,25 +203,6 @@ class DrawnStep:
             counts,
         )
         return counts
-
-    def sequence_counts(self, micro_step: int, layer: int) -> NDArray[np.int32]:
-        """int32 [sequences of the micro-step, E], assignments of each, in the order of the attributes."""
-        from foreroute.simulate.workload_kernels import draw_sequences
-
-        load, part = self.workload, self._part(micro_step)
-        counts_SE = np.empty((part.stop - part.start, load.num_experts), np.int32)
-        draw_sequences(
-            self._seed_ML[micro_step, layer],
-            self._share_MLE[micro_step, layer],
-            self.prompt_S[part],
-            self.rows_S[part],
-            self._rule,
-            counts_SE,
-        )
-        return counts_SE
-
-    def _part(self, micro_step: int) -> slice:
-        return slice(int(self._first_M[micro_step]), int(self._first_M[micro_step + 1]))
 
 
 def _lengths(load: Workload, count: int, rng: np.random.Generator) -> NDArray[np.int64]:

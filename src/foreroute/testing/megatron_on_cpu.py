@@ -53,7 +53,11 @@ def install() -> None:
         setattr(torch.cuda, name, stand_in)
     setattr(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)  # noqa: B010
     _stand_in_for_random_state()
-    _read_cuda_as_cpu()
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import optimizer
+    from megatron.core.pipeline_parallel import schedules
+
+    read_cuda_as_cpu(schedules, rope_utils, optimizer)
     _mend_for_gloo()
 
 
@@ -116,13 +120,9 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: stand_ins.get(name, value) for name, value in kwargs.items()}
 
 
-def _read_cuda_as_cpu() -> None:
-    """The modules that name the device in so many words."""
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.optimizer import optimizer
-    from megatron.core.pipeline_parallel import schedules
-
-    for module in (schedules, rope_utils, optimizer):
+def read_cuda_as_cpu(*modules: Any) -> None:
+    """Let modules of Megatron that name the device in so many words make their tensors on the CPU."""
+    for module in modules:
         module.torch = _Torch()
 
 

@@ -8,13 +8,13 @@ indexers      what indexers of sparse attention may choose     IndexerSpec, INDE
 operations    what is done with whole traces                   extended, overlap, digest, count_assignments
 checks        arrays from outside: dtypes, ranges, offsets
 file          a trace on disk                                  save, load
-planes        rows as planes of bytes, as a file holds them
+kernels       loops over all picks, compiled
 synthetic     made-up routes                                   synthetic_trace
 """
 
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
 from foreroute.trace.file import ENCODINGS, Encoding, load, save
-from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.indexers import INDEXER, IndexerSpec
 from foreroute.trace.operations import (
     RouteOverlap,
@@ -26,7 +26,7 @@ from foreroute.trace.operations import (
     shared_picks,
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
-from foreroute.trace.streams import GATE_WEIGHTS, SAMPLING, DecisionStream, Stream
+from foreroute.trace.streams import SAMPLING, DecisionStream, Stream
 from foreroute.trace.synthetic import synthetic_trace
 
 __all__ = [

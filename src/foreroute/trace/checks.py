@@ -11,9 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
-DECODED_FREELY, DECODED_PER_BYTE = 64 << 20, 1024
-"""A file may ask for 64 MiB of memory, or for 1,024 times the bytes of its frames: so a small file cannot make a reader
-allocate without bound."""
 TAKEN_AT_ONCE = 1 << 18
 """Numbers whose places are worked out together; a place takes 16 bytes meanwhile."""
 
@@ -115,17 +112,6 @@ def ascending(offsets: NDArray[Any], upto: int) -> bool:
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         return False
     return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
-
-
-def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
-    """Raise `TraceContentError` when what a file holds would take far more memory than it has bytes.
-
-    Args:
-        decoded_bytes: of what all frames hold.
-        stored_bytes: of all frames.
-    """
-    if decoded_bytes > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
-        raise TraceContentError(f"{stored_bytes} bytes of frames would become {decoded_bytes} bytes")
 
 
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -38,12 +38,14 @@ from foreroute.trace.checks import (
     join_ranges,
     narrow_ids,
 )
-from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, whole_number
-from foreroute.trace.streams import GATE_WEIGHTS, SAMPLING, Stream, joined, same_streams
+from foreroute.trace.streams import SAMPLING, Stream, check_name, joined, same_streams
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
+MOST_VERSION = (1 << 31) - 1
+"""The highest weight version: what 32 bits hold."""
 MOST_VALUES = 16
 """Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
 _MORE = "…"
@@ -101,21 +103,17 @@ class RoutingTrace:
         Raises:
             TraceContentError: for ids out of range, an expert picked twice in a row, or shapes that disagree.
         """
-        if len(token_ids) != len(expert_ids):
-            raise TraceContentError(
-                f"got tokens of {len(token_ids)} sequences and routes of {len(expert_ids)}; expected one of each"
-            )
-        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
-        routes = [narrow_ids(r, spec, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
-        for s, (t, r) in enumerate(zip(tokens, routes, strict=True)):
-            if len(r) > len(t):
-                raise TraceContentError(
-                    f"sequence {s} has {len(r)} routed rows for {len(t)} tokens; "
-                    "expected at most one row per token. Check that prompt and response tokens are both passed"
-                )
-        version = _weight_version(weight_version)
-        valid = [np.arange(len(t)) < len(r) for t, r in zip(tokens, routes, strict=True)]
-        return _pack(spec, tokens, routes, valid, [np.full(len(t), version) for t in tokens], provenance)
+        tokens = [as_array(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
+        routes = [as_array(r, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
+        version = whole_number(weight_version, name="weight version", least=NO_VERSION, most=MOST_VERSION)
+        return cls.from_rows(
+            spec,
+            tokens,
+            routes,
+            valid=[np.arange(t.size) < (len(r) if r.ndim else 0) for t, r in zip(tokens, routes, strict=False)],
+            weight_versions=[np.full(t.size, version) for t in tokens],
+            provenance=provenance,
+        )
 
     @classmethod
     def from_rows(
@@ -133,7 +131,8 @@ class RoutingTrace:
         Args:
             spec: the model the routes come from.
             token_ids: S integer arrays [T].
-            expert_ids: S integer arrays [T, L, K], one row for each token; not looked at where `valid` is False.
+            expert_ids: S integer arrays [T, L, K], one row for each token, or none for the last tokens; not looked at
+                where `valid` is False.
             valid: S bool arrays [T], True where a row was routed.
             weight_versions: S integer arrays [T], from 0, or `NO_VERSION`; not looked at where `valid` is False.
             provenance: what made the trace.
@@ -145,21 +144,37 @@ class RoutingTrace:
         if len(counts) != 1:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
         # Sequence by sequence, so that an error names the one that is wrong; rows are checked at once, when packed.
-        tokens = [as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
-        masks = [as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid)]
-        versions, routes = [], []
-        for s, (t, m) in enumerate(zip(tokens, masks, strict=True)):
+        tokens = [np.zeros(0, np.int32), *(as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids))]
+        masks = [np.zeros(0, np.bool_), *(as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid))]
+        versions, routes = [np.zeros(0, np.int32)], [np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype)]
+        for s, (t, m) in enumerate(zip(tokens[1:], masks[1:], strict=True)):
             v = as_array(weight_versions[s], name=f"weight_versions[{s}]")
             r = as_array(expert_ids[s], name=f"expert_ids[{s}]")
-            if r.ndim != 3 or not len(t) == len(r) == m.size == v.size or m.ndim != 1 or v.ndim != 1:
+            fits = r.ndim == 3 and m.ndim == v.ndim == 1 and len(t) == m.size == v.size >= len(r)
+            if not fits or m[len(r) :].any():
                 raise TraceContentError(
                     f"sequence {s} has {len(t)} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
-                    f"and versions of shape {v.shape}; expected one row of each for every token"
+                    f"and versions of shape {v.shape}; expected one row of each for every token, or fewer routes. "
+                    "Check that prompt and response tokens are both passed"
                 )
             # Absent rows hold anything, also ids that no type of ours could take: they are left out before the cast.
-            routes.append(narrow_ids(r[m], spec, name=f"expert_ids[{s}]"))
+            routes.append(narrow_ids(r[m[: len(r)]], spec, name=f"expert_ids[{s}]"))
             versions.append(as_versions(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]"))
-        return _pack(spec, tokens, routes, masks, versions, provenance)
+        valid_N = np.concatenate(masks)
+        # rows without a route hold zeros, whatever was handed in for them
+        ids_NLK = np.zeros((len(valid_N), spec.num_layers, spec.top_k), spec.id_dtype)
+        ids_NLK[valid_N] = np.concatenate(routes)
+        offsets = as_offsets(np.array([len(t) for t in tokens[1:]], np.int64))
+        check_rows(ids_NLK, valid_N, offsets, spec)
+        return cls(
+            spec=spec,
+            expert_ids_NLK=ids_NLK,
+            valid_N=valid_N,
+            token_ids_N=np.concatenate(tokens),
+            weight_versions_N=np.where(valid_N, np.concatenate(versions), np.int32(NO_VERSION)),
+            offsets=offsets,
+            provenance=dict(provenance or {}),
+        )
 
     @classmethod
     def unrouted(cls, spec: RoutingSpec, token_ids: Sequence[ArrayLike]) -> RoutingTrace:
@@ -271,8 +286,8 @@ class RoutingTrace:
 
     def with_weight_version(self, version: int) -> RoutingTrace:
         """Return the same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
-        stamped = np.where(self.valid_N, _weight_version(version), np.int32(NO_VERSION))
-        return replace(self, weight_versions_N=stamped)
+        whole = whole_number(version, name="weight version", least=NO_VERSION, most=MOST_VERSION)
+        return replace(self, weight_versions_N=np.where(self.valid_N, whole, NO_VERSION).astype(np.int32))
 
     def without_pick_order(self) -> RoutingTrace:
         """Return the same sets of experts, ids ascending in each row, as files of sets return them."""
@@ -297,7 +312,7 @@ class RoutingTrace:
         """
         if not isinstance(stream, Stream):
             raise TraceContentError(f"the stream is {stream!r:.60}; expected a DecisionStream or GateWeights")
-        stream.check_name(name)
+        check_name(name, stream.kind)
         stream.check(self.spec, self.valid_N)
         return replace(self, streams={**self.streams, name: stream})
 
@@ -369,36 +384,6 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
             for name in dict.fromkeys(name for p in parts for name in p.streams)
         },
     )
-
-
-def _weight_version(version: int) -> np.int32:
-    return np.int32(whole_number(version, name="weight version", least=NO_VERSION, most=np.iinfo(np.int32).max))
-
-
-def _pack(
-    spec: RoutingSpec,
-    tokens: list[NDArray[np.int32]],
-    routes: list[NDArray[Any]],
-    valid: list[NDArray[np.bool_]],
-    versions: list[NDArray[np.int32]],
-    provenance: Mapping[str, str] | None,
-) -> RoutingTrace:
-    """Pack sequences of checked tokens, validity and versions; `routes` has the routed rows of each alone."""
-    valid_N = np.concatenate([np.zeros(0, np.bool_), *valid])
-    ids_NLK = np.zeros((len(valid_N), spec.num_layers, spec.top_k), spec.id_dtype)
-    if routes:
-        ids_NLK[valid_N] = np.concatenate(routes)
-    trace = RoutingTrace(
-        spec=spec,
-        expert_ids_NLK=ids_NLK,
-        valid_N=valid_N,
-        token_ids_N=np.concatenate([np.zeros(0, np.int32), *tokens]),
-        weight_versions_N=np.where(valid_N, np.concatenate([np.zeros(0, np.int32), *versions]), np.int32(NO_VERSION)),
-        offsets=as_offsets(np.array([len(t) for t in tokens], np.int64)),
-        provenance=dict(provenance or {}),
-    )
-    check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
-    return trace
 
 
 def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:

@@ -6,19 +6,22 @@
     frames      chunk 0: rows, layer 0, layer 1, ..., streams      chunk 1: rows, layer 0, ...
                 each a zstd frame with a checksum of its own
 
-A frame holds the rows of one chunk in one layer as planes of bytes (`trace.planes`). The first frame of a chunk has
-what does not depend on the layer: tokens, weight versions and validity. A reader of some sequences and layers finds
-the chunks that hold the sequences, and there the frames of its layers. A prompt that several responses share is
-stored again with each of them; zstd finds it. `docs/formats.md` is the whole format.
+A frame holds the rows of one chunk in one layer as planes of bytes: the low bytes of the first number of all rows, then
+their next bytes, and so on. What is alike lies side by side, so that zstd sees few kinds of bytes at a time, and finds
+rows that were there before. The first frame of a chunk has what does not depend on the layer: tokens, weight versions
+and validity. A reader of some sequences and layers finds the chunks of the sequences, and there the frames of the
+layers. A prompt that responses share is stored again with each; zstd finds it. `docs/formats.md` is the whole format.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd, prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,21 +29,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import ByteSource, FileFormat, TensorFile, TensorSchema, is_text, parse_json
-from foreroute.trace.checks import (
-    as_offsets,
-    as_sequence_numbers,
-    as_tokens,
-    as_versions,
-    check_memory,
-    check_rows,
-    join_ranges,
-)
+from foreroute.files import FileFormat, SeekableFile, TensorFile, TensorSchema, parse_json
+from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
-from foreroute.trace.planes import from_bytes, sorted_columns, to_bytes, transposed
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, spec_from
-from foreroute.trace.streams import DecisionStream, Stream
+from foreroute.trace.streams import KINDS, Stream, check_name
 
 Encoding = Literal["sets", "ordered"]
 """How a file holds the picks of a row: as a set, or in pick order."""
@@ -53,26 +47,27 @@ FORMAT = FileFormat(
     kind=TraceFileError,
     metadata=("model", "layers", "encoding", "streams", "provenance"),
     tensors={
-        "lengths": TensorSchema("I64", "S"),
-        "chunk_rows": TensorSchema("I64", "C"),
-        "frame_bytes": TensorSchema("I64", "CF"),
-        "content_bytes": TensorSchema("I64", "CF"),
+        "lengths": TensorSchema("I64", "S", sizes=True),
+        "chunk_rows": TensorSchema("I64", "C", sizes=True),
+        "frame_bytes": TensorSchema("I64", "CF", sizes=True),
+        "content_bytes": TensorSchema("I64", "CF", sizes=True),
         FRAMES: TensorSchema("U8", "Z"),
     },
     made_by="foreroute.save writes traces; what an earlier foreroute wrote must be recorded again",
     apart=(FRAMES,),
 )
 """S sequences, C chunks, F frames in a chunk, Z bytes of all frames. `frames` are read in part: each has a checksum."""
-KINDS: dict[str, type[DecisionStream] | type[GateWeights]] = {each.kind: each for each in (DecisionStream, GateWeights)}
-MOST_STREAMS = 16
 CHUNK_ROWS, MOST_CHUNK_ROWS = 1 << 14, 1 << 16
 """Rows that a chunk aims at, and has at most. From 4,096 to 32,768 the size of a file changes by less than a
 hundredth. With fewer rows frames cost more time each, with more a reader of few sequences decodes more that it does not
 need. A plane of 65,536 bytes and all of its frame lie within zstd's window."""
 CHUNK_MEMORY = 1 << 26
 """Bytes that the rows of a chunk take in memory, if that is less: choices of indexers take half a megabyte for each."""
-ROW_BYTES = 9
-"""Of a row in the first frame: 4 of the token, 4 of the weight version, 1 of validity."""
+ROW_BYTES, MOST_STREAMS = 9, 16
+"""Bytes of a row in the first frame: 4 of the token, 4 of the weight version, 1 of validity. Streams of a trace."""
+DECODED_FREELY, DECODED_PER_BYTE = 64 << 20, 1024
+"""A file may ask for 64 MiB of memory, or for 1,024 times the bytes of its frames: so a small file cannot make a reader
+allocate without bound."""
 
 
 def save(
@@ -109,24 +104,26 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
     chunks = cut_chunks(trace)
     frames, ends, sizes = bytearray(), [0], []
+    scratch = np.empty(spec.num_layers * spec.top_k * int(chunks.max(initial=0)), spec.id_dtype)
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
     for start, stop in pairwise([0, *np.cumsum(chunks).tolist()]):
-        contents = [_row_content(trace, start, stop), *_route_contents(trace, start, stop, as_sets)]
+        numbers = np.stack([trace.token_ids_N[start:stop], trace.weight_versions_N[start:stop]])
+        contents: list[list[NDArray[Any]]] = [[numbers, trace.valid_N[start:stop].view(np.uint8)]]
+        contents += [[columns_KR] for columns_KR in _route_columns(trace, start, stop, as_sets, scratch)]
         for stream in streams.values():
             contents += stream.contents(start, stop)
-        for content in contents:
+        for columns in contents:
+            content = _planes(columns)
             sizes.append(content.nbytes)
             frames += compress(content.data)
             ends.append(len(frames))
     shape = (len(chunks), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     check_memory(sum(sizes), len(frames))
-    layers = [[each.index, each.kind.value, spec.num_experts, spec.top_k] for each in spec.layers]
-    stored = [{"name": name, "kind": stream.kind, **stream.facts()} for name, stream in streams.items()]
     metadata = {
         "model": spec.model,
-        "layers": json.dumps(layers),
+        "layers": json.dumps([[each.index, each.kind.value, spec.num_experts, spec.top_k] for each in spec.layers]),
         "encoding": "sets" if as_sets else "ordered",
-        "streams": json.dumps(stored),
+        "streams": json.dumps([{"name": name, "kind": each.kind, **each.facts()} for name, each in streams.items()]),
         "provenance": json.dumps(dict(sorted(trace.provenance.items()))),
     }
     most = FORMAT.most_header_bytes - 4096  # which is more than the entries of the tensors take
@@ -142,26 +139,46 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
 
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
-    """Refuse what a reader would refuse: a constructed trace was never checked."""
-    spec = trace.spec
-    try:
-        "".join([spec.model, *trace.provenance, *trace.provenance.values()]).encode()
-    except (TypeError, UnicodeEncodeError) as error:  # another type, or half of a character
-        raise TraceContentError(
-            f"the model is {spec.model!r:.40} and the provenance {dict(trace.provenance)!r:.120}; expected texts"
-        ) from error
-    as_tokens(trace.token_ids_N, name="token_ids_N")
-    as_versions(trace.weight_versions_N, name="weight_versions_N")
-    if (trace.weight_versions_N[~trace.valid_N] != NO_VERSION).any():
-        raise TraceContentError("a row without routes states a weight version; expected NO_VERSION")
-    expected = (len(trace.valid_N), spec.num_layers, spec.top_k)
-    if trace.expert_ids_NLK.shape != expected or trace.expert_ids_NLK.dtype != spec.id_dtype:
-        found = f"{trace.expert_ids_NLK.dtype} of shape {trace.expert_ids_NLK.shape}"
-        raise TraceContentError(f"the routes are {found}; expected {spec.id_dtype} of shape {expected}")
+    """Refuse what a reader would refuse, but for routes, which are checked as they are encoded: nothing was checked."""
+    spec, rows = trace.spec, trace.num_rows
+    _refuse_no_texts(spec.model, trace.provenance)
+    for name, dtype, shape in (
+        ("token_ids_N", np.int32, (rows,)),
+        ("weight_versions_N", np.int32, (rows,)),
+        ("expert_ids_NLK", spec.id_dtype, (rows, spec.num_layers, spec.top_k)),
+    ):
+        array, expected = getattr(trace, name), f"{np.dtype(dtype)} of shape {shape}"
+        if (found := f"{array.dtype} of shape {array.shape}") != expected:
+            raise TraceContentError(f"{name} is {found}; expected {expected}")
+    _refuse_false_rows(trace.token_ids_N, trace.weight_versions_N, trace.valid_N)
     if len(trace.streams) > MOST_STREAMS:
         raise TraceContentError(f"the trace has {len(trace.streams)} streams; expected {MOST_STREAMS} at most")
     for name, stream in trace.streams.items():
         trace.with_stream(name, stream)
+
+
+def _refuse_no_texts(model: str, provenance: Any) -> None:
+    """Refuse what is no text, of a trace or of a file: other types, and halves of characters, which have no bytes."""
+    try:
+        "".join([model, *provenance, *provenance.values()]).encode()
+    except (AttributeError, TypeError, UnicodeEncodeError) as error:
+        raise TraceContentError(
+            f"the model is {model!r:.40} and the provenance {provenance!r:.120}; expected a text, and a table of texts"
+        ) from error
+
+
+def _refuse_false_rows(tokens: NDArray[np.int32], versions: NDArray[np.int32], valid: NDArray[np.bool_]) -> None:
+    """Refuse what no row has, of a trace or of a file: of tokens, and of weight versions where there is no route."""
+    if tokens.min(initial=0) < 0:
+        raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
+    if versions.min(initial=NO_VERSION) < NO_VERSION or (versions[~valid] != NO_VERSION).any():
+        raise TraceContentError("a weight version is below -1, or stated for a row without routes")
+
+
+def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
+    """Raise `TraceContentError` when what a file holds would take far more memory than the file has bytes of frames."""
+    if decoded_bytes > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
+        raise TraceContentError(f"{stored_bytes} bytes of frames would become {decoded_bytes} bytes")
 
 
 def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
@@ -187,29 +204,36 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
     return np.diff([*cuts, offsets[-1]] if offsets[-1] > cuts[-1] else cuts)
 
 
-def _row_content(trace: RoutingTrace, start: int, stop: int) -> NDArray[np.uint8]:
-    numbers = np.stack([trace.token_ids_N[start:stop], trace.weight_versions_N[start:stop]])
-    return np.append(to_bytes(numbers), trace.valid_N[start:stop].view(np.uint8))
+def _route_columns(trace: RoutingTrace, start: int, stop: int, as_sets: bool, scratch: NDArray[Any]) -> NDArray[Any]:
+    """Return the numbers in the frames of the routes of a chunk: uint8 or uint16 [L, K, R]. Sets are checked here."""
+    from foreroute.trace.kernels import gaps_of_rows  # numba is slow to load
+
+    spec, valid = trace.spec, trace.valid_N[start:stop]
+    ids_RLK = np.ascontiguousarray(trace.expert_ids_NLK[start:stop])
+    if not as_sets:
+        return np.where(valid, ids_RLK.transpose(1, 2, 0), spec.id_dtype.type(0))
+    gaps_LKR = scratch[: ids_RLK.size].reshape(spec.num_layers, spec.top_k, -1)
+    if not gaps_of_rows(ids_RLK, valid, spec.num_experts, gaps_LKR):
+        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
+    return gaps_LKR
 
 
-def _route_contents(trace: RoutingTrace, start: int, stop: int, as_sets: bool) -> NDArray[np.uint8]:
-    """Return what the frames of the routes of a chunk hold: uint8 [L, planes of K numbers, R]."""
-    spec, rows, absent = trace.spec, stop - start, np.flatnonzero(~trace.valid_N[start:stop])
-    columns = transposed(trace.expert_ids_NLK[start:stop].reshape(rows, -1))
-    columns[:, absent] = 0
-    columns_LKR = columns.reshape(spec.num_layers, spec.top_k, rows)
-    if as_sets:
-        ids = sorted_columns(columns_LKR.swapaxes(0, 1))
-        columns_LKR = np.empty_like(columns_LKR)  # the gaps; what was there is scratch of the sorting
-        columns_LKR[:, 0] = ids[0]
-        for k in range(1, spec.top_k):
-            np.subtract(ids[k], ids[k - 1], out=columns_LKR[:, k])
-        columns_LKR[:, :, absent] = 1
-        if not columns_LKR[:, 1:].all() or ids[-1].max() >= spec.num_experts:
-            check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
-        columns_LKR[:, 1:] -= 1
-        columns_LKR[:, 0, absent] = 0
-    return to_bytes(columns_LKR)
+def _planes(columns: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
+    """Return what a frame holds of columns of numbers [..., R]: the low bytes of a column, then the next, and so on."""
+    planes = []
+    for numbers in columns:
+        stored = np.ascontiguousarray(numbers, numbers.dtype.newbyteorder("<"))
+        split = stored.view(np.uint8).reshape(*numbers.shape, numbers.itemsize)
+        planes.append(np.ascontiguousarray(split.swapaxes(-1, -2)).reshape(-1))
+    return np.concatenate(planes) if len(planes) > 1 else planes[0]
+
+
+def _numbers(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
+    """Return the columns [..., R] whose planes these are, uint8 [..., bytes of R numbers]."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    split = planes.reshape(*planes.shape[:-1], stored.itemsize, -1)
+    numbers: NDArray[Any] = np.ascontiguousarray(split.swapaxes(-1, -2)).view(stored)[..., 0].astype(dtype, copy=False)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -223,9 +247,8 @@ class TraceHeader:
         streams: those beside the routes by name, without rows.
         offsets: int64 [S + 1], the rows of each sequence.
         chunk_starts: int64 [C + 1], the rows of each chunk.
-        frame_ends: int64 [C, F], where each frame ends in the tensor of frames.
-        frame_bytes: int64 [C, F], its bytes.
-        content_bytes: int64 [C, F], and those of what it holds.
+        frame_bounds: int64 [C · F + 1], frame f of chunk c has the bytes from bound c · F + f to the next.
+        content_bytes: int64 [C, F], the bytes of what each frame holds.
     """
 
     spec: RoutingSpec
@@ -234,13 +257,12 @@ class TraceHeader:
     streams: Mapping[str, Stream]
     offsets: NDArray[np.int64]
     chunk_starts: NDArray[np.int64]
-    frame_ends: NDArray[np.int64]
-    frame_bytes: NDArray[np.int64]
+    frame_bounds: NDArray[np.int64]
     content_bytes: NDArray[np.int64]
 
 
 def load(
-    source: str | os.PathLike[str] | ByteSource,
+    source: str | os.PathLike[str] | SeekableFile,
     *,
     sequences: ArrayLike | None = None,
     layers: Iterable[RoutedLayer] | None = None,
@@ -252,7 +274,7 @@ def load(
     hold those sequences, in those layers alone.
 
     Args:
-        source: a file written by `save`, or any `foreroute.files.ByteSource` that holds one.
+        source: the path of a file written by `save`, or one that is open, such as `fsspec.open(url).open()`.
         sequences: integers [S'], each from 0 to S - 1; all in order when left out.
         layers: members of the file's layer table; all in order when left out.
         streams: names of those wanted beside the routes; all when left out. Others are not read.
@@ -272,6 +294,7 @@ def load(
         except TraceContentError as error:
             raise _damage(file, error) from error
         spec = header.spec if layers is None else replace(header.spec, layers=as_layers(layers))
+        positions = np.arange(spec.num_layers) if layers is None else header.spec.positions(spec.layers)
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(
@@ -279,7 +302,7 @@ def load(
             )
         chunks, rows, lengths = _rows_of(header, sequences)
         try:
-            trace = _read_chunks(file, header, chunks, spec, wanted)
+            trace = _read_chunks(file, header, chunks, spec, positions, wanted)
         except TraceContentError as error:
             raise _damage(file, error) from error
     if rows is None:
@@ -300,17 +323,15 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     table = parse_json(metadata["layers"], TraceContentError, name="its layer table")
     entries = parse_json(metadata["streams"], TraceContentError, name="its list of streams")
     provenance = parse_json(metadata["provenance"], TraceContentError, name="its provenance")
-    if not isinstance(provenance, dict) or not all(map(is_text, [*provenance, *provenance.values()])):
-        raise TraceContentError(f"provenance is {provenance!r:.80}; expected a table of texts")
     if metadata["encoding"] not in ENCODINGS:
         raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
     spec = spec_from(table, metadata["model"])
+    _refuse_no_texts(spec.model, provenance)
     rows, frame_bytes, content_bytes = tables["chunk_rows"], tables["frame_bytes"], tables["content_bytes"]
-    # no length is below 0, and no sum of them wraps
-    offsets, chunk_starts = as_offsets(tables["lengths"]), as_offsets(rows)
-    frame_ends, content_ends = as_offsets(frame_bytes.reshape(-1)), as_offsets(content_bytes.reshape(-1))
     # what is known of the sizes is compared before anything is read or memory is taken for it
-    check_memory(int(content_ends[-1]), stored_bytes)
+    check_memory(int(content_bytes.sum()), stored_bytes)
+    offsets, chunk_starts = np.append(0, np.cumsum(tables["lengths"])), np.append(0, np.cumsum(rows))
+    frame_bounds = np.append(0, np.cumsum(frame_bytes))
     streams = _streams_from(entries, spec)
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
         raise TraceContentError(
@@ -320,8 +341,8 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     shape = (len(rows), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
     if frame_bytes.shape != shape:
         raise TraceContentError(f"the tables of frames have the shape {frame_bytes.shape}; expected {shape}")
-    if frame_ends[-1] != stored_bytes:
-        raise TraceContentError(f"frames have {frame_ends[-1]} bytes by their table, and {stored_bytes} are there")
+    if frame_bounds[-1] != stored_bytes:
+        raise TraceContentError(f"frames have {frame_bounds[-1]} bytes by their table, and {stored_bytes} are there")
     known = np.array([ROW_BYTES, *[spec.top_k * spec.id_dtype.itemsize] * spec.num_layers])
     if (content_bytes[:, : len(known)] != rows[:, None] * known).any():
         raise TraceContentError("a frame of tokens or routes has another size than its rows take")
@@ -332,8 +353,7 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         streams=streams,
         offsets=offsets,
         chunk_starts=chunk_starts,
-        frame_ends=frame_ends[1:].reshape(shape),
-        frame_bytes=frame_bytes,
+        frame_bounds=frame_bounds,
         content_bytes=content_bytes,
     )
 
@@ -351,7 +371,7 @@ def _streams_from(entries: Any, spec: RoutingSpec) -> dict[str, Stream]:
                 f"a stream is {entry!r:.120}; expected a name of its own and one of {', '.join(KINDS)}"
             )
         streams[name] = KINDS[kind].from_facts(facts, spec)
-        streams[name].check_name(name)
+        check_name(name, kind)
     return streams
 
 
@@ -389,6 +409,7 @@ def _read_chunks(
     header: TraceHeader,
     chunks: NDArray[np.int64],
     spec: RoutingSpec,
+    positions: NDArray[np.int64],
     wanted: Sequence[str],
 ) -> RoutingTrace:
     """Read all rows of some chunks, in the layers of `spec`, with some streams, as one sequence.
@@ -397,97 +418,83 @@ def _read_chunks(
         TraceFileError: when the file was cut meanwhile.
         TraceContentError: when a frame is damaged, or holds what cannot be true.
     """
-    whole = spec is header.spec
-    positions = np.arange(spec.num_layers) if whole else header.spec.positions(spec.layers)
+    from foreroute.trace.kernels import put_sets  # numba is slow to load
+
     edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
-    num_rows = int(edges[-1])
+    num_rows, frames, before = int(edges[-1]), {}, 1 + header.spec.num_layers
     tokens, versions = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
-    valid, ids_NLK = np.empty(num_rows, np.bool_), np.empty((num_rows, spec.num_layers, spec.top_k), spec.id_dtype)
-    frames, before = {}, 1 + header.spec.num_layers
+    valid, shape = np.empty(num_rows, np.bool_), (num_rows, spec.num_layers, spec.top_k)
+    # Not by numpy, which asks for huge pages. To put those together takes the system up to five times as long.
+    memory = mmap(-1, max(1, prod(shape)) * spec.id_dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    ids_NLK = np.frombuffer(memory, spec.id_dtype, prod(shape)).reshape(shape)
     for name, stream in header.streams.items():
         frames[name] = before + stream.frames(positions)
         before += stream.depth
-    needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
-    empty = {name: header.streams[name].select_layers(positions) for name in wanted}
-    parts: dict[str, list[Any]] = {name: [] for name in wanted}
     size = spec.top_k * spec.id_dtype.itemsize
-    # one buffer for all chunks: fresh memory for each would cost about as much as decoding into it
-    routes = np.empty((spec.num_layers, size * int(np.diff(edges).max(initial=0))), np.uint8)
+    # The ids of a row and layer are written as the widest words that they fill. numba knows one order of bytes alone.
+    words_NLW = ids_NLK.view(f"<u{gcd(8, size)}")
+    needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
+    streams = {name: header.streams[name].select_layers(positions) for name in wanted}
+    parts: dict[str, list[Any]] = {name: [] for name in wanted}
+    # One buffer for the routes of all chunks: fresh memory for each would cost about as much as decoding into it.
+    routes = np.empty(spec.num_layers * size * int(np.diff(edges).max(initial=0)), np.uint8)
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
-        content_of = _read_frames(file, header, chunk, needed)
-        for layer, frame in enumerate((1 + positions).tolist()):
-            routes[layer, : size * (b - a)] = np.frombuffer(content_of(frame), np.uint8)
-        tokens[a:b], versions[a:b], valid[a:b] = _put_rows(
-            content_of(0), routes[:, : size * (b - a)], spec, header.as_sets, ids_NLK[a:b]
-        )
-        for name in wanted:
-            parts[name].append(empty[name].from_contents(map(content_of, frames[name].tolist()), valid[a:b]))
-    for name in wanted:
-        empty[name] = empty[name].join(parts[name])
-    return RoutingTrace(
-        spec=spec,
-        expert_ids_NLK=ids_NLK,
-        valid_N=valid,
-        token_ids_N=tokens,
-        weight_versions_N=versions,
-        offsets=np.array([0, num_rows]),
-        provenance=header.provenance,
-        pick_order_kept=not header.as_sets,
-        streams=empty,
-    )
+        contents = _read_frames(file, header, chunk, needed)
+        numbers, validity = np.split(contents[0], [8 * (b - a)])
+        tokens[a:b], versions[a:b] = _numbers(numbers.reshape(2, -1), np.int32)
+        if validity.max() > 1:
+            raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
+        valid[a:b] = validity
+        _refuse_false_rows(tokens[a:b], versions[a:b], valid[a:b])
+        planes = np.concatenate([contents[i] for i in 1 + positions], out=routes[: len(positions) * size * (b - a)])
+        columns_LKR = _numbers(planes.reshape(spec.num_layers, spec.top_k, -1), spec.id_dtype)
+        if not header.as_sets:
+            ids_NLK[a:b] = columns_LKR.transpose(2, 0, 1)
+        elif not put_sets(columns_LKR, valid[a:b], spec.num_experts, words_NLW[a:b]):
+            raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
+        for name, stream in streams.items():
+            of_frames = (_columns(contents[frame], stream, b - a) for frame in frames[name])
+            parts[name].append(stream.from_contents(of_frames, valid[a:b]))
+    if not header.as_sets:
+        if ids_NLK[~valid].any():
+            raise TraceContentError("a row without a route has ids; expected zeros")
+        check_rows(ids_NLK, valid, np.array([0, num_rows]), spec)
+    joined = {name: stream.join(parts[name]) for name, stream in streams.items()}
+    bounds, order_kept = np.array([0, num_rows]), not header.as_sets
+    return RoutingTrace(spec, ids_NLK, valid, tokens, versions, bounds, header.provenance, order_kept, joined)
 
 
-def _read_frames(
-    file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]
-) -> Callable[[int], bytes]:
-    """Read some frames of a chunk, neighbours at once, and return what says what each of them holds."""
+def _read_frames(file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]) -> dict[int, Any]:
+    """Read some frames of a chunk, neighbours at once, and return what each of them holds."""
     import zstandard
 
-    ends, sizes = header.frame_ends[chunk].tolist(), header.frame_bytes[chunk].tolist()
-    stored = {}
+    bounds = header.frame_bounds[chunk * header.content_bytes.shape[1] :]
+    decompressor, contents = zstandard.ZstdDecompressor(), {}
     for group in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1):
-        begin = ends[group[0]] - sizes[group[0]]
-        together = file.read(FRAMES, begin, ends[group[-1]]).data
+        begin = int(bounds[group[0]])
+        together = file.read(FRAMES, begin, int(bounds[group[-1] + 1])).data
         for frame in group.tolist():
-            stored[frame] = together[ends[frame] - sizes[frame] - begin : ends[frame] - begin]
-
-    def content_of(frame: int) -> bytes:
-        size = int(header.content_bytes[chunk, frame])
-        try:
-            # The size that a frame states is compared before it is believed.
-            stated = zstandard.get_frame_parameters(stored[frame])
-            if not size or stated.content_size != size or not stated.has_checksum:
-                raise zstandard.ZstdError(f"it states {stated.content_size} bytes, expected {size} and a checksum")
-            return decompressor.decompress(stored[frame], max_output_size=size, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise TraceContentError(f"frame {frame} of chunk {chunk} is not what was written ({error})") from error
-
-    decompressor = zstandard.ZstdDecompressor()
-    return content_of
+            stored = together[bounds[frame] - begin : bounds[frame + 1] - begin]
+            size = int(header.content_bytes[chunk, frame])
+            try:
+                # The size that a frame states is compared before it is believed.
+                stated = zstandard.get_frame_parameters(stored)
+                if not size or stated.content_size != size or not stated.has_checksum:
+                    raise zstandard.ZstdError(f"it states {stated.content_size} bytes, expected {size} and a checksum")
+                content = decompressor.decompress(stored, max_output_size=size, allow_extra_data=False)
+            except zstandard.ZstdError as error:
+                raise TraceContentError(f"frame {frame} of chunk {chunk} is not what was written ({error})") from error
+            contents[frame] = np.frombuffer(content, np.uint8)
+    return contents
 
 
-def _put_rows(
-    content: bytes, routes: NDArray[np.uint8], spec: RoutingSpec, as_sets: bool, out_RLK: NDArray[Any]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.bool_]]:
-    """Put the routes of a chunk, uint8 [L, bytes], into their places; return tokens, weight versions and validity."""
-    from foreroute.trace.kernels import put_sets  # numba is slow to load
+def _columns(content: NDArray[np.uint8], stream: Stream, rows: int) -> list[NDArray[Any]]:
+    """Return the columns of numbers that a frame of a stream holds.
 
-    rows, held = len(out_RLK), np.frombuffer(content, np.uint8)
-    tokens, versions = from_bytes(held[: 8 * rows], np.int32, 2, rows)
-    stored_LKR = from_bytes(routes, spec.id_dtype, spec.top_k, rows)
-    valid = held[8 * rows :] == 1
-    if tokens.min() < 0:
-        raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
-    if held[8 * rows :].max() > 1:
-        raise TraceContentError(f"a validity is {held[8 * rows :].max()}; expected 0 or 1")
-    if versions.min() < NO_VERSION or (versions[~valid] != NO_VERSION).any():
-        raise TraceContentError("a weight version is below -1, or stated for a row without routes")
-    if as_sets:
-        if not put_sets(stored_LKR, valid, spec.num_experts, out_RLK):
-            raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
-        return tokens, versions, valid
-    out_RLK[:] = stored_LKR.transpose(2, 0, 1)
-    if out_RLK[~valid].any():
-        raise TraceContentError("a row without a route has ids; expected zeros")
-    check_rows(out_RLK, valid, np.array([0, rows]), spec)
-    return tokens, versions, valid
+    Raises: `TraceContentError` when it has more or fewer bytes than its rows take.
+    """
+    size = stream.number.itemsize
+    lengths = stream.column_lengths(rows, len(content) // size)
+    if min(lengths) < 0 or size * sum(lengths) != len(content):
+        raise TraceContentError(f"{stream.kind} of {rows} rows have {len(content)} bytes; expected {size} per number")
+    return [_numbers(part, stream.number) for part in np.split(content, size * np.cumsum(lengths)[:-1])]

@@ -16,13 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
 from foreroute.trace.checks import as_array
-from foreroute.trace.planes import from_bytes, to_bytes, transposed
 from foreroute.trace.spec import RoutingSpec
-from foreroute.trace.streams import GATE_WEIGHTS, Stream
+
+GATE_WEIGHTS = "gate_weights"
+"""The stream of gate weights, the only one of its kind."""
 
 
 @dataclass(frozen=True, eq=False)
-class GateWeights(Stream):
+class GateWeights:
     """What each pick was weighted with. Build it with `from_values`; the constructor trusts its arrays.
 
     Attributes:
@@ -31,6 +32,7 @@ class GateWeights(Stream):
     """
 
     kind: ClassVar[str] = "weights"
+    number: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
 
     valid_N: NDArray[np.bool_]
     values_NLK: NDArray[np.float32]
@@ -57,6 +59,11 @@ class GateWeights(Stream):
 
     def __str__(self) -> str:
         return "gate weights of {1} layers, {2} of each row".format(*self.values_NLK.shape)
+
+    @property
+    def depth(self) -> int:
+        """L, the routed layers, each of which a file has in a frame of its own."""
+        return int(self.values_NLK.shape[1])
 
     def take(self, rows: NDArray[np.int64]) -> GateWeights:
         """Return the given rows, in the given order; -1 for one without weights."""
@@ -116,28 +123,31 @@ class GateWeights(Stream):
         if self.values_NLK[~self.valid_N].any():
             raise TraceContentError("a row without a route has gate weights; expected 0 there")
 
-    @property
-    def depth(self) -> int:
-        """L, the routed layers."""
-        return int(self.values_NLK.shape[1])
-
-    def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """Return, for each routed layer, planes of float32, pick by pick."""
+    def contents(self, start: int, stop: int) -> list[list[NDArray[Any]]]:
+        """Return the columns of the frames of a chunk of rows: of each routed layer [K, R], pick by pick."""
         values_RLK = self.values_NLK[start:stop]
-        return [to_bytes(transposed(values_RLK[:, layer])) for layer in range(self.depth)]
+        return [[values_RLK[:, layer].T] for layer in range(self.depth)]
 
     def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return one frame for each routed layer."""
+        """Return the frames of a chunk that are read with the routed layers at these positions."""
         return positions
 
-    def from_contents(self, contents: Iterable[bytes], valid_R: NDArray[np.bool_]) -> GateWeights:
-        """Return the rows of a chunk from what `contents` returned for some layers."""
-        rows, (_, num_layers, top_k) = len(valid_R), self.values_NLK.shape
-        values_RLK = np.empty((rows, num_layers, top_k), np.float32)
-        for layer, content in enumerate(contents):
-            if len(content) != 4 * rows * top_k:
-                raise TraceContentError(f"gate weights of {rows} rows have {len(content)} bytes; expected 4 per pick")
-            values_RLK[:, layer] = from_bytes(np.frombuffer(content, np.uint8), np.float32, top_k, rows).T
+    def column_lengths(self, rows: int, count: int) -> list[int]:
+        """Return the lengths of the columns that a frame has: K of them.
+
+        What the frame holds must be as long as they are together.
+        """
+        return [rows] * int(self.values_NLK.shape[2])
+
+    def from_contents(self, contents: Iterable[list[NDArray[Any]]], valid_R: NDArray[np.bool_]) -> GateWeights:
+        """Return the rows of a chunk from what `contents` returned for some layers.
+
+        Raises:
+            TraceContentError: when a weight is not finite, or stands in a row without a route.
+        """
+        values_RLK = np.empty((len(valid_R), *self.values_NLK.shape[1:]), np.float32)
+        for layer, columns in enumerate(contents):
+            values_RLK[:, layer] = np.stack(columns, axis=1)
         weights = GateWeights(valid_R, values_RLK)
         weights.check_finite()
         return weights

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numba import uint64
 
-from foreroute.kernels import kernel
+from foreroute.kernels import kernel, routine
+
+TILE_ROWS = 256
+"""Rows that are sorted or summed up at once: K columns of so many ids fit the first-level cache."""
 
 
 @kernel
@@ -45,8 +48,51 @@ def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_e
 
 
 @kernel
-def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLK: Any) -> Any:
-    """Put sets into their rows, ids ascending: the first gap is the first id, id k is id k - 1 + 1 + gap k.
+def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) -> Any:
+    """Sort the ids of each row, and take the gaps between them: gap k is id k less id k - 1 less 1, gap 0 is id 0.
+
+    Rows without a route get zeros. Returns whether all ids of the others are different and below E.
+
+    Args:
+        ids_RLK: uint8 or uint16 [R, L, K]; anything in rows without a route.
+        valid_R: bool [R], the routed rows.
+        num_experts: E.
+        gaps_LKR: of the same type [L, K, R], written.
+    """
+    num_layers, top_k, rows = gaps_LKR.shape
+    ids_KR = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype)
+    # The first distance of exchanges: the largest power of two below K, or 1.
+    top = 1
+    while 2 * top < top_k:
+        top *= 2
+    bad = False
+    for start in range(0, rows, TILE_ROWS):
+        stop = min(start + TILE_ROWS, rows)
+        count, valid = stop - start, valid_R[start:stop]
+        for layer in range(num_layers):
+            _take_columns(ids_RLK[start:stop, layer], valid, ids_KR)
+            # Batcher's merge exchange for any number of keys: Knuth, The Art of Computer Programming, vol. 3, 5.2.2, M.
+            # A sorting network is a fixed list of exchanges, so that each is done for all rows at once. p, q, r and d
+            # are Knuth's: distances that are halved from pass to pass.
+            p = top
+            while p > 0:
+                q, r, d = top, 0, p
+                while d > 0:
+                    for i in range(top_k - d):
+                        if i & p == r:
+                            _exchange(ids_KR[i, :count], ids_KR[i + d, :count])
+                    d, q, r = q - p, q // 2, p
+                p //= 2
+            gaps_LKR[layer, 0, start:stop] = ids_KR[0, :count]
+            for k in range(1, top_k):
+                bad |= _take_gaps(ids_KR[k - 1, :count], ids_KR[k, :count], valid, gaps_LKR[layer, k, start:stop])
+            bad |= _leaves_range(ids_KR[top_k - 1, :count], valid, num_experts)
+    return not bad
+
+
+@kernel
+def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLW: Any) -> Any:
+    """Put sets into their rows, ids ascending: what `gaps_of_rows` took gaps of.
 
     Rows without a route get zeros. Returns whether their gaps are zeros too, and all ids are below E.
 
@@ -54,26 +100,94 @@ def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLK: Any) -> Any
         gaps_LKR: uint8 or uint16 [L, K, R].
         valid_R: bool [R], the routed rows.
         num_experts: E.
-        out_RLK: uint8 or uint16 [R, L, K], written.
+        out_RLW: uint8 to uint64 [R, L, W], written: the K ids as W words, in each of them the first id in the lowest
+            bits.
     """
     num_layers, top_k, rows = gaps_LKR.shape
+    ids_KR, words = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype), np.empty(TILE_ROWS, out_RLW.dtype)
+    per_word, bits = out_RLW.itemsize // gaps_LKR.itemsize, 8 * gaps_LKR.itemsize
     bad = False
-    for layer in range(num_layers):
-        gaps_KR = gaps_LKR[layer]
-        for row in range(rows):
-            expert = uint64(0)  # in 64 bits, so that no sum of gaps wraps to a small id
-            if valid_R[row]:
-                for k in range(top_k):
-                    expert += uint64(gaps_KR[k, row])
-                    out_RLK[row, layer, k] = expert
-                    expert += uint64(1)
-                bad |= expert > uint64(num_experts)
-            else:
-                for k in range(top_k):
-                    expert |= uint64(gaps_KR[k, row])
-                    out_RLK[row, layer, k] = 0
-                bad |= expert != uint64(0)
+    # All layers of a tile of rows, which the second-level cache holds, and then the next tile.
+    for start in range(0, rows, TILE_ROWS):
+        stop = min(start + TILE_ROWS, rows)
+        count, valid = stop - start, valid_R[start:stop]
+        for layer in range(num_layers):
+            ids_KR[0, :count] = gaps_LKR[layer, 0, start:stop]
+            for k in range(1, top_k):
+                bad |= _add_gaps(ids_KR[k - 1, :count], gaps_LKR[layer, k, start:stop], valid, ids_KR[k, :count])
+            bad |= _leaves_range(ids_KR[top_k - 1, :count], valid, num_experts)
+            # Rows lie far apart: what goes into one is put together first, and written by whole words.
+            for w in range(top_k // per_word):
+                words[:count] = ids_KR[w * per_word, :count]
+                for k in range(1, per_word):
+                    _append(ids_KR[w * per_word + k, :count], k * bits, words[:count])
+                out = out_RLW[start:stop, layer, w]
+                for row in range(count):
+                    out[row] = words[row]
     return not bad
+
+
+# One pick of all rows of a tile. The compiler makes vectors of these loops, and would not of the same loops within the
+# kernels. `valid` is 1 for a routed row, where neighbours differ by 1 at least, and 0 for one without a route.
+
+
+@routine
+def _take_columns(ids_RK: Any, valid: Any, ids_KR: Any) -> None:
+    """Turn rows into columns, with zeros for rows without a route."""
+    for row in range(len(ids_RK)):
+        for k in range(ids_RK.shape[1]):
+            ids_KR[k, row] = ids_RK[row, k]
+    for row in range(len(ids_RK)):
+        if not valid[row]:
+            ids_KR[:, row] = 0
+
+
+@routine
+def _exchange(low: Any, high: Any) -> None:
+    """Put the smaller number of each pair into `low`, and the other into `high`."""
+    for row in range(len(low)):
+        smaller = min(low[row], high[row])
+        high[row] = max(low[row], high[row])
+        low[row] = smaller
+
+
+@routine
+def _take_gaps(low: Any, high: Any, valid: Any, gaps: Any) -> bool:
+    """Take the gaps between sorted neighbours, and say whether two of them are the same expert."""
+    bad = False
+    for row in range(len(low)):
+        gaps[row] = high[row] - low[row] - valid[row]
+    for row in range(len(low)):
+        bad |= (high[row] == low[row]) & valid[row]
+    return bad
+
+
+@routine
+def _add_gaps(low: Any, gaps: Any, valid: Any, high: Any) -> bool:
+    """Put the ids that lie by these gaps above others into `high`, and say whether one has left its type."""
+    bad = False
+    for row in range(len(low)):
+        high[row] = low[row] + gaps[row] + valid[row]
+    # An id that left its type has wrapped, and is no longer above the one before.
+    for row in range(len(low)):
+        bad |= (high[row] < low[row]) | ((high[row] == low[row]) & valid[row])
+    return bad
+
+
+@routine
+def _append(ids: Any, shift: Any, words: Any) -> None:
+    """Put ids into words, that many bits from the lowest."""
+    for row in range(len(ids)):
+        words[row] |= uint64(ids[row]) << uint64(shift)
+
+
+@routine
+def _leaves_range(last: Any, valid: Any, num_experts: Any) -> bool:
+    """Say whether the last id of a row is E or more, or that of a row without a route is not 0."""
+    bad = False
+    for row in range(len(last)):
+        bad |= (last[row] >= num_experts) | ((last[row] != 0) & (not valid[row]))
+    return bad
 
 
 @kernel

@@ -5,132 +5,34 @@
     gate_weights  row p: what each pick of the router was weighted with
 
 There are two kinds. A `DecisionStream` has a set of ids for each row, or for each row and layer, and a validity of its
-own: prompts have routes and no sampling. `GateWeights` follow the routes, pick by pick. Both do what `Stream` lists:
-they go with rows, layers and pick order, are joined and compared, and become the contents of a file and are read from
-it. Traces and their files know nothing else of them.
+own: prompts have routes and no sampling. `GateWeights` follow the routes, pick by pick. Both have the same methods:
+they go with rows, layers and pick order, are joined and compared, become the columns of a file's frames and are made of
+them. Traces and their files know nothing else of them.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges, take_ranges
-from foreroute.trace.planes import from_bytes, to_bytes
+from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, RoutingSpec, as_layers, layers_from, whole_number
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
-GATE_WEIGHTS = "gate_weights"
-"""The stream of gate weights, the only one of its kind."""
 STREAM_NAME = re.compile(r"[a-z_]{1,32}", re.ASCII)
 MOST_CHOICES = (1 << 31) - 1
 
 
-class Stream(ABC):
-    """What every kind of stream does. N rows, of which a chunk of a file has R.
-
-    Attributes:
-        kind: its name in a file.
-        valid_N: bool [N], the rows with a decision.
-    """
-
-    kind: ClassVar[str]
-    valid_N: NDArray[np.bool_]
-
-    @property
-    @abstractmethod
-    def depth(self) -> int:
-        """Layers that decide, 1 for a decision of the whole model."""
-
-    @property
-    def num_rows(self) -> int:
-        """N, the rows, those without a decision included."""
-        return len(self.valid_N)
-
-    @abstractmethod
-    def take(self, rows: NDArray[np.int64]) -> Self:
-        """Return the given rows, in the given order: how every layout moves a stream.
-
-        Args:
-            rows: int64 [N'], from 0 to N - 1, or -1 for a row without a decision, such as padding.
-        """
-
-    def without(self, rows: NDArray[np.int64]) -> Self:
-        """Return the stream with no decision in the given rows."""
-        kept = np.arange(self.num_rows)
-        kept[rows] = -1
-        return self.take(kept)
-
-    def select_layers(self, positions: NDArray[np.int64]) -> Self:
-        """Return what belongs to the routed layers at these positions."""
-        return self
-
-    def reorder_picks(self, order_NLK: NDArray[np.int64]) -> Self:
-        """Return what belongs to the picks of each row and layer in this order."""
-        return self
-
-    @abstractmethod
-    def join(self, others: Sequence[Self]) -> Self:
-        """Append the rows of streams with the same facts."""
-
-    @abstractmethod
-    def check(self, spec: RoutingSpec, valid_N: NDArray[np.bool_]) -> None:
-        """Raise `TraceContentError` unless it can stand beside the routes of these rows."""
-
-    def check_name(self, name: object) -> None:
-        """Raise `TraceContentError` unless a stream of this kind can have the name."""
-        named = isinstance(name, str) and STREAM_NAME.fullmatch(name)
-        if not named or (name == GATE_WEIGHTS) != (self.kind == "weights"):
-            raise TraceContentError(
-                f"a stream of {self.kind} is named {name!r:.60}; expected up to 32 lower-case letters and underscores, "
-                f"{GATE_WEIGHTS} for GateWeights and for nothing else"
-            )
-
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """Return what all rows have in common, for JSON. Streams with the same facts can be joined."""
-
-    @abstractmethod
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return all that its rows hold, by the name of the attribute."""
-
-    @abstractmethod
-    def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """Return what the frames of a chunk of rows hold in a file."""
-
-    @abstractmethod
-    def from_contents(self, contents: Iterable[bytes], valid_R: NDArray[np.bool_]) -> Self:
-        """Return the rows of a chunk.
-
-        Args:
-            contents: of the frames that `frames` names.
-            valid_R: the routed rows.
-
-        Raises:
-            TraceContentError: when they are no contents of a stream with the facts of this one.
-        """
-
-    def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the frames of a chunk that are read with the routed layers at these positions."""
-        return np.arange(self.depth)
-
-    def equals(self, other: Stream) -> bool:
-        """Say whether all is the same."""
-        return (self.kind, self.facts()) == (other.kind, other.facts()) and all(
-            map(np.array_equal, self.arrays().values(), other.arrays().values())
-        )
-
-
 @dataclass(frozen=True, eq=False)
-class DecisionStream(Stream):
+class DecisionStream:
     """A set of ids for each row and each of D layers that decide. In memory: 4 bytes per id and 8 per set.
 
     Build one with `from_sets`; the constructor trusts its arrays.
@@ -144,6 +46,7 @@ class DecisionStream(Stream):
     """
 
     kind: ClassVar[str] = "sets"
+    number: ClassVar[np.dtype[Any]] = np.dtype(np.uint32)
 
     num_choices: int
     valid_N: NDArray[np.bool_]
@@ -215,13 +118,7 @@ class DecisionStream(Stream):
         sets_of: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
         layers: tuple[RoutedLayer, ...] = (),
     ) -> DecisionStream:
-        """Pack sets that lie layer by layer, and check them.
-
-        Args:
-            num_choices: ids are below it.
-            valid_N: bool [N], False where nothing was recorded.
-            sets_of: of each of the D layers, counts int64 [N], and the ids of all sets joined, ascending in each.
-            layers: the D layers that decide, if any.
+        """Pack the sets of D layers: of each counts int64 [N], and the ids of all sets joined, ascending in each.
 
         Raises:
             TraceContentError: for an id out of range or twice in a set.
@@ -247,8 +144,13 @@ class DecisionStream(Stream):
         return f"sets of ids below {self.num_choices} in {len(self.layers)} layers"
 
     @property
+    def num_rows(self) -> int:
+        """N, the rows, those without a decision included."""
+        return len(self.valid_N)
+
+    @property
     def depth(self) -> int:
-        """D, the sets of a row."""
+        """D, the sets of a row, each of which a file has in a frame of its own."""
         return max(1, len(self.layers))
 
     @property
@@ -284,6 +186,20 @@ class DecisionStream(Stream):
         valid[there] = self.valid_N[rows[there]]
         ids = take_ranges(self.ids, starts.reshape(-1), counts.reshape(-1))
         return replace(self, valid_N=valid, offsets=as_offsets(counts.reshape(-1)), ids=ids)
+
+    def without(self, rows: NDArray[np.int64]) -> DecisionStream:
+        """Return the stream with no decision in the given rows."""
+        kept = np.arange(self.num_rows)
+        kept[rows] = -1
+        return self.take(kept)
+
+    def select_layers(self, positions: NDArray[np.int64]) -> DecisionStream:
+        """Return the same stream: it has layers of its own."""
+        return self
+
+    def reorder_picks(self, order_NLK: NDArray[np.int64]) -> DecisionStream:
+        """Return the same stream: it has nothing for each pick."""
+        return self
 
     def join(self, others: Sequence[DecisionStream]) -> DecisionStream:
         """Append the rows of streams with the same facts."""
@@ -325,22 +241,20 @@ class DecisionStream(Stream):
             raise TraceContentError("a row without a decision has ids; expected none there")
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_choices):
             raise TraceContentError(f"ids go from {ids.min()} to {ids.max()}; expected 0 to {self.num_choices - 1}")
-        rises = np.ones(len(ids), np.bool_)
-        rises[1:] = ids[1:] > ids[:-1]
-        rises[offsets[:-1][offsets[:-1] < len(ids)]] = True  # where a set begins
-        if not rises.all():
-            wrong = int(np.argmin(rises))
+        falls = _falls(ids, offsets)
+        if falls.any():
+            wrong = int(np.argmax(falls))
             row = int(np.searchsorted(offsets, wrong, side="right") - 1) // self.depth
             raise TraceContentError(f"row {row} has id {int(ids[wrong])} twice, or ids that do not ascend")
 
-    def contents(self, start: int, stop: int) -> list[NDArray[np.uint8]]:
-        """Return, for each layer, planes of sizes (0: no decision, n + 1: n ids) and of gaps between ids.
+    def contents(self, start: int, stop: int) -> list[list[NDArray[Any]]]:
+        """Return the columns of the frames of a chunk of rows: sizes (0: no decision, n + 1: n ids), gaps between ids.
 
         The first gap of a set is its first id.
         """
         bounds = self.offsets[start * self.depth : stop * self.depth + 1]
         starts_RD, counts_RD = bounds[:-1].reshape(-1, self.depth), np.diff(bounds).reshape(-1, self.depth)
-        contents = []
+        contents: list[list[NDArray[Any]]] = []
         for d in range(self.depth):
             counts_R = counts_RD[:, d]
             sizes_R = np.where(self.valid_N[start:stop], counts_R + 1, 0).astype(np.uint32)
@@ -349,28 +263,38 @@ class DecisionStream(Stream):
             gaps = np.diff(ids, prepend=np.int32(0)).astype(np.uint32)
             first = (np.cumsum(counts_R) - counts_R)[counts_R > 0]
             gaps[first] = ids[first]
-            contents.append(np.concatenate([to_bytes(sizes_R).reshape(-1), to_bytes(gaps).reshape(-1)]))
+            contents.append([sizes_R, gaps])
         return contents
 
-    def from_contents(self, contents: Iterable[bytes], valid_R: NDArray[np.bool_]) -> DecisionStream:
-        """Return the rows of a chunk from what `contents` returned."""
-        rows, sizes_DR, sets_of = len(valid_R), [], []
-        for content in contents:
-            held, num_ids = np.frombuffer(content, np.uint8), len(content) // 4 - rows
-            if num_ids < 0 or len(content) % 4:
-                raise TraceContentError(f"sets of {rows} rows have {len(content)} bytes; expected 4 per row and id")
-            sizes_R = from_bytes(held[: 4 * rows], np.uint32, 1, rows)[0].astype(np.int64)
-            counts_R = np.maximum(sizes_R - 1, 0)
-            if int(counts_R.sum()) != num_ids:
-                raise TraceContentError(f"sets of {int(counts_R.sum())} ids by their sizes have {num_ids}")
-            gaps = from_bytes(held[4 * rows :], np.uint32, 1, num_ids)[0].astype(np.int64)
-            if (gaps > MOST_CHOICES).any():
+    def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the frames of a chunk that are read with the routed layers at these positions: all."""
+        return np.arange(self.depth)
+
+    def column_lengths(self, rows: int, count: int) -> list[int]:
+        """Return the lengths of the columns that a frame of `count` numbers has: sizes, then gaps.
+
+        A length is negative when the frame is too short for its rows.
+        """
+        return [rows, count - rows]
+
+    def from_contents(self, contents: Iterable[list[NDArray[Any]]], valid_R: NDArray[np.bool_]) -> DecisionStream:
+        """Return the rows of a chunk from what `contents` returned.
+
+        Raises:
+            TraceContentError: when there can be no such sets.
+        """
+        sizes_DR, sets_of = [], []
+        for sizes_R, gaps in contents:
+            counts_R = np.maximum(sizes_R.astype(np.int64) - 1, 0)
+            if int(counts_R.sum()) != len(gaps):
+                raise TraceContentError(f"sets of {int(counts_R.sum())} ids by their sizes have {len(gaps)}")
+            if gaps.max(initial=0) > MOST_CHOICES:
                 raise TraceContentError(f"a gap between ids is {gaps.max()}; expected {MOST_CHOICES} at most")
             # the sum of all gaps so far, less that before the set: 2^31 gaps below 2^31 do not wrap
-            sums = np.cumsum(gaps)
+            sums = np.cumsum(gaps, dtype=np.int64)
             before = np.append(0, sums)[np.cumsum(counts_R) - counts_R]
             ids = sums - np.repeat(before, counts_R)
-            if (ids > MOST_CHOICES).any():
+            if ids.max(initial=0) > MOST_CHOICES:
                 raise TraceContentError(f"an id is {ids.max()}; expected {MOST_CHOICES} at most")
             sizes_DR.append(sizes_R)
             sets_of.append((counts_R, ids.astype(np.int32)))
@@ -379,6 +303,22 @@ class DecisionStream(Stream):
         if (decided_DR != decided_DR[0]).any():
             raise TraceContentError("a row has a decision in some layers and none in others")
         return self.from_layers(self.num_choices, decided_DR[0], sets_of, self.layers)
+
+
+Stream = DecisionStream | GateWeights
+"""Any stream. `contents`, `frames`, `column_lengths` and `from_contents` are what a file asks of it."""
+KINDS: dict[str, type[DecisionStream] | type[GateWeights]] = {each.kind: each for each in (DecisionStream, GateWeights)}
+"""The class of each kind, by its name in a file."""
+
+
+def check_name(name: object, kind: str) -> None:
+    """Raise `TraceContentError` unless a stream of this kind can have the name."""
+    named = isinstance(name, str) and STREAM_NAME.fullmatch(name)
+    if not named or (name == GATE_WEIGHTS) != (kind == GateWeights.kind):
+        raise TraceContentError(
+            f"a stream of {kind} is named {name!r:.60}; expected up to 32 lower-case letters and underscores, "
+            f"{GATE_WEIGHTS} for GateWeights and for nothing else"
+        )
 
 
 def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tuple[RoutedLayer, ...]]:
@@ -423,14 +363,23 @@ def joined(name: str, parts: Sequence[Stream | None], routed_N: Sequence[NDArray
 
 def same_streams(a: Mapping[str, Stream], b: Mapping[str, Stream]) -> bool:
     """Say whether two traces have the same streams."""
-    return set(a) == set(b) and all(stream.equals(b[name]) for name, stream in a.items())
+    return set(a) == set(b) and all(
+        (stream.kind, stream.facts()) == (b[name].kind, b[name].facts())
+        and all(map(np.array_equal, stream.arrays().values(), b[name].arrays().values()))
+        for name, stream in a.items()
+    )
+
+
+def _falls(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Say of each id whether it is not above the one before it in its set."""
+    falls = np.zeros(len(ids), np.bool_)
+    falls[1:] = ids[1:] <= ids[:-1]
+    falls[offsets[:-1][offsets[:-1] < len(ids)]] = False  # where a set begins
+    return falls
 
 
 def _sorted_sets(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
-    rises = np.ones(len(ids), np.bool_)
-    rises[1:] = ids[1:] >= ids[:-1]
-    rises[offsets[:-1][offsets[:-1] < len(ids)]] = True
-    if rises.all():
+    if not _falls(ids, offsets).any():
         return ids
     of_set = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     return ids[np.lexsort((ids, of_set))]

@@ -1,6 +1,6 @@
 """What replaying indexers is for: a bfloat16 rollout of a tiny DeepSeek-V3.2 against a float32 trainer."""
 
-from benchmarks.indexers import mismatch
+from benchmarks.harness.indexers import mismatch
 
 
 def test_routes_and_choices_together_close_the_gap_that_either_alone_leaves():

@@ -7,9 +7,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.conformance import Groups, Unsupported, run_conformance
-from foreroute.conformance.megatron import MegatronUnderTest
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.model_chunks import VOCABULARY
+from tests.adapters.megatron.presented import MegatronUnderTest
 
 ROUTINGS = {
     "softmax after, full recompute": ("softmax after", "uniform"),

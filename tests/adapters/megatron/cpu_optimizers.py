@@ -14,7 +14,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as optimizers
 
-from examples.megatron.on_cpu import _Torch
+from foreroute.testing.megatron_on_cpu import read_cuda_as_cpu
 
 MEGATRON = {
     "float32": {},
@@ -100,8 +100,7 @@ def _all_of(tensors):
 
 def _install():
     """Let them run in this process."""
-    for module in (optimizers, distrib_optimizer, clip_grads, param_and_grad_buffer, utils):
-        module.torch = _Torch()
+    read_cuda_as_cpu(optimizers, distrib_optimizer, clip_grads, param_and_grad_buffer, utils)
     inner = torch.Tensor.type
     if inner.__name__ == "type_of":
         return

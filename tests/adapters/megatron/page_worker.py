@@ -4,7 +4,6 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from foreroute.adapters import megatron
-from tests.adapters.megatron import conformance_worker
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import VOCABULARY, build, initialize
@@ -44,7 +43,6 @@ def a_users_things():
             "micro_batch_size": 2,
             "forward_only": False,
         },
-        "build_model": conformance_worker.builder({}, "uniform"),
     }
 
 

@@ -17,7 +17,7 @@ def blocks_of(text):
 
 def test_every_block_of_the_page_runs():
     blocks = blocks_of((ROOT / "docs" / "megatron.md").read_text())
-    assert len(blocks) == 9
+    assert len(blocks) == 8
     run("page_worker.run_blocks", "docs/megatron.md", blocks)
 
 

@@ -123,7 +123,6 @@ def test_a_dead_engine_ends_all_ranks_with_one_message(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.xdist_group("vllm")
 def test_a_real_vllm_samples_for_four_ranks(tmp_path):
     named = os.environ.get("FOREROUTE_VLLM_PYTHON")
     python = Path(named or ".venv-vllm/bin/python").absolute()

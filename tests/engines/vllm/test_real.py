@@ -20,7 +20,7 @@ from foreroute.train.passes import PolicyExecution, Stage, recompute
 from tests.engines.small_policy import SAMPLING, forward, policy, prompts, seeded, set_match
 from tests.engines.vllm.serving import served, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.slow
 
 TIGHT = {"block_size": 32, "num_gpu_blocks_override": 10, "max_num_batched_tokens": 48, "max_num_seqs": 8}
 """Prompts longer than 48 are prefilled in chunks, and eight sequences do not fit into ten blocks."""

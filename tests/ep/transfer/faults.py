@@ -5,9 +5,13 @@ import signal
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from foreroute.ep.transfer.peers import Exchange, Message, PeerGroup
 from foreroute.ep.transfer.slots import TransferBatch
+
+AT_MOST_S = 30.0
+"""What any wait may take on a busy machine."""
 
 
 @dataclass
@@ -19,14 +23,20 @@ class Fault:
         rank: that it happens to.
         what: exchanges whose description contains this.
         times: that it happens.
-        seconds: of delay.
+        given_up: a file that is made when a rank no longer waits for what is late; the delay ends then.
     """
 
     kind: str
     rank: int
     what: str
     times: int = 1
-    seconds: float = 0.0
+    given_up: Path | None = None
+
+    def delay(self):
+        end = time.monotonic() + AT_MOST_S
+        while not self.given_up.exists():
+            assert time.monotonic() < end, f"everyone still waits for {self.what}"
+            time.sleep(0.005)
 
 
 class FaultyPeers(PeerGroup):
@@ -46,21 +56,21 @@ class FaultyPeers(PeerGroup):
         if fault.kind == "raises":
             raise ValueError("out of memory, say")
         if fault.kind == "slow sender":
-            time.sleep(fault.seconds)
+            fault.delay()
         if fault.kind == "corrupt":
             sends[0] = _corrupted(sends[0])
         exchange = super().begin(sends, receives, what)
         if fault.kind == "slow receiver":
-            return _Slow(**vars(exchange), seconds=fault.seconds)
+            return _Slow(**vars(exchange), fault=fault)
         return exchange
 
 
 @dataclass
 class _Slow(Exchange):
-    seconds: float = 0.0
+    fault: Fault | None = None
 
     def wait(self):
-        time.sleep(self.seconds)
+        self.fault.delay()
         super().wait()
 
 
@@ -74,7 +84,16 @@ def _corrupted(message):
 def late_nowhere_else(fault):
     """Deadlines hold for the transfers of the fault alone: a busy machine may be late with any of them."""
     wait = TransferBatch.wait
-    TransferBatch.wait = lambda batch, seconds: wait(batch, seconds if fault and fault.what in batch.what else 20.0)
+
+    def waited(batch, seconds):
+        if fault is None or fault.given_up is None or fault.what not in batch.what:
+            return wait(batch, AT_MOST_S)
+        objection = wait(batch, seconds)
+        if objection is not None:
+            fault.given_up.touch()
+        return objection
+
+    TransferBatch.wait = waited
     try:
         yield
     finally:

@@ -3,8 +3,8 @@
 import os
 
 from foreroute.conformance import conformance_tests
-from foreroute.conformance.trl import TRLUnderTest
 from tests.models import FAMILIES
+from tests.trainers.trl.presented import TRLUnderTest
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

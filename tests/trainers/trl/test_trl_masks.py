@@ -15,7 +15,7 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, BatchMismatchError, ReplayError, TraceContentError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
-from foreroute.trainers.trl.masked_head import HEAD, head_on_sets, masks_at
+from foreroute.trainers.trl.masked_head import HEAD, masks_at, scored_on_sampling_masks
 from tests.trainers.trl.trl_runs import logged, make, saved_policy
 from tests.trainers.trl.vllm_fakes import colocated
 
@@ -156,7 +156,7 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
     add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     labels = ids.clone()
     labels[:, :4] = -100
-    with head_on_sets(masks, scored, sampled):
+    with scored_on_sampling_masks(masks, scored, sampled):
         out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     whole = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     assert torch.equal(out.entropy, whole.entropy)  # over all tokens, as TRL has it
@@ -295,5 +295,8 @@ def test_a_release_of_trl_with_another_head_is_named(folder, monkeypatch):
     with pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"):
         make(folder, top_p=0.8)
     make(folder)
-    with pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"), head_on_sets(None, None, None):
+    with (
+        pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"),
+        scored_on_sampling_masks(None, None, None),
+    ):
         pass

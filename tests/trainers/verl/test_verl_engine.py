@@ -1,5 +1,8 @@
 """verl's own FSDP engine, as it was released, with our replay: which routes reach the experts in which pass."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +11,7 @@ import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
 
+from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
@@ -17,6 +21,7 @@ from foreroute.trainers.verl.settings import require_supported
 from tests.trainers.verl.verl_book import Book, followed, watched
 from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
 
+ROOT = Path(__file__).parents[3]
 LAYOUTS = {
     "micro-batches by tokens, no padding": {},
     "micro-batches by count": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
@@ -206,6 +211,57 @@ def test_routes_of_other_tokens_are_named_before_anything_is_trained(group, fold
         late["routed_experts"][row, column] = late["routed_experts"][row, column + 1]
     with pytest.raises(ReplayError, match="shift"):
         old_log_probs(make(folder, "R3"), tensordict(late))
+
+
+IMPORTS = """
+import examples.verl.verl_on_cpu
+from verl.workers.engine import EngineRegistry
+
+def classes():
+    return {
+        (kind, strategy, place): engine
+        for kind, strategies in EngineRegistry._engines.items()
+        for strategy, places in strategies.items()
+        for place, engine in places.items()
+    }
+
+before = classes()
+import foreroute.trainers.verl.fsdp
+changed = {name[:2] for name, engine in classes().items() if engine is not before[name]}
+assert changed == {("language_model", "fsdp"), ("language_model", "fsdp2")}, changed
+assert len(before) > 4
+"""
+
+
+def test_importing_our_engine_changes_no_class_of_another_engine():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_engine_that_has_no_replay_is_refused_where_one_is_asked_for(monkeypatch):
+    class Elsewhere:
+        def __init__(self, engine_config):
+            self.engine_config = engine_config
+
+    monkeypatch.setitem(
+        EngineRegistry._engines["language_model"], "elsewhere", dict.fromkeys(("cpu", "cuda"), Elsewhere)
+    )
+    asks = SimpleNamespace(router_replay=SimpleNamespace(mode="R3"))
+    with pytest.raises(ConfigError, match=r"router_replay\.mode is set, and the strategy elsewhere has no replay"):
+        EngineRegistry.new("language_model", "elsewhere", engine_config=asks)
+    plain = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
+    assert EngineRegistry.new("language_model", "elsewhere", engine_config=plain).engine_config is plain
+    Elsewhere.replays_routes = True
+    assert EngineRegistry.new("language_model", "elsewhere", engine_config=asks).engine_config is asks
+
+
+def test_an_engine_of_others_in_our_place_is_refused(monkeypatch):
+    from foreroute.trainers.verl.fsdp import register
+
+    others = type("Others", (transformer_impl.FSDPEngineWithLMHead,), {})
+    monkeypatch.setitem(EngineRegistry._engines["language_model"], "fsdp2", {"cpu": others})
+    with pytest.raises(AttachError, match=r"makes Others for the strategy fsdp2 on cpu; expected its own FSDPEngine"):
+        register()
 
 
 def test_a_release_that_lacks_a_hook_is_refused_by_name(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from foreroute.errors import EngineError
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from foreroute.trainers.verl.expert_weights import K3_LIMIT, MIN_TOKENS, ExpertWeightsCheck
+from foreroute.trainers.verl.comparison import K3_LIMIT, MIN_TOKENS, ExpertWeightsCheck
 
 SPEC = RoutingSpec(num_experts=8, top_k=2, layers=(RoutedLayer(1), RoutedLayer(3)))
 LAYER, EXPERT = 1, 5

@@ -13,7 +13,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from examples.verl import demo_cluster
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
-from foreroute.trainers.verl.settings import replay_of, sync_limit_s
+from foreroute.trainers.verl.settings import replay_of
 from tests.trainers.verl.verl_batches import SPEC, padded, sequences
 
 ROOT = Path(__file__).parents[3]
@@ -41,14 +41,6 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     assert config.actor_rollout_ref.ref.fsdp_config.forward_only
     assert "router_replay" not in config.actor_rollout_ref.ref.fsdp_config
     assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
-
-
-def test_verl_hands_the_limit_of_a_weight_sync_on():
-    [key] = re.findall(r"`(\+\S+weight_sync_limit_s)`", (ROOT / "docs" / "verl.md").read_text())
-    for overrides, limit_s in (([], 300), ([f"{key}=60"], 60)):
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=["actor_rollout_ref.rollout.name=vllm", *overrides])
-        assert sync_limit_s(omega_conf_to_dataclass(config.actor_rollout_ref.rollout)) == limit_s
 
 
 def test_verl_reads_the_lines_of_megatron_as_meant():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from foreroute.errors import ConfigError
-from foreroute.trainers.verl.settings import replay_of, sync_limit_s
+from foreroute.trainers.verl.settings import replay_of
 
 
 @pytest.mark.parametrize("stated", [{"mode": "R3"}, SimpleNamespace(mode="R3")])
@@ -28,15 +28,3 @@ def test_what_is_no_mode_is_refused(stated):
 def test_files_that_nothing_reads_are_refused(name):
     with pytest.raises(ConfigError, match=f"router_replay has {name}"):
         replay_of(SimpleNamespace(router_replay={"mode": "R3", name: "routes.pt"}))
-
-
-@pytest.mark.parametrize("custom", [None, {}, {"mine": 1}])
-def test_a_weight_sync_has_a_limit_where_none_is_set(custom):
-    assert sync_limit_s(SimpleNamespace(custom=custom)) == 300
-    assert sync_limit_s(SimpleNamespace(custom={**(custom or {}), "weight_sync_limit_s": 0.5})) == 0.5
-
-
-@pytest.mark.parametrize("stated", [0, -1, float("nan"), float("inf"), "300", None, True, [300]])
-def test_a_limit_that_is_no_time_is_refused(stated):
-    with pytest.raises(ConfigError, match=r"weight_sync_limit_s is .*; expected a number of seconds above 0"):
-        sync_limit_s(SimpleNamespace(custom={"weight_sync_limit_s": stated}))

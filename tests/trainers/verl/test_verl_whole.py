@@ -105,26 +105,13 @@ def test_a_run_that_loses_one_process_after_another_ends_each_time_and_goes_on_f
     demo_cluster.prepare(policy, engine)
     settings = {"precision": precision, "replay": "R3", "engine": engine}
     endless = ["trainer.total_training_steps=1000"]
-    dies_half_way = [
-        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
-        "tests.trainers.verl.dying_engine.WorkerExtension",
-    ]
     step = 0
-    for killed, overrides, message in (
-        (
-            None,
-            dies_half_way,
-            r"EngineError: the vLLM engine at ipc://\S*replica-0\S* closed .* before it took bucket \d",
-        ),
-        ("vLLMHttpServer", [], "ActorDiedError"),
-        ("WorkerDict", [], "ActorDiedError"),
-    ):
+    for killed in ("vLLMHttpServer", "WorkerDict"):
         first, overdue = step, killing(killed, folder, after=step + 2)
-        code = run(folder, policy, until=overdue, overrides=endless + overrides, paths=[ROOT], **settings)
+        code = run(folder, policy, until=overdue, overrides=endless, **settings)
         assert code not in (0, None), killed
         assert not overdue(), killed
-        assert re.search(message, demo_cluster.tail(folder, 80)), killed
+        assert "ActorDiedError" in demo_cluster.tail(folder, 80), killed
         step = last_checkpoint(folder)
         found = demo_cluster.metrics(folder)
         assert list(found) == [*range(first + 1, first + len(found) + 1)]
@@ -144,9 +131,8 @@ def killing(process, folder, *, after):
     def overdue():
         if not killed_at and last_checkpoint(folder) >= after:
             killed_at.append(time.monotonic())
-            if process:
-                pid = re.search(rf"\({process} pid=(\d+)\)", (folder / "output.txt").read_text())[1]
-                os.kill(int(pid), signal.SIGKILL)
+            pid = re.search(rf"\({process} pid=(\d+)\)", (folder / "output.txt").read_text())[1]
+            os.kill(int(pid), signal.SIGKILL)
         return bool(killed_at) and time.monotonic() > killed_at[0] + ENDS_WITHIN_S
 
     return overdue

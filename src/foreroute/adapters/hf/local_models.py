@@ -19,7 +19,7 @@ import transformers
 
 from foreroute.adapters.checkpoint import without_progress_bars
 from foreroute.errors import ConfigError, printable
-from foreroute.files import RegularFile, parse_json, read_text
+from foreroute.files import open_regular, parse_json, read_text
 
 READ_BUT_NOT_DECLARED = {"head_dim"}
 """Fields that modelling code reads from a configuration whose class does not declare them."""
@@ -189,7 +189,7 @@ def require_files(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read ({error.strerror})") from error
     for path in paths:
-        RegularFile(path, ConfigError).close()
+        open_regular(path, ConfigError).close()
 
 
 def check_config(path: Path) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from foreroute.engines.vllm.ipc import Frame, receive_frame, send_frame
 from foreroute.errors import EngineError, InputError
-from foreroute.files import RegularFile
+from foreroute.files import open_regular
 
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 14
@@ -173,10 +173,10 @@ class WorkerProcess:
 
     def _last_lines(self) -> str:
         try:
-            with RegularFile(self.log, InputError) as log:
-                start = max(0, log.size - TAIL_BYTES)
-                lines = log.read(start, log.size - start).decode(errors="replace").splitlines()
-        except InputError:
+            with open_regular(self.log, InputError) as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = log.read(TAIL_BYTES).decode(errors="replace").splitlines()
+        except (InputError, OSError):
             return ""
         kept = [line[:MOST_SAID] for line in lines if line.strip()][-TAIL_LINES:]
         return "\nThe last lines that it printed:\n  " + "\n  ".join(kept) if kept else " It printed nothing."

@@ -21,6 +21,7 @@ from foreroute.capture import decode
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
+from foreroute.trainers.swapped import swapped
 from foreroute.trainers.trl.rollout import joined_tokens
 from foreroute.trainers.trl.sampling import cuts_of
 
@@ -35,20 +36,19 @@ def colocated_vllm_returns_decisions(trainer: Any, replay: str) -> Iterator[None
         trainer: TRL's, which has read its settings before it starts vLLM.
         replay: what is to be replayed. Nothing of R2 comes from the rollout, and masks are used in R3 alone.
     """
-    original = getattr(vllm_generation, "LLM", None) if replay != "R2" else None
-    if original is None:  # vLLM is not installed
+    if replay == "R2" or not hasattr(vllm_generation, "LLM"):  # the second: vLLM is not installed
         yield
         return
 
-    def with_routes(*args: Any, **kwargs: Any) -> Any:
-        masks = {"return_sampling_mask": True} if replay == "R3" and cuts_of(trainer) else {}
-        return original(*args, **{"enable_return_routed_experts": True, **masks, **kwargs})
+    def with_routes(make: Any) -> Any:
+        def make_with_routes(*args: Any, **kwargs: Any) -> Any:
+            masks = {"return_sampling_mask": True} if replay == "R3" and cuts_of(trainer) else {}
+            return make(*args, **{"enable_return_routed_experts": True, **masks, **kwargs})
 
-    vllm_generation.LLM = with_routes
-    try:
+        return make_with_routes
+
+    with swapped(vllm_generation, "LLM", with_routes):
         yield
-    finally:
-        vllm_generation.LLM = original
 
 
 class VLLMSource:

@@ -29,7 +29,7 @@ from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
-from foreroute.trainers.trl.masked_head import head_on_sets, masks_at
+from foreroute.trainers.trl.masked_head import masks_at, scored_on_sampling_masks
 from foreroute.trainers.trl.rollout import Rollout, RouteSource, require_lengths, require_version
 from foreroute.trainers.trl.rollout_func import FunctionSource
 from foreroute.trainers.trl.sampling import require_masks
@@ -266,7 +266,7 @@ class TrainerPassController:
                 if is_policy:
                     stack.enter_context(self._routing(now, rows, attention_mask[rows]))
                 if self._has_masks:
-                    stack.enter_context(self._on_sets(now, rows, attention_mask[rows], logits_to_keep))
+                    stack.enter_context(self._scoring_on_masks(now, rows, attention_mask[rows], logits_to_keep))
                 parts.append(compute(input_ids[rows], attention_mask[rows], logits_to_keep, **options))
         result = joined(parts)
         if not is_policy:
@@ -301,12 +301,15 @@ class TrainerPassController:
         """Whether the rollout has sampling masks to score on."""
         return self._replay == "R3" and self.rollout is not None and SAMPLING in self.rollout.trace.streams
 
-    def _on_sets(self, now: LogprobPass, rows: slice, mask_BT: Tensor, num_scored: int) -> AbstractContextManager[None]:
+    def _scoring_on_masks(
+        self, now: LogprobPass, rows: slice, mask_BT: Tensor, num_scored: int
+    ) -> AbstractContextManager[None]:
         """Score a part of a pass on the sets that its tokens were drawn from."""
         rollout = self._current()
         sequences = rollout.numbers(now.sequences)[rows]
         sampled_BR = rollout.sampled(sequences, num_scored)
-        return head_on_sets(*masks_at(rollout.trace.select(sequences), mask_BT.bool().cpu().numpy(), sampled_BR))
+        masks = masks_at(rollout.trace.select(sequences), mask_BT.bool().cpu().numpy(), sampled_BR)
+        return scored_on_sampling_masks(*masks)
 
     def _routes_of(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> RoutingTrace:
         rollout = self._current()

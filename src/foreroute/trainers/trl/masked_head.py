@@ -1,13 +1,14 @@
 """TRL's fused head on recorded sets: log-probs of sampled tokens where top-p, top-k or min-p left tokens out.
 
-TRL makes log-probs of all tokens in one function, which never shows logits. While `head_on_sets` is open, another one
-takes its place, which makes those of the sets alone. Entropy stays TRL's, over all tokens.
+TRL makes log-probs of all tokens in one function, which never shows logits. While `scored_on_sampling_masks` is open,
+another one takes its place, which makes those of the sets alone. Entropy stays TRL's, over all tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from trl.trainer import utils
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError
 from foreroute.replay import masked_logprobs, to_device
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
+from foreroute.trainers.swapped import swapped
 
 HEAD = "_ChunkedLogProbFunction"
 
@@ -56,7 +58,9 @@ def masks_at(
 
 
 @contextmanager
-def head_on_sets(masks: DecisionStream, scored: NDArray[np.bool_], sampled: NDArray[np.bool_]) -> Iterator[None]:
+def scored_on_sampling_masks(
+    masks: DecisionStream, scored: NDArray[np.bool_], sampled: NDArray[np.bool_]
+) -> Iterator[None]:
     """Have one forward of a model of TRL score its tokens on their sets, and those not sampled as 0, a constant.
 
     Args:
@@ -71,9 +75,10 @@ def head_on_sets(masks: DecisionStream, scored: NDArray[np.bool_], sampled: NDAr
         ConfigError: for a head that is not linear.
     """
     require_head()
-    original, calls = getattr(utils, HEAD), 0
+    calls = 0
 
     def apply(
+        original: Any,
         hidden_RH: Tensor,
         head_VH: Tensor,
         bias: Tensor | None,
@@ -110,10 +115,7 @@ def head_on_sets(masks: DecisionStream, scored: NDArray[np.bool_], sampled: NDAr
         rest = original.apply(hidden_RH, head_VH, bias, targets_R, temperature, chunk_size, softcap, scale, outputs)
         return whole, *rest[1:]
 
-    setattr(utils, HEAD, SimpleNamespace(apply=apply))
-    try:
+    with swapped(utils, HEAD, lambda original: SimpleNamespace(apply=partial(apply, original))):
         yield
-    finally:
-        setattr(utils, HEAD, original)
     if not calls:
         raise ReplayError("TRL made log-probs past its fused head, so that no sampling mask was replayed in them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -24,7 +25,8 @@ ROUTES = "routed_experts"
 def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
     """A `rollout_func` that samples with an engine of foreroute, and returns its routes.
 
-    The engine gets the policy's weights before the first rollout and after every optimizer step.
+    The engine gets the policy's weights before the first rollout and after every optimizer step. Random numbers come
+    from the trainer's seed, the process, the step, and the number of the rollout in it.
 
     Args:
         engine: one of the policy's model. It stays the caller's to close.
@@ -33,7 +35,7 @@ def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
         What `GRPOTrainer(..., rollout_func=...)` takes. Calling it raises `ConfigError` when the trainer's sampling
         settings are not the engine's: engines know no penalty, and not all of them top_p, top_k and min_p.
     """
-    generators: dict[int, torch.Generator] = {}
+    rollouts_of: Counter[int] = Counter()
 
     def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         _require_plain(trainer)
@@ -41,9 +43,10 @@ def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         if engine.weight_version != step:
             engine.load_weights(policy.state_dict(), step)
-        rank = trainer.accelerator.process_index
-        if rank not in generators:
-            generators[rank] = torch.Generator().manual_seed(trainer.args.seed + rank)
+        # a run that is resumed draws what it would have drawn at its step; a step may have several rollouts
+        place = (trainer.args.seed, trainer.accelerator.process_index, step, rollouts_of[step])
+        rollouts_of[step] += 1
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
         prompt_ids = trainer._tokenize_prompts(prompts)[0]
         sampling = Sampling(
             trainer.max_completion_length,
@@ -53,7 +56,7 @@ def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
             top_p=trainer.top_p,
             min_p=trainer.min_p or 0.0,
         )
-        generation = engine.generate([np.array(ids, np.int32) for ids in prompt_ids], sampling, generators[rank])
+        generation = engine.generate([np.array(ids, np.int32) for ids in prompt_ids], sampling, generator)
         ends = np.cumsum(generation.response_lengths)[:-1]
         return {
             "prompt_ids": [list(ids) for ids in prompt_ids],

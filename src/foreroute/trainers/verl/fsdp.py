@@ -1,5 +1,5 @@
 # ruff: noqa: E402  versions are looked at before anything else of a peer is imported
-"""verl's FSDP engine with routing replay: what is overridden, and nothing else. The work is done in `controller.py`.
+"""verl's FSDP engine with routing replay: what is overridden, and what is replayed in which pass.
 
 verl imports this module in every worker when it is told to, and then makes its engines from here:
 
@@ -10,10 +10,12 @@ verl imports this module in every worker when it is told to, and then makes its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from foreroute.adapters.versions import require_peers
 
@@ -21,20 +23,17 @@ require_peers("torch", "transformers", "verl")
 
 import verl
 from verl.workers.config import FSDPEngineConfig
-from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from foreroute.errors import AttachError, ConfigError
+from foreroute.adapters import hf
+from foreroute.errors import ReplayError
+from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_api
-from foreroute.trainers.verl.controller import EnginePassController
-from foreroute.trainers.verl.masked_log_probs import log_probs_on_sets
-from foreroute.trainers.verl.protocol import FIELD
-from foreroute.trainers.verl.settings import KEY, replay_of, require_supported
-from foreroute.trainers.verl.weight_sync import watch_vllm_syncs
+from foreroute.trainers.verl.passes import EnginePasses
+from foreroute.trainers.verl.protocol import FIELD, require_routed, routed_experts, trace_of
+from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, take_place
+from foreroute.trainers.verl.settings import Replay, replay_of, require_supported
 
-BACKENDS = ("fsdp", "fsdp2")
-OWN_REPLAY = ("megatron", "veomni")
-"""Engines that verl itself replays in."""
 METHODS = {
     # method of FSDPEngineWithLMHead: parameters that are passed to it, or read from it, by name or place
     "initialize": (),
@@ -46,6 +45,8 @@ METHODS = {
     "_get_packed_pad_size": ("packed_length",),
 }
 FIELDS = ("router_replay", "forward_only", "strategy", "ulysses_sequence_parallel_size")
+Step = Callable[..., Any]
+"""verl's `forward_step(micro_batch, loss_function, forward_only)`."""
 
 
 class FSDPRoutingReplay:
@@ -57,13 +58,15 @@ class FSDPRoutingReplay:
     reference, and is left alone.
 
     Attributes:
+        replays_routes: what verl's registry is searched for.
         routing: what is replayed in which pass; None in a reference.
     """
 
     # verl's engine defines these; a mixin only sees them at run time
     engine_config: Any
     eval_mode: Any
-    routing: EnginePassController | None = None
+    replays_routes = True
+    routing: FSDPPasses | None = None
 
     def initialize(self) -> None:
         """Build the model as verl does, and prove replay on it.
@@ -79,7 +82,7 @@ class FSDPRoutingReplay:
         if replay == "disabled" or self.engine_config.forward_only:
             return
         with self.eval_mode():
-            self.routing = EnginePassController(self, replay)
+            self.routing = FSDPPasses(self, replay)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """The passes of verl over a batch, of which each micro-batch was replayed.
@@ -88,26 +91,19 @@ class FSDPRoutingReplay:
             ReplayError: when one was not.
         """
         run = partial(super().forward_backward_batch, data, loss_function, forward_only)  # type: ignore[misc]
-        self._watch_unreplayed(data)
+        if self.routing is None and not self.engine_config.forward_only and data.get(FIELD, None) is not None:
+            # routes of the rollout are at hand, and no replay was asked for: the mismatch is measured
+            self.routing = FSDPPasses(self, "disabled")
         if self.routing is None or self.routing.is_reference:
             return run()
-        with self.routing.batch(data, update=not forward_only) as logs:
-            outputs = run()
-        outputs["metrics"].update({name: [value] for name, value in logs.items()})
-        return outputs
+        return self.routing.run_batch(run, data, update=not forward_only)
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """A pass of verl over a micro-batch, with its routes; on its sampling masks, which are the reference's too."""
+        """A pass of verl over a micro-batch, with its routes."""
         step = super().forward_step  # type: ignore[misc]
-        with log_probs_on_sets(micro_batch):
-            if self.routing is None or self.routing.is_reference:
-                return step(micro_batch, loss_function, forward_only)
-            return self.routing.step(step, micro_batch, loss_function, update=not forward_only)
-
-    def _watch_unreplayed(self, data: Any) -> None:
-        """Measure, where routes of the rollout are at hand and no replay was asked for."""
-        if self.routing is None and not self.engine_config.forward_only and data.get(FIELD, None) is not None:
-            self.routing = EnginePassController(self, "disabled")
+        if self.routing is None or self.routing.is_reference:
+            return step(micro_batch, loss_function, forward_only)
+        return self.routing.step(step, micro_batch, loss_function, update=not forward_only)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -127,40 +123,92 @@ class RoutingReplayEngine(FSDPRoutingReplay, FSDPEngineWithLMHead):
     """verl's FSDP engine of language models with routing replay."""
 
 
+class FSDPPasses(EnginePasses):
+    """The passes of one engine.
+
+    Args:
+        engine: verl's, initialised.
+        replay: what to replay; nothing is with "disabled", and the same is measured.
+
+    Attributes:
+        is_reference: set while adapters are switched off for the reference pass.
+    """
+
+    def __init__(self, engine: Any, replay: Replay) -> None:
+        super().__init__(engine, hf.attach(engine.module), judges_weights=replay == "R3")
+        self.is_reference = False
+        self._engine = engine
+        self._replay = replay
+
+    def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
+        """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
+        self._num_steps += 1
+        routes = self._routes_of(micro_batch, update=update)
+        session = None
+        with ExitStack() as stack:
+            if routes is not None and self._replay != "disabled":
+                if self._replay == "R3":
+                    self.check_first(routes, partial(step, micro_batch, None, True))
+                replayed = self._with_padding(routes)
+                session = stack.enter_context(self.routed.replay(replayed, missing="native", telemetry=update))
+            run = partial(step, micro_batch, loss_function, not update)
+            (loss, output), executed = self.recorded(run, micro_batch, update=update)
+        if session is not None and update:
+            self.comparison.metrics.add_native(session.agreement().routing)
+        if executed is not None:
+            self._measure(executed, routes, micro_batch, output["model_output"], update=update)
+        return loss, output
+
+    def _routes_of(self, micro_batch: Any, *, update: bool) -> RoutingTrace | None:
+        """What is to be replayed, or measured against; None where there is nothing."""
+        has_routes = micro_batch.get(FIELD, None) is not None
+        if self._replay == "disabled" and not has_routes:
+            return None
+        if self._replay == "R2" and not update:
+            if has_routes:
+                raise ReplayError(
+                    f"router_replay.mode is R2 and the rollout brought {FIELD!r}; set "
+                    "rollout.enable_rollout_routing_replay=False, or take R3"
+                )
+            return None
+        if self._replay == "R2" and not has_routes:
+            raise ReplayError(
+                f"router_replay.mode is R2, and the update has no {FIELD!r} of an old-log-prob pass: verl ran none, or "
+                "did not keep its output"
+            )
+        routes = trace_of(micro_batch, model=self.routed.spec)
+        if self._replay != "disabled":
+            require_routed(routes, micro_batch)
+        return routes
+
+    def _with_padding(self, routes: RoutingTrace) -> RoutingTrace:
+        """And, as a sequence without routes, the tokens that verl appends under `pad_to_length`."""
+        padding = self._engine._get_packed_pad_size(routes.num_rows)
+        if not padding:
+            return routes
+        return concatenate([routes, RoutingTrace.unrouted(routes.spec, [np.zeros(padding, np.int32)])])
+
+    def _measure(
+        self, executed: RoutingTrace, routes: RoutingTrace | None, micro_batch: Any, result: Any, *, update: bool
+    ) -> None:
+        """Beside the rollout, in R3 and without replay; with R2, what the updates are to replay."""
+        if self._replay == "R2":
+            layers = self.routed.model.config.get_text_config().num_hidden_layers
+            result[FIELD] = routed_experts(executed, micro_batch, num_hidden_layers=layers)
+            routes = None
+        self.comparison.add(executed, routes, micro_batch, result.get("log_probs"), update=update)
+
+
 def register() -> None:
-    """Have verl make this engine for the strategies fsdp and fsdp2, and refuse replay where neither has it.
+    """Have verl make this engine for the strategies fsdp and fsdp2, and refuse replay where an engine has none.
 
     Raises:
         AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
     """
     require_api("verl", verl, FSDPEngineWithLMHead, METHODS, config=FSDPEngineConfig, fields=FIELDS)
-    backends = getattr(EngineRegistry, "_engines", {}).get("language_model", {})
-    for backend in BACKENDS:
-        engines = backends.get(backend)
-        if not engines:
-            raise AttachError(f"verl registers no engine for the strategy {backend}; this release is not known")
-        for device, engine in engines.items():
-            if engine is not FSDPEngineWithLMHead and not issubclass(engine, FSDPRoutingReplay):
-                raise AttachError(
-                    f"the engine for {backend} on {device} is {engine.__name__}, not verl's own; derive it from "
-                    "foreroute.trainers.verl.fsdp.FSDPRoutingReplay"
-                )
-            engines[device] = RoutingReplayEngine if engine is FSDPEngineWithLMHead else engine
-    for backend in backends.keys() - {*BACKENDS, *OWN_REPLAY}:
-        backends[backend] = {device: _refusing(engine, backend) for device, engine in backends[backend].items()}
-
-
-def _refusing(engine: type, backend: str) -> type:
-    """The engine, which refuses a replay that it would leave out without a word."""
-
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        if replay_of(self.engine_config) != "disabled":
-            raise ConfigError(f"{KEY} is set, and the strategy {backend} has no replay; take fsdp2 or megatron")
-        super(refusing, self).initialize(*args, **kwargs)
-
-    refusing: Any = type(engine.__name__, (engine,), {"initialize": initialize})
-    return refusing  # type: ignore[no-any-return]
+    for strategy in ("fsdp", "fsdp2"):
+        take_place(RoutingReplayEngine, FSDPEngineWithLMHead, strategy)
+    refuse_what_engines_pass_over()
 
 
 register()
-watch_vllm_syncs()

@@ -1,5 +1,5 @@
 # ruff: noqa: E402  versions are looked at before anything else of a peer is imported
-"""verl's Megatron engine with foreroute's replay, and with plans: what is overridden. The work is done elsewhere.
+"""verl's Megatron engine with foreroute's replay, and with plans: what is overridden, and what runs in its passes.
 
 verl imports this module in every worker when it is told to, and then makes its engines from here:
 
@@ -8,12 +8,16 @@ verl imports this module in every worker when it is told to, and then makes its 
     actor_rollout_ref.rollout.enable_rollout_routing_replay=True
 
 Routes are replayed by foreroute's hooks in the place of verl's: a plan is executed on the rows of a replay, whose
-micro-batch is known in every recomputation too.
+micro-batch is known in every recomputation too. verl gives Megatron's schedule all micro-batches of a batch in one
+call: their routes are decoded, checked and cut when verl has split the batch, before the first of them runs. That is
+when a plan can be made.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,17 +26,24 @@ from foreroute.adapters.versions import require_peers
 require_peers("torch", "megatron-core", "verl")
 
 import verl
+from megatron.core import parallel_state as mpu
 from verl.workers.config import EngineRouterReplayConfig, McoreEngineConfig
-from verl.workers.engine import EngineRegistry
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from foreroute.errors import AttachError
+from foreroute.adapters import megatron
+from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.adapters.megatron.schedule import ReplayingStep
+from foreroute.errors import AttachError, ReplayError
+from foreroute.layout import pack
+from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import require_api
-from foreroute.trainers.verl.megatron_passes import MegatronPasses
-from foreroute.trainers.verl.planning import PlanningMegatronConfig
+from foreroute.trainers.swapped import swapped
+from foreroute.trainers.verl.passes import EnginePasses
+from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
+from foreroute.trainers.verl.protocol import require_routed, trace_of
+from foreroute.trainers.verl.registry import take_place
 from foreroute.trainers.verl.settings import replay_of, require_supported_by_megatron
-from foreroute.trainers.verl.weight_sync import watch_vllm_syncs
 
 METHODS = {
     # method of MegatronEngineWithLMHead: parameters that are passed to it, by name or place
@@ -45,6 +56,10 @@ METHODS = {
 DEVICE = "cuda"
 """On others verl has an engine of other makers, which keeps its own replay."""
 FIELDS = ("router_replay", "forward_only", "tensor_model_parallel_size", "use_remove_padding")
+Step = Callable[[Iterator[Any], Any], Any]
+"""verl's `forward_step(batch_iter, model)`, its other parameters bound."""
+SPLIT = "prepare_micro_batches"
+"""By which verl splits a batch, among the globals of its engine's module: there is no method for that."""
 
 
 class MegatronRoutingReplay(MegatronEngineWithLMHead):
@@ -53,7 +68,7 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
     An engine that only runs forward is a reference, and is left alone.
 
     Attributes:
-        executes_plans: what `PlanningMegatronConfig` looks for in an engine.
+        replays_routes, executes_plans: what verl's registry is searched for.
         routing: what is replayed in which pass; None where nothing is.
 
     Raises:
@@ -61,7 +76,7 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         ConfigError: for settings under which replay is not supported, and plans without replay.
     """
 
-    executes_plans = True
+    replays_routes = executes_plans = True
     routing: MegatronPasses | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,10 +111,7 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         if self.routing is None:
             return run()
         self._updates = not forward_only
-        with self.routing.batch(data, update=not forward_only) as logs:
-            outputs = run()
-        outputs["metrics"].update({name: [value] for name, value in logs.items()})
-        return outputs
+        return self.routing.run_batch(run, data, update=not forward_only)
 
     def forward_step(self, batch_iter: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """A pass of verl over a micro-batch, with its routes."""
@@ -112,6 +124,111 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         return self.routing.step(step, batch_iter, model, update=self._updates)
 
 
+@dataclass(frozen=True)
+class RoutedMicroBatch:
+    """One micro-batch of verl.
+
+    Attributes:
+        data: verl's.
+        routes: of the rollout.
+        shard: the same, cut to this rank; rows that the rollout did not route are spread.
+    """
+
+    data: Any
+    routes: RoutingTrace
+    shard: RouteShard
+
+
+class MegatronPasses(EnginePasses):
+    """The passes of one engine, under R3.
+
+    Args:
+        engine: verl's, initialised, its parameters on their device.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine, megatron.attach(engine.module), judges_weights=True)
+        config = engine.engine_config
+        self._planning = config if isinstance(config, PlanningMegatronConfig) else None
+        self._plans = PlanSums()
+        self._micro_batches: list[RoutedMicroBatch] = []
+        self._planned: PlannedBatch | None = None
+        self._replaying: ReplayingStep | None = None
+
+    @contextmanager
+    def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
+        """Around a batch of verl, whose micro-batches are prepared when verl has split it.
+
+        Raises:
+            ReplayError: when a micro-batch did not go through `forward_step`.
+        """
+        self._micro_batches, self._num_steps, self._planned = [], 0, None
+        self._replaying = self.routed.replaying(_run, routes_of=self._routes_in, telemetry=update)
+        with super().batch(data, update=update) as logs:
+            with ExitStack() as executions, swapped(transformer_impl, SPLIT, partial(self._preparing, executions)):
+                yield logs
+            self._end_batch(data)
+            if update:
+                self.comparison.metrics.add_native(self._replaying.agreement().routing)
+                if self._planning is not None:
+                    logs.update(self._plans.flush())
+
+    def step(self, step: Step, batches: Iterator[Any], model: Any, *, update: bool) -> Any:
+        """A `forward_step` of verl on its next micro-batch, replayed, and measured as its pass asks for."""
+        assert self._replaying is not None, "batch() comes first"
+        current = self._micro_batches[self._num_steps]
+        self.check_first(current.routes, lambda: step(iter([current.data]), model))
+        if self._planned is not None:
+            self._planned.begin(self._num_steps)
+        self._num_steps += 1
+        run = partial(self._replaying, batches, model, step)
+        (output, loss), executed = self.recorded(run, current.data, update=update)
+        if executed is not None:
+            self.comparison.add(executed, current.routes, current.data, output.get("log_probs"), update=update)
+        return output, loss
+
+    def _preparing(self, executions: ExitStack, split: Callable[..., Any]) -> Callable[..., Any]:
+        """Verl's splitting of a batch, which tells of the micro-batches."""
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            micro_batches, indices = split(*args, **kwargs)
+            self._prepare(executions, micro_batches)
+            return micro_batches, indices
+
+        return told
+
+    def _prepare(self, executions: ExitStack, micro_batches: Sequence[Any]) -> None:
+        """Read the routes, when verl has split the batch and nothing of it has run."""
+        self._micro_batches = [self._micro_batch(data) for data in micro_batches]
+        if self._planning is not None:
+            shards = [each.shard for each in self._micro_batches]
+            self._planned = PlannedBatch(self.routed, shards, self._planning, executions)
+
+    def _end_batch(self, data: Any) -> None:
+        if not self._micro_batches or self._num_steps != len(self._micro_batches):
+            raise ReplayError(
+                f"verl's Megatron engine ran {self._num_steps} of {len(self._micro_batches)} micro-batches of a batch "
+                f"of {len(data)} through forward_step; the others were not replayed"
+            )
+        if self._planned is not None:
+            self._planned.add_to(self._plans, mpu.get_expert_model_parallel_group())
+
+    def _micro_batch(self, data: Any) -> RoutedMicroBatch:
+        routes = trace_of(data, model=self.routed.spec)
+        require_routed(routes, data)
+        return RoutedMicroBatch(data, routes, self.routed.shard(routes, pack(routes.lengths), missing="spread"))
+
+    def _routes_in(self, data: Any) -> RouteShard:
+        current = self._micro_batches[self._num_steps - 1]
+        if data is not current.data:
+            raise ReplayError("Megatron's schedule runs other micro-batches than verl split the batch into")
+        return current.shard
+
+
+def _run(batches: Iterator[Any], model: Any, step: Step) -> Any:
+    return step(batches, model)
+
+
 def register() -> None:
     """Have verl make this engine for the strategy megatron.
 
@@ -119,20 +236,9 @@ def register() -> None:
         AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
     """
     require_api("verl", verl, MegatronEngineWithLMHead, METHODS, config=McoreEngineConfig, fields=FIELDS)
-    if not hasattr(transformer_impl, "prepare_micro_batches"):
-        raise AttachError("verl's Megatron engine splits batches elsewhere than in prepare_micro_batches")
-    engines = getattr(EngineRegistry, "_engines", {}).get("language_model", {}).get("megatron", {})
-    found = engines.get(DEVICE)
-    if not (isinstance(found, type) and issubclass(found, MegatronEngineWithLMHead)):
-        raise AttachError(f"verl registers {found} for the strategy megatron on {DEVICE}; this release is not known")
-    if found is MegatronEngineWithLMHead:
-        engines[DEVICE] = MegatronRoutingReplay
-    elif not issubclass(found, MegatronRoutingReplay):
-        raise AttachError(
-            f"the engine for megatron on {DEVICE} is {found.__name__}, not verl's own; derive it from "
-            "foreroute.trainers.verl.megatron.MegatronRoutingReplay"
-        )
+    if not hasattr(transformer_impl, SPLIT):
+        raise AttachError(f"verl's Megatron engine splits batches elsewhere than in {SPLIT}")
+    take_place(MegatronRoutingReplay, MegatronEngineWithLMHead, "megatron", device=DEVICE)
 
 
 register()
-watch_vllm_syncs()

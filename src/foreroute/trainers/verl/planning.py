@@ -11,19 +11,19 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from verl.workers.config import McoreEngineConfig
-from verl.workers.engine import EngineRegistry
 
 from foreroute.costs import hardware_preset
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions
 from foreroute.planner import plan, start
+from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
 
 if TYPE_CHECKING:
     from foreroute.adapters.megatron import RoutedMegatron
@@ -46,13 +46,15 @@ class PlanningMegatronConfig(McoreEngineConfig):
     Its own keys are set with a `+`, such as `+actor_rollout_ref.actor.megatron.redundant_slots=4`.
 
     Attributes:
-        redundant_slots: P, replicas that a rank may serve in a layer.
+        asks_for_plans: what engines without plans are refused by.
+        redundant_slots: R, replicas that a rank may serve in a layer.
         hardware: a name of `foreroute.costs.hardware_preset`; its nodes and links are planned for.
 
     Raises:
         ConfigError: when a rank is to serve no replica, or no such hardware is known.
     """
 
+    asks_for_plans: ClassVar[bool] = True
     redundant_slots: int = 2
     hardware: str = "h100"
 
@@ -66,29 +68,8 @@ class PlanningMegatronConfig(McoreEngineConfig):
         hardware_preset(self.hardware)
 
 
-def refuse_engines_without_plans() -> None:
-    """Have verl make no engine that would pass over plans: its own, where foreroute's did not take their place.
-
-    A worker builds this configuration before its engine; the driver builds it too, and makes no engine.
-    """
-    make = EngineRegistry.new
-
-    def new(model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
-        engine = EngineRegistry.get_engine_cls(model_type, backend)
-        plans = any(isinstance(given, PlanningMegatronConfig) for given in (*args, *kwargs.values()))
-        if plans and not getattr(engine, "executes_plans", False):
-            raise ConfigError(
-                f"PlanningMegatronConfig asks for plans, and {engine.__name__}, which verl takes here, makes none. For "
-                "a language model on CUDA, name foreroute.trainers.verl.megatron in "
-                "actor_rollout_ref.model.external_lib; for any other, leave out the line that names "
-                "PlanningMegatronConfig"
-            )
-        return make(model_type, backend, *args, **kwargs)
-
-    EngineRegistry.new = new
-
-
-refuse_engines_without_plans()
+# a worker builds this configuration before its engine; the driver builds it too, and makes no engine
+refuse_what_engines_pass_over()
 
 
 class PlannedBatch:
@@ -130,10 +111,11 @@ class PlannedBatch:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def loads(self, group: Any) -> BatchLoads:
-        """What all ranks executed, after the last micro-batch. A collective call.
+    def add_to(self, sums: PlanSums, group: Any) -> None:
+        """Add what all ranks executed, after the last micro-batch. A collective call.
 
         Args:
+            sums: of the engine.
             group: the ranks that share experts.
         """
         mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
@@ -151,24 +133,7 @@ class PlannedBatch:
             [(self._counts_MLGE.sum(2) * (self._routed.home_LE == rank)).sum(2) for rank in range(len(executed))], -1
         )
         planned_MLG = np.reshape(planned, (*shape, -1))
-        return BatchLoads(self._num_at_home, at_home_MLG, planned_MLG, torch.stack(executed, -1).numpy())
-
-
-@dataclass(frozen=True)
-class BatchLoads:
-    """Assignments of each rank in each cell of a batch, int64 [M, L, G].
-
-    Attributes:
-        num_at_home: how many micro-batches ran before the plan, the first ones.
-        at_home_MLG: if every expert served all of its own.
-        planned_MLG: by the plan; at home before it.
-        executed_MLG: that the experts of a rank computed.
-    """
-
-    num_at_home: int
-    at_home_MLG: NDArray[np.int64]
-    planned_MLG: NDArray[np.int64]
-    executed_MLG: NDArray[np.int64]
+        sums.add(self._num_at_home, at_home_MLG, planned_MLG, torch.stack(executed, -1).numpy())
 
 
 class PlanSums:
@@ -179,19 +144,31 @@ class PlanSums:
         self._all: Counter[str] = Counter()
         self._rows_off = 0
 
-    def add(self, loads: BatchLoads) -> None:
-        """The cells of a batch; those that ran before its plan apart."""
-        first = loads.num_at_home
+    def add(
+        self,
+        first: int,
+        at_home_MLG: NDArray[np.int64],
+        planned_MLG: NDArray[np.int64],
+        executed_MLG: NDArray[np.int64],
+    ) -> None:
+        """The cells of a batch, by the assignments of each rank, int64 [M, L, G].
+
+        Args:
+            first: how many micro-batches ran before the plan.
+            at_home_MLG: if every expert served all of its own.
+            planned_MLG: by the plan; at home before it.
+            executed_MLG: that the experts of a rank computed.
+        """
         parts = {
-            "static": loads.at_home_MLG[first:],
-            "planned": loads.planned_MLG[first:],
-            "executed": loads.executed_MLG[first:],
-            "first": loads.executed_MLG[:first],
+            "static": at_home_MLG[first:],
+            "planned": planned_MLG[first:],
+            "executed": executed_MLG[first:],
+            "first": executed_MLG[:first],
         }
         for name, part_MLG in parts.items():
             self._slowest[name] += int(part_MLG.max(-1).sum()) * part_MLG.shape[-1]
             self._all[name] += int(part_MLG.sum())
-        self._rows_off += int(np.abs(loads.executed_MLG - loads.planned_MLG).sum())
+        self._rows_off += int(np.abs(executed_MLG - planned_MLG).sum())
 
     def flush(self) -> dict[str, float]:
         """What is to be logged, by name. Starts anew.

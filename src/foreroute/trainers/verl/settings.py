@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from typing import Any, Literal
 
 from foreroute.errors import ConfigError
 
 Replay = Literal["disabled", "R2", "R3"]
 KEY = "router_replay.mode"
-SYNC_LIMIT_KEY = "rollout.custom.weight_sync_limit_s"
-SYNC_LIMIT_S = 300
-"""As long as vLLM itself lets a worker take for one step, before it holds it for lost."""
 
 
 def replay_of(engine_config: Any) -> Replay:
@@ -33,18 +29,6 @@ def replay_of(engine_config: Any) -> Replay:
         raise ConfigError(f"router_replay has {', '.join(files)}, which nothing reads; save traces with foreroute.save")
     replay: Replay = mode
     return replay
-
-
-def sync_limit_s(rollout: Any) -> float:
-    """Seconds that a vLLM engine may take for one bucket of a weight sync; `custom` is verl's place for keys of others.
-
-    Raises:
-        ConfigError: for what is no positive number.
-    """
-    limit: Any = (getattr(rollout, "custom", None) or {}).get("weight_sync_limit_s", SYNC_LIMIT_S)
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < inf:
-        raise ConfigError(f"{SYNC_LIMIT_KEY} is {limit!r}; expected a number of seconds above 0")
-    return float(limit)
 
 
 def require_supported(engine: Any) -> None:

@@ -1,1 +1,0 @@
-"""What `benchmarks.fuzz` tries: every reader of foreign bytes, and the malformed inputs that it is given."""

@@ -1,0 +1,257 @@
+"""The tables of runs: mismatch and reward, alarms, load of the ranks, what was run, and settings. No plots.
+
+Most have a column or a chip of its colour for each run; `colours` are those of the runs on the plots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal, get_args
+
+from foreroute.mismatch import Alarm, Kind
+from foreroute.mismatch.alarm_rules import WORDS
+from foreroute.records import SIDES, ExecutionRecord, Load, Run, Side, StepRecord
+from foreroute.report.format import ABSENT, flattened, percentage, reward, scientific, step_time
+from foreroute.report.page import Column, Table, TableRow, words
+
+Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
+BySide = dict[Side, float | None]
+"""One measure without replay and with it. None: never measured."""
+WINDOW = 10
+"""Steps at each end of a run whose reward is averaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """The numbers of one run. Shares are between 0 and 1, k3 is in nats per response token, times are in seconds.
+
+    `k3`, `f2`, `differing_share` (of routing decisions) and `differing_tokens_share` are means over the
+    `paired_steps` steps at which both sides were measured. With `paired_steps` 0 each side is the mean over its own
+    steps, and the two must not be compared.
+    """
+
+    run: str
+    routing: str
+    trains_with: Side
+    steps: int
+    reward_first: float | None
+    reward_last: float | None
+    paired_steps: int
+    k3: BySide
+    f2: BySide
+    differing_share: BySide
+    differing_tokens_share: BySide
+    seconds_per_step: float | None
+    seconds_by_phase: dict[str, float]
+
+
+def summary_rows(runs: Sequence[Run]) -> list[SummaryRow]:
+    """One row per run, in order."""
+    return [_row(run) for run in runs]
+
+
+def _row(run: Run) -> SummaryRow:
+    timed = [step.seconds for step in run.steps if step.seconds]
+    phases = list(dict.fromkeys(phase for seconds in timed for phase in seconds))
+    return SummaryRow(
+        run=run.label,
+        routing=run.routing,
+        trains_with=run.trains_with,
+        steps=len(run.steps),
+        reward_first=_reward(run.steps[:WINDOW]),
+        reward_last=_reward(run.steps[-WINDOW:]),
+        paired_steps=len(run.paired_steps()),
+        k3=_by_side(run, "k3"),
+        f2=_by_side(run, "f2"),
+        differing_share=_by_side(run, "differing_share"),
+        differing_tokens_share=_by_side(run, "differing_tokens_share"),
+        seconds_per_step=_mean(sum(seconds.values()) for seconds in timed),
+        seconds_by_phase={phase: fmean(seconds.get(phase, 0.0) for seconds in timed) for phase in phases},
+    )
+
+
+def _reward(steps: Sequence[StepRecord]) -> float | None:
+    return _mean(reward for step in steps if (reward := step.reward_mean) is not None)
+
+
+def _by_side(run: Run, measure: Measure) -> BySide:
+    return {side: _mean(getattr(step.mismatch[side], measure) for step in run.steps_to_compare(side)) for side in SIDES}
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return fmean(known) if known else None
+
+
+SUMMARY = (
+    Column("Run", "run"),
+    Column("Replay", "replay", "words"),
+    Column("Differing decisions", "decisions\ndiffering"),
+    Column("Differing tokens", "tokens\ndiffering"),
+    Column("k3, nats per token", "k3"),
+    Column("F(2)", "F(2)"),
+    Column(f"Mean reward, first {WINDOW} steps", f"reward,\nfirst {WINDOW}"),
+    Column(f"Mean reward, last {WINDOW} steps", f"last {WINDOW}"),
+    Column("Steps"),
+    Column("Time per step"),
+)
+
+
+def summary_table(rows: Sequence[SummaryRow], colours: Sequence[str] = ()) -> Table:
+    """Two rows for each run, without replay and with it; the run's reward stands where it trains."""
+    table = []
+    for place, row in enumerate(rows):
+        own = (reward(row.reward_first), reward(row.reward_last), str(row.steps), step_time(row.seconds_per_step))
+        for side, replay in zip(SIDES, ("without", "with"), strict=True):
+            trains = row.trains_with == side
+            measures = (
+                percentage(row.differing_share[side]),
+                percentage(row.differing_tokens_share[side]),
+                scientific(row.k3[side]),
+                percentage(row.f2[side]),
+            )
+            cells = (row.run, replay, *measures, *(own if trains else ("",) * len(own)))
+            table.append(TableRow(cells=cells, strong=trains, colour=colours[place] if colours else ""))
+    return Table(columns=SUMMARY, rows=tuple(table))
+
+
+def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
+    """For each run its alarms: the steps, what happened and what to do, and the value farthest from its limit."""
+    rows = []
+    for place, run in enumerate(runs):
+        for kind in get_args(Kind):
+            for steps, worst in _episodes(run, kind):
+                cells = (
+                    run.label,
+                    f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
+                    f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}.",
+                    worst.advice,
+                    f"{worst.value:.3g}, limit {worst.threshold:.3g}",
+                )
+                rows.append(TableRow(cells=cells, colour=colours[place] if colours else ""))
+    columns = (
+        Column("Run"),
+        Column("Steps"),
+        Column("What happened", kind="words"),
+        Column("Advice", kind="words"),
+        Column("Worst value"),
+    )
+    return Table(columns=columns, rows=tuple(rows))
+
+
+def _episodes(run: Run, kind: str) -> list[tuple[list[int], Alarm]]:
+    """Recorded steps in a row with an alarm of this kind, and the one of them that was worst."""
+    episodes: list[tuple[list[int], Alarm]] = []
+    going = False
+    for step in run.steps:
+        # A step without alarms ends an episode, whatever comes after it.
+        here = [alarm for alarm in step.alarms or () if alarm.kind == kind]
+        if here and going:
+            steps, worst = episodes[-1]
+            episodes[-1] = ([*steps, step.step], max(worst, here[0], key=_excess))
+        elif here:
+            episodes.append(([step.step], here[0]))
+        going = bool(here)
+    return episodes
+
+
+def _excess(alarm: Alarm) -> float:
+    return abs(alarm.value - alarm.threshold)
+
+
+def load_table(runs: Sequence[Run]) -> Table:
+    """A column for every run that was expert-parallel under a plan; without rows where none was."""
+    planned = [(run.label, [execution for _, execution in steps]) for run in runs if (steps := planned_steps(run))]
+    return _by_run("Mean of a step", [(label, _loads(steps)) for label, steps in planned])
+
+
+def facts_table(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> Table:
+    """What each run is, by topic: routing, device, length, pace; its settings are in `config_table`."""
+    return _by_run("", [(run.label, describe(run, row)) for run, row in zip(runs, rows, strict=True)], kind="words")
+
+
+def config_table(runs: Sequence[Run]) -> Table:
+    """Every key of every configuration with its value in each run; first and strong those that differ between runs."""
+    table = _by_run("Setting", [(run.label, flattened(run.config)) for run in runs], kind="words", absent="not set")
+    marked = [TableRow(cells=row.cells, strong=len(set(row.cells[1:])) > 1) for row in table.rows]
+    differ = ", those that differ first and in bold" if len(runs) > 1 else ""
+    rows = sorted(marked, key=lambda row: not row.strong)
+    return Table(columns=table.columns, rows=tuple(rows), folded=f"All settings{differ}")
+
+
+def describe(run: Run, row: SummaryRow) -> dict[str, str]:
+    """The facts of one run, by topic; topics that were not recorded are left out."""
+    first, last = run.steps[0].step, run.steps[-1].step
+    facts = {
+        "routing": words()["routing"].get(run.routing, f"Routing {run.routing}"),
+        "device": "; ".join(_devices(run)),
+        "steps": f"{f'{first} to {last}' if last > first else f'{first} only'}; measured both ways at "
+        f"{row.paired_steps} of {row.steps}",
+        "phases of a step": ", ".join(f"{phase} {step_time(value)}" for phase, value in row.seconds_by_phase.items()),
+    }
+    return {topic: said for topic, said in facts.items() if said}
+
+
+def _devices(run: Run) -> list[str]:
+    """Every device that steps ran on, in the order of the steps, with the most memory that one of them took."""
+    most: dict[str, int] = {}
+    for step in run.steps:
+        if device := step.device:
+            name = f"CPU, {device.name}" if device.kind == "cpu" else device.name
+            most[name] = max(most.get(name, 0), device.peak_memory_bytes or 0)
+    return [f"{name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
+
+
+def _by_run(
+    heading: str,
+    runs: Sequence[tuple[str, Mapping[str, str]]],
+    *,
+    kind: Literal["number", "words"] = "number",
+    absent: str = "",
+) -> Table:
+    """A row for each name and a column for each run, given as its label and its values by name."""
+    names = dict.fromkeys(name for _, values in runs for name in values)
+    rows = tuple(TableRow(cells=(name, *(values.get(name, absent) for _, values in runs))) for name in names)
+    columns = (Column(heading, heading or " "), *(Column(label, label, kind) for label, _ in runs))
+    return Table(columns=columns, rows=rows)
+
+
+def planned_steps(run: Run) -> list[tuple[int, ExecutionRecord]]:
+    """The steps that ran under a plan, with their numbers."""
+    return [(step.step, step.execution) for step in run.steps if step.execution and step.execution.stages]
+
+
+def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
+    """What plans did, by name: means over the steps, but of cells that fell back."""
+
+    def mean(value: Callable[[ExecutionRecord], float]) -> float:
+        return sum(map(value, steps)) / len(steps)
+
+    def over_mean(load: Load) -> str:
+        if any(load not in step.max_over_mean for step in steps):
+            return ABSENT
+        return f"{mean(lambda step: step.max_over_mean[load]):.2f}"
+
+    def megabytes(*kinds: str) -> str:
+        return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
+
+    planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
+    hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
+    return {
+        "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),
+        "Busiest rank over mean, experts at home": over_mean("at_home"),
+        "Busiest rank over mean, by the plan": over_mean("planned"),
+        "Busiest rank over mean, as executed": over_mean("executed"),
+        "Replicas": f"{mean(lambda step: step.replicas or 0):.0f}",
+        "Weights moved": megabytes("host", "direct"),
+        "Gradients moved": megabytes("gradients"),
+        "Waited for transfers": step_time(mean(lambda step: step.exposed_transfer_s or 0.0)),
+        "Waited for plans": step_time(mean(lambda step: step.exposed_planning_s or 0.0)),
+        # of the time of planning, what no rank waited for
+        "Planning that nothing waited for": percentage(hidden_s / sum(planned) if sum(planned) else None),
+        "Cells that fell back to homes": str(
+            sum(len(stage.fell_back) for step in steps for stage in step.stages.values())
+        ),
+    }

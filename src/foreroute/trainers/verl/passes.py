@@ -1,0 +1,82 @@
+"""What verl's engines have in common: batches of micro-batches, each replayed, recorded, measured, and counted.
+
+A step of verl is: the rollout, whose routes travel in the batch; the old-log-prob pass, in which the weights are still
+those of the rollout (left out in bypass mode); the reference pass, on an engine of its own or with adapters switched
+off; then, for each mini-batch, update passes over micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from foreroute.errors import ReplayError
+from foreroute.replay import RoutedModel
+from foreroute.trace import RoutingTrace
+from foreroute.trainers.checks import check_first_rollout
+from foreroute.trainers.verl.comparison import RolloutComparison
+
+
+class EnginePasses:
+    """The passes of one engine.
+
+    Args:
+        engine: verl's, initialised.
+        routed: its model.
+        judges_weights: as in `RolloutComparison`.
+
+    Attributes:
+        routed: its model.
+        comparison: of the rollout with what ran.
+        first_rollout_checked: whether the first routes of the rollout were held against the model's own.
+    """
+
+    def __init__(self, engine: Any, routed: RoutedModel, *, judges_weights: bool) -> None:
+        self.first_rollout_checked = False
+        self.routed: Any = routed
+        self.comparison = RolloutComparison(routed.spec, engine.get_data_parallel_group, judges_weights=judges_weights)
+        self._name = type(engine).__name__
+        self._num_steps = 0
+
+    def run_batch(self, run: Callable[[], Any], data: Any, *, update: bool) -> Any:
+        """Verl's `forward_backward_batch`, with the mismatch among the metrics that it returns.
+
+        Raises:
+            ReplayError: when a micro-batch did not go through `forward_step`.
+        """
+        with self.batch(data, update=update) as logs:
+            outputs = run()
+        outputs["metrics"].update({name: [value] for name, value in logs.items()})
+        return outputs
+
+    @contextmanager
+    def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
+        """Around a batch of verl; see `RolloutComparison.batch` for what it yields.
+
+        Raises:
+            ReplayError: when no micro-batch went through `forward_step`.
+        """
+        before = self._num_steps
+        with self.comparison.batch(update=update) as logs:
+            yield logs
+            if self._num_steps == before:
+                raise ReplayError(
+                    f"{self._name} ran a batch of {len(data)} without forward_step, so that nothing was replayed in it"
+                )
+
+    def check_first(self, routes: RoutingTrace, forward: Callable[[], object]) -> None:
+        """`check_first_rollout`, once in the life of the engine."""
+        if not self.first_rollout_checked:
+            check_first_rollout(self.routed, routes, forward)
+            self.first_rollout_checked = True
+
+    def recorded(self, run: Callable[[], Any], data: Any, *, update: bool) -> tuple[Any, RoutingTrace | None]:
+        """Run a micro-batch, and give what came out of it and the routes that it executed, where the batch measures."""
+        if not self.comparison.measures(update=update):
+            return run(), None
+        with self.routed.record() as recording:
+            result = run()
+        return result, recording.trace().select(np.arange(len(data)))

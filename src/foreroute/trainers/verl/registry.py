@@ -1,0 +1,73 @@
+"""Which engine verl makes: ours in the place of its own, and none that would leave a replay or a plan out.
+
+Classes of other engines are left as they are. What they would pass over without a word is refused where verl makes an
+engine, in `EngineRegistry.new`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.workers.engine import EngineRegistry
+
+from foreroute.errors import AttachError, ConfigError
+from foreroute.trainers.verl.settings import KEY, replay_of
+
+LANGUAGE_MODEL = "language_model"
+OWN_REPLAY = ("megatron", "veomni")
+"""Strategies whose engines of verl's own replay."""
+
+
+def take_place(ours: type, of: type, strategy: str, *, device: str | None = None) -> None:
+    """Have verl make our engine of a strategy.
+
+    Args:
+        ours: the engine with replay.
+        of: verl's own, from which it is derived.
+        strategy: as verl's configuration names it.
+        device: the only one on which ours takes the place; None for all.
+
+    Raises:
+        AttachError: when verl has no such engine, or another one took its place that does not replay.
+    """
+    engines = getattr(EngineRegistry, "_engines", {}).get(LANGUAGE_MODEL, {}).get(strategy, {})
+    places = list(engines) if device is None else [device]
+    if not places:
+        raise AttachError(f"verl registers no engine for the strategy {strategy}; this release is not known")
+    for place in places:
+        found: Any = engines.get(place)
+        if found is of:
+            engines[place] = ours
+        elif not getattr(found, "replays_routes", False):
+            raise AttachError(
+                f"verl makes {getattr(found, '__name__', found)} for the strategy {strategy} on {place}; expected its "
+                f"own {of.__name__}, or an engine derived from {ours.__module__}.{ours.__name__}"
+            )
+
+
+def refuse_what_engines_pass_over() -> None:
+    """Have verl make no engine that would leave out a replay or plans that its configuration asks for."""
+    make = EngineRegistry.new
+    if getattr(make, "refuses", False):
+        return
+
+    def new(model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
+        engine: Any = EngineRegistry.get_engine_cls(model_type, backend)
+        for config in (*args, *kwargs.values()):
+            _require_heeded(config, engine, model_type, backend)
+        return make(model_type, backend, *args, **kwargs)
+
+    new.refuses = True  # type: ignore[attr-defined]
+    EngineRegistry.new = new
+
+
+def _require_heeded(config: Any, engine: Any, model_type: str, backend: str) -> None:
+    if getattr(config, "asks_for_plans", False) and not getattr(engine, "executes_plans", False):
+        raise ConfigError(
+            f"PlanningMegatronConfig asks for plans, and {engine.__name__}, which verl takes here, makes none. For a "
+            "language model on CUDA, name foreroute.trainers.verl.megatron in actor_rollout_ref.model.external_lib; "
+            "for any other, leave out the line that names PlanningMegatronConfig"
+        )
+    replays = backend in OWN_REPLAY or getattr(engine, "replays_routes", False)
+    if model_type == LANGUAGE_MODEL and not replays and replay_of(config) != "disabled":
+        raise ConfigError(f"{KEY} is set, and the strategy {backend} has no replay; take fsdp2 or megatron")

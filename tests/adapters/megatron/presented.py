@@ -1,0 +1,183 @@
+"""Our own Megatron-Core adapter, as an adapter author presents it to the kit, on models that the user builds.
+
+On one rank, of any device. What more ranks add is the cut of rows, which tests of the adapter hold against Megatron's
+own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from foreroute.adapters import megatron
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen
+from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
+
+HEAD = "mtp_head"
+
+
+class MegatronUnderTest(AdapterUnderTest):
+    """A small GPTModel of Megatron-Core.
+
+    Args:
+        name: of the configuration, for the report.
+        build_model: builds the model of a case with weights drawn from a fixed seed, its process groups initialised,
+            without dropout; where the case asks for checkpointing, with activation recomputation. Raises `Unsupported`
+            for a case that its configuration cannot have.
+        vocabulary: of the model.
+        groups: the group limit of its routers.
+        gradient_tolerance: as in `AdapterUnderTest`.
+    """
+
+    # a dispatcher is given a map of experts, without order
+    picks_in_order = False
+
+    def __init__(
+        self,
+        name: str,
+        build_model: Callable[[Case], nn.Module],
+        *,
+        vocabulary: int,
+        groups: Groups | None = None,
+        gradient_tolerance: float = 0.0,
+    ) -> None:
+        self.name = f"foreroute.adapters.megatron on {name}"
+        self.vocabulary = vocabulary
+        self.groups = groups
+        self.gradient_tolerance = gradient_tolerance
+        self._build_model = build_model
+
+    def build(self, case: Case) -> MegatronModel:
+        """A new model of the case; in training mode where it recomputes, as Megatron does in no other."""
+        return MegatronModel(lambda: self._build_model(case).train(case.checkpointing))
+
+    def attach(self, model: Any) -> megatron.RoutedMegatron:
+        """`megatron.attach`, which also proves replay on the routers."""
+        return megatron.attach(model.model)
+
+
+class MegatronModel(TorchModel):
+    """A model of Megatron-Core with a probe at its token dispatchers.
+
+    Args:
+        build: builds it. Called again for spare parts, of which traps are made.
+    """
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        super().__init__(build())
+        self._build = build
+
+    @property
+    def router_weights(self) -> tuple[str, ...]:
+        """In layer order."""
+        return tuple(f"{path}.router.weight" for path in _blocks(self.model) if path != HEAD)
+
+    def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
+        """One forward over the padded batch."""
+        input_ids, real_BT = padded(batch, next(self.model.parameters()).device)
+        positions = torch.arange(batch.width, device=input_ids.device).expand_as(input_ids)
+        with torch.set_grad_enabled(grad), self._probed() as given:
+            losses_BT = self.model(input_ids, positions, _unseen(real_BT), labels=input_ids.roll(-1, 1))
+            wanted = real_BT[:, 1:] & real_BT[:, :-1]
+            losses_R = losses_BT[:, :-1][wanted]
+            loss = losses_R.mean()
+        of_decoder = [picked for path, picked in given.items() if path != HEAD]
+        ids, gates = (np.stack(parts, axis=2) for parts in zip(*of_decoder, strict=True))
+        kept = real_BT.cpu().numpy()
+        seen = Seen(
+            ids[kept],
+            -losses_R.detach().float().cpu().numpy(),
+            float(loss.detach()),
+            gates[kept],
+            ids[~kept] if not kept.all() else None,
+            {HEAD: given[HEAD][0].reshape(-1, ids.shape[-1])} if HEAD in given else {},
+        )
+        return TorchStep(seen, loss)
+
+    def inject(self, fault: Fault) -> None:
+        """Build a trap in."""
+        *_, block = _blocks(self.model).values()
+        if fault is Fault.FORWARD_RAISES:
+            raise_once(block)
+        elif fault is Fault.FUSED_ROUTER:
+            block.route = _fused(block.router)
+        elif fault is Fault.ORPHAN_ROUTERS:
+            live = self.model._modules.pop("decoder")
+            self.model.add_module("vision_layers", self._build().decoder.layers)
+            self.model.add_module("decoder", live)
+        else:
+            *_, spare = _blocks(self._build()).values()
+            spare.set_layer_number(1)
+            self.model.add_module(HEAD, spare)
+            self.model.decoder.register_forward_hook(self._run_head)
+
+    def _run_head(self, decoder: nn.Module, args: Any, hidden: Tensor) -> None:
+        getattr(self.model, HEAD)(hidden)
+
+    @contextmanager
+    def _probed(self) -> Iterator[dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
+        """What every dispatcher is given: ids [B, T, K] and gate weights [B, T, K], by falling weight."""
+        given: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
+        blocks = _blocks(self.model)
+
+        def watch(path: str, block: Any) -> None:
+            inner = block.token_dispatcher.dispatch_preprocess
+
+            def preprocess(hidden: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
+                given[path] = _picks(hidden, routing_map, probs, block.router.topk)
+                return inner(hidden, routing_map, probs)
+
+            block.token_dispatcher.dispatch_preprocess = preprocess
+
+        for path, block in blocks.items():
+            watch(path, block)
+        try:
+            yield given
+        finally:
+            for block in blocks.values():
+                del block.token_dispatcher.dispatch_preprocess
+
+
+def _blocks(model: nn.Module) -> dict[str, Any]:
+    """The MoE layers of the decoder in order, and of the injected head, by path."""
+    named = model.named_modules()
+    return {n: part for n, part in named if hasattr(part, "token_dispatcher") and n.startswith(("decoder.", HEAD))}
+
+
+def _unseen(real_BT: Tensor) -> Tensor:
+    """Bool [B, 1, T, T], True where a query must not look: ahead of itself, and at padding."""
+    width = real_BT.shape[1]
+    ahead = torch.ones(width, width, dtype=torch.bool, device=real_BT.device).triu(1)
+    return (ahead | ~real_BT[:, None, :])[:, None]
+
+
+def _picks(hidden: Tensor, routing_map: Tensor, probs: Tensor, top_k: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Ids and weights [B, T, K] by falling weight, of a dispatcher's input [T, B, ...].
+
+    Where a token goes to fewer experts, the first of them again.
+    """
+    map_RE, probs_RE = routing_map.detach().cpu().numpy().astype(bool), probs.detach().float().cpu().numpy()
+    order_RK = np.argsort(-np.where(map_RE, probs_RE, -np.inf), axis=1, kind="stable")[:, :top_k]
+    ids_RK = np.where(np.take_along_axis(map_RE, order_RK, 1), order_RK, order_RK[:, :1])
+    shape = (*hidden.shape[:2], top_k)
+    weights_RK = np.take_along_axis(probs_RE, order_RK, 1)
+    return ids_RK.reshape(shape).swapaxes(0, 1), weights_RK.reshape(shape).swapaxes(0, 1)
+
+
+def _fused(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The selection computed beside the router module."""
+
+    def route(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        scores = (flat @ router.weight.T.to(flat)).softmax(-1)
+        values, ids = scores.topk(router.topk, dim=-1)
+        empty = torch.zeros_like(scores)
+        return empty.scatter(1, ids, values), empty.bool().scatter(1, ids, True)
+
+    return route

@@ -1,0 +1,135 @@
+"""The page maker: what a page holds is shown as text, nothing is loaded or run, and no file of others is replaced."""
+
+import os
+import re
+
+import pytest
+
+from foreroute.errors import InputError
+from foreroute.report.page import (
+    Caption,
+    Column,
+    Key,
+    Page,
+    PageSection,
+    Plot,
+    Table,
+    TableRow,
+    Tile,
+    caption,
+    texts,
+    words,
+    write_page,
+)
+from foreroute.simulate.config import SweepConfig
+from tests.report.pages import rows_of, text_of
+
+HOSTILE = '<script>alert(1)</script>"><img src=x onerror=alert(1)>{{ 7*7 }}'
+
+
+def page(text="quiet", **more):
+    """A page with everything on it, whose every text is this one."""
+    said = Caption(title=text, sentence=text, y_label=text, absent=text)
+    table = Table(
+        title=text,
+        columns=(Column(text), Column(f"{text} 2", kind="words"), Column(f"{text} 3", kind="code")),
+        rows=(TableRow(cells=(text, text, text), strong=True, colour="#d55e00", tone="problem"),),
+        folded=text,
+    )
+    section = PageSection(
+        heading=text,
+        texts=(text,),
+        keys=(Key(text, "#d55e00"),),
+        plots=(
+            Plot(caption=said),
+            Plot(
+                caption=said,
+                image="data:image/svg+xml;base64,",
+                alt=text,
+                keys=(Key(text, None, "2 2"),),
+                notes=(text,),
+            ),
+        ),
+        tables=(table, table),
+        notes=(text,),
+    )
+    whole = {"command": text, "title": text, "finding": text, "tiles": (Tile(text, text, text),), "facts": {text: text}}
+    return Page(**(whole | {"sections": (section,)} | more))
+
+
+def test_every_text_is_shown_and_is_nothing_but_text(tmp_path):
+    html = write_page(tmp_path / "page.html", page(HOSTILE)).read_text()
+    assert "<script" not in html
+    assert html.count("<img") == 1
+    assert text_of(html).count(HOSTILE) == text_of(write_page(tmp_path / "2.html", page()).read_text()).count("quiet")
+    assert "49" not in html
+
+
+def test_nothing_is_loaded_and_the_same_page_is_the_same_file(tmp_path):
+    html = [write_page(tmp_path / "page.html", page()).read_text() for _ in range(2)]
+    assert html[0] == html[1]
+    assert not re.search(r"<script|<link|<iframe|<object|<embed|<base|https?://|@import|url\(", html[0])
+    assert 'lang="en"' in html[0]
+    assert 'name="viewport"' in html[0]
+
+
+def test_a_page_has_no_empty_parts(tmp_path):
+    bare = page(tiles=(), facts={}, sections=())
+    html = write_page(tmp_path / "page.html", bare).read_text().partition("<body>")[2]
+    assert not re.search("<ul|<dl|<section|<table", html)
+
+
+def test_a_row_has_a_cell_for_every_column():
+    with pytest.raises(ValueError, match=r"a row has 1 cells, \('a',\); the table has 2 columns"):
+        Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a",)),))
+    table = Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a", "b")),))
+    assert table.column("two") == ["b"]
+
+
+def test_names_mislead_no_reader(tmp_path):
+    name = os.fsdecode(b"run\xff\xe2\x80\xae\x1b[2J")
+    text = write_page(tmp_path / f"{name}.html", page(name)).read_text()
+    assert r"run\udcff\u202e\x1b[2J" in text
+    assert not set(text) & set("\x1b\u202e\udcff")
+
+
+def test_only_a_page_of_ours_is_replaced(tmp_path):
+    (tmp_path / "mine.html").write_text("<html><head><title>mine</title></head></html>")
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "link").symlink_to(tmp_path / "notes.txt")
+    (tmp_path / "late.html").write_text(" " * 5000 + '<meta name="generator" content="foreroute">')
+    os.mkfifo(tmp_path / "pipe")
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
+    for target in (*before, tmp_path / "link"):
+        with pytest.raises(InputError, match="exists and is no page that foreroute wrote; nothing was changed"):
+            write_page(target, page)
+    for target in (tmp_path / "pipe", tmp_path / "notes.txt" / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(InputError, match="cannot be written"):
+            write_page(target, page)
+    with pytest.raises(InputError, match="is a folder; name the file to write"):
+        write_page(tmp_path, page)
+    assert {path: path.read_bytes() for path in before} == before
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "empty.html").write_text("")
+    write_page(tmp_path / "empty.html", page())
+    assert rows_of((tmp_path / "empty.html").read_text())["quiet"] == ["quiet", "quiet"]
+
+
+def test_a_page_that_cannot_be_drawn_changes_nothing(tmp_path):
+    before = write_page(tmp_path / "page.html", page()).read_bytes()
+    with pytest.raises(ZeroDivisionError):
+        write_page(tmp_path / "page.html", lambda: 1 / 0)
+    assert (tmp_path / "page.html").read_bytes() == before
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_every_sweep_has_its_words():
+    assert all(caption(key).title for key in SweepConfig.model_fields)
+
+
+def test_a_value_that_words_ask_for_must_be_given():
+    asking = [name for name in words()["texts"] if any("{" in text for text in words()["texts"][name])]
+    assert asking == ["simulation", "methods", "assumed"]
+    for name in asking:
+        with pytest.raises(KeyError):
+            texts(name)

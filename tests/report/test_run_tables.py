@@ -1,0 +1,121 @@
+"""The tables of a run: its summary against numbers worked out by hand, and its alarms."""
+
+import html
+from typing import get_args
+
+import pytest
+
+from foreroute.mismatch import Kind
+from foreroute.mismatch.alarm_rules import ADVICE
+from foreroute.records import read_runs
+from foreroute.report import summary_rows, write_report
+from foreroute.report.run_tables import alarm_table
+from tests.report.report_runs import config, step_line, write_run
+
+
+def side(k3, f2=0.0, cells=0.0, tokens=0.0):
+    return {"k3": k3, "f2": f2, "differing_share": cells, "differing_tokens_share": tokens}
+
+
+def row_of(tmp_path, lines, **settings):
+    (row,) = summary_rows(read_runs([write_run(tmp_path / "run", config("r", **settings), lines)]))
+    return row
+
+
+def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
+    lines = [
+        {"step": 0, "mismatch": {"native": side(0.1, 0.2, 0.3, 0.4), "replayed": side(0.01, 0.02, 0.0, 0.0)}},
+        {"step": 1, "mismatch": {"native": side(100.0, 1.0, 1.0, 1.0)}},
+        {"step": 2, "mismatch": {"native": side(0.3, 0.4, 0.5, 0.6), "replayed": side(0.03, 0.0, 0.1, 0.2)}},
+        {"step": 3, "mismatch": {"replayed": side(100.0, 1.0, 1.0, 1.0)}},
+    ]
+    row = row_of(tmp_path, lines)
+    assert (row.steps, row.paired_steps) == (4, 2)
+    assert (row.k3["native"], row.k3["replayed"]) == pytest.approx((0.2, 0.02))
+    assert (row.f2["native"], row.f2["replayed"]) == pytest.approx((0.3, 0.01))
+    assert (row.differing_share["native"], row.differing_share["replayed"]) == pytest.approx((0.4, 0.05))
+    assert (row.differing_tokens_share["native"], row.differing_tokens_share["replayed"]) == pytest.approx((0.5, 0.1))
+
+
+def test_a_run_measured_one_way_shows_that_way_alone(tmp_path):
+    lines = [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)]
+    row = row_of(tmp_path, lines, routing="R2")
+    assert row.k3["native"] == pytest.approx(0.2)
+    assert row.k3["replayed"] is None
+    assert (row.paired_steps, row.trains_with, row.routing) == (0, "native", "R2")
+
+
+def test_reward_is_averaged_over_ten_steps_at_each_end(tmp_path):
+    row = row_of(tmp_path, [{"step": i, "reward_mean": i / 100} for i in range(25)])
+    assert row.reward_first == pytest.approx(0.045)  # 0 to 9
+    assert row.reward_last == pytest.approx(0.195)  # 15 to 24
+
+
+def test_a_short_run_uses_the_steps_it_has(tmp_path):
+    row = row_of(tmp_path, [{"step": i, "reward_mean": float(i)} for i in range(3)])
+    assert row.reward_first == row.reward_last == pytest.approx(1.0)
+
+
+def test_time_is_the_mean_sum_of_phases(tmp_path):
+    lines = [
+        {"step": 0, "seconds": {"rollout": 3.0, "update": 1.0}},
+        {"step": 1, "seconds": {"rollout": 1.0, "update": 0.5, "measure": 0.5}},
+    ]
+    row = row_of(tmp_path, lines)
+    assert row.seconds_per_step == pytest.approx(3.0)
+    assert row.seconds_by_phase == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
+    assert sum(row.seconds_by_phase.values()) == pytest.approx(row.seconds_per_step)
+
+
+def test_what_was_never_recorded_is_none(tmp_path):
+    row = row_of(tmp_path, [{"step": 0}])
+    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == {"native": None, "replayed": None}
+    assert row.reward_first is row.reward_last is row.seconds_per_step is None
+    assert row.seconds_by_phase == {}
+
+
+def alarm(kind, value, threshold=0.1):
+    return {"kind": kind, "since": 0, "value": value, "threshold": threshold}
+
+
+def run_with(folder, by_step, steps=8, **more):
+    lines = [step_line(step) | {"alarms": by_step.get(step, []), **more} for step in range(steps)]
+    return write_run(folder, config(folder.name), lines)
+
+
+def text_of(folders, target):
+    return write_report(folders, target).read_text()
+
+
+def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
+    by_step = {
+        2: [alarm("f2", 0.2)],
+        3: [alarm("f2", 0.3), alarm("stale_routes", 0.5, 0.88)],
+        4: [alarm("f2", 0.25)],
+        6: [alarm("f2", 0.11)],
+    }
+    table = alarm_table(read_runs([run_with(tmp_path / "run", by_step)]))
+    assert list(zip(table.column("Steps"), table.column("Worst value"), strict=True)) == [
+        ("2 to 4", "0.3, limit 0.1"),
+        ("6", "0.11, limit 0.1"),
+        ("3", "0.5, limit 0.88"),
+    ]
+    assert table.column("What happened")[0].startswith("Too many tokens are far apart")
+    assert table.column("Advice") == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
+
+
+def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
+    by_step = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(Kind))}
+    page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
+    for kind in get_args(Kind):
+        assert ADVICE[kind] in page, kind
+
+
+def test_the_page_says_where_nothing_was_recorded_and_where_nothing_went_off(tmp_path):
+    quiet = run_with(tmp_path / "quiet", {}, live_agreement=[1.0, 0.9])
+    old = write_run(tmp_path / "old", config("old"), [step_line(step) for step in range(8)])
+    assert "<h2>Alarms" not in text_of([old], tmp_path / "1.html")
+    page = text_of([quiet], tmp_path / "2.html")
+    assert "No alarm was on." in page
+    assert "Live routes" in page
+    assert "No alarm was on in quiet; the other runs did not record it." in text_of([quiet, old], tmp_path / "3.html")

@@ -1,0 +1,9 @@
+"""What others write, where they point, and when they kill: nothing of it crashes, hangs, destroys, or passes unseen.
+
+A sample runs with every test run. `FOREROUTE_SAMPLE=night pytest -rP tests/robustness` tries everything, and prints how
+much that was.
+"""
+
+import os
+
+NIGHT = os.environ.get("FOREROUTE_SAMPLE") == "night"

@@ -1,0 +1,68 @@
+"""No input, output or stream breaks a verb of the command line."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import foreroute as fr
+from tests.processes import environment
+from tests.robustness import NIGHT, doors
+from tests.robustness.doors_cases import ANY, Case, matrix
+from tests.traces import random_trace
+
+VERBS = sorted({case.verb for case in matrix()})
+WITHOUT_TORCH = ["convert", "diff", "inspect", "plan", "validate"]
+MORE = [([verb], 0) for verb in VERBS] if NIGHT else [(VERBS, 80)]
+"""Verbs, and how many of their cases, all for 0: about a thousand by night."""
+
+
+@pytest.mark.parametrize(
+    ("verbs", "most"),
+    [
+        (WITHOUT_TORCH, 40),
+        *(pytest.param(verbs, most, marks=pytest.mark.slow) for verbs, most in MORE),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+)
+def test_no_input_output_or_stream_breaks_a_verb(verbs, most):
+    variables = environment(NUMBA_DISABLE_JIT="1", HF_HUB_OFFLINE="1", COLUMNS="100")
+    command = [sys.executable, "-m", "tests.robustness.doors", str(most), *verbs]
+    ended = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    counted = ", ".join(f"{len(names)} {kind}" for kind, names in found["failures"].items())
+    print(f"{found['cases']} cases of {', '.join(verbs)}: {counted}")
+    assert {kind: names for kind, names in found["failures"].items() if names} == {}
+    assert found["cases"] >= max(most, 20)
+
+
+def ends_with(code, said=""):
+    print(said, file=sys.stderr)
+    sys.exit(code)
+
+
+CARELESS = {
+    "tracebacks": lambda: {}["key"],
+    "hangs": signal.pause,
+    "wrong exit codes": lambda: ends_with(3, "no code of ours"),
+    "raw bytes": lambda: print("\x1b[2J"),
+    "silent": lambda: ends_with(2),
+    "destroyed": lambda: Path("there.txt").unlink(),
+}
+"""Verbs with one defect each."""
+
+
+@pytest.mark.parametrize("kind", ["", *CARELESS])
+def test_what_a_careless_verb_does_is_seen(tmp_path, monkeypatch, kind):
+    good = tmp_path / "good"
+    good.mkdir()
+    fr.save(random_trace(0), good / "trace.safetensors")
+    monkeypatch.setattr("foreroute.cli.main.main", CARELESS.get(kind, lambda: None))
+    monkeypatch.setattr(doors, "DEADLINE_S", 2.0 if kind == "hangs" else 60.0)
+    case = Case("inspect", "trace", "valid", "inspect @", ANY, given="given", valid="trace.safetensors")
+    found = doors.judged([doors.run(case, tmp_path / "case", good)])
+    assert {name for name, cases in found.items() if cases} == {kind} - {""}

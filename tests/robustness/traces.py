@@ -1,0 +1,170 @@
+"""Trace and generation files, which have checksums."""
+
+from itertools import pairwise
+
+import numpy as np
+from safetensors.numpy import load as tensors_of
+from safetensors.numpy import save as file_of
+
+from foreroute.capture import Generation, load_generation, save_generation
+from foreroute.capture.generation import trace_of
+from foreroute.trace import (
+    ENCODINGS,
+    INDEXER,
+    DecisionStream,
+    IndexerSpec,
+    RoutedLayer,
+    concatenate,
+    load,
+    synthetic_trace,
+)
+from foreroute.trace.file import FORMAT, encode
+from tests.robustness.mutations import damage, forge, metadata_of, put_checksum_right
+from tests.robustness.target import Target
+from tests.trace.forging import frame_contents, set_contents
+from tests.traces import spec_of, with_decisions
+
+MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
+
+
+def trace_targets(folder):
+    """The reader of traces, per encoding, with streams, whole and in part, and the reader of generations."""
+
+    def target(name, make, weight, read=load):
+        return Target(
+            f"trace, {name}",
+            make,
+            read,
+            file=folder / "given.trace",
+            forge=forge_trace,
+            check=require_possible,
+            has_checksum=True,
+            weight=weight,
+        )
+
+    def in_part(path):
+        return load(path, sequences=[3, 0])
+
+    def in_place(raw):
+        trace_of(other).write_bytes(raw)
+        return load_generation(other)
+
+    rollout, other = folder / "given.safetensors", folder / "of-a-trace.safetensors"
+    return [
+        *(target(each, lambda rng, each=each: bytes_of(_trace(rng), each), 3) for each in ENCODINGS),
+        target("streams", lambda rng: bytes_of(with_decisions(_trace(rng), rng), _either(rng)), 3),
+        target("indexers", lambda rng: bytes_of(_with_choices(_trace(rng), rng), _either(rng)), 3),
+        target("in part", lambda rng: bytes_of(_trace(rng), "sets"), 2, in_part),
+        Target(
+            "generation",
+            lambda rng: _saved_generation(rng, rollout).read_bytes(),
+            load_generation,
+            file=rollout,
+            forge=forge,
+            check=_require_generation,
+            has_checksum=True,
+        ),
+        Target(
+            "trace of a generation",
+            lambda rng: trace_of(_saved_generation(rng, other)).read_bytes(),
+            in_place,
+            has_checksum=True,
+        ),
+    ]
+
+
+def require_possible(raw, trace):
+    """Raise unless a trace can be true."""
+    spec, offsets = trace.spec, [int(x) for x in trace.offsets]
+    rows = len(trace.token_ids_N)
+    assert (offsets[0], offsets[-1]) == (0, rows), offsets
+    assert all(a <= b for a, b in pairwise(offsets)), offsets
+    assert trace.expert_ids_NLK.shape == (rows, spec.num_layers, spec.top_k)
+    assert trace.expert_ids_NLK.dtype == (np.uint8 if spec.num_experts <= 256 else np.uint16)
+    assert trace.valid_N.shape == trace.weight_versions_N.shape == (rows,)
+    assert len({(layer.index, layer.kind) for layer in spec.layers}) == spec.num_layers
+    assert all(type(layer.index) is int and layer.index >= 0 for layer in spec.layers)
+    assert (trace.weight_versions_N >= -1).all()
+    assert (trace.token_ids_N >= 0).all()
+    for row in trace.expert_ids_NLK[trace.valid_N].reshape(-1, spec.top_k).tolist():
+        assert len(set(row)) == spec.top_k, row
+        assert max(row) < spec.num_experts, row
+    if trace.gate_weights_NLK is not None:
+        assert trace.gate_weights_NLK.shape == trace.expert_ids_NLK.shape
+        assert np.isfinite(trace.gate_weights_NLK).all()
+    for stream in (each for each in trace.streams.values() if isinstance(each, DecisionStream)):
+        depth = max(1, len(stream.layers))
+        ends = stream.offsets.tolist()
+        assert (len(stream.valid_N), len(ends) - 1, ends[-1]) == (rows, rows * depth, len(stream.ids))
+        for i, (a, b) in enumerate(pairwise(ends)):
+            ids = stream.ids[a:b].tolist()
+            assert ids == sorted(set(ids)), ids
+            assert all(0 <= x < stream.num_choices for x in ids), ids
+            assert stream.valid_N[i // depth] or not ids
+
+
+def forge_trace(raw, rng):
+    """Changed tables and metadata, or changed contents of frames, or both; with right checksums of everything."""
+    kind = rng.random()
+    changed = _with_changed_contents(raw, rng) if kind < 0.6 else raw
+    return changed if kind < 0.4 else forge(changed, rng, apart=FORMAT.apart)
+
+
+def _with_changed_contents(raw, rng):
+    tensors, metadata = tensors_of(raw), metadata_of(raw)
+    contents = frame_contents(tensors)
+    for _ in range(int(rng.integers(1, 4))):
+        place = int(rng.integers(len(contents)))
+        size = len(contents[place])
+        changed = damage(contents[place], rng) or b"\0"
+        contents[place] = changed if rng.random() < 0.3 else (changed + bytes(size))[:size]
+    set_contents(tensors, contents)
+    put_checksum_right(tensors, metadata, apart=FORMAT.apart)
+    return file_of(tensors, metadata=metadata)
+
+
+def bytes_of(trace, encoding):
+    """Its file."""
+    return FORMAT.to_bytes(*encode(trace, encoding))
+
+
+def _either(rng):
+    return ENCODINGS[int(rng.integers(2))]
+
+
+def _trace(rng):
+    """Four sequences, of which two share their prompt."""
+    spec, seed = spec_of(*MODELS[int(rng.integers(len(MODELS)))]), int(rng.integers(2**31))
+    prompt = synthetic_trace(spec, [20], seed=seed, complete=True).select([0, 0])
+    samples = prompt.continued_by(synthetic_trace(spec, rng.integers(1, 9, 2).tolist(), seed=seed, weight_version=3))
+    return concatenate([samples, synthetic_trace(spec, rng.integers(1, 90, 2).tolist(), seed=seed)])
+
+
+def _with_choices(trace, rng):
+    """Choices of indexers that last from query to query, so that sets resemble each other."""
+    spec = IndexerSpec(int(rng.integers(1, 12)), (RoutedLayer(0), RoutedLayer(3)), heads=int(rng.integers(1, 3)))
+    positions = trace.positions_N
+    chosen = []
+    for _ in spec.layers:
+        scores_UH, sets = rng.random((int(positions.max()) + 1, spec.heads)), []
+        for seen in spec.num_visible(positions).tolist():
+            scores_UH += 0.1 * rng.standard_normal(scores_UH.shape)
+            units_KH = np.argsort(scores_UH[:seen], axis=0)[-spec.top_k :]
+            sets.append(np.sort((units_KH * spec.heads + np.arange(spec.heads)).reshape(-1)))
+        chosen.append((np.array([len(each) for each in sets]), np.concatenate(sets).astype(np.int32)))
+    return trace.with_stream(INDEXER, spec.stream(positions, chosen))
+
+
+def _saved_generation(rng, path):
+    """A generation in a file, of two or more tokens a sequence; its trace lies beside it."""
+    trace = _trace(rng)
+    trace = trace.select(np.flatnonzero(trace.lengths > 1))
+    prompts = np.ones(len(trace), np.int64)
+    logprobs = -rng.random(int((trace.lengths - prompts).sum())).astype(np.float32)
+    return save_generation(Generation(trace, prompts, logprobs), path, overwrite=True)
+
+
+def _require_generation(raw, generation):
+    assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
+    assert len(generation.sampled_N) == generation.trace.num_rows
+    assert (generation.prompt_lengths >= 1).all()
