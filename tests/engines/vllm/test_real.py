@@ -16,7 +16,10 @@ from safetensors.torch import load_file
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.train.passes import PolicyExecution, Stage, recompute
+from foreroute.train import parse_config
+from foreroute.train.loop import make_trainer
+from foreroute.train.policy import ScheduledPass
+from foreroute.train.prompts import make_task
 from tests.engines.small_policy import SAMPLING, forward, policy, prompts, seeded, set_match
 from tests.engines.vllm.serving import served, wait_for
 
@@ -130,17 +133,11 @@ def test_the_server_serves_the_same_routes_and_takes_new_weights(real):
 def test_replay_takes_the_mismatch_of_bfloat16_away(real, capsys):
     routed = load(real.half, real, 0)
     generation = real.half.generate(prompts(*[20] * 16), replace(SAMPLING, group_size=8), seeded())
-    figures = {}
+    config = parse_config({"name": "vllm", "rollout": {"temperature": SAMPLING.temperature}}, source="test")
+    trainer, figures = make_trainer(config, make_task(config), routed, real.half), {}
     for replay in (False, True):
-        passed = recompute(
-            routed,
-            PolicyExecution(routed),
-            generation,
-            Stage("recompute", 0, [np.arange(len(generation))]),
-            temperature=SAMPLING.temperature,
-            replay=replay,
-            weight_version=0,
-        )
+        everything = ScheduledPass("recompute", 0, [np.arange(len(generation))])
+        passed = trainer.recompute(generation, everything, "replayed" if replay else "native")
         tokens = token_mismatch(passed.logprobs_R, generation.logprobs_R)
         routes = routing_mismatch(generation.trace, passed.executed)
         figures[replay] = (tokens.k3, tokens.f(2.0), routes.differing_share)
