@@ -31,9 +31,10 @@ from benchmarks.harness.instructions import count_in_user_space
 from benchmarks.harness.megatron_plan import forward_step, planned_step
 from benchmarks.harness.pairs import PairedRatio, compare, near_one
 from benchmarks.replay import keep_memory
-from examples.megatron import on_cpu
 from foreroute import layout
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, synthetic_trace
+from foreroute.testing import megatron_on_cpu
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,
@@ -152,7 +153,7 @@ class Bench:
 def start(folder: str, device: torch.device) -> None:
     """Megatron on this machine, in a world of one rank."""
     if device.type == "cpu":
-        on_cpu.install()
+        megatron_on_cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -171,7 +172,7 @@ def _model(settings: dict[str, Any], width: int) -> Any:
 
     torch.manual_seed(0)
     silu = {"activation_func": torch.nn.functional.silu}
-    config = TransformerConfig(**{**on_cpu.CONFIG, **SIZES, **silu, **settings})
+    config = TransformerConfig(**{**megatron_on_cpu.CONFIG, **SIZES, **silu, **settings})
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),

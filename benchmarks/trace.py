@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load
 from foreroute.trace.checks import check_rows
 from foreroute.trace.file import FORMAT, Encoding, encode
 from foreroute.trace.kernels import first_bad_picks

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from foreroute.layout import Packing
 from foreroute.plan import contiguous_imbalance, packed_counts
 from foreroute.simulate.workload import WORKLOADS
-from foreroute.trace import RoutingTrace, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import RoutingTrace
 
 RANKS = (4, 8, 16)
 BASE_RANKS = 8

@@ -50,7 +50,7 @@ EXTRAS = {
 
 A_TRACE = """
 import foreroute as fr
-from foreroute.trace import synthetic_trace
+from foreroute.testing.routes import synthetic_trace
 
 spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), fr.RoutedLayer(1)))
 fr.save(synthetic_trace(spec, [9, 12, 7, 12], seed=0), "t.safetensors")

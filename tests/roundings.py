@@ -3,8 +3,8 @@
 import torch
 
 TERMS = 3 * 7 * 48 + 50
-"""Of the longest path through a model of `tests.models`: in each of 3 layers two norms, the products of attention and
-of an expert, none of more than 48 terms, and the softmax over 50 tokens."""
+"""Of the longest path through a model of `foreroute.testing.models`: in each of 3 layers two norms, the products of
+attention and of an expert, none of more than 48 terms, and the softmax over 50 tokens."""
 SURE = 8
 """Standard deviations: a number is further off with a probability of 2 exp(-SURE² / 2), 3e-14."""
 

@@ -3,7 +3,8 @@
 import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
-from foreroute.trace import GATE_WEIGHTS, INDEXER, DecisionStream, GateWeights, IndexerSpec, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import GATE_WEIGHTS, INDEXER, DecisionStream, GateWeights, IndexerSpec
 from foreroute.trace.streams import MOST_CHOICES
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.harness.pairs import compare
 from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, SIZES, Bench, Losses, start
-from foreroute.trace import RoutingTrace, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import RoutingTrace
 
 SMALL: dict[str, Any] = {
     "hidden_size": 128,

@@ -20,14 +20,8 @@ from numpy.typing import NDArray
 
 from benchmarks.trace import file_of
 from foreroute.adapters import hf
-from foreroute.trace import (
-    INDEXER,
-    IndexerSpec,
-    RoutedLayer,
-    RoutingSpec,
-    RoutingTrace,
-    synthetic_trace,
-)
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import INDEXER, IndexerSpec, RoutedLayer, RoutingSpec, RoutingTrace
 
 CONTEXT, TOP_K, LAYERS = 8192, 2048, 61
 PERSISTENCE = {"persistent": 0.995, "loose": 0.9}

@@ -27,9 +27,9 @@ from torch import Tensor
 from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
 from benchmarks.harness.pairs import compare, near_one
 from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
-from examples.megatron import on_cpu
 from foreroute import layout, planner
 from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.testing import megatron_on_cpu
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,
@@ -91,7 +91,7 @@ def hub_sizes() -> dict[str, Any]:
 def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str], rounds: int) -> Parts:
     """What was found; what was planned and static in each case; and other steps, timed in so many rounds."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    on_cpu.install()
+    megatron_on_cpu.install()
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
@@ -246,7 +246,7 @@ def _model(settings: dict[str, Any]) -> Any:
 
     torch.manual_seed(0)
     silu = {"activation_func": torch.nn.functional.silu}
-    config = TransformerConfig(**{**on_cpu.CONFIG, **SIZES, **silu, **settings})
+    config = TransformerConfig(**{**megatron_on_cpu.CONFIG, **SIZES, **silu, **settings})
     return GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),

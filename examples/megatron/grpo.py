@@ -15,13 +15,14 @@ import argparse
 from typing import Any
 
 import numpy as np
-import on_cpu
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-on_cpu.install()  # a machine with GPUs needs neither this nor on_cpu.CONFIG
+from foreroute.testing import megatron_on_cpu
+
+megatron_on_cpu.install()  # a machine with GPUs needs neither this nor megatron_on_cpu.CONFIG
 
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
@@ -185,7 +186,7 @@ def run(model: Any, batches: list[dict[str, Any]], forward: Any, *, forward_only
 
 def build_model(pipeline: int, experts: int, precision: torch.dtype) -> Any:
     config = TransformerConfig(
-        **{**on_cpu.CONFIG, "params_dtype": precision, "pipeline_dtype": precision},
+        **{**megatron_on_cpu.CONFIG, "params_dtype": precision, "pipeline_dtype": precision},
         num_layers=4,
         hidden_size=64,
         init_method_std=0.15,

@@ -9,7 +9,8 @@ import pytest
 import foreroute as fr
 from foreroute.capture import decode, with_indexer_choices
 from foreroute.errors import CaptureError
-from foreroute.trace import IndexerSpec, LayerKind, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import IndexerSpec, LayerKind
 from tests import wires
 from tests.traces import spec_of
 

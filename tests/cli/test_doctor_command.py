@@ -21,11 +21,11 @@ from foreroute.cli.doctor_inputs import DoctorInputs
 from foreroute.doctor import Severity
 from foreroute.doctor.examine import examine
 from foreroute.errors import InputError, RunFolderError
+from foreroute.testing.models import tiny
 from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.chain import VOCABULARY
 from tests.cli.command import foreroute
 from tests.doctor.doctor_cases import generation, shifted
-from tests.models import tiny
 from tests.train.small_runs import SIZES, small_values
 
 OPTIONS = {"temperature": None, "weight_version": None, "max_sequences": 64}

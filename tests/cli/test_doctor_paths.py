@@ -13,9 +13,9 @@ import foreroute as fr
 from foreroute.capture import save_generation
 from foreroute.cli.doctor_inputs import MOST_VALUES, read_array
 from foreroute.errors import InputError
+from foreroute.testing.models import tiny
 from tests.cli.command import foreroute
 from tests.doctor.doctor_cases import generation
-from tests.models import tiny
 from tests.train.small_runs import small_values
 
 HOSTILE = "\x1b]0;title\x07\u202e.npy"

@@ -13,7 +13,7 @@ from foreroute.errors import InputError
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology, load_plan, verify
 from foreroute.plan.counts import COUNTS_FILE, packed_counts, save_counts
-from foreroute.trace import synthetic_trace
+from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import foreroute
 from tests.traces import random_trace, spec_of
 

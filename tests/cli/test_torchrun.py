@@ -5,7 +5,7 @@ import os
 import pytest
 import tomli_w
 
-from tests.processes import torchrun
+from foreroute.testing.ranks import torchrun
 from tests.train.small_runs import records, small_values
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ import torch
 from foreroute.conformance import Case
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.replay import masked_logprobs_of_logits
+from foreroute.testing.models import FAMILIES, GROUPED
 from foreroute.trace import SAMPLING
 from tests.attended import SIZES as SPARSE
-from tests.models import FAMILIES, GROUPED
 
 SIZES = {**FAMILIES, **GROUPED, "deepseek_v32": SPARSE}
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 
 from foreroute.conformance.huggingface import HuggingFaceUnderTest
+from foreroute.testing.models import FAMILIES, GROUPED
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from tests.models import FAMILIES, GROUPED
 
 REPLAYING = False
 QUEUES = defaultdict(deque)

@@ -2,8 +2,8 @@
 
 from foreroute.conformance import conformance_tests
 from foreroute.conformance.huggingface import HuggingFaceUnderTest
+from foreroute.testing.models import FAMILIES, GROUPED
 from tests.attended import SIZES
-from tests.models import FAMILIES, GROUPED
 
 test_conformance = conformance_tests(
     *(HuggingFaceUnderTest(family, sizes) for family, sizes in {**FAMILIES, **GROUPED}.items())

@@ -11,9 +11,9 @@ from foreroute.adapters import hf
 from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
 from foreroute.doctor import examine as module
 from foreroute.doctor.examine import QUICK, examine
+from foreroute.testing.models import SMALL, tiny
 from foreroute.trace import SAMPLING
 from tests.doctor.doctor_cases import VERSION, generation, older, shifted
-from tests.models import SMALL, tiny
 
 
 def diagnosis(model, sequences, **options):

@@ -12,8 +12,8 @@ from foreroute.capture import Generation, Sampling
 from foreroute.engines.embedded import EmbeddedEngine, _through_e4m3
 from foreroute.errors import ConfigError, TraceContentError
 from foreroute.replay import masked_logprobs_of_logits
+from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
-from tests.models import tiny
 
 END = 3
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]

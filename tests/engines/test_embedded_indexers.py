@@ -9,9 +9,9 @@ from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError
 from foreroute.mismatch import stream_difference
+from foreroute.testing.models import tiny
 from tests.adapters.hf.families import SPARSE, build
 from tests.attended import attended, chosen, followed
-from tests.models import tiny
 
 # Those that choose tokens and have a head for logits.
 SAMPLED = [

@@ -10,7 +10,7 @@ import torch
 from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.engines.weights_folder import MARKER, WeightsFolder
 from foreroute.errors import ConfigError
-from tests.processes import environment
+from foreroute.testing.ranks import environment
 
 
 class Model:

@@ -3,8 +3,8 @@ import pytest
 
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
+from foreroute.testing.ranks import Workers
 from tests.ep.transfer.plans import LINKS
-from tests.processes import Workers
 
 
 @pytest.fixture(scope="package")

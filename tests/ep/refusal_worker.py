@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.plan.counts import counts_digest
+from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.ep.planned import split_plan, static_plan
 from tests.ep.training import Case, batch, policy, replaying
 from tests.ep.training_worker import all_counts, rows_of
 from tests.ep.transfer.plans import random_plan
-from tests.models import tiny
 
 CASE = Case(ranks=2, plan=0)
 

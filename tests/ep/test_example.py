@@ -1,10 +1,13 @@
 """The example of a step under a plan."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, environment, torchrun
+from foreroute.testing.ranks import environment, torchrun
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow

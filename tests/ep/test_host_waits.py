@@ -10,9 +10,9 @@ from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.ep import layer as routed_layer
 from foreroute.errors import ReplayError
+from foreroute.testing.models import tiny
+from foreroute.testing.ranks import Workers
 from tests.ep.planned import static_plan
-from tests.models import tiny
-from tests.processes import Workers
 
 
 def waits_of_a_cell(rank, is_spoilt):

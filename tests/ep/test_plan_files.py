@@ -10,9 +10,9 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.plan import load_plan, save_plan
+from foreroute.testing.ranks import Raised
 from tests.cli.command import foreroute
 from tests.ep.training import Case, policy
-from tests.processes import Raised
 from tests.roundings import TERMS, roundings
 
 CASE = Case(ranks=4, plan=0)

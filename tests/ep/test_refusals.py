@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from foreroute.ep.compute import LEAST_TORCH
+from foreroute.testing.ranks import Workers
 from tests.ep import refusal_worker
-from tests.processes import Workers
 
 EARLY = {
     "other_world_size": ("PlanError", "the plan is for 4 ranks, and 2 are here"),

@@ -19,12 +19,12 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner.progress import PlanInProgress
+from foreroute.testing.ranks import Raised, Workers
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import SLOTS
 from tests.ep.training import Case, batch, policy, routes
 from tests.ep.training_worker import whole_gradients
 from tests.ep.transfer.plans import LINKS
-from tests.processes import Raised, Workers
 
 MICRO_STEPS = 4
 WAIT_S = 30

@@ -9,9 +9,9 @@ import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
+from foreroute.testing.models import tiny
 from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, sequences_of
-from tests.models import tiny
 from tests.traces import foreign_choices
 
 STEPS, MICRO_STEPS = 3, 2

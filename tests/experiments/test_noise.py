@@ -12,8 +12,8 @@ from experiments.models import merged
 from experiments.noise import ScoringEngine, batches_of, compared, passes, run_noise
 from experiments.starts import configuration, loaded, started
 from experiments.tables import layouts
+from foreroute.testing.models import round_by_shape
 from foreroute.train.loop import make_trainer
-from tests.models import round_by_shape
 from tests.train.small_runs import small_values
 
 GROUP, TEMPERATURE = 4, 0.8

@@ -25,7 +25,8 @@ from experiments.unevenness import (
 from foreroute.plan import Topology, contiguous_imbalance
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import BALANCERS
-from foreroute.trace import load, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import load
 from tests.plan.random_plans import LINKS
 from tests.traces import spec_of
 

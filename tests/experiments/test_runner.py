@@ -14,8 +14,8 @@ import pytest
 from experiments.cells import Cell
 from experiments.grid import grid
 from experiments.runner import GridError, _next, current, finished, run_cells
+from foreroute.testing.ranks import environment
 from tests.experiments import cell_worker
-from tests.processes import environment
 
 
 def ran(folder):

@@ -25,6 +25,7 @@ from foreroute.plan.plan_file import (
     plan_to_bytes,
     save_plan,
 )
+from foreroute.testing.routes import synthetic_trace
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
 from tests.trace.forging import STAIRCASE
 
@@ -84,7 +85,7 @@ def test_other_files_are_refused(tmp_path):
     plan, _ = small_case(1)
     plan_path, trace_path = save_plan(plan, tmp_path / "plan"), tmp_path / "trace"
     spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
-    fr.save(fr.trace.synthetic_trace(spec, [5], seed=0), trace_path)
+    fr.save(synthetic_trace(spec, [5], seed=0), trace_path)
     with pytest.raises(PlanError, match="is no plan file: its metadata lack"):
         load_plan(trace_path)
     with pytest.raises(TraceFileError, match="is no trace file"):

@@ -5,6 +5,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,9 +17,11 @@ from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.planner import plan, start
 from foreroute.planner.progress import PlanInProgress
+from foreroute.testing.ranks import environment
 from tests.plan.random_plans import LINKS
 from tests.planner.plan_digests import NUM_RANDOM, RECORDED, digest, random_case, random_options
-from tests.processes import ROOT, environment
+
+ROOT = Path(__file__).parents[2]
 
 
 def _counts(seed, shape, evenness=0.3, tokens=400):

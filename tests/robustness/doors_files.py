@@ -65,7 +65,7 @@ def write_files(folder, *, light=False):
     from foreroute.costs.cluster_file import load_cluster
     from foreroute.plan import save_counts, save_plan
     from foreroute.planner import plan
-    from foreroute.trace import synthetic_trace
+    from foreroute.testing.routes import synthetic_trace
 
     for name, values in {"cluster": CLUSTER, "simulate": SIMULATION, "train": TRAINING}.items():
         (folder / f"{name}.toml").write_text(tomli_w.dumps(values))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.processes import environment
+from foreroute.testing.ranks import environment
 from tests.robustness.target import FAILURES, load_group
 
 SEED = 1

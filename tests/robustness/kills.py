@@ -30,8 +30,9 @@ from foreroute.errors import ForerouteError
 from foreroute.files import TensorFile
 from foreroute.plan import load_plan, save_counts
 from foreroute.records import read_runs
-from foreroute.trace import load, save, synthetic_trace
-from tests.processes import environment
+from foreroute.testing.ranks import environment
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import load, save
 from tests.robustness.target import bits
 from tests.robustness.texts import TOPOLOGY
 from tests.traces import spec_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import foreroute as fr
-from tests.processes import environment
+from foreroute.testing.ranks import environment
 from tests.robustness import NIGHT, doors
 from tests.robustness.doors_cases import ANY, Case, matrix
 from tests.traces import random_trace

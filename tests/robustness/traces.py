@@ -8,16 +8,8 @@ from safetensors.numpy import save as file_of
 
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.capture.generation import trace_of
-from foreroute.trace import (
-    ENCODINGS,
-    INDEXER,
-    DecisionStream,
-    IndexerSpec,
-    RoutedLayer,
-    concatenate,
-    load,
-    synthetic_trace,
-)
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import ENCODINGS, INDEXER, DecisionStream, IndexerSpec, RoutedLayer, concatenate, load
 from foreroute.trace.file import FORMAT, encode
 from tests.robustness.mutations import damage, forge, metadata_of, put_checksum_right
 from tests.robustness.target import Target

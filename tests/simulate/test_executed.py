@@ -22,8 +22,8 @@ from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import METHODS, PRESETS, PlannerPreset, serve
+from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingTrace
-from tests.processes import Workers
 from tests.simulate.simulate_cases import small_config
 
 ROOT = Path(__file__).parents[2]

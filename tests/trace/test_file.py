@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import foreroute as fr
 from benchmarks.trace import CountedBytes
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
-from foreroute.trace import ENCODINGS, digest, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import ENCODINGS, digest
 from foreroute.trace.file import FORMAT, cut_chunks, encode
 from tests.trace.forging import forged, holding
 from tests.traces import mixed_trace, random_trace, spec_of, with_decisions

@@ -9,7 +9,7 @@ from safetensors.numpy import save as to_bytes
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.trace import synthetic_trace
+from foreroute.testing.routes import synthetic_trace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
 from tests.trace.forging import STAIRCASE, forged, holding, setting
 from tests.traces import random_trace, with_decisions

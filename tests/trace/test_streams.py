@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace import GATE_WEIGHTS, SAMPLING, DecisionStream, GateWeights, digest, extended, synthetic_trace
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import GATE_WEIGHTS, SAMPLING, DecisionStream, GateWeights, digest, extended
 from tests.traces import random_sets, random_trace, spec_of, weighted, with_decisions
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.processes import Workers
+from foreroute.testing.ranks import Workers
 
 
 @pytest.fixture(scope="package")

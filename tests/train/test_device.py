@@ -10,6 +10,7 @@ import torch
 
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
+from foreroute.testing.counting_device import DEVICE, MixedDevicesError, OnDevice, other_device
 from foreroute.train import RunFolder, load_checkpoint, ranks, train
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_trainer
@@ -17,7 +18,6 @@ from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import find_device, num_started
 from foreroute.train.warm_start import warm_start
-from tests.other_device import DEVICE, MixedDevicesError, OnDevice, other_device
 from tests.train.small_runs import always_informative, records, same_state, small_config
 
 FEW = {"prompts": 2, "group_size": 4, "precision": "float32"}

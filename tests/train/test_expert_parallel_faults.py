@@ -6,9 +6,9 @@ import os
 import pytest
 
 from foreroute.errors import RunFolderError
+from foreroute.testing.ranks import Workers
 from foreroute.train import load_checkpoint, train
 from tests.ep.transfer.faults import Fault
-from tests.processes import Workers
 from tests.train.broken_runs import (
     die_in_update,
     die_planning,

@@ -1,5 +1,6 @@
-"""What tests of routed models need: tiny models, equal bits, processes in a group, and devices that are not here.
+"""What tests of routed models need: made-up routes, tiny models, equal bits, processes in a group, and devices that are
+not here.
 
 foreroute's own tests stand on it, and a user's may. Nothing of the product imports it. Its modules import what they
-are about: `models` Hugging Face, `ranks` torch.distributed, `megatron_on_cpu` Megatron-Core.
+are about: `routes` numpy alone, `models` Hugging Face, `ranks` torch.distributed, `megatron_on_cpu` Megatron-Core.
 """

@@ -29,7 +29,6 @@ IMPORTED = (
     "torch.distributed",
     "foreroute.adapters.hf",
     "foreroute.ep.transfer.engine",
-    "peft",
     "transformers.models.auto",
 )
 """By the one process that all workers of a test run are forked from."""

@@ -9,7 +9,6 @@ operations    what is done with whole traces                   extended, overlap
 checks        arrays from outside: dtypes, ranges, offsets
 file          a trace on disk                                  save, load
 kernels       loops over all picks, compiled
-synthetic     made-up routes                                   synthetic_trace
 """
 
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
@@ -27,7 +26,6 @@ from foreroute.trace.operations import (
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.streams import SAMPLING, DecisionStream, Stream
-from foreroute.trace.synthetic import synthetic_trace
 
 __all__ = [
     "ENCODINGS",
@@ -54,5 +52,4 @@ __all__ = [
     "overlap",
     "save",
     "shared_picks",
-    "synthetic_trace",
 ]

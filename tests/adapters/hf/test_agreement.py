@@ -7,9 +7,9 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.mismatch import margin_histogram, routing_mismatch
+from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, loss_of, random_routes
 from tests.adapters.hf.test_missing import MISSING, without
-from tests.models import FAMILIES, GROUPED, tiny
 
 BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)

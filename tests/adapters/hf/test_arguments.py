@@ -16,9 +16,9 @@ from foreroute.errors import (
     StaleTraceError,
     TraceError,
 )
+from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.model_runs import batch_of, random_routes
-from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 

@@ -6,8 +6,8 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
+from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, random_routes
-from tests.models import tiny
 from tests.roundings import require_rounded
 
 BATCH = batch_of(9, 6, 4)

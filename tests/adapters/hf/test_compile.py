@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import (
     CHECKPOINTING,
     batch_of,
@@ -20,7 +21,6 @@ from tests.adapters.hf.model_runs import (
     random_routes,
 )
 from tests.adapters.hf.test_missing import MISSING, without
-from tests.models import tiny
 from tests.roundings import TERMS, require_rounded
 
 BATCH = batch_of(9, 6, 4)

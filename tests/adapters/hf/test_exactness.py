@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.mismatch import token_mismatch
+from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import (
     batch_of,
     enable_checkpointing,
@@ -22,7 +23,6 @@ from tests.adapters.hf.model_runs import (
     random_routes,
     sequences_of,
 )
-from tests.models import FAMILIES, GROUPED, tiny
 
 
 def gate_weights(family, router, logits_RE, ids_RK, config):

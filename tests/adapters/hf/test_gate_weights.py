@@ -6,10 +6,10 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError, TraceContentError
+from foreroute.testing.models import FAMILIES, tiny
 from foreroute.trace import ENCODINGS, RoutingTrace, concatenate, load, save
 from tests.adapters.hf import families
 from tests.adapters.hf.family_checks import attached, run
-from tests.models import FAMILIES, tiny
 from tests.traces import weighted
 
 BATCH = torch.arange(1, 25).reshape(2, 12) % 45

@@ -25,10 +25,10 @@ from foreroute.errors import (
     SpecMismatchError,
     TraceContentError,
 )
+from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace, concatenate, extended
 from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes, sequences_of
-from tests.models import tiny
 from tests.traces import foreign_choices
 
 UNITS_ONLY_AT_SLOTS = {"deepseek_v4", "minimax_m3_vl"}

@@ -7,6 +7,7 @@ import torch
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
+from foreroute.testing.models import FAMILIES, tiny
 from tests.adapters.hf.model_runs import (
     batch_of,
     enable_checkpointing,
@@ -17,7 +18,6 @@ from tests.adapters.hf.model_runs import (
     random_routes,
     sequences_of,
 )
-from tests.models import FAMILIES, tiny
 from tests.roundings import TERMS, require_rounded, roundings
 
 BATCH = batch_of(9, 6, 4)

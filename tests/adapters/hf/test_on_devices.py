@@ -12,8 +12,8 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.replay import PassObservation
+from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
-from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 

@@ -6,9 +6,9 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace
-from tests.models import tiny
-from tests.other_device import DEVICE, other_device
 
 TOKENS = np.arange(24).reshape(3, 8) % 17
 

@@ -7,8 +7,8 @@ import torch
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, experts_log, random_routes, sequences_of
-from tests.models import tiny
 
 ALONE = batch_of(5, 1, 4, 6, 3, 3)
 

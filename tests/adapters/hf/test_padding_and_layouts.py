@@ -7,9 +7,9 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import pack, pad
+from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, random_routes
 from tests.adapters.hf.test_packed import ALONE, packed, sequence_order
-from tests.models import tiny
 from tests.roundings import require_rounded
 
 LENGTHS = (9, 6, 4)

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from foreroute.adapters import hf
+from foreroute.testing.models import tiny
+from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
-from tests.models import tiny
-from tests.processes import Workers
 from tests.roundings import TERMS, require_rounded, roundings
 
 

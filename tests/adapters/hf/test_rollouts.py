@@ -7,9 +7,9 @@ from transformers import GenerationConfig
 
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.testing.models import tiny
 from foreroute.trace import digest
 from tests.adapters.hf.model_runs import batch_of, log_probs
-from tests.models import tiny
 
 END, PAD = 7, 0
 

@@ -8,9 +8,9 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.selection import MaskedScores
 from foreroute.adapters.hf.selection_rules import RULES
 from foreroute.errors import AttachError
+from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_checks import foreign_routes, ids_of, run
-from tests.models import tiny
 
 
 class FutureRouter(Qwen3MoeTopKRouter):

@@ -17,6 +17,7 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, ReplayError, SpecMismatchError, StaleTraceError
 from foreroute.replay import ReplayRows
+from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import (
     batch_of,
     enable_checkpointing,
@@ -26,7 +27,6 @@ from tests.adapters.hf.model_runs import (
     random_routes,
     sequences_of,
 )
-from tests.models import FAMILIES, GROUPED, tiny
 
 BATCH = batch_of(9, 6, 4)
 

@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
+from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, loss_of, random_routes
-from tests.models import tiny
 
 BATCH = batch_of(9, 6, 4)
 

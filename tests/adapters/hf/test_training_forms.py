@@ -10,8 +10,8 @@ import torch
 from transformers.modeling_layers import MtpModel
 
 from foreroute.adapters import hf
+from foreroute.testing.models import FAMILIES, tiny
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, gradients, loss_of, random_routes
-from tests.models import FAMILIES, tiny
 
 BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)

@@ -12,9 +12,9 @@ from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.errors import ConfigError
+from foreroute.testing.ranks import environment
 from foreroute.trace import LayerKind
 from tests.adapters.hf.families import FAMILIES, SPARSE, build
-from tests.processes import environment
 
 NOT_TOLD = {
     "jetmoe": "split_with_sizes",  # its experts are split by counts of rows, which are values

@@ -10,10 +10,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig
 
-from examples.megatron import on_cpu
+from foreroute.testing import megatron_on_cpu
+from foreroute.testing.ranks import give_up_groups
 from tests.adapters.megatron import grouped_linear
 from tests.adapters.megatron.cpu_modules import Norm, PackedAttention, RMSNorm
-from tests.processes import give_up_groups
 
 RECOMPUTE_SETTINGS = {
     "none": {},
@@ -74,7 +74,7 @@ def config(cell):
         "batch_p2p_comm": cell.vpp == 1,
     }
     return TransformerConfig(
-        **{**on_cpu.CONFIG, **settings, **RECOMPUTE_SETTINGS[cell.recompute], **dict(cell.settings)}
+        **{**megatron_on_cpu.CONFIG, **settings, **RECOMPUTE_SETTINGS[cell.recompute], **dict(cell.settings)}
     )
 
 

@@ -5,9 +5,9 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
-from examples.megatron import on_cpu  # noqa: E402
+from foreroute.testing import megatron_on_cpu  # noqa: E402
 
-on_cpu.install()
+megatron_on_cpu.install()
 
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
 import pytest  # noqa: E402, F401

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from foreroute.testing.ranks import environment, torchrun
 from tests.adapters.megatron.forked_ranks import ROOT, checks_of, run
-from tests.processes import environment, torchrun
 
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

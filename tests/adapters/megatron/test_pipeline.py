@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from foreroute.testing.ranks import environment, torchrun
 from tests.adapters.megatron.forked_ranks import ROOT, checks_of, run
-from tests.processes import environment, torchrun
 
 FAKE = ROOT / "tests" / "engines" / "vllm" / "fake"
 CLOSE = 1e-9

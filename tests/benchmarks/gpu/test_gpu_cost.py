@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.processes import environment
+from foreroute.testing.ranks import environment
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu import mismatch
 from benchmarks.gpu.part import Part
 from foreroute.adapters import hf
-from tests.models import round_by_shape
+from foreroute.testing.models import round_by_shape
 
 SHAPES = ("decode", "other_batches", "packed", "alone")
 

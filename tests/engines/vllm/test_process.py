@@ -21,9 +21,9 @@ from foreroute.engines import vllm
 from foreroute.engines.vllm.ipc import MAGIC, Frame, receive_frame, send_frame
 from foreroute.engines.vllm.worker_process import WorkerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
 from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
-from tests.processes import environment
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from foreroute.adapters import checkpoint as checkpoints
 from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.errors import ConfigError
+from foreroute.testing.ranks import environment
 from tests.engines.small_policy import SAMPLING, SIZES, policy, prompts, seeded
-from tests.processes import environment
 
 WITHOUT_TRANSFORMERS = """
 import sys

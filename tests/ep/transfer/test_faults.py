@@ -11,6 +11,7 @@ import torch
 
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import open_shared
+from foreroute.testing.ranks import Workers
 from tests.ep.transfer.faults import Fault, FaultyPeers, late_nowhere_else
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import (
@@ -25,7 +26,6 @@ from tests.ep.transfer.toy import (
     shards,
     summed,
 )
-from tests.processes import Workers
 
 MEMORY = Path("/dev/shm")
 GONE_S = 3.0

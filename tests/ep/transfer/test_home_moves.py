@@ -8,9 +8,9 @@ import torch
 
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
+from foreroute.testing.ranks import kept
 from tests.ep.transfer.plans import random_homes
 from tests.ep.transfer.toy import SHAPES, peers, shard
-from tests.processes import kept
 
 EXPERTS, LAYERS = 8, 2
 OPTIMIZERS = {

@@ -15,7 +15,7 @@ from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import ExecutionSchedule
-from tests.processes import kept
+from foreroute.testing.ranks import kept
 
 DTYPE = torch.float64
 WITHIN = 1e-12

@@ -3,7 +3,7 @@
 import os
 
 from foreroute.conformance import conformance_tests
-from tests.models import FAMILIES
+from foreroute.testing.models import FAMILIES
 from tests.trainers.trl.presented import TRLUnderTest
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -6,7 +6,7 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 from foreroute.adapters import hf
 from foreroute.conformance import conformance_tests
-from tests.models import FAMILIES
+from foreroute.testing.models import FAMILIES
 from tests.trainers.verl.presented import VerlUnderTest
 
 test_conformance = conformance_tests(VerlUnderTest("qwen3_moe", FAMILIES["qwen3_moe"]))

@@ -13,9 +13,9 @@ pytest.importorskip("mbridge", reason="there is no mbridge in this environment: 
 
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.errors import ConfigError
+from foreroute.testing.ranks import environment, torchrun
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.settings import require_supported_by_megatron
-from tests.processes import environment, torchrun
 from tests.trainers.verl.verl_book import Book
 
 WITHIN_S = 900

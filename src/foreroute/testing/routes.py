@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.container import RoutingTrace
-from foreroute.trace.spec import RoutingSpec
+from foreroute.trace import RoutingSpec, RoutingTrace
 
 ZIPF_EXPONENT = 0.57
 TOPIC_SCALE = 0.6
