@@ -1,7 +1,7 @@
 """Replay in every way of training in parallel that runs on the CPU.
 
 One test per split of the model. Four of its 16 variants run by default, so that every recomputation, dispatcher and
-packing occurs on every split; `make test-megatron-grid` runs all of them.
+packing occurs on every split; `make night PART=megatron` runs all of them.
 """
 
 import os

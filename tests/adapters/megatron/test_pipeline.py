@@ -17,7 +17,7 @@ FAKE = ROOT / "tests" / "engines" / "vllm" / "fake"
 CLOSE = 1e-9
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 STEPS = 20 if EVERY else 2
-IN_GRID = pytest.mark.skipif(not EVERY, reason="make test-megatron-grid runs it")
+IN_GRID = pytest.mark.skipif(not EVERY, reason="make night PART=megatron runs it")
 
 pytestmark = pytest.mark.slow
 test_names = checks_of("pipeline_checks")

@@ -1,7 +1,7 @@
 """Plans executed inside Megatron: training goes on as if every expert were at home, and ranks compute what plans say.
 
 One test per split of the model. Four of its 16 variants run by default, each under one kind of plan;
-`make test-megatron-grid` runs all of them under all kinds.
+`make night PART=megatron` runs all of them under all kinds.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from foreroute.adapters import hf
 from foreroute.conformance import conformance_tests

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl

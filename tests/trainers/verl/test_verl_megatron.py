@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
-pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make test-verl`")
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
+pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
 
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("verl", reason="there is no verl in this environment: run `make test-verl`")
-pytest.importorskip("ray", reason="there is no Ray in this environment: run `make test-verl`")
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
+pytest.importorskip("ray", reason="there is no Ray in this environment: run `make night PART=verl`")
 
 ROOT = Path(__file__).parents[3]
 WITHIN_S = 1500
