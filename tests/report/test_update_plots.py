@@ -8,7 +8,7 @@ from foreroute.report.run_plots import _up_to_all, update_plots
 from foreroute.report.run_tables import describe
 from tests.report.report_runs import config, step_line, write_run
 
-FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0, "rejected_sequences": 0}}
+FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0}}
 
 
 def runs_of(tmp_path, figures, rl=()):
@@ -37,7 +37,7 @@ def test_runs_that_recorded_nothing_have_no_plots(tmp_path):
 
 
 def test_everything_that_happened_is_shown(tmp_path):
-    importance = {"effective_share": 0.5, "cut_share": 0.2, "rejected_sequences": 3}
+    importance = {"effective_share": 0.5, "cut_share": 0.2}
     folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance})
     expected = ["Effective sample size", "Clipped tokens", "Corrected tokens"]
     assert titles(folders) == expected

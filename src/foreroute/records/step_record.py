@@ -76,8 +76,6 @@ class ImportanceRecord:
     """Mean weight of the correction."""
     cut_share: Share
     """Share of tokens that the correction truncated or masked."""
-    rejected_sequences: int | None = None
-    """Responses that rejection left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +170,6 @@ class StepRecord:
     """Its standard deviation."""
     exact_share: Share | None = None
     """Share of rewards of exactly 1."""
-    reward_failures: int | None = None
-    """Responses whose reward function failed."""
     response_tokens_mean: float | None = None
     """Mean length of the responses."""
     entropy: float | None = None
@@ -184,8 +180,6 @@ class StepRecord:
     """Share of trained tokens that the clip bounds changed."""
     loss: float | None = None
     """Mean over the mini-batches."""
-    kl: float | None = None
-    """KL(policy || reference) on trained tokens, estimated."""
     tokens: int | None = None
     """Rows of the rollout's trace."""
     trained_with: Side | None = None
