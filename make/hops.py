@@ -3,7 +3,7 @@
     python -m make.hops [--json] [--way]
 
 For each piece it counts the files and functions of the package that are entered, and the moves from one file to
-another. A small number means that a reader can follow the work. Functions compiled by numba are not seen.
+another. A small number means that a reader can follow the work.
 
     save, load         a trace of two sequences, to a file and back
     replayed_forward   a session is opened, a model of four layers runs on recorded routes, the session is closed
