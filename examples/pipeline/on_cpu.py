@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from examples.megatron.on_cpu import CONFIG as CONFIG
-from examples.megatron.on_cpu import install as install
+from foreroute.testing.megatron_on_cpu import CONFIG as CONFIG
+from foreroute.testing.megatron_on_cpu import install as install
 
 
 class RMSNorm(torch.nn.RMSNorm):

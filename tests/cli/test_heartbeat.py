@@ -166,7 +166,7 @@ def test_compiling_is_said_while_it_lasts_and_not_after_it():
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 1000}}, source="test")
 
 
-def test_a_run_says_its_step_and_stage():
+def test_a_run_says_its_step_and_phase():
     record = {"step": 7, "reward_mean": 0.5, "mismatch": {}, "alarms": []}
 
     def now():
@@ -176,8 +176,8 @@ def test_a_run_says_its_step_and_stage():
         assert now() == "watched, preparing the run"
         watcher.on_warm_start(57, 1.234)
         assert now() == "watched, warm start: step 57 of 800 at most, loss 1.23, until 0.3"
-        watcher.on_stage(7, "rollout")
-        watcher.on_stage(7, "update")
+        watcher.on_phase(7, "rollout")
+        watcher.on_phase(7, "update")
         assert now() == "watched, step 7: update"
         watcher.on_step(record)
         assert now() == "watched, after step 7: saving what is due"

@@ -129,7 +129,7 @@ def test_rotary_frequencies_and_router_biases_stay_in_float32():
 
 def test_generations_that_do_not_add_up_are_refused():
     generation = sampled(EmbeddedEngine(tiny("qwen3_moe"), "float32"))
-    with pytest.raises(TraceContentError, match="log-probs for"):
+    with pytest.raises(TraceContentError, match=r"expected floats \[\d+\], one for each sampled token"):
         Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R[1:])
     with pytest.raises(TraceContentError, match="at least one token each"):
         Generation(generation.trace, generation.trace.lengths, generation.logprobs_R)

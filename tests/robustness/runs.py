@@ -187,7 +187,10 @@ def _checkpoint_bytes(rng, path):
         "model": weights,
         "optimizer": {"state": {0: {"step": torch.tensor(4.0), "exp_avg": torch.randn(3, 4, generator=seed)}}},
     }
-    return RunFolder(path).save_checkpoint(state, data="ab" * 16, keep=1).read_bytes()
+    written = RunFolder(path).save_checkpoint(state, data="ab" * 16, keep=1)
+    content = written.read_bytes()
+    written.unlink()  # a later step's would have it removed
+    return content
 
 
 def _require_state(raw, state):

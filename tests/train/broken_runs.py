@@ -15,7 +15,7 @@ from foreroute.plan import Topology
 from foreroute.planner import PlanInProgress
 from foreroute.train import experts
 from foreroute.train.loop import Trainer
-from tests.ep.transfer.faults import FaultyPeers
+from tests.ep.transfer.faults import FaultyPeers, late_nowhere_else
 from tests.train.expert_parallel_runs import run
 from tests.train.expert_parallel_steps import Steps, precise_trainer, steps_of
 
@@ -26,7 +26,8 @@ def faulty_steps(rank, config, faults):
         peers, parts, happened = trainer.execution._engine._peers, [], []
         for fault in faults:
             peers.fault, peers.happened = fault, 0
-            parts.append(steps_of(trainer, 1))
+            with late_nowhere_else(fault):
+                parts.append(steps_of(trainer, 1))
             happened.append(peers.happened)
         records, generations = zip(*[(part.records[0], part.generations[0]) for part in parts], strict=True)
         return Steps(list(records), list(generations), parts[-1].state), happened

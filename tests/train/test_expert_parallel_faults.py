@@ -26,9 +26,10 @@ from tests.train.test_expert_parallel import learned_alike
 DEADLINE_S = 1.0
 
 
-def test_late_and_damaged_replicas_leave_the_losses_as_they_are(workers):
+def test_late_and_damaged_replicas_leave_the_losses_as_they_are(workers, tmp_path):
     """A step with a damaged payload, one with a late transfer, and one without a fault."""
-    late = Fault("slow receiver", 1, "replicas of step 1, micro-step 0, routed layer 0", seconds=2 * DEADLINE_S)
+    what = "replicas of step 1, micro-step 0, routed layer 0"
+    late = Fault("slow receiver", 1, what, given_up=tmp_path / "given-up")
     faults = [Fault("corrupt", 1, "replicas of step 0"), late, None]
     config = config_of(2, paths="direct", prefetch=0, slots="shared", checksums=True, deadline_s=DEADLINE_S)
     (steps, _), (_, happened) = workers(2).run(faulty_steps, config, faults)

@@ -76,14 +76,23 @@ def run(command: Callable[[], Any]) -> NoReturn:
 def _signals() -> Iterator[list[int]]:
     """End on Ctrl-C, SIGTERM and SIGHUP by an exception, so that what is open is closed; yields the signals received.
 
-    Each signal raises once. What closes is interrupted by a second one alone. A signal that is ignored, as under nohup,
-    stays ignored.
+    Each signal raises once. What closes is interrupted by a second one alone. Python drops an exception that is raised
+    in a finalizer; such a signal comes again, a moment later. A signal that is ignored, as under nohup, stays ignored.
     """
     received: list[int] = []
+    say_dropped = sys.unraisablehook
 
     def end(number: int, frame: FrameType | None) -> None:
         received.append(number)
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if received and isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
+            again = threading.Timer(0.05, os.kill, (os.getpid(), received[-1]))
+            again.daemon = True
+            again.start()
+        else:
+            say_dropped(what)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -92,9 +101,11 @@ def _signals() -> Iterator[list[int]]:
         taken = []  # only the main thread may have handlers
     for number in taken:
         signal.signal(number, end)
+    sys.unraisablehook = dropped
     try:
         yield received
     finally:
+        sys.unraisablehook = say_dropped
         for number in taken:
             signal.signal(number, before[number])
 

@@ -91,7 +91,8 @@ class RunFolder:
         except ConfigError as error:
             raise RunFolderError(f"{path} is damaged: {error}\nRestore it from a copy") from error
         old, new = by_key(stored), by_key(config.model_dump())
-        differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+        gone = object()  # which no null is equal to
+        differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key, gone) != new.get(key, gone)]
         if changed := [key for key in differ if not key.startswith(MAY_CHANGE)]:
             raise RunFolderError(
                 f"{self.path} was started with another configuration; these keys differ: {', '.join(changed)}. "
