@@ -2,8 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# environments and compiled kernels carry the hash of what they were made from: a machine that keeps them from one clone to
-# the next, in the same place, makes anew what has changed and nothing else
+# environments and compiled kernels carry the hash of what they were made from: what has changed is made anew, and nothing else
 hash = $(shell cat $(sort $(1)) | sha256sum | cut -c 1-12)
 READY := $(VENV)/.ready-$(call hash,pyproject.toml constraints.txt)
 export OMP_NUM_THREADS = 1
