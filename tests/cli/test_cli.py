@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -125,7 +126,9 @@ def test_train_report_and_inspect(tmp_path):
 def test_a_signal_leaves_a_checkpoint_to_resume_from_and_a_page(tmp_path, number, said):
     config = config_file(tmp_path, rl={"steps": 400}, checkpoint={"every": 1000})
     command = [sys.executable, "-m", "foreroute.cli", "train", str(config), "--folder", str(tmp_path / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # who runs the tests in the background of a shell has SIGINT ignored, and children inherit that
+    heard = partial(signal.signal, number, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not metrics.exists():
