@@ -5,7 +5,7 @@ import sys
 from foreroute.errors import how_to_install
 
 LIBRARIES = ("typer", "rich", "pydantic")
-"""Of the extra "cli"."""
+"""Libraries of the extra "cli"."""
 
 
 def main() -> None:

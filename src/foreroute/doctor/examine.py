@@ -29,7 +29,7 @@ FAR = 1e-2
 TEMPERATURES = tuple(tenths / 10 for tenths in range(1, 21))
 """Those that people set."""
 LOGITS_BYTES = 1 << 26
-"""Of float32 logits that are made at once: 447 rows of a vocabulary of 150,000."""
+"""Most bytes of float32 logits at a time: 447 rows of a vocabulary of 150,000."""
 
 
 def examine(

@@ -51,7 +51,7 @@ class PlanInProgress:
         previous_LE: NDArray[np.int16],
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Of what `foreroute.planner.start` has checked."""
+        """Begin with what `foreroute.planner.start` has checked."""
         self.num_micro_steps = len(counts_MLGE)
         self.slots = topology.redundant_slots if options.replicas else 0
         self.priced_options: dict[str, str] = {}

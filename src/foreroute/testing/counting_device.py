@@ -65,7 +65,7 @@ class OnDevice(torch.Tensor):
         self.values_here = new.values_here
 
     def data_ptr(self) -> int:
-        """Of its values."""
+        """Give the address of its values."""
         return self.values_here.data_ptr()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -98,7 +98,7 @@ class OtherDevice(TorchDispatchMode):
 
 
 class _Generator(torch.Generator):
-    """Of either device: draws are the same."""
+    """A generator of either device: draws are the same."""
 
     unsaid: ClassVar[torch.device] = CPU
     said: torch.device

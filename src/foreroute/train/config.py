@@ -77,7 +77,7 @@ class WarmStartConfig(Section):
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Positive = 3e-3
-    """Of AdamW, at first."""
+    """Learning rate of AdamW, at first."""
     stop_at_loss: Positive = 0.3
     """Stop when the loss's moving average, nats per answer token, is below this."""
     aux_loss: NotNegative = 0.01
@@ -144,7 +144,7 @@ class VLLMConfig(Section):
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Further arguments of `vllm.LLM`."""
     timeout_s: Timeout = 600.0
-    """Of loading, and of each request."""
+    """Longest time of loading, and of each request."""
 
 
 class RolloutConfig(Section):
@@ -153,7 +153,7 @@ class RolloutConfig(Section):
     engine: Literal["embedded", "vllm"] = "embedded"
     """A copy of the policy in this process, or vLLM in its own."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
-    """Of the engine."""
+    """The number format of the engine."""
     vllm: VLLMConfig = VLLMConfig()
     prompts: Count = 32
     """Prompts per step."""
@@ -215,7 +215,7 @@ class RLConfig(Section):
     micro_step_tokens: Tokens = 4096
     """Tokens of one forward and backward, padding included."""
     learning_rate: Positive = 6e-4
-    """Of AdamW, after the warm-up."""
+    """Learning rate of AdamW, after the warm-up."""
     warmup_steps: Natural = 5
     """Steps over which the learning rate rises."""
     max_grad_norm: Positive = 1.0

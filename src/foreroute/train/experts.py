@@ -40,7 +40,7 @@ from foreroute.train.policy import Alone, OneProcess, PolicyExecution, Scheduled
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
 NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
-"""Of a run without a topology file, whose plans nobody prices."""
+"""The links of a run without a topology file, whose plans nobody prices."""
 
 
 def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone) -> PolicyExecution:
