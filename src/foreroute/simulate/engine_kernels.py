@@ -17,7 +17,7 @@ from foreroute.simulate.engine import PARTS
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN, BUBBLE = range(len(PARTS))
 
 FETCHING, ATTENDED, ENDED = range(3)
-"""Indices of `progress`: the next place to begin fetches for, the last that ended its attention, the last that ended."""
+"""Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
 BEGIN, FIRST, SECOND, THIRD, END = range(5)
 """Times of a pass over a cell: its begin, and the ends of its four parts in their order."""
 
