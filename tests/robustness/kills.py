@@ -195,7 +195,9 @@ class Command:
         return self._code() is None
 
     def kill_after(self, seconds, rng):
-        """Send one of the signals after so long; which, or None when it had ended by itself."""
+        """Send one of the signals so long after it began; which, or None when it had ended by itself."""
+        while self.runs() and not self._log.exists():
+            time.sleep(0.002)
         end = time.monotonic() + seconds
         while self.runs() and time.monotonic() < end:
             time.sleep(0.002)
@@ -222,8 +224,11 @@ class Command:
 
 
 def _command(arguments, log):
-    """In the forked process: what a shell and the interpreter do before the command line runs."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """In the forked process: what a shell and the entry point do before the command line runs.
+
+    The log comes last: from then on no signal falls into what multiprocessing does.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

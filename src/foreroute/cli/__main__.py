@@ -1,5 +1,6 @@
 """`foreroute`, and `python -m foreroute.cli`: the command line, where its libraries are installed."""
 
+import signal
 import sys
 
 from foreroute.errors import how_to_install
@@ -10,6 +11,8 @@ LIBRARIES = ("typer", "rich", "pydantic")
 
 def main() -> None:
     """Run the command line and exit; say what to install where a library of it is missing."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports without a traceback
     try:
         from foreroute.cli.main import main as run
     except ModuleNotFoundError as error:
