@@ -53,9 +53,6 @@ def test_what_was_saved_is_read_in_whole_and_in_part(seed, encoding, model, deci
     read = fr.load(CountedBytes(content))
     assert read.equals(expected)
     assert (read.spec, read.spec.model, read.provenance) == (trace.spec, "test", trace.provenance)
-    if decisions:  # bit for bit: 0.0 and -0.0 are equal, and not the same
-        bits = [each.gate_weights_NLK.view(np.uint32) for each in (read, expected)]
-        assert np.array_equal(*bits)
     sequences = data.draw(st.lists(st.integers(0, len(trace) - 1), max_size=5))
     layers = data.draw(st.lists(st.sampled_from(trace.spec.layers), min_size=1, unique=True))
     names = data.draw(st.lists(st.sampled_from(sorted(trace.streams)), unique=True)) if decisions else []
