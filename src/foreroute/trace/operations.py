@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, TraceContentError
-from foreroute.trace.checks import as_array, join_ranges
+from foreroute.trace.checks import as_array, join_ranges, place_of
 from foreroute.trace.container import RoutingTrace, concatenate
 
 
@@ -40,10 +40,10 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
     differing = np.flatnonzero(later.token_ids_N[shared] != earlier.token_ids_N)
     if differing.size:
         row = int(differing[0])
-        sequence = int(np.searchsorted(earlier.offsets, row, side="right") - 1)
+        sequence, position = place_of(row, earlier.offsets)
         raise BatchMismatchError(
-            f"sequence {sequence} has token {int(later.token_ids_N[shared[row]])} at position "
-            f"{row - int(earlier.offsets[sequence])}, the earlier capture has {int(earlier.token_ids_N[row])}. "
+            f"sequence {sequence} has token {int(later.token_ids_N[shared[row]])} at position {position}, the earlier "
+            f"capture has {int(earlier.token_ids_N[row])}. "
             "Send token ids, not text, from turn to turn; a rewritten history starts a new trajectory"
         )
     both = concatenate([earlier, later])
