@@ -34,12 +34,12 @@ class CellRoutes:
     ids_TK: NDArray[np.int16]
     offsets: NDArray[np.int64]
 
-    def counts_GE(self, num_experts: int) -> NDArray[np.int64]:
-        """int64 [G, E], the assignments that these routes make."""
+    def counts_GE(self, num_experts: int) -> NDArray[np.int32]:
+        """int32 [G, E], the assignments that these routes make."""
         source_T = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
         flat = (source_T[:, None] * num_experts + self.ids_TK).ravel()
         counts = np.bincount(flat, minlength=(len(self.offsets) - 1) * num_experts)
-        return counts.reshape(-1, num_experts)
+        return counts.reshape(-1, num_experts).astype(np.int32)
 
 
 def assign_picks(hosts: CellHosts, routes: CellRoutes, ranks_per_node: int) -> NDArray[np.int32]:
