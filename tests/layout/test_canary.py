@@ -22,11 +22,6 @@ def test_every_route_names_its_sample_position_and_layer(num_experts, top_k):
     assert seen.tolist() == expected
 
 
-def test_the_last_token_has_no_route():
-    trace = canary_trace([3, 1], spec_of(num_experts=64)).trace
-    assert trace.valid_N.tolist() == [True, True, False, False]
-
-
 def test_what_is_no_canary_decodes_to_nothing():
     canary = canary_trace([3, 2], spec_of(num_experts=64, top_k=3), last_absent=False)
     assert canary.stride > 1
