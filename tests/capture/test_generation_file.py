@@ -73,36 +73,6 @@ def test_prompts_are_whole_numbers_of_tokens(generation, lengths):
         Generation(generation.trace, [lengths] * len(generation), generation.logprobs_R)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "header", "message"),
-    [
-        ({"logprobs": np.zeros(3)}, {}, "logprobs is float64"),
-        ({"prompt_lengths": np.zeros(3, np.int32)}, {}, "prompt_lengths is int32"),
-        ({"sampled": np.full(3, 2, np.uint8).view(np.bool_)}, {}, "neither 0 nor 1"),
-        ({"more": np.zeros(3)}, {}, "its tensors are"),
-        ({}, {"foreroute.more": "1"}, "its metadata are"),
-        ({}, {"foreroute.generation": "2"}, "is a generation file of version 2"),
-    ],
-)
-def test_what_breaks_the_format_is_refused(tmp_path, generation, tensors, header, message):
-    path = save_generation(generation, tmp_path / "rollout.safetensors")
-    with TensorFile(path, TraceFileError) as file:
-        all_header = {**file.metadata, **header}
-        all_tensors = {**{name: file.read(name) for name in file.tensors}, **tensors}
-    forge(path, all_header, all_tensors)
-    with pytest.raises(TraceFileError, match=message):
-        load_generation(path)
-
-
-def test_what_the_system_refuses_is_one_error(tmp_path, generation):
-    path = save_generation(generation, tmp_path / "rollout.safetensors")
-    with pytest.raises(TraceFileError, match="Not a directory"):
-        save_generation(generation, path / "below")
-    for special in (tmp_path, "/dev/zero"):
-        with pytest.raises(TraceFileError, match="expected a file"):
-            load_generation(special)
-
-
 def test_a_trace_that_was_exchanged_is_refused(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
     [trace] = tmp_path.glob("*.trace.safetensors")
@@ -112,14 +82,9 @@ def test_a_trace_that_was_exchanged_is_refused(tmp_path, generation):
 
 
 def test_what_is_no_generation_is_refused(tmp_path, generation):
-    path = save_generation(generation, tmp_path / "rollout.safetensors")
+    save_generation(generation, tmp_path / "rollout.safetensors")
     with pytest.raises(TraceFileError, match="a trace file alone goes with --trace"):
         load_generation(next(tmp_path.glob("*.trace.safetensors")))
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(TraceFileError, match="not a whole safetensors file"):
-        load_generation(path)
-    with pytest.raises(TraceFileError, match="does not exist"):
-        load_generation(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", ""])
