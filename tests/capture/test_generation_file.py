@@ -5,8 +5,9 @@ import pytest
 
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
+from foreroute.capture.generation import GENERATION_FILE
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import TensorFile, checksum, tensors_to_bytes, write_atomically
+from foreroute.files import write_atomically
 from foreroute.trace import digest
 from tests.traces import random_trace
 
@@ -17,12 +18,6 @@ def generation():
     trace = trace.select(np.flatnonzero(trace.lengths > 1))
     prompts = np.ones(len(trace), np.int64)
     return Generation(trace, prompts, -np.arange(int((trace.lengths - 1).sum()), dtype=np.float32))
-
-
-def forge(path, metadata, tensors):
-    """A file with a right checksum."""
-    metadata = {key: value for key, value in metadata.items() if key != "foreroute.checksum"}
-    path.write_bytes(tensors_to_bytes({**metadata, "foreroute.checksum": checksum(metadata, tensors)}, tensors))
 
 
 def test_round_trip(tmp_path, generation):
@@ -89,9 +84,9 @@ def test_what_is_no_generation_is_refused(tmp_path, generation):
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", ""])
 def test_a_trace_is_never_looked_for_elsewhere(tmp_path, name):
-    header = {"foreroute.generation": "3", "foreroute.trace": name, "foreroute.trace_digest": ""}
     tensors = {"logprobs": np.zeros(1, np.float32), "prompt_lengths": np.ones(1, np.int64)}
-    forge(tmp_path / "g", header, {**tensors, "sampled": np.ones(2, np.bool_)})
+    tensors["sampled"] = np.ones(2, np.bool_)
+    GENERATION_FILE.write(tmp_path / "g", {"trace": name, "trace_digest": ""}, tensors, overwrite=False)
     with pytest.raises(TraceFileError, match="in the same folder"):
         load_generation(tmp_path / "g")
 
@@ -145,8 +140,8 @@ def test_log_probs_that_are_no_array_of_reals_are_refused(generation, make):
 
 def test_a_file_with_log_probs_that_cannot_be_is_refused(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
-    with TensorFile(path, TraceFileError) as file:
-        metadata, tensors = file.metadata, {name: file.read(name) for name in file.tensors}
-    forge(path, metadata, tensors | {"logprobs": np.full_like(generation.logprobs_R, 7.0)})
+    metadata, tensors = GENERATION_FILE.read(path)
+    tensors["logprobs"][:] = 7
+    GENERATION_FILE.write(path, metadata, tensors, overwrite=True)
     with pytest.raises(TraceContentError, match=r"log-probs hold 7\.0"):
         load_generation(path)
