@@ -106,23 +106,10 @@ FORGERIES = {
     "no json": (_metadata("topology", "[[[["), "no readable plan file"),
     "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
     "more ranks": (_edit_topology(num_ranks=8, ranks_per_node=1), "tokens_RG is of 4 source ranks; the topology has 8"),
-    "slots beyond int16": (_edit_topology(redundant_slots=2**15 + 1), "redundant_slots is 32769"),
-    "slots below 0": (_edit_topology(redundant_slots=-1), "redundant_slots is -1"),
     "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
-    "far more ranks": (_edit_topology(num_ranks=10**12, ranks_per_node=1), "num_ranks is 1000000000000"),
     "unknown topology": (_edit_topology(extra=3), "the topology is .* unexpected keyword argument 'extra'"),
-    "boolean slots": (_edit_topology(redundant_slots=True), "redundant_slots is True"),
     "text links": (_edit_topology(links={"node_bytes_per_s": "1"}), "the topology is .* missing 4 required"),
     "links that are none": (_edit_topology(links=3), "the topology is .*must be a mapping"),
-    "text as a link": (
-        _edit_topology(links={**vars(LINKS), "node_latency_s": "1"}),
-        "node_latency_s is '1'; expected a number",
-    ),
-    "an infinite link": (
-        _edit_topology(links={**vars(LINKS), "node_latency_s": float("inf")}),
-        "node_latency_s is inf",
-    ),
-    "a link of 0": (_edit_topology(links={**vars(LINKS), "node_latency_s": 0}), "node_latency_s is 0"),
     "a link of 400 digits": (
         _edit_topology(links={**vars(LINKS), "node_latency_s": 10**400}),
         "expected more than 0, and 3600 at most",
