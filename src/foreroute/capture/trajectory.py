@@ -31,6 +31,9 @@ class Trajectory:
             capture: the whole sequence so far, as `decode` or `RoutingTrace.from_rows` makes it; its absent rows leave
                 what is known alone.
 
+        Returns:
+            The trajectory itself.
+
         Raises:
             CaptureError: when the capture is no trace of one sequence.
             BatchMismatchError: when it does not begin with the tokens so far (text that was tokenised again).
