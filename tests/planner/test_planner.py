@@ -128,34 +128,21 @@ def test_bad_input_is_refused():
         plan(counts, topology, home_LE=np.zeros((1, 16), np.int64))
 
 
+def small_plans():
+    """What the planner decides on a few cells, as text."""
+    counts, topology = np.random.default_rng(0).integers(0, 9, (2, 2, 4, 8)), Topology(4, 2, 1, LINKS)
+    options = (PlanOptions(), PlanOptions(home_moves=2, slots="shared", tolerance=0.0))
+    found = [plan(counts, topology, each) for each in options]
+    return "".join(f"{x.home_LE.tolist()} {x.hosts.expert_R.tolist()} {x.max_load_ML.tolist()}\n" for x in found)
+
+
 def test_plans_are_the_same_without_numba():
-    work = """
-import sys
-
-import numpy as np
-
-from foreroute.plan import PlanOptions, Topology
-from foreroute.planner import plan
-from tests.plan.random_plans import LINKS
-
-counts = np.random.default_rng(0).integers(0, 9, (2, 2, 4, 8))
-topology = Topology(4, 2, 1, LINKS)
-for options in (PlanOptions(), PlanOptions(home_moves=2, slots="shared", tolerance=0.0)):
-    found = plan(counts, topology, options)
-    print(found.home_LE.tolist(), found.hosts.expert_R.tolist(), found.max_load_ML.tolist())
-"""
-    compiled, plain = (
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", work],
-            env=environment(NUMBA_DISABLE_JIT=disabled),
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for disabled in ("0", "1")
+    code = "from tests.planner.test_planner import small_plans; print(small_plans(), end='')"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    plain = subprocess.run(
+        command, env=environment(NUMBA_DISABLE_JIT="1"), cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert compiled == plain != ""
+    assert plain.stdout == small_plans() != ""
 
 
 def test_plans_are_those_of_the_record():
