@@ -215,7 +215,6 @@ def plan(
         previous_plan=previous_plan,
         previous_step=previous_step or (),
         token_budget=token_budget,
-        threads=threads,
     )
     options = PlanOptions(
         tolerance=tolerance,

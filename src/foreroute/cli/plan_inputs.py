@@ -32,7 +32,6 @@ class PlanInputs:
         previous_plan: the plan of the step before, whose homes are where the experts are now.
         previous_step: traces, or one counts file, of the step before.
         token_budget: most tokens of a rank in a micro-step, for traces.
-        threads: of counting.
     """
 
     topology: Path
@@ -41,7 +40,6 @@ class PlanInputs:
     previous_plan: Path | None = None
     previous_step: Sequence[Path] = ()
     token_budget: int | None = None
-    threads: int = 1
 
     def __post_init__(self) -> None:
         """Refuses combinations that say nothing, or two things at once."""
@@ -99,7 +97,7 @@ def read_step(inputs: PlanInputs) -> StepToPlan:
     packing, facts = None, {"input": ", ".join(str(path) for path in [*inputs.traces, inputs.counts] if path)}
     if counts is None:
         packing, facts["packing"] = _packed(traces, inputs, topology, costs)
-        counts = check_counts(packed_counts(traces, packing, threads=inputs.threads))
+        counts = check_counts(packed_counts(traces, packing))
     return StepToPlan(
         counts_MLGE=counts,
         topology=topology,
