@@ -325,6 +325,15 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, change):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)
 
 
+def test_a_checkpoint_without_optimizer_state_is_refused_where_steps_were_taken(copied):
+    """AdamW would begin its moments anew, and the run end with other bits. Before any step there is none."""
+    kept = load_checkpoint(copied.last_checkpoint())
+    copied.save_checkpoint({**kept, "optimizer": {"state": {}}}, data="", keep=9)
+    with pytest.raises(RunFolderError, match=r"step-000005.* holds no optimizer state.*remove it to use the one befo"):
+        train(small_config(rl={"steps": 6}), copied.path, resume=True)
+    assert not load_checkpoint(copied.path / "checkpoints" / "step-000000.safetensors")["optimizer"]["state"]
+
+
 def test_a_run_whose_last_update_leaves_no_numbers_ends_with_an_error(copied):
     """Its loss and gradient were finite, and no later step would look: a second moment below 0 has no root."""
     state = load_checkpoint(copied.last_checkpoint())
