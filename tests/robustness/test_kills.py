@@ -9,7 +9,7 @@ import pytest
 from tests.robustness import NIGHT
 from tests.robustness.kills import Tally, verbs
 
-STEPS, MORE = (24, {"plan": 30, "report": 30, "run": 105}) if NIGHT else (10, {"plan": 2, "report": 2, "run": 4})
+STEPS, MORE = (24, {"plan": 30, "report": 30, "run": 105}) if NIGHT else (6, {"plan": 1, "report": 1, "run": 3})
 """Steps of a run, and kills by verb: 200 by night, with those of `convert` and of runs that are started anew."""
 
 
@@ -36,7 +36,7 @@ def killed(verb, folder, kills, **how):
 @pytest.mark.parametrize(
     ("name", "kills"),
     [
-        ("convert", 30 if NIGHT else 2),
+        ("convert", 30 if NIGHT else 1),
         *(pytest.param(name, kills, marks=pytest.mark.slow) for name, kills in MORE.items()),
     ],
 )
