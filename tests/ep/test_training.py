@@ -13,47 +13,49 @@ from tests.ep import training_worker
 from tests.ep.training import MICRO_STEPS, STEPS, Case, train_alone
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
-ROWS = [
-    Case(ranks=1),
+BY_DAY = [
     Case(ranks=1, plan="static"),
-    Case(ranks=2, routing="live"),
     Case(ranks=2, routing="live", plan=1),
-    Case(ranks=2, plan=2),
     Case(ranks=2, plan=2, use_reentrant=True),
-    Case(ranks=2, plan=2, use_reentrant=False),
     Case(ranks=2, plan=3, unrouted=True),
     Case(ranks=2, plan=4, dtype=torch.float64),
-    Case(),
-    Case(plan="static"),
     Case(plan=5),
-    Case(routing="live", plan=7, use_reentrant=True),
-    Case(routing="live", use_reentrant=False),
-    Case(plan=8, unrouted=True, use_reentrant=False),
     Case(plan=9, ahead=False),
     Case(plan=10, weights="layer"),
     Case(plan=11, weights="shared", use_reentrant=True),
     Case(plan="planned"),
+    Case(plan=14, weights="late", use_reentrant=False),
+    Case(routing="crowded", plan=13),
+    Case(),
+]
+"""Every value of every axis, but for eight ranks: each row with one family in all tests, with the next in slow ones,
+and with the third by night. Families alternate, so that each meets most values."""
+MORE = [
+    Case(ranks=1),
+    Case(ranks=2, routing="live"),
+    Case(ranks=2, plan=2),
+    Case(ranks=2, plan=2, use_reentrant=False),
+    Case(plan="static"),
+    Case(routing="live", plan=7, use_reentrant=True),
+    Case(routing="live", use_reentrant=False),
+    Case(plan=8, unrouted=True, use_reentrant=False),
     Case(plan="planned", use_reentrant=True),
     Case(plan="planned", use_reentrant=False),
-    Case(plan=14, weights="late", use_reentrant=False),
     Case(routing="crowded"),
-    Case(routing="crowded", plan=13),
     Case(plan=12, dtype=torch.float64, use_reentrant=False),
     Case(ranks=8, plan=13, use_reentrant=True),
     Case(ranks=8, routing="live", plan=15, weights="shared"),
 ]
-"""Every value of every axis stands in a row; families alternate, so that each meets most of them."""
+"""With one family in slow tests, and with the others by night."""
 
 
 def sampled():
-    """Yield each row with every family: with one in all tests, with the next in slow ones, with the third by night."""
-    for number, row in enumerate(ROWS):
-        for family in FAMILIES:
-            turn = (FAMILIES.index(family) - number) % 3
-            tier = 1 + turn if row.ranks == 8 else turn
-            marks = [(), pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.exhaustive][tier]
-            case = replace(row, family=family)
-            yield pytest.param(case, marks=marks, id=case.id)
+    """Give all rows with all families, each marked with when it runs."""
+    for rows, tiers in ((BY_DAY, ((), pytest.mark.slow)), (MORE, (pytest.mark.slow,))):
+        for number, row in enumerate(rows):
+            for turn, marks in enumerate([*tiers, *[pytest.mark.exhaustive] * (3 - len(tiers))]):
+                case = replace(row, family=FAMILIES[(number + turn) % 3])
+                yield pytest.param(case, marks=marks, id=case.id)
 
 
 DRAWS = 3
