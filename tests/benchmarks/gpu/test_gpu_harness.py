@@ -16,6 +16,7 @@ from benchmarks.gpu.device import describe
 from benchmarks.gpu.page import reached
 from benchmarks.gpu.runner import PartSpec
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[3]
 SABOTEUR = """
     import importlib.abc, importlib.util, os, signal, sys, time
