@@ -129,7 +129,7 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
     execution = object.__new__(ExpertParallel)
     execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
-    execution._model = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda plan: plan)
+    execution._placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda plan: plan)
     execution._announced = {"update 0": _Announced(counts_MLGE, 0, None)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()

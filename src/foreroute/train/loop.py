@@ -45,7 +45,6 @@ from foreroute.train.objective import Tokens, coefficients, denominator, group_a
 from foreroute.train.policy import (
     Alone,
     OneProcess,
-    PolicyExecution,
     ScheduledPass,
     make_optimizer,
 )
@@ -65,7 +64,7 @@ class Trainer:
     config: TrainConfig
     task: Task
     policy: hf.RoutedTransformer
-    execution: PolicyExecution
+    execution: OneProcess
     engine: Engine
     optimizer: torch.optim.Optimizer
     step: int = 0
@@ -321,11 +320,11 @@ def make_trainer(
     task: Task,
     policy: hf.RoutedTransformer,
     engine: Engine,
-    execution: PolicyExecution | None = None,
+    execution: OneProcess | None = None,
 ) -> Trainer:
     """Make a trainer with a new optimizer; it executes in this process unless told otherwise."""
     optimizer = make_optimizer(config, policy)
-    return Trainer(config, task, policy, execution or OneProcess(policy), engine, optimizer)
+    return Trainer(config, task, policy, execution or OneProcess(policy, Alone()), engine, optimizer)
 
 
 def make_schedule(

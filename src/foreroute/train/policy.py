@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -214,26 +214,32 @@ class Alone:
         """Overwrite tensors with those of rank 0."""
 
 
-class PolicyExecution(Protocol):
-    """Runs the forwards and backwards of a policy.
+class OneProcess:
+    """Runs the forwards and backwards of a policy in this process.
 
-    `plan` announces passes; `running` is open during one of them, `micro_step` during each forward and backward of it;
-    `finish_gradients` comes before each optimizer step.
+    `experts.ExpertParallel` does so on several ranks, where most methods are collective calls. `plan` announces passes;
+    `running` is open during one of them, `micro_step` during each forward and backward of it; `finish_gradients` comes
+    before each optimizer step.
 
     Attributes:
         ranks: of the run.
     """
 
-    ranks: Alone
+    def __init__(self, policy: hf.RoutedTransformer, ranks: Alone) -> None:
+        self.ranks, self._model = ranks, policy.model
 
     def weights(self) -> Mapping[str, Tensor]:
         """Give the weights of the whole policy."""
+        return self._model.state_dict()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Give "model", the weights, and "optimizer", the "state" of its state dict, both as one process has them."""
+        return {"model": dict(self.weights()), "optimizer": {"state": optimizer.state_dict()["state"]}}
 
     def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
         """Take up what `state` gave, on these ranks or others."""
+        self._model.load_state_dict(state["model"])
+        load_optimizer_state(optimizer, state["optimizer"])
 
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
@@ -242,49 +248,22 @@ class PolicyExecution(Protocol):
 
         Experts may move to other homes for them, with what the optimizer keeps of them.
         """
-        return
 
     def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
+        return nullcontext()
 
     def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
         """Run one forward and its backward on rows that `routes` are replayed on."""
+        return nullcontext()
 
     def finish_gradients(self, max_norm: float) -> float:
         """Add up and clip the gradients of all ranks, before the optimizer steps. Returns their norm before it."""
+        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
 
     def record(self) -> ExecutionRecord | None:
         """Give what is to be recorded about the step's execution on several ranks, on the first of them."""
+        return None
 
     def close(self) -> None:
         """Give back the memory and threads that are held for it."""
-        return
-
-
-class OneProcess(PolicyExecution):
-    """The execution of one process, where there is nothing to plan and nothing to record."""
-
-    def __init__(self, policy: hf.RoutedTransformer) -> None:
-        self.ranks, self._model = Alone(), policy.model
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self._model.state_dict()
-
-    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {"model": self._model.state_dict(), "optimizer": {"state": optimizer.state_dict()["state"]}}
-
-    def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        self._model.load_state_dict(state["model"])
-        load_optimizer_state(optimizer, state["optimizer"])
-
-    def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def finish_gradients(self, max_norm: float) -> float:
-        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
-
-    def record(self) -> None:
-        return None
