@@ -290,13 +290,10 @@ def test_an_env_mask_of_another_length_is_refused(folder):
         make(folder, rollout_func=with_a_tool(TOOL, [[1, 0, 1]] * 8), max_steps=1, top_p=0.8).train()
 
 
-def test_a_release_of_trl_with_another_head_is_named(folder, monkeypatch):
+def test_a_release_of_trl_with_another_head_is_named(monkeypatch):
     monkeypatch.delattr(utils, HEAD)
-    with pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"):
-        make(folder, top_p=0.8)
-    make(folder)
     with (
-        pytest.raises(AttachError, match=f"has no trl.trainer.utils.{HEAD}"),
+        pytest.raises(AttachError, match=f"trl.trainer.utils has no {HEAD}"),
         scored_on_sampling_masks(None, None, None),
     ):
         pass

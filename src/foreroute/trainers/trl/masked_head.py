@@ -13,26 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import trl
 from numpy.typing import NDArray
 from torch import Tensor
 from trl.trainer import utils
 
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError
+from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.replay import masked_logprobs, to_device
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
 from foreroute.trainers.swapped import swapped
 
 HEAD = "_ChunkedLogProbFunction"
-
-
-def require_head() -> None:
-    """Raise `AttachError` when this release of TRL makes log-probs in another way."""
-    if not hasattr(getattr(utils, HEAD, None), "apply"):
-        raise AttachError(
-            f"TRL {trl.__version__} has no trl.trainer.utils.{HEAD}, in whose place sampling masks are replayed; "
-            "sample without top_p, top_k and min_p, or install the TRL that this foreroute was tested with"
-        )
 
 
 def masks_at(
@@ -69,12 +59,11 @@ def scored_on_sampling_masks(
         sampled: bool [B · (T - 1)], those of them whose tokens were sampled. The others are not in TRL's loss.
 
     Raises:
-        AttachError: as `require_head`.
+        AttachError: when this release of TRL makes log-probs in another way.
         ReplayError: when no log-probs were made while it was open.
         TraceContentError, BatchMismatchError: as `masked_logprobs`.
         ConfigError: for a head that is not linear.
     """
-    require_head()
     calls = 0
 
     def apply(

@@ -27,7 +27,7 @@ require_peers("torch", "megatron-core", "verl")
 
 import verl
 from megatron.core import parallel_state as mpu
-from verl.workers.config import EngineRouterReplayConfig, McoreEngineConfig
+from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
@@ -37,7 +37,7 @@ from foreroute.adapters.megatron.schedule import ReplayingStep
 from foreroute.errors import AttachError, ReplayError
 from foreroute.layout import pack
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.checks import require_api
+from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.swapped import swapped
 from foreroute.trainers.verl.passes import EnginePasses
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
@@ -45,17 +45,8 @@ from foreroute.trainers.verl.protocol import require_routed, trace_of
 from foreroute.trainers.verl.registry import take_place
 from foreroute.trainers.verl.settings import replay_of, require_supported_by_megatron
 
-METHODS = {
-    # method of MegatronEngineWithLMHead: parameters that are passed to it, by name or place
-    "initialize": (),
-    "forward_backward_batch": ("data", "loss_function", "forward_only"),
-    "forward_step": ("batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func"),
-    "eval_mode": (),
-    "get_data_parallel_group": (),
-}
 DEVICE = "cuda"
 """On others verl has an engine of other makers, which keeps its own replay."""
-FIELDS = ("router_replay", "forward_only", "tensor_model_parallel_size", "use_remove_padding")
 Step = Callable[[Iterator[Any], Any], Any]
 """verl's `forward_step(batch_iter, model)`, its other parameters bound."""
 SPLIT = "prepare_micro_batches"
@@ -235,7 +226,7 @@ def register() -> None:
     Raises:
         AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
     """
-    require_api("verl", verl, MegatronEngineWithLMHead, METHODS, config=McoreEngineConfig, fields=FIELDS)
+    require_overridden("verl", verl.__version__, MegatronRoutingReplay, MegatronEngineWithLMHead)
     if not hasattr(transformer_impl, SPLIT):
         raise AttachError(f"verl's Megatron engine splits batches elsewhere than in {SPLIT}")
     take_place(MegatronRoutingReplay, MegatronEngineWithLMHead, "megatron", device=DEVICE)
