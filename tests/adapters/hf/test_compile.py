@@ -140,6 +140,7 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     """The eager experts loop over the experts that were hit, which Dynamo cannot trace."""
     model, eager = (tiny("mixtral", num_hidden_layers=2) for _ in range(2))
