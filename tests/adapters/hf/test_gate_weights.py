@@ -7,7 +7,7 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import TraceContentError
 from foreroute.testing.models import FAMILIES, tiny
-from foreroute.trace import ENCODINGS, RoutingTrace, concatenate, load, save
+from foreroute.trace import ENCODINGS, RoutingTrace, load, save
 from tests.traces import weighted
 
 BATCH = torch.arange(1, 25).reshape(2, 12) % 45
@@ -107,35 +107,9 @@ def test_a_file_gives_back_the_weights_of_its_picks(tmp_path, encoding):
     assert torch.equal(replayed(routed, read), logits)
 
 
-def test_what_cannot_be_is_refused():
+def test_a_trace_without_them_is_refused():
     routed = hf.attach(tiny("qwen3_moe").eval())
     trace, _ = recorded(routed)
     bare = trace.without_streams("gate_weights")
     with pytest.raises(TraceContentError, match="has no gate weights to replay"):
         replayed(routed, bare)
-    with pytest.raises(TraceContentError, match="some of the traces have the stream gate_weights"):
-        concatenate([trace, bare])
-    with pytest.raises(TraceContentError, match="gate weights have shape"):
-        weighted(trace, trace.gate_weights_NLK[:-1])
-    with pytest.raises(TraceContentError, match="not all finite"):
-        weighted(trace, trace.gate_weights_NLK * np.nan)
-
-
-def test_the_weights_go_where_the_routes_go():
-    routed = hf.attach(tiny("qwen3_moe").eval())
-    trace, _ = recorded(routed)
-    sorted_ids = trace.without_pick_order()
-    for row in range(0, trace.num_rows, 5):
-        for layer in range(trace.spec.num_layers):
-            pairs = [
-                dict(zip(t.expert_ids_NLK[row, layer].tolist(), t.gate_weights_NLK[row, layer].tolist(), strict=True))
-                for t in (trace, sorted_ids)
-            ]
-            assert pairs[0] == pairs[1]
-    layers = [trace.spec.layers[2], trace.spec.layers[0]]
-    assert np.array_equal(trace.select_layers(layers).gate_weights_NLK, trace.gate_weights_NLK[:, [2, 0]])
-    parts = concatenate([trace.select([1]), trace.select([0])])
-    assert parts.equals(trace.select([1, 0]))
-    assert not parts.equals(parts.without_streams("gate_weights"))
-    longer = parts.truncated([5, 7])
-    assert np.array_equal(longer.gate_weights_NLK[5:], trace.gate_weights_NLK[:7])
