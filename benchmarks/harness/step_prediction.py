@@ -24,8 +24,7 @@ from foreroute.plan.capabilities import EXECUTES, Ability, Executor
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.cell_costs import Compute, Transfers, without_cost
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.fit import fit, predict
-from foreroute.simulate.measurements import Measurement
+from foreroute.simulate.fit import Measurement, fit, predict
 
 STAGES = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""

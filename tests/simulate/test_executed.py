@@ -135,7 +135,7 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name == "ours_rehomed")
     simulated = serve(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
     counts_CGE = counts_MLGE.reshape(-1, RANKS, 16)
-    loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.kept, counts_CGE, strict=True)]
+    loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.cells, counts_CGE, strict=True)]
     simulated_MLG = np.reshape(loads_CG, (*counts_MLGE.shape[:2], RANKS))
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
     assert loss == pytest.approx(found["static"][2], rel=1e-6)

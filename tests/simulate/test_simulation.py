@@ -86,7 +86,7 @@ def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     replica = {name: np.array([value], np.int16) for name, value in (("expert_R", 7), ("rank_R", 0), ("slot_R", 0))}
     cells = [
         cell._replace(**replica, fetched_R=np.array([True]), tokens_RG=np.zeros((1, 4), np.int32))
-        for cell in at_home.kept
+        for cell in at_home.cells
     ]
     served = ServedStep(at_home.counts_MLGE, at_home.before_LE, "shared", cells)
     group = EPGroup.of(served, step, config, *vars(cluster).values())
@@ -113,7 +113,7 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
     group = EPGroup.of(planned, step, config, cluster.topology, cluster.costs)
     group = replace(group, recompute=without_cost(group.recompute), update=without_cost(group.update))
     parts = np.zeros((2, 4))
-    for cell, (_, counts_GE) in zip(planned.kept, step.problem.cells(), strict=True):
+    for cell, (_, counts_GE) in zip(planned.cells, step.problem.cells(), strict=True):
         parts += price_cell(cell, counts_GE, cluster.topology, cluster.costs).parts_SP[:, :4]
     for run, expected in zip(group.run(), parts, strict=True):
         assert run.parts_PX[0, :4] == pytest.approx(2 * expected)  # two layers stand for four
@@ -171,7 +171,7 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
     cluster = config.described()
     problem = next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem
     forced = forced_balance(problem)
-    assert all(len(cell.expert_R) == 0 for cell in forced.kept)
+    assert all(len(cell.expert_R) == 0 for cell in forced.cells)
     for even_GE, (_, counts_GE) in zip(forced.counts_MLGE.reshape(-1, 16, 32), problem.cells(), strict=True):
         assert np.array_equal(even_GE.sum(axis=1), counts_GE.sum(axis=1))
         assert np.ptp(even_GE.sum(axis=0)) <= 1

@@ -22,8 +22,7 @@ from foreroute.planner import plan
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
 from foreroute.simulate.ep_group import forward_only, one_forward_one_backward
-from foreroute.simulate.fit import predict
-from foreroute.simulate.measurements import Measurement
+from foreroute.simulate.fit import Measurement, predict
 from tests.simulate.simulate_cases import random_work, rules
 
 RATES = {"gemm_flops_per_s": 5e10, "memory_bytes_per_s": 8e9, "layer_s": 2e-3}

@@ -82,7 +82,7 @@ def compute_of(
     prices, ranks = costs.prices(topology), topology.num_ranks
     all_to_all_ML, rows_ML2, experts_MLG2 = np.empty(shape), np.empty((*shape, 2)), np.empty((*shape, ranks, 2))
     tokens_MG = np.empty((num_micro_steps, ranks))
-    for c, cell in enumerate(served.kept):
+    for c, cell in enumerate(served.cells):
         m, layer = divmod(c, num_layers)
         counts_GE = served.counts_MLGE[m, layer]
         rows_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), prices)
@@ -190,7 +190,7 @@ def _shape(served: ServedStep) -> tuple[int, int]:
 
 def _replicas(served: ServedStep, micro_step: int, layer: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
     """The hosts of a cell that are no homes: expert, rank, and whether the plan fetches them. All are [R]."""
-    cell = served.kept[micro_step * _shape(served)[1] + layer]
+    cell = served.cells[micro_step * _shape(served)[1] + layer]
     away_R = cell.home_E[cell.expert_R] != cell.rank_R
     return cell.expert_R[away_R].astype(np.int64), cell.rank_R[away_R].astype(np.int64), cell.fetched_R[away_R]
 

@@ -12,7 +12,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import Balancer
-from foreroute.simulate.config import SimulateConfig, SweepConfig, varied
+from foreroute.simulate.config import SimulateConfig, varied
 from foreroute.simulate.engine import PARTS, Floats, StageRun
 from foreroute.simulate.ep_group import EPGroup, plan_ready
 from foreroute.simulate.methods import METHODS, PlannerPreset, ServedStep, forced_balance, not_executed, serve
@@ -87,9 +87,8 @@ def sweep(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> I
     Raises:
         ConfigError, TopologyError, CountsError: when a value makes a configuration of what cannot be.
     """
-    for key in SweepConfig.model_fields:
-        for value in getattr(config.sweep, key):
-            yield SweepRecord(key, value, simulate(varied(config, key, value), on_progress=on_progress))
+    for key, value in config.sweep.points():
+        yield SweepRecord(key, value, simulate(varied(config, key, value), on_progress=on_progress))
 
 
 def _methods(
@@ -171,7 +170,7 @@ class _Sums:
         self.moved_bytes.append(group.moved_bytes(topology, costs))
         self.planning_s.append(planning_s)
         self.home_moves_s.append(move_seconds(served.before_LE, served.home_LE, scale, topology, costs))
-        for cell, (_, counts_GE) in zip(served.kept, step.problem.cells(), strict=True):
+        for cell, (_, counts_GE) in zip(served.cells, step.problem.cells(), strict=True):
             total = int(counts_GE.sum())
             self.ratios.append(int(cell.loads_G(counts_GE).max()) / total * topology.num_ranks if total else 1.0)
             self.fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
