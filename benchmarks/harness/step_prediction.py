@@ -79,13 +79,12 @@ def predict_seconds(
 
 def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
     """Seconds of a stage on processes of this machine, which have no copy engines and take turns on its processors."""
-    topology = replace(one.step.problem.topology, links=costs.hardware.links)
-    group = EPGroup.of(one.served, one.step, config, topology, costs)
+    group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
     moved = (group.recompute, group.update)[one.stage]
     nothing = without_cost(group.recompute)
     compute = in_turns(without_overlap(group.compute, moved), os.cpu_count() or 1)
     runs = replace(group, compute=compute, recompute=nothing, update=nothing).run()
-    return float(runs[one.stage].end_P.max())
+    return runs[one.stage].end_s
 
 
 def without_overlap(compute: Compute, transfers: Transfers) -> Compute:

@@ -173,7 +173,7 @@ def test_rivals_are_told_as_they_are(factor, words):
 
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))
-    missing = ("expert-parallel ranks on several nodes", "pipeline stages")
+    missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
     found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
     assert executed(found) == f"No executor carries out any of it: it takes {', '.join(missing)}."
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
@@ -188,7 +188,7 @@ def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_p
 def test_points_of_a_sweep_that_no_executor_carries_out_are_named(tmp_path):
     points = [point for point in sweeps(("static", "ours")) if point.key in ("expert_parallel", "overlap")]
     wide = points[1].simulation
-    marked = replace(wide, methods=tuple(replace(method, not_executed=("pipeline stages",)) for method in wide.methods))
+    marked = replace(wide, methods=tuple(replace(method, not_executed=("expert data parallelism",)) for method in wide.methods))
     text = text_of(
         page(tmp_path, record(("static", "ours")), sweeps=[points[0], replace(points[1], simulation=marked)])
     )

@@ -40,7 +40,6 @@ TESTS = {
     },
     "megatron": {
         Ability.EXPERT_DATA_PARALLEL: STATIC,
-        Ability.PIPELINE: STATIC,
     },
 }
 """The test that executes each ability."""
@@ -154,7 +153,6 @@ def test_by_default_static_and_plans_of_ours_are_what_executes_and_nothing_else_
         ({"costs": {"dispatcher": "dedup"}}, {"deduplicated dispatch"}),
         ({"execution": {"overlap": 0.5}}, {"all-to-alls hidden behind compute"}),
         ({"cluster": {"gpus": 8, "expert_parallel": 4}}, {"expert data parallelism"}),
-        ({"cluster": {"gpus": 8, "expert_parallel": 4, "pipeline": 2}}, {"pipeline stages"}),
         ({"cluster": {"gpus": 4, "expert_parallel": 4}, "hardware": {"preset": "h100", "ranks_per_node": 2}},
          {"expert-parallel ranks on several nodes"}),
     ],
@@ -163,15 +161,15 @@ def test_what_no_executor_does_is_marked(change, missing):
     values = small_config().model_dump() | change
     found = simulate(parse_config(values, source="the test"))
     assert set(found["ours"].not_executed) == missing
-    # Megatron-Core runs static in groups and stages; the executor that keeps slots and fetches ahead does not
-    assert set(found["static"].not_executed) == missing - {"expert data parallelism", "pipeline stages"}
+    # Megatron-Core runs static in groups; the executor that keeps slots and fetches ahead does not
+    assert set(found["static"].not_executed) == missing - {"expert data parallelism"}
 
 
 def test_one_executor_must_do_all():
-    assert lacking({Ability.DEEP_PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
-    assert lacking({Ability.PIPELINE}) == ()
-    pipelined = small_config(gpus=8, pipeline=2, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
-    assert simulate(pipelined)["ours_traffic"].not_executed == ()
+    assert lacking({Ability.DEEP_PREFETCH, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
+    assert lacking({Ability.EXPERT_DATA_PARALLEL}) == ()
+    grouped = small_config(gpus=8, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
+    assert simulate(grouped)["ours_traffic"].not_executed == ()
 
 
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):

@@ -123,27 +123,24 @@ class ClusterConfig(Section):
     """How the GPUs are divided up."""
 
     gpus: Count
-    """In all; a multiple of `expert_parallel` times `pipeline`."""
+    """In all; a multiple of `expert_parallel`."""
     expert_parallel: Ranks
     """Neighbouring GPUs that share a layer's experts."""
-    pipeline: Count = 1
-    """Pipeline stages; 1F1B without interleaving."""
     redundant_slots: Slots = 2
     """Per GPU and layer, unless a method says otherwise."""
 
     @model_validator(mode="after")
     def _groups_fill_the_cluster(self) -> ClusterConfig:
-        size = self.expert_parallel * self.pipeline
-        if self.gpus % size:
+        if self.gpus % self.expert_parallel:
             raise ValueError(
-                f"{self.gpus} GPUs do not fill groups of {size}, expert_parallel times pipeline; use a multiple"
+                f"{self.gpus} GPUs do not fill groups of {self.expert_parallel}, expert_parallel; use a multiple"
             )
         return self
 
     @property
     def groups(self) -> int:
-        """D, data-parallel replicas of all layers, which are expert-parallel groups when there is one stage."""
-        return self.gpus // (self.expert_parallel * self.pipeline)
+        """D, expert-parallel groups, each with all layers."""
+        return self.gpus // self.expert_parallel
 
 
 class WorkloadConfig(Section):

@@ -178,9 +178,8 @@ class FitRecord:
 
 def simulated_seconds(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
     """Seconds of one measured stage by the simulator."""
-    topology = replace(one.step.problem.topology, links=costs.hardware.links)
-    runs = EPGroup.of(one.served, one.step, config, topology, costs).run()
-    return float(runs[one.stage].end_P.max())
+    group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
+    return group.run()[one.stage].end_s
 
 
 def fit(

@@ -151,7 +151,6 @@ def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tu
     asked = {
         Ability.NODES: described.topology.num_nodes > 1,
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
-        Ability.PIPELINE: cluster.pipeline > 1,
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
     }
