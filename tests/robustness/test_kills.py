@@ -22,7 +22,7 @@ def killed(verb, folder, kills, **how):
     """Until a verb was killed so often; the moments depend on the machine, and are others each time."""
     tally, seed = Tally(), random.randrange(2**32)
     for number in count():
-        if tally.kills >= kills or number == 3 * kills:
+        if tally.kills >= kills or number == 20 * kills:
             break
         target = folder / str(number)
         verb.killed(target, random.Random(f"{seed} {number}"), tally, kills - tally.kills, **how)

@@ -2,8 +2,8 @@
 
 For tests and examples alone. A machine with GPUs needs none of this, and the library does not import it.
 
-    on_cpu.install()                                     # before anything of megatron.core
-    TransformerConfig(**on_cpu.CONFIG, ...)
+    megatron_on_cpu.install()                            # before anything of megatron.core
+    TransformerConfig(**megatron_on_cpu.CONFIG, ...)
 
 Nothing that routes, dispatches, schedules or differentiates is replaced: streams, events and CUDA's random state are
 stand-ins that do nothing, `device="cuda"` reads "cpu", and two lines that gloo cannot take are put right.

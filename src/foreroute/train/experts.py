@@ -23,6 +23,7 @@ from torch import Tensor
 
 from foreroute import planner
 from foreroute.adapters.hf import RoutedTransformer, distribute
+from foreroute.adapters.hf.scoring import pad
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.ep import BatchRows
@@ -36,7 +37,7 @@ from foreroute.planner.homes import place_homes
 from foreroute.records import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
-from foreroute.train.policy import Alone, OneProcess, PolicyExecution, ScheduledPass, load_optimizer_state, pad
+from foreroute.train.policy import Alone, OneProcess, PolicyExecution, ScheduledPass, load_optimizer_state
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
 NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
