@@ -128,9 +128,11 @@ def predict_ratios(
     """By stage and case: simulated seconds of its first step over those of its second."""
     ratios: dict[str, dict[str, float]] = {stage: {} for stage in STAGES}
     for stage, of_stage in ratios.items():
-        for name, steps in cases.items():
-            first_s, second_s = predict_seconds(known, steps, stage, config).tolist()
-            of_stage[name] = round(first_s / second_s, 4)
+        asked = [one for first, second in cases.values() for one in (first, second)]
+        seconds = predict_seconds(known, asked, stage, config).reshape(-1, 2).tolist()
+        of_stage |= {
+            name: round(first_s / second_s, 4) for name, (first_s, second_s) in zip(cases, seconds, strict=True)
+        }
     return ratios
 
 

@@ -76,6 +76,7 @@ def test_tiles_say_what_no_row_says():
     assert (gap.value, gap.against.split(" at most")[0]) == tuple(map(percentage, (np.median(gap_ML), gap_ML.max())))
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
     plan, step, records = case()
     layers = (RoutedLayer(3), RoutedLayer(5))
