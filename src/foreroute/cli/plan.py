@@ -57,7 +57,7 @@ def run_plan(
     records = _others(step, baselines, console)
     with working("pricing every cell", console):
         records.append(figures_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
-        seen = facts_of(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
+        seen = facts_of(found, step.counts_MLGE, step.costs)
     console.print(shown_table(plan_table(records, seen)))
     console.print(plan_finding(records), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(found, seen, records)))
