@@ -91,42 +91,35 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face folder, its config.json, or a TOML or run of foreroute train."),
+        Path | None, typer.Option(help="Hugging Face folder, its config.json, or a run of foreroute train.")
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that run.")] = None,
-    generation: Annotated[Path | None, typer.Option(help="Trace and log-probs, by capture.save_generation.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="The engine's trace.")] = None,
-    logprobs: Annotated[Path | None, typer.Option(help="The engine's, of response tokens: .npy.")] = None,
-    prompt_lengths: Annotated[Path | None, typer.Option(help="Tokens per prompt: .npy.")] = None,
-    trainer_trace: Annotated[Path | None, typer.Option(help="Without --model: the trainer's own routes.")] = None,
-    trainer_logprobs: Annotated[Path | None, typer.Option(help="Without --model: without replay, .npy.")] = None,
-    replayed_logprobs: Annotated[Path | None, typer.Option(help="Without --model: with replay, .npy.")] = None,
+    rollout: Annotated[
+        Path | None, typer.Option(help="The engine's side: a generation (capture.save_generation) or a trace.")
+    ] = None,
+    trainer: Annotated[
+        Path | None, typer.Option(help="Without --model: the trainer's own pass, a generation or a trace.")
+    ] = None,
+    replayed: Annotated[Path | None, typer.Option(help="Without --model: its pass with replay, a generation.")] = None,
     temperature: Annotated[
         float | None, typer.Option(min=1e-3, help="Of the engine; the run's, or 1, by default.")
     ] = None,
-    weight_version: Annotated[int | None, typer.Option(help="Of the trainer; the checkpoint's by default.")] = None,
+    weight_version: Annotated[int | None, typer.Option(help="Of the trainer; the run's by default.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences to run.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
     """Diagnose trainer and engine. Says how far they differ, why, and whether R3 helps; exit code 1 for a problem."""
     from foreroute.cli.doctor import run_doctor
-    from foreroute.cli.doctor_inputs import DoctorInputs
     from foreroute.doctor import Severity
 
-    inputs = DoctorInputs(
-        model=model,
-        checkpoint=checkpoint,
-        generation=generation,
-        trace=trace,
-        logprobs=logprobs,
-        prompt_lengths=prompt_lengths,
-        trainer_trace=trainer_trace,
-        trainer_logprobs=trainer_logprobs,
-        replayed_logprobs=replayed_logprobs,
-    )
     worst = run_doctor(
-        inputs, output, temperature=temperature, weight_version=weight_version, max_sequences=max_sequences
+        model,
+        rollout,
+        trainer,
+        replayed,
+        temperature=temperature,
+        weight_version=weight_version,
+        max_sequences=max_sequences,
+        output=output,
     )
     if worst is Severity.PROBLEM:
         raise typer.Exit(1)
