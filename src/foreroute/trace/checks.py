@@ -152,19 +152,6 @@ def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArra
     return taken
 
 
-def numbers_of(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
-    """Return the columns [..., R] that a file has as planes.
-
-    Args:
-        planes: uint8 [..., bytes of R numbers], the low bytes of all R first.
-        dtype: of the numbers.
-    """
-    stored = np.dtype(dtype).newbyteorder("<")
-    split = planes.reshape(*planes.shape[:-1], stored.itemsize, -1)
-    numbers: NDArray[Any] = np.ascontiguousarray(split.swapaxes(-1, -2)).view(stored)[..., 0].astype(dtype, copy=False)
-    return numbers
-
-
 def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
     """Return the sequence that a packed row belongs to, and its position there; `offsets` int64 [S + 1]."""
     sequence = int(np.searchsorted(offsets, row, side="right")) - 1

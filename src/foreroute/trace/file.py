@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.files import FileFormat, SeekableFile, TensorFile, TensorSchema, parse_json
-from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges, numbers_of
+from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, spec_from
@@ -226,6 +226,14 @@ def _planes(columns: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
         split = stored.view(np.uint8).reshape(*numbers.shape, numbers.itemsize)
         planes.append(np.ascontiguousarray(split.swapaxes(-1, -2)).reshape(-1))
     return np.concatenate(planes) if len(planes) > 1 else planes[0]
+
+
+def _numbers(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
+    """Return the columns [..., R] whose planes these are, uint8 [..., bytes of R numbers]."""
+    stored = np.dtype(dtype).newbyteorder("<")
+    split = planes.reshape(*planes.shape[:-1], stored.itemsize, -1)
+    numbers: NDArray[Any] = np.ascontiguousarray(split.swapaxes(-1, -2)).view(stored)[..., 0].astype(dtype, copy=False)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -430,19 +438,20 @@ def _read_chunks(
     for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
         contents = _read_frames(file, header, chunk, needed)
         numbers, validity = np.split(contents[0], [8 * (b - a)])
-        tokens[a:b], versions[a:b] = numbers_of(numbers.reshape(2, -1), np.int32)
+        tokens[a:b], versions[a:b] = _numbers(numbers.reshape(2, -1), np.int32)
         if validity.max() > 1:
             raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
         valid[a:b] = validity
         _refuse_false_rows(tokens[a:b], versions[a:b], valid[a:b])
         planes = np.concatenate([contents[i] for i in 1 + positions], out=routes[: len(positions) * size * (b - a)])
-        columns_LKR = numbers_of(planes.reshape(spec.num_layers, spec.top_k, -1), spec.id_dtype)
+        columns_LKR = _numbers(planes.reshape(spec.num_layers, spec.top_k, -1), spec.id_dtype)
         if not header.as_sets:
             ids_NLK[a:b] = columns_LKR.transpose(2, 0, 1)
         elif not put_sets(columns_LKR, valid[a:b], spec.num_experts, words_NLW[a:b]):
             raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
         for name, stream in streams.items():
-            parts[name].append(stream.from_contents([contents[frame] for frame in frames[name]], valid[a:b]))
+            of_frames = (_columns(contents[frame], stream, b - a) for frame in frames[name])
+            parts[name].append(stream.from_contents(of_frames, valid[a:b]))
     if not header.as_sets:
         if ids_NLK[~valid].any():
             raise TraceContentError("a row without a route has ids; expected zeros")
@@ -474,3 +483,15 @@ def _read_frames(file: TensorFile, header: TraceHeader, chunk: int, needed: NDAr
                 raise TraceContentError(f"frame {frame} of chunk {chunk} is not what was written ({error})") from error
             contents[frame] = np.frombuffer(content, np.uint8)
     return contents
+
+
+def _columns(content: NDArray[np.uint8], stream: Stream, rows: int) -> list[NDArray[Any]]:
+    """Return the columns of numbers that a frame of a stream holds.
+
+    Raises: `TraceContentError` when it has more or fewer bytes than its rows take.
+    """
+    size = stream.number.itemsize
+    lengths = stream.column_lengths(rows, len(content) // size)
+    if min(lengths) < 0 or size * sum(lengths) != len(content):
+        raise TraceContentError(f"{stream.kind} of {rows} rows have {len(content)} bytes; expected {size} per number")
+    return [_numbers(part, stream.number) for part in np.split(content, size * np.cumsum(lengths)[:-1])]

@@ -7,7 +7,7 @@ byte, and hardly compress, so that they are recorded on request alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.checks import as_array, numbers_of
+from foreroute.trace.checks import as_array
 from foreroute.trace.spec import RoutingSpec
 
 GATE_WEIGHTS = "gate_weights"
@@ -32,6 +32,7 @@ class GateWeights:
     """
 
     kind: ClassVar[str] = "weights"
+    number: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
 
     valid_N: NDArray[np.bool_]
     values_NLK: NDArray[np.float32]
@@ -131,20 +132,22 @@ class GateWeights:
         """Return the frames of a chunk that are read with the routed layers at these positions."""
         return positions
 
-    def from_contents(self, contents: Sequence[NDArray[np.uint8]], valid_R: NDArray[np.bool_]) -> GateWeights:
-        """Return the rows of a chunk from what the frames of some layers hold: planes of what `contents` returned.
+    def column_lengths(self, rows: int, count: int) -> list[int]:
+        """Return the lengths of the columns that a frame has: K of them.
+
+        What the frame holds must be as long as they are together.
+        """
+        return [rows] * int(self.values_NLK.shape[2])
+
+    def from_contents(self, contents: Iterable[list[NDArray[Any]]], valid_R: NDArray[np.bool_]) -> GateWeights:
+        """Return the rows of a chunk from what `contents` returned for some layers.
 
         Raises:
-            TraceContentError: when there are more or fewer bytes than the rows take, a weight is not finite, or stands
-                in a row without a route.
+            TraceContentError: when a weight is not finite, or stands in a row without a route.
         """
         values_RLK = np.empty((len(valid_R), *self.values_NLK.shape[1:]), np.float32)
-        for layer, content in enumerate(contents):
-            if len(content) != values_RLK[:, layer].nbytes:
-                raise TraceContentError(
-                    f"gate weights of {len(valid_R)} rows have {len(content)} bytes; expected 4 per number"
-                )
-            values_RLK[:, layer] = numbers_of(content.reshape(values_RLK.shape[2], -1), np.float32).T
+        for layer, columns in enumerate(contents):
+            values_RLK[:, layer] = np.stack(columns, axis=1)
         weights = GateWeights(valid_R, values_RLK)
         weights.check_finite()
         return weights

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges, numbers_of, take_ranges
+from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges, take_ranges
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, RoutingSpec, as_layers, layers_from, whole_number
 
@@ -46,6 +46,7 @@ class DecisionStream:
     """
 
     kind: ClassVar[str] = "sets"
+    number: ClassVar[np.dtype[Any]] = np.dtype(np.uint32)
 
     num_choices: int
     valid_N: NDArray[np.bool_]
@@ -269,19 +270,21 @@ class DecisionStream:
         """Return the frames of a chunk that are read with the routed layers at these positions: all."""
         return np.arange(self.depth)
 
-    def from_contents(self, contents: Sequence[NDArray[np.uint8]], valid_R: NDArray[np.bool_]) -> DecisionStream:
-        """Return the rows of a chunk from what its frames hold: planes of what `contents` returned.
+    def column_lengths(self, rows: int, count: int) -> list[int]:
+        """Return the lengths of the columns that a frame of `count` numbers has: sizes, then gaps.
+
+        A length is negative when the frame is too short for its rows.
+        """
+        return [rows, count - rows]
+
+    def from_contents(self, contents: Iterable[list[NDArray[Any]]], valid_R: NDArray[np.bool_]) -> DecisionStream:
+        """Return the rows of a chunk from what `contents` returned.
 
         Raises:
             TraceContentError: when there can be no such sets.
         """
         sizes_DR, sets_of = [], []
-        for content in contents:
-            if len(content) % 4 or len(content) < 4 * len(valid_R):
-                raise TraceContentError(
-                    f"sets of {len(valid_R)} rows have {len(content)} bytes; expected 4 per number, and a size for each"
-                )
-            sizes_R, gaps = (numbers_of(part, np.uint32) for part in np.split(content, [4 * len(valid_R)]))
+        for sizes_R, gaps in contents:
             counts_R = np.maximum(sizes_R.astype(np.int64) - 1, 0)
             if int(counts_R.sum()) != len(gaps):
                 raise TraceContentError(f"sets of {int(counts_R.sum())} ids by their sizes have {len(gaps)}")
@@ -303,7 +306,7 @@ class DecisionStream:
 
 
 Stream = DecisionStream | GateWeights
-"""Any stream. `contents`, `frames` and `from_contents` are what a file asks of it."""
+"""Any stream. `contents`, `frames`, `column_lengths` and `from_contents` are what a file asks of it."""
 KINDS: dict[str, type[DecisionStream] | type[GateWeights]] = {each.kind: each for each in (DecisionStream, GateWeights)}
 """The class of each kind, by its name in a file."""
 
