@@ -142,9 +142,7 @@ NOT_READ = {
         INDEXERS,
         "base64 of int32",
     ),
-    "no base64": (sglang("!"), INDEXERS, "are not base64"),
     "half": (sglang(drawn(2)[:-1]), INDEXERS, "expected 11 rows of 3 a layer"),
-    "of the pool": (sglang(drawn(2) + 100), INDEXERS, "SGLANG_DSA_FUSE_TOPK=0"),
 }
 
 

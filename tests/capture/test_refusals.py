@@ -133,8 +133,6 @@ def test_missing_and_contradicting_tokens():
     refused(wires.sglang(r), r, "does not carry the tokens of sequence 0", token_ids=None)
     refused(wires.vllm_narrow(r), r, "carries 12 tokens that differ from the 11", token_ids=r.tokens[:-1])
     refused([wires.sglang(r)] * 2, r, "got token_ids of 1 sequences for the routes of 2", token_ids=[r.tokens])
-    refused(wires.sglang(r), r, "the tokens of sequence 0 is <U21", token_ids=[*r.tokens[:-1], "x"])
-    refused(wires.sglang(r), r, "expected token ids", token_ids=[*r.tokens[:-1], -1])
 
 
 def test_a_start_behind_the_tokens():
@@ -211,11 +209,6 @@ def test_raw_bytes_of_another_type_than_int32(dtype):
     r = wires.rollout(RNG, prompt=8, response=5)
     text = base64.b64encode(r.all_layers().astype(dtype).tobytes()).decode()
     refused(raw(text), r, "without a shape|layers; expected|the spec says is dense|holds ids from")
-
-
-def test_weight_version_out_of_range():
-    r = wires.rollout(RNG)
-    refused(wires.vllm_narrow(r), r, "weight_version is 4294967296", weight_version=1 << 32)
 
 
 @pytest.mark.parametrize("layers", [1, 4])

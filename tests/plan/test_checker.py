@@ -8,7 +8,6 @@ import pytest
 from foreroute.errors import PlanError
 from foreroute.plan import Hosts, PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.planner import plan
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
 
 
@@ -25,22 +24,6 @@ def test_corners_pass(shape):
     verify(random_plan(counts, Topology(shape[2], 1, 1, LINKS)), counts)
     empty = np.zeros(shape, np.int64)
     verify(random_plan(empty, Topology(shape[2], 1, 1, LINKS)), empty)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        PlanOptions(tolerance=0.0),
-        PlanOptions(slots="shared"),
-        PlanOptions(replicas=False),
-        PlanOptions(locality=False, threads=2),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("slots", [0, 1, 3])
-def test_plans_of_the_planner_pass(options, slots):
-    counts = random_counts(slots, (4, 2, 8, 16), most=200)
-    verify(plan(counts, Topology(8, 4, slots, LINKS), options), counts, options)
 
 
 def _changed(plan, name, place, value):

@@ -21,7 +21,7 @@ from foreroute.plan.counts import (
     save_counts,
 )
 from foreroute.simulate.workload import WORKLOADS
-from foreroute.trace.operations import add_assignments
+from foreroute.trace.operations import add_assignments, count_assignments
 from tests.traces import mixed_trace, random_trace
 
 
@@ -57,6 +57,15 @@ def test_counts_of_several_traces_match_a_loop(seed, wide):
     counts = packed_counts(traces, packing)
     assert counts.dtype == np.int32
     np.testing.assert_array_equal(counts, loop(traces, packing))
+    first = packed_counts(traces[0], Packing(packing.micro_step_S[: len(traces[0])], *alone(traces[0])))
+    counted = count_assignments(traces[0], packing.micro_step_S[: len(traces[0])])
+    np.testing.assert_array_equal(counted, first[: len(counted), :, 0])
+    assert not first[len(counted) :].any()
+
+
+def alone(trace):
+    """Ranks, the number of micro-steps and that of ranks, for all sequences on one rank."""
+    return np.zeros(len(trace), np.int32), 3, 1
 
 
 def test_gaps_and_empty_sequences_do_not_count():

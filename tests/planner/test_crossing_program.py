@@ -9,6 +9,7 @@ from benchmarks.harness.planner_oracles import CellHosts, best_split, cross_node
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from tests.plan.random_plans import LINKS, random_plan
+from tests.planner.test_replicas import least_load
 
 NODE_G = np.array([0, 0, 1, 1])
 
@@ -62,14 +63,11 @@ def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not():
 
 
 def test_the_best_split_of_a_plan_is_that_of_each_of_its_cells():
-    """By minimum cuts: for some set of ranks, what only they host, per rank."""
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 30, (2, 3, 4, 8))
     topology = Topology(4, 2, 2, LINKS)
     found = random_plan(counts, topology)
     for (m, layer), best in np.ndenumerate(best_split(counts, found)):
         cell, loads_E = found.cell(m, layer), counts[m, layer].sum(axis=0)
-        hosts_E = [{cell.home_E[e], *cell.rank_R[cell.expert_R == e]} for e in range(8)]
-        sets = [set(s) for n in range(1, 5) for s in itertools.combinations(range(4), n)]
-        inside = [sum(w for w, hosts in zip(loads_E, hosts_E, strict=True) if hosts <= s) for s in sets]
-        assert best == max(-(-w // len(s)) for w, s in zip(inside, sets, strict=True))
+        ranks_E = [{int(cell.home_E[e]), *cell.rank_R[cell.expert_R == e].tolist()} for e in range(8)]
+        assert best == least_load(loads_E, [sum(1 << g for g in ranks) for ranks in ranks_E], 4)

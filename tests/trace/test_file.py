@@ -177,13 +177,6 @@ def test_parts_that_are_not_there_are_refused(tmp_path):
         fr.load(path, streams=["masks"])
 
 
-@pytest.mark.parametrize("sequences", [[False, False, True], [0.9, 1.7], ["0"], [None], [[0], [0, 1]]])
-def test_masks_and_fractions_select_no_sequences(tmp_path, sequences):
-    path = fr.save(synthetic_trace(spec_of(), [3, 4, 5], seed=0), tmp_path / "t")
-    with pytest.raises(TraceContentError, match="sequences is"):
-        fr.load(path, sequences=sequences)
-
-
 @pytest.mark.usefixtures("small_chunks")
 def test_a_part_is_checked_and_the_rest_is_not_read():
     trace = with_decisions(synthetic_trace(spec_of(), [8, 8, 8], seed=1), 1)
