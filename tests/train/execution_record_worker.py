@@ -14,7 +14,6 @@ import torch.distributed as dist
 from foreroute.adapters.hf.scoring import response_log_probs
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.planner import PlanInProgress
 from foreroute.train import experts
 from tests.train.expert_parallel_steps import precise_trainer, steps_of
 
@@ -98,26 +97,6 @@ def steps_with_slow_plans(rank, config, plan_s, forward_s):
 
     with (
         mock.patch.object(experts.planner, "start", slow_plan),
-        mock.patch("foreroute.train.loop.response_log_probs", slow_forward),
-        precise_trainer(config) as trainer,
-    ):
-        return steps_of(trainer, 1)
-
-
-def steps_with_slow_blocks(rank, config, block_s, forward_s):
-    """One step, with a planner that takes so long for each block but the first, and forwards as `slow_forward`."""
-    add = PlanInProgress.add
-
-    def slow_add(self, hosts, figures_ML2, begin, layer):
-        time.sleep(block_s if begin else 0)
-        add(self, hosts, figures_ML2, begin, layer)
-
-    def slow_forward(*args, **options):
-        time.sleep(forward_s if options else 0)
-        return response_log_probs(*args, **options)
-
-    with (
-        mock.patch.object(PlanInProgress, "add", slow_add),
         mock.patch("foreroute.train.loop.response_log_probs", slow_forward),
         precise_trainer(config) as trainer,
     ):

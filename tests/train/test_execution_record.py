@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from foreroute.records import parse_step, to_json
-from tests.train.execution_record_worker import (
-    metered_steps,
-    steps_with_slow_blocks,
-    steps_with_slow_plans,
-)
+from tests.train.execution_record_worker import metered_steps, steps_with_slow_plans
 from tests.train.expert_parallel_steps import config_of
 from tests.train.small_runs import SIZES
 
@@ -119,12 +115,3 @@ def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
     assert record["planning_s"] >= 2 * plan_s
     # counting, and starting the thread, take from the first half second
     assert 0.5 * plan_s < record["exposed_planning_s"] < record["planning_s"] - 0.5 * plan_s
-
-
-def test_later_micro_steps_are_planned_while_the_first_run(workers):
-    """Every block but the first takes longer to plan than everything else, and no longer than a forward."""
-    block_s, forward_s = 0.6, 1.2
-    steps, *_ = workers(RANKS).run(steps_with_slow_blocks, config_of(RANKS), block_s, forward_s)
-    record = steps.records[0]["execution"]
-    assert record["planning_s"] >= 2 * block_s
-    assert record["exposed_planning_s"] < block_s

@@ -47,16 +47,17 @@ def is_ours_or_gone(process):
     return process == os.getpid()
 
 
-def train(rank, plan, options, fault, *, spoil=None):
-    """One recompute and one update under a fault, beside one process that has all experts."""
+def train(rank, plan, options, fault, *, spoil=None, from_update=False):
+    """One recompute and one update under a fault, or the update alone, beside one process that has all experts."""
     group = peers(kind=FaultyPeers)
-    group.fault, group.happened = fault, 0
+    group.fault, group.happened = None if from_update else fault, 0
     engine, homes = make_engine(plan, rank, options, kind=FaultyPeers)
     if spoil is not None:
         spoil(rank, engine)
     with late_nowhere_else(fault):
         with torch.no_grad():
             recompute = summed(run_step(engine, plan, homes, rank, updating=False))
+        group.fault = fault
         update = summed(run_step(engine, plan, homes, rank))
     everything = all_experts(plan)
     wanted = reference(plan, everything)
@@ -125,24 +126,7 @@ def test_what_tokens_were_sent_to_is_sent_again(workers):
 
 
 def refetch_under(rank, plan, options, fault):
-    """The fault begins after the first recompute."""
-    group = peers(kind=FaultyPeers)
-    group.fault, group.happened = None, 0
-    engine, homes = make_engine(plan, rank, options, kind=FaultyPeers)
-    with torch.no_grad():
-        run_step(engine, plan, homes, rank, updating=False)
-    group.fault = fault
-    update = summed(run_step(engine, plan, homes, rank))
-    group.fault = None
-    everything = all_experts(plan)
-    wanted = reference(plan, everything)
-    engine.close()
-    return {
-        "loss": abs(update / wanted - 1),
-        "grad": largest_difference(plan, homes, rank, everything),
-        "at_home": [(r.cell, r.at_home_because) for r in engine.take_records() if r.at_home_because],
-        "happened": group.happened,
-    }
+    return train(rank, plan, options, fault, from_update=True)
 
 
 def test_a_corrupt_gradient_is_sent_again(workers):
