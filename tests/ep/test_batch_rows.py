@@ -1,12 +1,14 @@
-"""Which rows a plan counts."""
+"""Which rows a plan counts, on one rank and over all."""
 
 import numpy as np
 import pytest
 
 import foreroute as fr
+from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.errors import CountsError
 from foreroute.trace import RoutedLayer, RoutingSpec
+from tests.ep.training import Case, policy
 
 SPEC = RoutingSpec(4, 2, (RoutedLayer(0), RoutedLayer(1)))
 
@@ -42,3 +44,17 @@ def test_a_rank_without_sequences_brings_padding_alone():
     assert rows.sent_N.tolist() == [False, False]
     assert rows.routed_LE.tolist() == [[0] * 4] * 2
     assert rows.all_planned
+
+
+COUNTS_MLGE = np.arange(2 * 3 * 2 * 8).reshape(2, 3, 2, 8)
+"""Of two micro-steps, the three layers of the policy, two ranks and its eight experts."""
+
+
+def gathered(rank):
+    placed = hf.distribute(policy(Case(ranks=2, plan=0)), timeout_s=20)
+    return placed.gather_counts([counts_LGE[:, rank] for counts_LGE in COUNTS_MLGE])
+
+
+def test_every_rank_gets_the_counts_of_all(workers):
+    for found_MLGE in workers(2).run(gathered):
+        np.testing.assert_array_equal(found_MLGE, COUNTS_MLGE)

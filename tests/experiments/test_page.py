@@ -219,43 +219,6 @@ def test_claims_about_loads_follow_from_bounds_and_comparisons():
     assert row == ["8", "2", "0.052", "0.112", "0.102", "0.302", "1.5", "1.5", "1.5"]
 
 
-def test_claims_about_noise_long_runs_and_base_starts_are_decided_by_their_arms():
-    done = results_of(grid())
-    for name, one in done.items():
-        if name.startswith("J/none"):
-            one["figures"]["collapsed_at"] = 100
-        if name.startswith("K/R3"):
-            one["figures"]["reward_last"] += 0.1 + 0.001 * (one["seed"] % 2)
-        if name.startswith("I/fp8"):
-            one["figures"]["sampled"]["k3"] = 0.5
-    found = {row.claim: row.verdict for row in claims(Arms(done))}
-    for claim, expected in {
-        "One engine chooses other experts in another pass (the same batches again, bfloat16; R3 paper)": "not shown",
-        "One engine chooses other experts in another pass (chunked prefill, bfloat16; R3 paper)": "holds",
-        "The mismatch with the trainer is larger than the engine's own noise (token by token, bfloat16)": "holds",
-        "The mismatch with the trainer is larger than the engine's own noise (token by token, fp8)": "the opposite",
-        "R3 leaves less than the engine's own noise (token by token, bfloat16)": "holds",
-        "Without R3 the mismatch grows through RL (8 mini-batches, 400 steps)": "holds",
-        "R3 prevents collapse (8 mini-batches, 400 steps)": "holds",
-        "R3 prevents collapse (8 mini-batches, base start)": "not shown",
-        "Ten times the steps raise the reward (8 mini-batches, 400 steps)": "not shown",
-        "R3 raises the reward (8 mini-batches, base start)": "holds",
-        "Mismatch costs reward (8 mini-batches, base start)": "not shown",
-        "A base start has more mismatch than a supervised one (fp8, base start)": "not shown",
-    }.items():
-        assert found[claim] == expected, claim
-    noise_rows = {row[0]: row[1:] for row in table("noise", Arms(done))}
-    assert noise_rows["the trainer, R3"][:2] == ["-", "0.00012"]
-    assert noise_rows["the engine, chunked prefill"][:2] == ["0.12 %", "0.0012"]
-    assert noise_rows["the engine, the same batches again"] == ["0 %", "0"] * 4
-    assert noise_rows["the engine, other neighbours in a batch"][-2:] == ["-", "-"], "of vLLM there is no such pass"
-    runs = {row[0]: row[1:] for row in table("later", Arms(done))}
-    assert len(runs) == 6
-    assert runs["`J/none`"][0] == "0.5"
-    assert runs["`J/none`"][3:] == ["3.3", "25 %", "3/3"]
-    assert runs["`K/none`"][-1] == "0/5"
-
-
 def test_tables_hold_means_over_seeds():
     done = results_of(grid())
     row = next(row for row in table("static", Arms(done)) if row[:3] == ["MoE", "bfloat16", "none"])

@@ -1,18 +1,112 @@
-"""What several ranks record of a step: each figure against what the processes exchanged, or counted anew."""
+"""What several ranks record of a step: each figure against what the processes exchanged, or counted anew.
+
+Steps run beside meters of what the processes really exchange, set where it leaves and arrives.
+"""
 
 import json
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from foreroute.adapters.hf.scoring import response_log_probs
+from foreroute.ep.transfer.host_memory import HostMemory
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.records import parse_step, to_json
-from tests.train.execution_record_worker import (
-    metered_steps,
-    steps_with_slow_blocks,
-    steps_with_slow_plans,
-)
-from tests.train.expert_parallel_steps import config_of
+from foreroute.train import experts
+from tests.train.expert_parallel_steps import config_of, precise_trainer, steps_of
 from tests.train.small_runs import SIZES
+
+LOCK = threading.Lock()
+
+
+@dataclass
+class Meters:
+    """Of one rank.
+
+    Attributes:
+        rows: received in each all-to-all, in order.
+        arrived: bytes by "host", "fetching" and "returning".
+        planned: what the planner was given and what it made, in order.
+    """
+
+    rows: list = field(default_factory=list)
+    arrived: dict = field(default_factory=dict)
+    planned: list = field(default_factory=list)
+
+    def add(self, way, num_bytes):
+        # transfers arrive in threads
+        with LOCK:
+            self.arrived[way] = self.arrived.get(way, 0) + num_bytes
+
+
+def metered_steps(rank, config, count):
+    meters = Meters()
+    with precise_trainer(config) as trainer, metering(meters):
+        return steps_of(trainer, count), meters
+
+
+@contextmanager
+def metering(meters):
+    exchange_rows, begin, row = dist.all_to_all_single, PeerGroup.begin, HostMemory.row
+    start_plan = experts.planner.start
+    in_making = []
+
+    def seen_rows(arrived, sent, receive_G, *rest, **options):
+        meters.rows.append(sum(receive_G))
+        return exchange_rows(arrived, sent, receive_G, *rest, **options)
+
+    def seen_messages(self, sends, receives, what):
+        receives = list(receives)
+        meters.add(what.split()[0], sum(message.tensor.nbytes for message in receives))
+        return begin(self, sends, receives, what)
+
+    def seen_row(self, *args):
+        found = row(self, *args)
+        meters.add("host", found.nbytes)
+        return found
+
+    def seen_plan(counts_MLGE, *given, **options):
+        in_making.append((counts_MLGE, start_plan(counts_MLGE, *given, **options)))
+        return in_making[-1][1]
+
+    with ExitStack() as stack:
+        for place, name, seen in (
+            (dist, "all_to_all_single", seen_rows),
+            (PeerGroup, "begin", seen_messages),
+            (HostMemory, "row", seen_row),
+            (experts.planner, "start", seen_plan),
+        ):
+            stack.enter_context(mock.patch.object(place, name, seen))
+        yield
+        meters.planned += [(counts_MLGE, progress.result()) for counts_MLGE, progress in in_making]
+
+
+def steps_with_slow_plans(rank, config, plan_s, forward_s):
+    """One step, with a planner and a recompute that take at least so long."""
+
+    start_plan = experts.planner.start
+
+    def slow_plan(*args, **options):
+        time.sleep(plan_s)
+        return start_plan(*args, **options)
+
+    def slow_forward(*args, **options):
+        time.sleep(forward_s if options else 0)
+        return response_log_probs(*args, **options)
+
+    with (
+        mock.patch.object(experts.planner, "start", slow_plan),
+        mock.patch("foreroute.train.loop.response_log_probs", slow_forward),
+        precise_trainer(config) as trainer,
+    ):
+        return steps_of(trainer, 1)
+
 
 RANKS, LAYERS, TOP_K, EXPERTS = 2, SIZES["num_hidden_layers"], SIZES["num_experts_per_tok"], SIZES["num_experts"]
 # gate and up, and down, in float64
@@ -119,12 +213,3 @@ def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
     assert record["planning_s"] >= 2 * plan_s
     # counting, and starting the thread, take from the first half second
     assert 0.5 * plan_s < record["exposed_planning_s"] < record["planning_s"] - 0.5 * plan_s
-
-
-def test_later_micro_steps_are_planned_while_the_first_run(workers):
-    """Every block but the first takes longer to plan than everything else, and no longer than a forward."""
-    block_s, forward_s = 0.6, 1.2
-    steps, *_ = workers(RANKS).run(steps_with_slow_blocks, config_of(RANKS), block_s, forward_s)
-    record = steps.records[0]["execution"]
-    assert record["planning_s"] >= 2 * block_s
-    assert record["exposed_planning_s"] < block_s

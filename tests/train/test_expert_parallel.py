@@ -6,6 +6,7 @@ import torch
 
 from foreroute.errors import ConfigError
 from foreroute.train import RunFolder
+from foreroute.train.config import RLConfig
 from tests.train.expert_parallel_runs import path_of
 from tests.train.expert_parallel_steps import config_of, dense_elements, parallel_steps, steps_alone, steps_without_sums
 from tests.train.small_runs import SIZES, same_state
@@ -34,6 +35,21 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         if moves == 4:
             assert execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(
+    "rl",
+    [
+        {"method": "gspo", "correction": {"kind": "tis", "high": 1.01}},
+        pytest.param({"routing": "R3+weights", "router": "frozen"}, marks=pytest.mark.slow),
+    ],
+    ids=["gspo", "gate weights"],
+)
+def test_means_over_sequences_corrections_and_gate_weights_are_those_of_one_process(workers, rl):
+    config = config_of(2).model_copy(update={"rl": RLConfig(micro_step_tokens=96, **rl)})
+    for record in learn_alike(workers, config):
+        assert 0 < record["importance"]["effective_share"] < 1
+        assert (0 < record["importance"]["cut_share"] < 1) == ("correction" in rl)
 
 
 def test_a_run_that_goes_on_has_its_homes_again(workers, tmp_path):

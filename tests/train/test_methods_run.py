@@ -2,10 +2,7 @@
 
 import json
 import math
-import re
-import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +10,11 @@ import torch
 
 from foreroute.mismatch import Signals, alarms
 from foreroute.records import parse_step
-from foreroute.train import parse_config
 from foreroute.train.chain import ChainTask
 from foreroute.train.config import METHODS
 from foreroute.train.policy import ScheduledPass
-from tests.train.small_runs import SIZES, random_rewards, small_config, small_values, trainer_of
+from tests.train.small_runs import SIZES, random_rewards, small_config, trainer_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 DISAGREEING = {"rollout": {"precision": "fp8"}}
 ALL = ScheduledPass("recompute", 0, [np.arange(24)])
 
@@ -146,29 +141,3 @@ def test_all_ranks_are_dealt_from_one_list_of_prompts():
         prompts.append([generation.trace.tokens(s)[:n].tolist() for s, n in enumerate(generation.prompt_lengths)])
     assert prompts[0] == prompts[1] + prompts[2]
     assert prompts[1] != prompts[2]
-
-
-def blocks():
-    return re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.mark.parametrize("block", blocks(), ids=lambda block: block.strip().splitlines()[0])
-def test_a_configuration_of_the_page_runs(block):
-    given = tomllib.loads(block)
-    base = small_values(task={"max_operands": 2}, rollout={"prompts": 2})
-    for name, section in given.items():
-        base[name] = {**base.get(name, {}), **section}
-    config = parse_config(base, source="the page")
-    _, record = trainer_of(config).run_step()
-    assert np.isfinite(record["loss"])
-    assert record["grad_norm"] > 0
-
-
-def test_the_page_shows_every_method_correction_and_routing():
-    shown = "\n".join(blocks())
-    for text in (
-        *(f'method = "{method}"' for method in METHODS),
-        *(f'routing = "{routing}"' for routing in ("none", "R2", "R3", "R3+weights")),
-        *('kind = "tis"', 'router = "frozen"'),
-    ):
-        assert text in shown

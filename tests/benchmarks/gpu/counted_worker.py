@@ -44,7 +44,7 @@ def main():
     torch.set_num_threads(1)
     part = Part("cost", torch.device("cpu"), False, time.monotonic() + 600, Path(sys.argv[1]))
     cost.run(part)
-    found = {"toys": toys(), "figures": part.figures, "checks": part.checks}
+    found = {"toys": toys(), "figures": part.figures}
     part.file.with_name("counted.json").write_text(json.dumps(found), encoding="utf-8")
 
 

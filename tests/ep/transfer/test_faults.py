@@ -47,16 +47,17 @@ def is_ours_or_gone(process):
     return process == os.getpid()
 
 
-def train(rank, plan, options, fault, *, spoil=None):
-    """One recompute and one update under a fault, beside one process that has all experts."""
+def train(rank, plan, options, fault, *, spoil=None, from_update=False):
+    """One recompute and one update under a fault, or the update alone, beside one process that has all experts."""
     group = peers(kind=FaultyPeers)
-    group.fault, group.happened = fault, 0
+    group.fault, group.happened = None if from_update else fault, 0
     engine, homes = make_engine(plan, rank, options, kind=FaultyPeers)
     if spoil is not None:
         spoil(rank, engine)
     with late_nowhere_else(fault):
         with torch.no_grad():
             recompute = summed(run_step(engine, plan, homes, rank, updating=False))
+        group.fault = fault
         update = summed(run_step(engine, plan, homes, rank))
     everything = all_experts(plan)
     wanted = reference(plan, everything)
@@ -125,24 +126,7 @@ def test_what_tokens_were_sent_to_is_sent_again(workers):
 
 
 def refetch_under(rank, plan, options, fault):
-    """The fault begins after the first recompute."""
-    group = peers(kind=FaultyPeers)
-    group.fault, group.happened = None, 0
-    engine, homes = make_engine(plan, rank, options, kind=FaultyPeers)
-    with torch.no_grad():
-        run_step(engine, plan, homes, rank, updating=False)
-    group.fault = fault
-    update = summed(run_step(engine, plan, homes, rank))
-    group.fault = None
-    everything = all_experts(plan)
-    wanted = reference(plan, everything)
-    engine.close()
-    return {
-        "loss": abs(update / wanted - 1),
-        "grad": largest_difference(plan, homes, rank, everything),
-        "at_home": [(r.cell, r.at_home_because) for r in engine.take_records() if r.at_home_because],
-        "happened": group.happened,
-    }
+    return train(rank, plan, options, fault, from_update=True)
 
 
 def test_a_corrupt_gradient_is_sent_again(workers):
@@ -241,17 +225,6 @@ def count_mapped(rank):
     return Path("/proc/self/maps").read_text().count("/dev/shm/foreroute-")
 
 
-def test_a_full_shared_memory_directory_ends_every_rank_with_one_message(workers):
-    outcomes = workers(2).outcomes(ask_for_too_much, random_plan(0, ranks=2))
-    assert {outcome.kind for outcome in outcomes} == {"TransferError"}
-    assert len({outcome.message for outcome in outcomes}) == 1
-    message = outcomes[0].message
-    assert "rank 0: cannot take" in message
-    assert "of shared memory in /dev/shm: No space left on device" in message
-    assert "paths='direct'" in message
-    assert not leaked()
-
-
 def ask_for_too_much(rank, plan):
     status = os.statvfs(MEMORY)
     # no memory is behind it: all rows are the same one
@@ -259,47 +232,8 @@ def ask_for_too_much(rank, plan):
     TransferEngine([{"down_proj": giant}], plan.topology, TransferOptions(paths="host"), peers())
 
 
-def test_a_missing_shared_memory_directory_says_so(workers):
-    outcomes = workers(2).outcomes(look_in, "/nowhere/at/all", random_plan(0, ranks=2))
-    assert all("in /nowhere/at/all: No such file or directory" in outcome.message for outcome in outcomes)
-
-
-def look_in(rank, directory, plan):
+def look_in(rank, plan, directory):
     TransferEngine(shards(plan, rank), plan.topology, TransferOptions(directory=Path(directory)), peers())
-
-
-def test_files_of_the_dead_are_removed_and_those_of_the_living_kept(workers, tmp_path):
-    from foreroute.ep.transfer.host_memory import create_file
-
-    stale = tmp_path / f"foreroute-{os.getuid()}-1-dead"
-    stale.write_bytes(b"x")
-    theirs = tmp_path / f"foreroute-{os.getuid() + 1}-1-dead"
-    theirs.write_bytes(b"x")
-    alive = create_file(tmp_path, 64)
-    assert workers(2).outcomes(look_in, str(tmp_path), random_plan(0, ranks=2)) == [None, None]
-    assert sorted(tmp_path.iterdir()) == sorted([theirs, alive.path])
-    alive.unname()
-    assert list(tmp_path.iterdir()) == [theirs]
-
-
-def test_memory_of_another_machine_is_refused_and_not_made_up(tmp_path):
-    tensor, objection = open_shared(str(tmp_path / "foreroute-elsewhere"), 64)
-    assert not len(tensor)
-    assert "they are on different machines" in objection
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("wrong", ["ranks", "plan", "step"])
-def test_another_plan_on_any_rank_is_refused_on_all(workers, wrong):
-    outcomes = workers(2).outcomes(begin_with, random_plan(0, ranks=2), wrong)
-    assert {outcome.kind for outcome in outcomes} == {"PlanError"}
-    assert len({outcome.message for outcome in outcomes}) == 1
-    wanted = {
-        "ranks": "the plan is for 4 ranks, and 2 are here; plan again for this world size",
-        "plan": "ranks hold different plans (rank 0: step 0, 2 ranks, plan ",
-        "step": "rank 1: step 1, 2 ranks",
-    }
-    assert wanted[wrong] in outcomes[0].message
 
 
 def begin_with(rank, plan, wrong):
@@ -315,23 +249,8 @@ def begin_with(rank, plan, wrong):
         engine.close()
 
 
-def test_shards_of_different_shapes_are_refused_on_all_ranks(workers):
-    outcomes = workers(2).outcomes(uneven, random_plan(0, ranks=2))
-    assert {outcome.kind for outcome in outcomes} == {"TransferError"}
-    assert all("rank 1 has 1 layers, [('down_proj', (5, 2), 'torch.float32')]" in o.message for o in outcomes)
-
-
 def uneven(rank, plan):
     TransferEngine([{"down_proj": torch.zeros(4 + rank, 2)}], plan.topology, TransferOptions(), peers())
-
-
-@pytest.mark.parametrize("differing", ["topology", "options"])
-def test_engines_that_would_compute_other_messages_are_refused_on_all_ranks(workers, differing):
-    """Bandwidths and options decide which message is sent when: ranks that differ would take one for another."""
-    outcomes = workers(2).outcomes(make_another, random_plan(0, ranks=2), differing)
-    assert {outcome.kind for outcome in outcomes} == {"TransferError"}
-    assert len({outcome.message for outcome in outcomes}) == 1
-    assert "ranks make engines of different topologies or options: rank 0 has Topology(" in outcomes[0].message
 
 
 def make_another(rank, plan, differing):
@@ -339,6 +258,63 @@ def make_another(rank, plan, differing):
     links = replace(plan.topology.links, host_bytes_per_s=1e9 * (1 + rank))
     topology = replace(plan.topology, links=links) if differing == "topology" else plan.topology
     TransferEngine(shards(plan, rank), topology, options, peers())
+
+
+REFUSED = {
+    "a full directory": (
+        ask_for_too_much,
+        (),
+        "TransferError",
+        "of shared memory in /dev/shm: No space left on device",
+    ),
+    "no directory": (look_in, ("/nowhere/at/all",), "TransferError", "in /nowhere/at/all: No such file or directory"),
+    "other ranks": (
+        begin_with,
+        ("ranks",),
+        "PlanError",
+        "the plan is for 4 ranks, and 2 are here; plan again for this",
+    ),
+    "other plans": (begin_with, ("plan",), "PlanError", "ranks hold different plans (rank 0: step 0, 2 ranks, plan "),
+    "other steps": (begin_with, ("step",), "PlanError", "rank 1: step 1, 2 ranks"),
+    "other shapes": (uneven, (), "TransferError", "rank 1 has 1 layers, [('down_proj', (5, 2), 'torch.float32')]"),
+    # bandwidths and options decide which message is sent when: ranks that differ would take one for another
+    "other topologies": (make_another, ("topology",), "TransferError", "engines of different topologies or options: "),
+    "other options": (make_another, ("options",), "TransferError", "topologies or options: rank 0 has Topology("),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_begin_on_any_rank_is_refused_on_all_with_one_message(workers, name):
+    work, given, kind, said = REFUSED[name]
+    outcomes = workers(2).outcomes(work, random_plan(0, ranks=2), *given)
+    assert {outcome.kind for outcome in outcomes} == {kind}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert said in outcomes[0].message
+    if work == ask_for_too_much:
+        assert "rank 0: cannot take" in outcomes[0].message
+        assert "paths='direct'" in outcomes[0].message
+    assert not leaked()
+
+
+def test_files_of_the_dead_are_removed_and_those_of_the_living_kept(workers, tmp_path):
+    from foreroute.ep.transfer.host_memory import create_file
+
+    stale = tmp_path / f"foreroute-{os.getuid()}-1-dead"
+    stale.write_bytes(b"x")
+    theirs = tmp_path / f"foreroute-{os.getuid() + 1}-1-dead"
+    theirs.write_bytes(b"x")
+    alive = create_file(tmp_path, 64)
+    assert workers(2).outcomes(look_in, random_plan(0, ranks=2), str(tmp_path)) == [None, None]
+    assert sorted(tmp_path.iterdir()) == sorted([theirs, alive.path])
+    alive.unname()
+    assert list(tmp_path.iterdir()) == [theirs]
+
+
+def test_memory_of_another_machine_is_refused_and_not_made_up(tmp_path):
+    tensor, objection = open_shared(str(tmp_path / "foreroute-elsewhere"), 64)
+    assert not len(tensor)
+    assert "they are on different machines" in objection
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_that_cannot_be_mapped_is_refused_and_no_crash(tmp_path):

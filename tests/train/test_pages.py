@@ -1,0 +1,87 @@
+"""Configurations of the pages: docs/train.md on its prompts and its reward, docs/methods.md on chains."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreroute.train import parse_config, train
+from foreroute.train.chain import ChainTask
+from foreroute.train.config import METHODS
+from tests.train.small_runs import random_rewards, records, small_values, trainer_of
+from tests.train.tiny_model import write_model, write_tokenizer
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "train.md").read_text(encoding="utf-8")
+
+
+def blocks(page):
+    return re.findall(r"```toml\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+BASE, *VARIATIONS = blocks("train.md")
+METHODS_SHOWN = blocks("methods.md")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The reader's folder."""
+    folder = tmp_path_factory.mktemp("page")
+    write_model(folder / "model")
+    write_tokenizer(folder / "model")
+    (data,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    (folder / "train.jsonl").write_text(2 * data, encoding="utf-8")
+    for name, source in re.findall(r"<!--- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL):
+        (folder / name).write_text(source, encoding="utf-8")
+    assert {path.name for path in folder.iterdir()} == {"model", "train.jsonl", "mine.py"}
+    return folder
+
+
+def test_the_whole_configuration_trains(place, monkeypatch):
+    monkeypatch.chdir(place)
+    run = train(parse_config(tomllib.loads(BASE), source="the page"), place / "runs" / "sums")
+    assert len(records(run.path)) == 3
+    assert {path.name for path in run.path.iterdir()} == set(re.findall(r"\n- `([\w.]+)/?`: ", PAGE)) - {"report.html"}
+
+
+@pytest.mark.parametrize("block", VARIATIONS, ids=lambda block: block.strip().splitlines()[1])
+def test_a_variation_trains(place, block, monkeypatch, tmp_path):
+    monkeypatch.chdir(place)
+    values = tomllib.loads(BASE)
+    values["rl"]["steps"] = 1
+    for name, section in tomllib.loads(block).items():
+        kept = {} if "tokenizer" in section else values.get(name, {})
+        values[name] = {**kept, **section}
+    run = train(parse_config(values, source="the page"), tmp_path / "run")
+    assert len(records(run.path)) == 1
+
+
+@pytest.mark.parametrize("block", METHODS_SHOWN, ids=lambda block: block.strip().splitlines()[0])
+def test_a_method_of_the_page_runs(block, monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", random_rewards())
+    given = tomllib.loads(block)
+    base = small_values(task={"max_operands": 2}, rollout={"prompts": 2})
+    for name, section in given.items():
+        base[name] = {**base.get(name, {}), **section}
+    config = parse_config(base, source="the page")
+    _, record = trainer_of(config).run_step()
+    assert np.isfinite(record["loss"])
+    assert record["grad_norm"] > 0
+
+
+def test_the_page_of_methods_shows_every_method_correction_and_routing():
+    shown = "\n".join(METHODS_SHOWN)
+    for text in (
+        *(f'method = "{method}"' for method in METHODS),
+        *(f'routing = "{routing}"' for routing in ("none", "R2", "R3", "R3+weights")),
+        *('kind = "tis"', 'router = "frozen"'),
+    ):
+        assert text in shown
+
+
+def test_the_configuration_for_two_ranks_is_read():
+    (text,) = blocks("experts.md")
+    config = parse_config(tomllib.loads(text), source="page")
+    assert (config.parallel.expert, config.rl.routing) == (2, "R3")
