@@ -190,12 +190,6 @@ def test_attention_that_runs_past_its_router_is_refused():
         hf.attach(model)
 
 
-def test_replay_without_effect_is_refused(monkeypatch):
-    monkeypatch.setattr("foreroute.adapters.hf.selection.TOP_K", frozenset())
-    with pytest.raises(AttachError, match="made no top-k selection"):
-        hf.attach(build("qwen3_moe"))
-
-
 NEEDED_RULES = {
     "DeepseekV4HashRouter": "deepseek_v4",
     "JetMoeTopKGating": "jetmoe",

@@ -143,13 +143,23 @@ def test_a_forward_only_pass_between_updates_changes_nothing(checkpointing):
 
 
 @pytest.mark.parametrize("order", ["AaBb", "ABab", "ABba"])
-@pytest.mark.parametrize("backward_inside_other_session", [False, True])
-def test_micro_batches_in_flight_keep_their_own_routes(checkpointing, order, backward_inside_other_session):
+@pytest.mark.parametrize(
+    ("use_reentrant", "backward_inside_other_session"),
+    [
+        (None, False),
+        (True, True),
+        (False, True),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_micro_batches_in_flight_keep_their_own_routes(order, use_reentrant, backward_inside_other_session):
     batches = {"A": batch_of(9, 6, seed=1), "B": batch_of(5, 8, seed=2)}
 
     def gradient_sum(run):
         model = tiny("deepseek_v3")
-        enable_checkpointing(model, checkpointing)
+        enable_checkpointing(model, use_reentrant)
         routed = hf.attach(model)
         run(model, routed)
         return gradients(model)

@@ -268,15 +268,6 @@ def test_a_vllm_of_a_version_that_does_not_work_is_refused_by_name(routed, fake_
     assert "could not load the model: EngineError" in str(refused.value), "the worker looks before vLLM starts"
 
 
-def test_a_vllm_without_a_version_number_is_warned_of(routed, fake_settings, monkeypatch):
-    monkeypatch.setenv("FAKE_VLLM_VERSION", "dev")
-    with (
-        vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine,
-        pytest.warns(UserWarning, match="vLLM states the version 'dev'"),
-    ):
-        rollout(engine, routed)
-
-
 def test_an_environment_without_vllm_says_so(routed, fake_settings, tmp_path):
     with pytest.raises(EngineError, match=r"there is no vLLM environment: .*Install vllm==0\.30\.0"):
         vllm.ProcessSettings(python=tmp_path / "missing")

@@ -16,7 +16,7 @@ from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
-from tests.engines.small_policy import SAMPLING, SIZES, policy, prompts, seeded
+from tests.engines.small_policy import SAMPLING, SIZES, policy, seeded
 
 WITHOUT_TRANSFORMERS = """
 import sys
@@ -201,11 +201,3 @@ def test_the_first_weights_are_those_of_the_source_and_are_not_copied(folder, tm
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigError, match="cannot be read as weights"):
         FolderWriter(folder)
-
-
-def test_the_lengths_of_prompts_are_held_against_the_folder(folder, fake_settings):
-    with (
-        vllm.ProcessEngine(ServedModel.at(folder), fake_settings()) as engine,
-        pytest.raises(ConfigError, match="max_model_len is 256"),
-    ):
-        engine.generate(prompts(230), replace(SAMPLING, group_size=2), seeded())

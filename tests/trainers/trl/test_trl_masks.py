@@ -103,13 +103,6 @@ def test_the_sets_are_those_that_generate_drew_from(folder):
     assert len(masks.ids) > masks.valid_N.sum()
 
 
-def test_without_masks_the_mismatch_is_the_kept_mass(folder):
-    """The control: TRL's own log-probs, over all tokens."""
-    trainer = make(folder, max_steps=1, top_p=0.8, replay="none")
-    trainer.train()
-    assert logged(trainer, "mismatch/k3")[0] > 1e-2
-
-
 def test_masks_of_our_engine_and_of_vllm_are_taken_from_where_they_fall(folder, monkeypatch):
     model = policy()
     engine = rollout_with(EmbeddedEngine(model, "float32"))

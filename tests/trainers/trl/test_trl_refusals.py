@@ -186,30 +186,24 @@ def test_sampling_that_an_engine_does_not_know(settings, message, folder):
         trainer.train()
 
 
+def sharded(version):
+    """An accelerator with such an FSDP."""
+    return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)))
+
+
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
         ("tools", [print], "several turns"),
         ("environment_factories", {"one": object}, "several turns"),
         ("is_deepspeed_enabled", True, "DeepSpeed"),
+        ("accelerator", sharded(1), "fsdp_version: 2"),
     ],
 )
-def test_what_was_never_tested_with_replay(attribute, value, message, folder):
+def test_what_was_never_tested_with_replay(attribute, value, message, folder, monkeypatch):
     trainer = make(folder)
-    setattr(trainer, attribute, value)
+    monkeypatch.setattr(trainer, "accelerator", sharded(2))
+    require_supported(trainer, "R3")
+    monkeypatch.setattr(trainer, attribute, value)
     with pytest.raises(ConfigError, match=message):
         require_supported(trainer, "R3")
-
-
-def test_fsdp1_is_refused_and_fsdp2_is_not(folder):
-    trainer = make(folder)
-    for version in (1, 2):
-        plugin = SimpleNamespace(fsdp_version=version)
-        fsdp = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-        trainer.accelerator, kept = fsdp, trainer.accelerator
-        if version == 2:
-            require_supported(trainer, "R3")
-        else:
-            with pytest.raises(ConfigError, match="fsdp_version: 2"):
-                require_supported(trainer, "R3")
-        trainer.accelerator = kept
