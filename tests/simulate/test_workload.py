@@ -7,8 +7,7 @@ import pytest
 
 from foreroute.errors import ConfigError
 from foreroute.simulate.workload import WORKLOADS, Workload
-from foreroute.trace.operations import count_assignments
-from tests.simulate.drawn_routes import routes_of, sequence_counts, trace_of
+from tests.simulate.drawn_routes import routes_of, sequence_counts
 
 SMALL = Workload(
     num_ranks=4,
@@ -111,12 +110,6 @@ def test_picks_of_a_token_are_as_good_as_independent():
     together = (chosen_NE[:, hottest].T.astype(float) @ chosen_NE[:, hottest]) / len(rows_N)
     apart = ~np.eye(6, dtype=bool)
     assert (together / np.outer(share, share))[apart].mean() == pytest.approx(1, abs=0.12)
-
-
-def test_a_small_step_is_a_trace_with_its_packing():
-    step = SMALL.draw(seed=4)
-    counts_MLE = count_assignments(trace_of(step), step.micro_step_S)
-    np.testing.assert_array_equal(counts_MLE, step.counts().sum(axis=2))
 
 
 def test_the_same_numbers_draw_the_same_step_and_others_another():
