@@ -10,7 +10,7 @@ from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness.eplb_published import published_placement
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
-from foreroute.errors import CountsError, TopologyError
+from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
@@ -206,9 +206,3 @@ def test_equal_to_the_published_form(shape, ties):
     )
     ours = [eplb_placement(loads_E, *shape[1:]).tolist() for loads_E in loads_LE]
     assert ours == published_placement(torch.tensor(loads_LE), shape[1], 1, 1, shape[2]).tolist()
-
-
-@pytest.mark.parametrize("shape", [(18, 4), (8, 4)])
-def test_what_does_not_divide_is_refused(shape):
-    with pytest.raises(TopologyError, match="do not divide"):
-        eplb_placement(np.arange(12), *shape)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.errors import ConfigError
 from foreroute.simulate.workload import WORKLOADS, Workload
 from tests.simulate.drawn_routes import routes_of, sequence_counts
 
@@ -127,23 +126,3 @@ def test_even_sources_hold_nearly_the_same_tokens():
         np.add.at(tokens_MG, (step.micro_step_S, step.rank_S), step.rows_S)
         tokens[even] = (tokens_MG.max(axis=1) / tokens_MG.mean(axis=1)).mean()
     assert tokens[True] < 1.02 < 1.4 < tokens[False]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_ranks": 0}, "num_ranks is 0; expected at least 1"),
-        ({"top_k": 17}, "top_k is 17 of 16 experts"),
-        ({"sequences_per_rank": (3, 2)}, "expected .fewest, most., from 1"),
-        ({"longest": 8}, "longest 8; expected 32 tokens or more"),
-        ({"common": 0.0}, "common between 0 and 1"),
-    ],
-)
-def test_impossible_workloads_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        replace(SMALL, **change)
-
-
-def test_a_negative_seed_is_refused():
-    with pytest.raises(ConfigError, match="seed is -1"):
-        SMALL.draw(seed=-1)
