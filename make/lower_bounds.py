@@ -1,7 +1,7 @@
 """Prints the oldest releases that pyproject.toml allows, as pip takes them: the base's, or those of extras.
 
-`python make/lower_bounds.py` for the base, `python make/lower_bounds.py hf trl` for extras. torch is left out: its older
-releases bring gigabytes of CUDA.
+`python make/lower_bounds.py` for the base, `python make/lower_bounds.py hf trl` for extras. torch is left out: its
+older releases bring gigabytes of CUDA.
 """
 
 import re

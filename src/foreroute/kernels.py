@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 from numba import uint64
-from numba.core import event
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PART = {"nogil": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -49,27 +48,6 @@ def inlined(function: F) -> F:
     """As `routine`, but within the code of each caller: a state of many arrays is slow to hand over."""
     compiled: F = numba.njit(forceinline=True, **_PART)(function)
     return compiled
-
-
-class _Compiling(event.Listener):
-    """How many functions numba compiles now, one for the sake of another. It compiles in one thread at a time."""
-
-    depth = 0
-
-    def on_start(self, event: Any) -> None:
-        self.depth += 1
-
-    def on_end(self, event: Any) -> None:
-        self.depth -= 1
-
-
-_COMPILING = _Compiling()
-event.register("numba:compile", _COMPILING)
-
-
-def is_compiling() -> bool:
-    """Whether a kernel is being compiled now, in any thread."""
-    return _COMPILING.depth > 0
 
 
 NONE = cast(int, np.int64(-1))

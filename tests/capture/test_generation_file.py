@@ -78,7 +78,7 @@ def test_a_trace_that_was_exchanged_is_refused(tmp_path, generation):
 
 def test_what_is_no_generation_is_refused(tmp_path, generation):
     save_generation(generation, tmp_path / "rollout.safetensors")
-    with pytest.raises(TraceFileError, match="a trace file alone goes with --trace"):
+    with pytest.raises(TraceFileError, match=r"capture\.save_generation writes generations"):
         load_generation(next(tmp_path.glob("*.trace.safetensors")))
 
 

@@ -1,12 +1,11 @@
 """The command line as a user meets it: what it prints, and exit code 2 with one message for a user's error."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +17,8 @@ import foreroute as fr
 from foreroute.capture.generation import trace_of
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
+from foreroute.cli.train import Display
+from foreroute.testing.ranks import torchrun
 from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
 from tests import wires
@@ -91,63 +92,66 @@ def test_a_demo_looks_at_both_folders_before_it_trains(tmp_path, monkeypatch, na
     assert "--resume" not in result.stderr
 
 
-def test_train_report_and_inspect(tmp_path):
-    config = config_file(tmp_path)
-    result = foreroute("train", config, "--folder", tmp_path / "run")
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "run" / "report.html").exists()
-    again = foreroute("report", tmp_path / "run", "--output", tmp_path / "page.html")
+def test_a_run_is_stopped_resumed_reported_and_examined(tmp_path, monkeypatch):
+    """A Ctrl-C behind step 2 leaves a checkpoint to resume from, and a page."""
+    config, run = config_file(tmp_path, checkpoint={"every": 1000}), tmp_path / "run"
+    show = Display.step
+
+    def interrupted(display, record):
+        show(display, record)
+        if record["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    # who runs the tests in the background of a shell has Ctrl-C ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Display, "step", interrupted)
+            stopped = foreroute("train", config, "--folder", run)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "press Ctrl-C again" in stopped.stdout
+    assert "with --resume goes on" in stopped.stdout
+    assert (run / "report.html").exists()
+    assert len(records(run)) == 3
+    folder, step = run / "checkpoints", "step-000003.safetensors"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000.safetensors", step]
+    assert load_checkpoint(folder / step)["step"] == 3
+    resumed = foreroute("train", config_file(tmp_path, checkpoint={"every": 2}), "--folder", run, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "goes on" not in resumed.stdout
+    assert len(records(run)) == 5
+    again = foreroute("report", run, "--output", tmp_path / "page.html")
     finding, page = again.stdout.splitlines()
     assert page == str(tmp_path / "page.html")
     assert f'<p class="card finding ">{finding}</p>' in (tmp_path / "page.html").read_text()
-    assert " ".join(finding.split()) in " ".join(result.stdout.split()), "train says it as well"
-    shown = foreroute("inspect", trace_of(tmp_path / "run" / "rollouts" / "step-000000.safetensors"))
+    assert " ".join(finding.split()) in " ".join(resumed.stdout.split()), "train says it as well"
+    shown = foreroute("inspect", trace_of(run / "rollouts" / "step-000000.safetensors"))
     assert "top-2 of 16 experts in 2 layers" in shown.stdout
     assert "pick order" in shown.stdout
     assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)
     assert "decoder 1" in shown.stdout
-    folder, step = tmp_path / "run", "step-000002.safetensors"
-    arguments = ["--model", config, "--checkpoint", folder / "checkpoints" / step, "--weight-version", 2]
-    examined = foreroute("doctor", *arguments, "--generation", folder / "rollouts" / step)
+    examined = foreroute("doctor", "--model", run)
     assert examined.returncode == 0, examined.stderr
-    (recorded,) = [record["mismatch"] for record in records(folder) if record["step"] == 2]
+    (recorded,) = [record["mismatch"] for record in records(run) if record["step"] == 4]
     assert recorded["native"]["k3"] > recorded["replayed"]["k3"] > 0
     figures = " ".join(examined.stdout.split())
     for side in ("native", "replayed"):
         assert f"{recorded[side]['k3']:.2e}" in figures, (recorded, examined.stdout)
-    more = foreroute("train", config_file(tmp_path, rl={"steps": 6}), "--folder", tmp_path / "run", "--resume")
-    assert more.returncode == 0, more.stderr
-    assert len(records(tmp_path / "run")) == 6
 
 
-@pytest.mark.parametrize(
-    ("number", "said"), [(signal.SIGINT, "press Ctrl-C again"), (signal.SIGTERM, "send SIGTERM again")]
-)
-def test_a_signal_leaves_a_checkpoint_to_resume_from_and_a_page(tmp_path, number, said):
-    config = config_file(tmp_path, rl={"steps": 400}, checkpoint={"every": 1000})
-    command = [sys.executable, "-m", "foreroute.cli", "train", str(config), "--folder", str(tmp_path / "run")]
-    # who runs the tests in the background of a shell has SIGINT ignored, and children inherit that
-    heard = partial(signal.signal, number, signal.SIG_DFL)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heard)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not metrics.exists():
-        time.sleep(0.05)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert said in output
+@pytest.mark.slow
+def test_two_processes_train_and_one_of_them_speaks(tmp_path):
+    sections = {"rollout": {"prompts": 4}, "rl": {"steps": 1}, "parallel": {"expert": 2, "timeout_s": 60.0}}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    command = ("-m", "foreroute.cli", "train", config_file(tmp_path, **sections), "--folder", tmp_path / "run")
+    result = torchrun(2, *command, timeout=240, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("checkpoint ") == result.stdout.count("report ") == 1
+    (record,) = records(tmp_path / "run")
+    assert record["execution"]["ranks"] == 2
     assert (tmp_path / "run" / "report.html").exists()
-    assert "with --resume goes on" in output
-    done = len(records(tmp_path / "run"))
-    assert 0 < done < 400
-    (last,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name != "step-000000.safetensors"]
-    assert load_checkpoint(last)["step"] == done
-    shorter = config_file(tmp_path, rl={"steps": done + 1}, checkpoint={"every": 1000})
-    resumed = foreroute("train", shorter, "--folder", tmp_path / "run", "--resume")
-    assert resumed.returncode == 0
-    assert "goes on" not in resumed.stdout
-    assert len(records(tmp_path / "run")) == done + 1
 
 
 def unknown_key(folder):
@@ -186,9 +190,23 @@ def no_run_to_report(folder):
     return ["report", folder], "metrics.jsonl"
 
 
+def too_few_processes(folder):
+    return (
+        ["train", config_file(folder, parallel={"expert": 2}), "--folder", folder / "run"],
+        "parallel.expert is 2 and 1 process runs; start one for each rank: torchrun --nproc-per-node 2",
+    )
+
+
+def one_process(folder):
+    return ["demo-ep", "--folder", folder / "run"], "1 process runs; start several: torchrun --nproc-per-node 4"
+
+
 @pytest.mark.parametrize(
     "case",
-    [unknown_key, wrong_type, folder_in_use, nothing_to_resume, corrupt_trace, truncated_trace, no_run_to_report],
+    [
+        *(unknown_key, wrong_type, folder_in_use, nothing_to_resume, corrupt_trace, truncated_trace, no_run_to_report),
+        *(too_few_processes, one_process),
+    ],
 )
 def test_a_users_error_is_one_message_and_exit_code_2(tmp_path, case):
     arguments, message = case(tmp_path)

@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--to", "npy"], "--to is 'npy'; expected one of sets, ordered"),
+        (["--to", "npy"], "'npy' is not one of 'sets', 'ordered'"),
         (["--weight-version", "-2"], "weight_version is -2"),
         (["--start", "-1"], "start is -1"),
         (["--start", "3"], "has 11 rows for 12 tokens"),

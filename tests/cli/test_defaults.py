@@ -7,10 +7,9 @@ import pytest
 from typer.main import get_command
 
 from foreroute.capture import decode
+from foreroute.cli.doctor import run_doctor
 from foreroute.cli.main import app
-from foreroute.cli.plan import read_home_moves
-from foreroute.cli.plan_inputs import DEFAULT_BUDGET, PlanInputs
-from foreroute.doctor.examine import examine
+from foreroute.cli.plan_inputs import DEFAULT_BUDGET, read_step
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
 from foreroute.simulate.methods import PRESETS
@@ -18,7 +17,6 @@ from foreroute.train import TrainConfig, parse_config, train
 
 SHOWN_OTHERWISE = {
     "shared_slots": ("slots", {False: "layer", True: "shared"}),
-    "temperature": ("temperature", {None: 1.0}),  # None takes that of a run's configuration, where one is examined
 }
 """Options of the command line that have another form in Python."""
 
@@ -50,9 +48,9 @@ def of_function(function):
     ("verb", "python", "shared"),
     [
         ("plan", of_dataclass(PlanOptions), 9),
-        ("plan", of_dataclass(PlanInputs), 4),
+        ("plan", of_function(read_step), 4),
         ("convert", of_function(decode), 2),
-        ("doctor", of_function(examine), 2),
+        ("doctor", of_function(run_doctor), 7),
         ("train", of_function(train), 1),
     ],
 )
@@ -61,8 +59,6 @@ def test_an_option_of_the_command_line_has_the_default_of_its_argument(verb, pyt
     for name, (argument, values) in SHOWN_OTHERWISE.items():
         if name in options:
             options[argument] = values[options.pop(name)]
-    if "home_moves" in options:
-        options["home_moves"] = read_home_moves(options["home_moves"])
     both = options.keys() & python.keys()
     assert {name: options[name] for name in both} == {name: python[name] for name in both}
     assert len(both) == shared, both

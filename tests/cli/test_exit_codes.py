@@ -31,7 +31,7 @@ def raising(error):
     ("error", "code", "message"),
     [
         (PermissionError(13, "Permission denied", "/priv\x1bate"), 2, r"error: /priv\x1bate: Permission denied"),
-        (OSError(28, "No space left on device"), 2, "error: the system refused to go on (No space left on device)"),
+        (OSError(28, "No space left on device"), 2, "error: the system refused to go on: No space left on device"),
         (MemoryError("9 GiB"), 2, "error: there is not enough memory (9 GiB)"),
         (fr.ForerouteError("the engine\x07 died"), 1, r"error: the engine\x07 died"),
         (ModuleNotFoundError("", name="torch.nn"), 2, f"error: this needs torch, which is not installed; {BRINGS_HF}"),
@@ -195,7 +195,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     (tmp_path / "run.toml").write_text('name = "light"')
     (tmp_path / "cluster.toml").write_text(TOPOLOGY)
     (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 8}")
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     works = {
@@ -203,7 +203,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
         "validate t": 0,
         "convert t u --to ordered": 0,
         "diff t t": 0,
-        "doctor --trainer-trace t --trace t": 0,
+        "doctor --trainer t --rollout t": 0,
         "plan t --topology none.toml": 2,
         "simulate none.toml": 2,
     }
@@ -211,11 +211,11 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
         "demo": "hf",
         "demo-ep --folder x": "hf",
         "train run.toml": "hf",
-        "doctor --model model --trace t": "hf",
-        "doctor --model run.toml --trace t": "hf",
+        "doctor --model model --rollout t": "hf",
+        "doctor --model run": "hf",
         "report run": "report",
         "simulate simulate.toml --fit measured.jsonl": "fit",
-        "doctor --trainer-trace t --trace t --output page.html": "report",
+        "doctor --trainer t --rollout t --output page.html": "report",
     }
     done = subprocess.run(
         [sys.executable, "-c", LIGHT],

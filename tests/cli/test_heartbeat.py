@@ -9,19 +9,15 @@ import sys
 import threading
 from contextlib import ExitStack
 
-import numba
 import numpy as np
 import pytest
-from numba.core import event
 
 import foreroute as fr
 from foreroute.cli import terminal
 from foreroute.cli.main import main
 from foreroute.cli.terminal import CommandProgress, Console, working
-from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
 from foreroute.plan import save_counts
-from foreroute.train import parse_config
 from tests.traces import random_trace
 
 TOPOLOGY = """
@@ -81,17 +77,17 @@ PLAN = "plan --counts counts.safetensors --topology cluster.toml --output plan.s
         ("convert t u", "convert.load", "reading t"),
         ("convert t u", "convert.save", "writing u"),
         (PLAN, "plan.read_step", "reading the step"),
-        (PLAN, "plan.plan", "planning the first micro-step"),
+        (PLAN, "plan.plan", "planning the first micro-step, which compiles once on a machine"),
         (PLAN, "plan.verify", "verifying and writing the plan"),
         (PLAN, "plan.compare", r"comparing with other balancers: 0 of \d+"),
         (f"{PLAN} --no-baselines", "plan.figures_of", "pricing every cell"),
         (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),
         ("simulate simulate.toml", "simulate.simulate", "simulating"),
-        ("doctor --trainer-trace t --trace t", "doctor.read_engine", "reading the engine's side"),
-        ("doctor --trainer-trace t --trace t", "doctor.load", "reading the trainer's side"),
-        ("doctor --trainer-trace t --trace t", "doctor.diagnose", "comparing"),
-        ("doctor --model t --trace t", "doctor._examined", "loading the model"),
-        ("doctor --trainer-trace t --trace t --output p", "doctor.write_diagnosis", "drawing the page"),
+        ("doctor --trainer t --rollout t", "doctor.load", "reading the rollout"),
+        ("doctor --trainer t --rollout t", "doctor._pass", "reading the trainer's passes"),
+        ("doctor --trainer t --rollout t", "doctor.diagnose", "comparing"),
+        ("doctor --model t --rollout t", "doctor._examined", "loading the model"),
+        ("doctor --trainer t --rollout t --output p", "doctor.write_diagnosis", "drawing the page"),
         ("train run.toml", "train.train", "slow, preparing the run"),
         ("demo --folder d", "demo.train", "none, preparing the run"),
         ("report run", "report.write_report", "drawing the page"),
@@ -126,66 +122,32 @@ def test_imports_and_what_has_no_name_are_not_silent_either(command, monkeypatch
 
     def noted(path):
         told.append(terminal._under_way[-1].what)
-        with working("naming"):
+        with working("naming", Console()):
             told.append(terminal._under_way[-1].what)
         told.append(terminal._under_way[-1].what)
 
     monkeypatch.setattr("foreroute.cli.traces.print_trace", noted)
     command("inspect t")
-    assert told == ["starting", "naming", "working"]
+    assert told == ["foreroute", "naming", "foreroute"]
 
 
-def test_a_line_says_how_much_is_done_and_obeys_no_name(monkeypatch):
+def test_a_line_says_how_much_is_done_how_long_the_rest_takes_and_obeys_no_name(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
     work = CommandProgress("planning", total=9216, unit="cells")
     now[0] = 1112.4
     assert str(work) == "planning: 0 of 9,216 cells, 1,012 s"
     work.advance(1234, 9216, "static")
-    assert str(work) == "planning: static, 1,234 of 9,216 cells, 1,012 s"
+    assert str(work) == "planning: static, 1,234 of 9,216 cells, 1,012 s", "the pace is not known yet"
+    now[0] += 10
+    work.advance(2234, 9216)
+    assert str(work) == "planning: 2,234 of 9,216 cells, 1,022 s, 0:01:10 left"
     work.begin("a\x1b[2J\nb")
-    work.total = 0
     assert str(work) == r"a\x1b[2J\nb, 0 s"
-
-
-def test_compiling_is_said_while_it_lasts_and_not_after_it():
-    def compiled():
-        numba.njit(lambda n: n + 1)(1)
-
-    thread, lines = threading.Thread(target=compiled), []
-    with working("reading") as work:
-        thread.start()
-        while thread.is_alive():
-            lines.append(str(work))
-        assert "reading: compiling, once on this machine" in said(lines)
-        with pytest.raises(KeyError), event.trigger_event("numba:compile"):
-            raise KeyError
-        assert said([str(work)]) == {"reading"}
-
-
-CONFIG = parse_config({"name": "watched", "rl": {"steps": 1000}}, source="test")
-
-
-def test_a_run_says_its_step_and_phase():
-    record = {"step": 7, "reward_mean": 0.5, "mismatch": {}, "alarms": []}
-
-    def now():
-        return str(terminal._under_way[-1]).rpartition(", ")[0]
-
-    with watching(CONFIG, Console()) as watcher:
-        assert now() == "watched, preparing the run"
-        watcher.on_warm_start(57, 1.234)
-        assert now() == "watched, warm start: step 57 of 800 at most, loss 1.23, until 0.3"
-        watcher.on_phase(7, "rollout")
-        watcher.on_phase(7, "update")
-        assert now() == "watched, step 7: update"
-        watcher.on_step(record)
-        assert now() == "watched, after step 7: saving what is due"
 
 
 SLOW = """
 import sys, time
-import foreroute.kernels  # takes long
 from foreroute.cli import main, terminal, traces
 from foreroute.cli.terminal import Console
 
@@ -193,7 +155,7 @@ def slow(path):
     console = Console()
     console.print("begin")
     with terminal.working("planning", console, total=9216, unit="cells") as work:
-        work.advance(1234, 9216)
+        work.done = 1234
         for _ in range({rounds}):
             time.sleep(0.1)
     console.print("end")
@@ -208,7 +170,7 @@ SAID = "planning: 1,234 of 9,216 cells"
 
 def said(lines):
     """What the lines say, without their seconds, and without what is said before the work and after it."""
-    return {line.rpartition(", ")[0] for line in lines} - {"starting", "working"}
+    return {line.rpartition(", ")[0] for line in lines} - {"foreroute"}
 
 
 def wait_for_a_line(process):
@@ -216,10 +178,12 @@ def wait_for_a_line(process):
         pass
 
 
-def started(rounds=6, every=0.2, **options):
+def started(rounds=6, every=0.2, variables=(), **options):
     """A command that prints one line, works for a while, and prints another."""
     text = SLOW.format(rounds=rounds, every=every)
-    return subprocess.Popen([sys.executable, "-c", text], **{"stdout": -1, "stderr": -1, "text": True, **options})
+    environment = {**os.environ, "PYTHONUNBUFFERED": "", **dict(variables)}  # streams are buffered
+    streams = {"stdout": -1, "stderr": -1, "text": True, **options}
+    return subprocess.Popen([sys.executable, "-c", text], env=environment, **streams)
 
 
 def test_off_a_terminal_the_lines_go_to_standard_error():
@@ -231,7 +195,7 @@ def test_off_a_terminal_the_lines_go_to_standard_error():
 
 
 def test_ranks_but_the_first_are_silent():
-    with started(env={**os.environ, "RANK": "1"}) as process:
+    with started(variables={"RANK": "1"}) as process:
         assert process.communicate(timeout=60) == ("begin\nend\n", "")
 
 
@@ -282,7 +246,7 @@ def test_a_reader_who_does_not_read_holds_nothing_up():
 
 def test_a_terminal_shows_a_status_and_needs_no_lines():
     main_end, end = pty.openpty()
-    with started(rounds=20, every=1.0, stdout=end, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"}) as process:
+    with started(rounds=20, every=1.0, stdout=end, variables={"TERM": "xterm", "COLUMNS": "100"}) as process:
         os.close(end)
         shown = b""
         while True:

@@ -1,17 +1,16 @@
 """`foreroute plan` as a user meets it."""
 
-from pathlib import Path
+import shutil
 
 import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.cli.plan import read_home_moves, run_plan
-from foreroute.cli.plan_inputs import PlanInputs, read_step
+from foreroute.cli.plan_inputs import read_step
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import InputError
 from foreroute.layout import pack_sequences
-from foreroute.plan import PlanOptions, Topology, load_plan, verify
+from foreroute.plan import PlanOptions, load_plan, verify
 from foreroute.plan.counts import COUNTS_FILE, packed_counts, save_counts
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import foreroute
@@ -101,7 +100,7 @@ def test_traces_are_packed_by_length(files, tmp_path):
     result = plan(*traces, *arguments, folder=files)
     assert result.returncode == 0, result.stderr
     assert "16 sequences by length, at most 40 tokens" in result.stdout
-    step = read_step(PlanInputs(topology=files / "cluster.toml", traces=traces, token_budget=40))
+    step = read_step(files / "cluster.toml", traces=traces, token_budget=40)
     verify(load_plan(output), step.counts_MLGE)
     assert step.counts_MLGE.sum(axis=3).max() <= 40 * 2
     loaded, costs = [fr.load(path) for path in traces], load_cluster(files / "cluster.toml").costs
@@ -114,8 +113,7 @@ def test_traces_are_packed_by_length(files, tmp_path):
 def test_the_step_before_from_traces(files):
     traces = sorted(files.glob("step-*.safetensors"))
     save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
-    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "three.safetensors", previous_step=traces)
-    step = read_step(inputs)
+    step = read_step(files / "cluster.toml", counts=files / "three.safetensors", previous_step=traces)
     expected = np.zeros((3, 8), np.int64)
     for path in traces:
         trace = fr.load(path)
@@ -138,7 +136,7 @@ def test_the_step_before_from_traces(files):
         (("none.safetensors",), "none.safetensors"),
         (("--counts", "counts.safetensors", "--token-budget", "40"), "--token-budget is for traces"),
         (("--counts", "counts.safetensors", "--tolerance", "2"), "tolerance is 2.0"),
-        (("--counts", "counts.safetensors", "--home-moves", "many"), "expected a number from 0, or all"),
+        (("--counts", "counts.safetensors", "--home-moves", "many"), "Invalid value for '--home-moves'"),
         (("--counts", "counts.safetensors", "--baseline", "eplp"), "there is no baseline called eplp"),
         (("--counts", "counts.safetensors", "--baseline", "eplb_previous"), "give it with --previous-step"),
         (("--counts", "counts.safetensors", "--traffic"), "use slots='shared'"),
@@ -175,47 +173,39 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message)
 
 def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
     (tmp_path / "two.toml").write_text(TOML.replace("num_ranks = 4", "num_ranks = 2"))
-    save_counts(np.ones((1, 2, 2, 8), np.int64), tmp_path / "two-counts.safetensors")
-    two = PlanInputs(topology=tmp_path / "two.toml", counts=tmp_path / "two-counts.safetensors")
-    run_plan(two, PlanOptions(), tmp_path / "two.safetensors", baselines=(), overwrite=False)
+    save_counts(np.ones((1, 2, 2, 8), np.int64), tmp_path / "counts.safetensors")
+    two = ("--counts", "counts.safetensors", "--topology", "two.toml", "--output", "two.safetensors")
+    assert plan(*two, "--no-baselines", folder=tmp_path).returncode == 0
     with pytest.raises(InputError, match=r"on 2 ranks; expected \[2, 8\] on 4"):
         read_step(
-            PlanInputs(
-                topology=files / "cluster.toml",
-                counts=files / "counts.safetensors",
-                previous_plan=tmp_path / "two.safetensors",
-            )
+            files / "cluster.toml", counts=files / "counts.safetensors", previous_plan=tmp_path / "two.safetensors"
         )
 
 
 def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
-    inputs = PlanInputs(topology=files / "cluster.toml", counts=files / "counts.safetensors")
-    (tmp_path / "plan.html").write_text("mine")
-    with pytest.raises(InputError, match=r"plan.html already exists; pass another --output, or --overwrite"):
-        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=False)
-    assert (tmp_path / "plan.html").read_text() == "mine"
-    assert not (tmp_path / "plan.safetensors").exists()
-    with pytest.raises(InputError, match=r"plan.html exists and is no page that foreroute wrote"):
-        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
-    assert (tmp_path / "plan.html").read_text() == "mine"
-    (tmp_path / "plan.html").unlink()
+    for name in ("cluster.toml", "counts.safetensors"):
+        shutil.copy(files / name, tmp_path)
+
+    def run(*more):
+        given = ("--topology", "cluster.toml", "--counts", "counts.safetensors", "--no-baselines")
+        return plan(*given, *more, folder=tmp_path, columns=400)
+
+    page, output = tmp_path / "plan.html", tmp_path / "plan.safetensors"
+    page.write_text("mine")
+    for more, message in (
+        ((), "plan.html already exists; pass another --output, or --overwrite"),
+        (("--overwrite",), "plan.html exists and is no page that foreroute wrote"),
+    ):
+        result = run(*more)
+        assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+        assert page.read_text() == "mine"
+        assert not output.exists()
+    page.unlink()
     trace = (files / "step-000000.safetensors").read_bytes()
-    (tmp_path / "plan.safetensors").write_bytes(trace)
-    with pytest.raises(InputError, match=r"plan.safetensors is no plan, which is all that --overwrite replaces"):
-        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=True)
-    assert (tmp_path / "plan.safetensors").read_bytes() == trace
-    (tmp_path / "plan.safetensors").unlink()
-    for overwrite in (False, True):
-        run_plan(inputs, PlanOptions(), tmp_path / "plan.safetensors", baselines=(), overwrite=overwrite)
-        assert "Plan of a step" in (tmp_path / "plan.html").read_text()
-
-
-@pytest.mark.parametrize(("text", "moves"), [("0", 0), ("16", 16), ("all", None)])
-def test_home_moves(text, moves):
-    assert read_home_moves(text) == moves
-
-
-def test_the_topology_of_the_tests_is_what_they_think(files):
-    topology = load_cluster(Path(files) / "cluster.toml").topology
-    assert isinstance(topology, Topology)
-    assert (topology.num_ranks, topology.num_nodes, topology.redundant_slots) == (4, 2, 2)
+    output.write_bytes(trace)
+    assert "plan.safetensors is no plan, which is all that --overwrite replaces" in run("--overwrite").stderr
+    assert output.read_bytes() == trace
+    output.unlink()
+    for more in ((), ("--overwrite",)):
+        assert run(*more).returncode == 0
+        assert "Plan of a step" in page.read_text()

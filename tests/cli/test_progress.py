@@ -6,10 +6,12 @@ import re
 import signal
 
 import pytest
-from rich.console import Console
 
-from foreroute.cli import train
+from foreroute.cli import terminal
+from foreroute.cli.exit_codes import ENDING, run
+from foreroute.cli.terminal import Console
 from foreroute.cli.train import watching
+from foreroute.errors import ForerouteError
 from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.train import parse_config
 
@@ -17,67 +19,80 @@ CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
 ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}
 
 
-def shown(monkeypatch, steps, *, terminal, width=160, mismatch=None):
-    """Everything that is printed while steps end 2.5 s apart, the display being asked for its state each time."""
-    now = iter(range(10**6))
-    monkeypatch.setattr(train, "monotonic", lambda: 2.5 * next(now))
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=terminal, width=width, color_system=None)
+def shown(monkeypatch, steps, *, is_terminal=False, mismatch=None):
+    """Everything that is printed while steps end 2.5 s apart, and what the heartbeat would say after each call."""
+    now, text, said = [0.0], io.StringIO(), []
+    monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
+    console = Console(file=text, force_terminal=is_terminal, width=80, color_system=None)
+
+    def heard():
+        said.append(str(terminal._under_way[-1]))
+
     with watching(CONFIG, console) as watcher:
+        heard()
         watcher.on_warm_start(0, 1.5)
+        heard()
         for step in steps:
+            watcher.on_phase(step, "rollout")
+            heard()
+            now[0] += 2.5
             alarms = [ALARM] if step in (5, 6, 7) else []
             watcher.on_step({"step": step, "reward_mean": 0.5, "mismatch": mismatch or {}, "alarms": alarms})
-    return text.getvalue()
+        heard()
+    return text.getvalue(), said
 
 
-def test_elsewhere_a_line_now_and_then_says_the_pace_and_the_time_left(monkeypatch):
-    lines = shown(monkeypatch, range(41), terminal=False).splitlines()
+def test_elsewhere_a_line_now_and_then_says_the_time_left(monkeypatch):
+    lines = shown(monkeypatch, range(41))[0].splitlines()
     assert lines == [
         "watched: warm start, step 0, loss 1.50",
-        "watched: step 0, reward 0.50",
+        "watched: step 0, reward 0.50, 0:01:40 left",
         "watched: alarm at step 5: too many tokens are far apart in trainer and engine, F(2) "
         f"(since step 3: 0.25, limit 0.1). {ADVICE['f2']}",
-        "watched: step 20, reward 0.50, 2.5 s/step, 0:00:50 left",
-        "watched: step 40, reward 0.50, 2.5 s/step",
+        "watched: step 20, reward 0.50, 0:00:50 left",
+        "watched: step 40, reward 0.50",
     ]
 
 
 def test_a_resumed_run_is_not_taken_for_a_fast_one(monkeypatch):
-    lines = shown(monkeypatch, range(36, 41), terminal=False).splitlines()
-    assert lines[-1] == "watched: step 40, reward 0.50, 2.5 s/step"
+    printed, said = shown(monkeypatch, range(36, 39))
+    assert printed.splitlines() == ["watched: warm start, step 0, loss 1.50"]
+    assert said[-1] == "watched, GRPO: saving what is due, reward 0.50, 39 of 41 steps, 8 s, 0:00:05 left"
 
 
-def test_a_terminal_has_a_bar_with_pace_and_time_left(monkeypatch):
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(monkeypatch, range(21), terminal=True))
-    last = re.split(r"[\r\n]+", text.strip())[-1]
-    assert re.search(r"watched: GRPO .* 21/41 reward 0\.50 .* s/step \d:\d\d:\d\d \d:\d\d:\d\d", last), last
+def test_the_heartbeat_knows_the_step_and_its_phase(monkeypatch):
+    _, said = shown(monkeypatch, range(2))
+    assert said == [
+        "watched, preparing the run, 0 s",
+        "watched, warm start: loss 1.50, until 0.3, 1 of 800 steps at most, 0 s",
+        "watched, GRPO: rollout, 0 of 41 steps, 0 s",
+        "watched, GRPO: rollout, reward 0.50, 1 of 41 steps, 2 s, 0:01:40 left",
+        "watched, GRPO: saving what is due, reward 0.50, 2 of 41 steps, 5 s, 0:01:38 left",
+    ]
+
+
+def test_a_narrow_terminal_has_a_bar_and_cuts_nothing(monkeypatch):
+    mismatch = {"native": {"k3": 3.1e-5}, "replayed": {"k3": 2.1e-5}}
+    text, _ = shown(monkeypatch, range(21), is_terminal=True, mismatch=mismatch)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    words = re.sub(r"[\s━╸╺]+", " ", text)
+    assert "reward 0.50, k3 without replay 3.1e-05, k3 with 2.1e-05, 21 of 41 steps, 52 s, 0:00:50 left" in words
+    assert "━" in text
+    assert "…" not in text
     assert text.count("alarm at step 5") == 1
 
 
-def test_a_narrow_terminal_cuts_nothing(monkeypatch):
-    mismatch = {"native": {"k3": 3.1e-5}, "replayed": {"k3": 2.1e-5}}
-    text = re.sub(
-        r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(monkeypatch, range(21), terminal=True, width=80, mismatch=mismatch)
-    )
-    assert re.search(r"21/41 reward 0\.50, k3 .* s/step \d:\d\d:\d\d", text), text[-400:]
-    assert "2.1e-05" in text
-    assert "…" not in text
-
-
-class Second(BaseException):
-    """What whoever had the signals before makes of them."""
-
-
 @pytest.fixture
-def handlers():
-    """Handlers of the signals that raise, and at the end those of the tests again."""
+def ended(capsys):
+    """Runs something as a verb, with handlers of signals; its exit code, and those of the tests again."""
 
-    def end(number, frame):
-        raise Second
+    def run_it(verb):
+        with pytest.raises(SystemExit) as end:
+            run(verb)
+        return end.value.code
 
-    before = {number: signal.signal(number, end) for number in train.ENDING}
-    yield end
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
+    yield run_it
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -90,22 +105,44 @@ def handlers():
         (signal.SIGHUP, ""),  # nobody is there any more
     ],
 )
-def test_the_first_signal_asks_to_stop_and_the_second_is_not_kept(handlers, number, said):
-    text = io.StringIO()
-    with watching(CONFIG, Console(file=text)) as watcher:
-        assert not watcher.should_stop()
-        os.kill(os.getpid(), number)
-        assert [watcher.should_stop(), watcher.should_stop()] == [True, True]
-        assert text.getvalue() == said
-        with pytest.raises(Second):
+def test_the_first_signal_asks_to_stop_and_the_second_ends_the_command(ended, number, said):
+    text, seen = io.StringIO(), []
+
+    def verb():
+        with watching(CONFIG, Console(file=text)) as watcher:
+            seen.append(watcher.should_stop())
+            os.kill(os.getpid(), number)
+            seen.extend([watcher.should_stop(), watcher.should_stop()])
+            if again:
+                os.kill(os.getpid(), signal.SIGTERM)
+        seen.append(watcher.should_stop())
+
+    again = False
+    assert ended(verb) == 0
+    assert (seen, text.getvalue()) == ([False, True, True, True], said)
+    again = True
+    assert ended(verb) == 128 + signal.SIGTERM
+    assert {signal.getsignal(each) for each in ENDING} == {signal.SIG_DFL}
+
+
+def test_an_error_after_the_first_signal_is_told(ended, capsys):
+    def verb():
+        with watching(CONFIG, Console(file=io.StringIO())):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert {signal.getsignal(each) for each in train.ENDING} == {handlers}
+            raise ForerouteError("the disk is full")
+
+    assert ended(verb) == 1
+    assert capsys.readouterr().err == "error: the disk is full\n"
 
 
-def test_a_signal_that_is_ignored_stays_ignored(handlers):
+def test_a_signal_that_is_ignored_stays_ignored(ended):
     """As SIGHUP under nohup."""
+
+    def verb():
+        with watching(CONFIG, Console(file=io.StringIO())) as watcher:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not watcher.should_stop()
+
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with watching(CONFIG, Console(file=io.StringIO())) as watcher:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert not watcher.should_stop()
+    assert ended(verb) == 0
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

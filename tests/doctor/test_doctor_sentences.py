@@ -211,8 +211,6 @@ def test_a_share_of_tokens_of_nothing_is_not_told():
 def test_the_rest_is_told_in_whole_sentences():
     _, trace = reference()
     all_fail = report(*(Outcome.FAILED for _ in ALL_CHECKS))
-    of_run = {"before_step_0": "run.toml", "engine": trace}
-    held = {20 * n: f"runs/a/checkpoints/step-{20 * n:06d}.safetensors" for n in range(12)}
     for evidence in (
         Evidence(attach_error="model.layers.1.mlp has no router\n   that can be seen; upgrade"),
         Evidence(conformance=all_fail),
@@ -220,15 +218,6 @@ def test_the_rest_is_told_in_whole_sentences():
         Evidence(replay_error="the trace belongs to another model"),
         Evidence(random_weights=True),
         Evidence(random_weights=True, engine=trace),
-        Evidence(before_step_0="run.toml"),
-        *(Evidence(**of_run, random_weights=at_random) for at_random in (False, True)),
-        *(
-            Evidence(**{**of_run, "engine": trace.with_weight_version(v)}, random_weights=r)
-            for v in (-1, 0, 40)
-            for r in (False, True)
-        ),
-        Evidence(**of_run, checkpoints=held),
-        Evidence(**{**of_run, "engine": trace.with_weight_version(40)}, checkpoints=held),
         *(Evidence(engine=trace.with_weight_version(v), expected_version=4) for v in (-1, 0)),
     ):
         require_all_whole(diagnose(evidence))
@@ -280,25 +269,6 @@ def test_a_model_without_weights_is_compared_with_nothing():
     assert (found.measures.routes, found.measures.without, found.measures.with_replay) == (None, None, None)
     assert found.measures.repeated is not None
     assert "compared with nothing" in found.headline
-
-
-def test_the_weights_before_step_0_are_named_and_the_checkpoint_asked_for():
-    _, trace = reference()
-    held = {0: "checkpoints/step-000000.safetensors", 10: "checkpoints/step-000010.safetensors"}
-    of_10 = Evidence(engine=trace.with_weight_version(10), before_step_0="run.toml", checkpoints=held)
-    found = diagnose(of_10)
-    assert found.worst is Severity.PROBLEM
-    assert "run.toml stands for the weights before step 0. The trace is of weight version 10" in found.headline
-    assert (
-        found.findings[0].advice
-        == "Add --checkpoint checkpoints/step-000010.safetensors to examine the weights of version 10."
-    )
-    of_7 = diagnose(replace(of_10, engine=trace.with_weight_version(7)))
-    assert (
-        "The run has checkpoints/step-000000.safetensors, checkpoints/step-000010.safetensors."
-        in of_7.findings[0].advice
-    )
-    assert diagnose(replace(of_10, engine=trace.with_weight_version(0))).worst is Severity.FINE
 
 
 def test_what_others_wrote_is_shown_and_not_obeyed():

@@ -273,7 +273,7 @@ def _arrange_streams(case, outputs):
 def _load_everything(light):
     """What verbs import when they run, so that each case need not."""
     names = ["convert", "plan", "plan_inputs", "simulate", "terminal", "traces"]
-    names += [] if light else ["demo", "doctor", "doctor_inputs", "train"]
+    names += [] if light else ["demo", "doctor", "train"]
     for name in names:
         importlib.import_module(f"foreroute.cli.{name}")
     if not light:

@@ -17,26 +17,13 @@ INPUTS = (
     ("convert", "--tokens", "tokens.json", "convert {good}/no-tokens.json out {trace} --tokens @"),
     ("diff", "reference", "trace.safetensors", "diff @ {good}/trace.safetensors"),
     ("diff", "other", "trace.safetensors", "diff {good}/trace.safetensors @"),
-    ("doctor", "--model, a folder", "model", "doctor --model @ --generation {good}/generation.safetensors"),
-    ("doctor", "--model, a TOML", "train.toml", "doctor --model @ --trace {good}/run/trained/trace.safetensors"),
-    (
-        "doctor",
-        "--checkpoint",
-        "run/checkpoints/step-000001.safetensors",
-        "doctor --model {good}/train.toml --trace {good}/run/trained/trace.safetensors --checkpoint @",
-    ),
-    ("doctor", "--generation", "generation.safetensors", "doctor --model {good}/model --generation @"),
-    ("doctor", "--trace", "engine.safetensors", "doctor --model {good}/model --trace @"),
-    ("doctor", "--logprobs", "logprobs.npy", "doctor {engine} --prompt-lengths {good}/prompts.npy --logprobs @"),
-    ("doctor", "--prompt-lengths", "prompts.npy", "doctor {engine} --logprobs {good}/logprobs.npy --prompt-lengths @"),
-    ("doctor", "--trainer-trace", "engine.safetensors", "doctor --trace {good}/engine.safetensors --trainer-trace @"),
-    ("doctor", "--trainer-logprobs", "logprobs.npy", "doctor --logprobs {good}/logprobs.npy --trainer-logprobs @"),
-    (
-        "doctor",
-        "--replayed-logprobs",
-        "logprobs.npy",
-        "doctor --logprobs {good}/logprobs.npy --trainer-logprobs {good}/logprobs.npy --replayed-logprobs @",
-    ),
+    ("doctor", "--model, a folder", "model", "doctor --model @ --rollout {good}/generation.safetensors"),
+    ("doctor", "--model, a run", "run", "doctor --model @"),
+    ("doctor", "--rollout", "generation.safetensors", "doctor --model {good}/model --rollout @"),
+    ("doctor", "--rollout, a trace", "engine.safetensors", "doctor --model {good}/model --rollout @"),
+    ("doctor", "--trainer", "generation.safetensors", "doctor --rollout {good}/generation.safetensors --trainer @"),
+    ("doctor", "--trainer, a trace", "engine.safetensors", "doctor --rollout {good}/engine.safetensors --trainer @"),
+    ("doctor", "--replayed", "generation.safetensors", "doctor {passes} --replayed @"),
     ("plan", "--topology", "cluster.toml", "plan --counts {good}/counts.safetensors {few} --topology @"),
     ("plan", "traces", "trace.safetensors", "plan @ --topology {good}/cluster.toml {few}"),
     ("plan", "--counts", "counts.safetensors", "plan --topology {good}/cluster.toml {few} --counts @"),
@@ -62,11 +49,10 @@ OUTPUTS = (
     ("demo-ep", "--folder", "folder", "demo-ep --steps 1 --folder @"),
 )  # fmt: skip
 PARTS = {
-    "{passes}": "--trace {good}/engine.safetensors --trainer-trace {good}/engine.safetensors",
+    "{passes}": "--rollout {good}/generation.safetensors --trainer {good}/generation.safetensors",
     "{trace}": "--model {good}/trace.safetensors",
     "{few}": "--no-baselines",
     "{step}": "--topology {good}/cluster.toml --counts {good}/counts.safetensors",
-    "{engine}": "--model {good}/model --trace {good}/engine.safetensors",
 }
 REFUSED, FINE, ANY = frozenset({2}), frozenset({0, 1}), frozenset({0, 1, 2})
 
@@ -135,7 +121,6 @@ def _inputs(verb, door, words, valid):
     for condition in (
         "empty",
         "text",
-        "wrong kind",
         "truncated",
         "FIFO",
         "directory",
@@ -143,6 +128,8 @@ def _inputs(verb, door, words, valid):
         "link to itself",
     ):
         yield case(condition)
+    # a folder of a model is as good as one of a run
+    yield case("wrong kind", ANY if verb == "doctor" and valid == "run" else REFUSED)
     yield case("socket")
     for device in ("zero", "full", "null"):
         yield case(f"device {device}", given=f"/dev/{device}")

@@ -1,7 +1,6 @@
 """Small valid files of every kind that the command line reads."""
 
 import json
-import shutil
 
 import numpy as np
 import tomli_w
@@ -55,7 +54,7 @@ TRAINING = {
 
 
 def write_files(folder, *, light=False):
-    """Fill a folder with a trace, counts, a plan, configurations, a run, a model, a generation and its arrays.
+    """Fill a folder with a trace, counts, a plan, configurations, a run, a model and a generation.
 
     Args:
         folder: an empty one.
@@ -88,13 +87,12 @@ def write_files(folder, *, light=False):
 
 
 def _write_models(folder):
-    """What needs torch: a run with checkpoints and rollouts, a model's folder, a generation, and log-probs."""
+    """What needs torch: a run with checkpoints and rollouts, a model's folder, and a generation."""
     import torch
     from transformers.utils import logging
 
     from foreroute.adapters import hf
     from foreroute.capture import Sampling, save_generation
-    from foreroute.capture.generation import trace_of
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.report import write_report
     from foreroute.trace import save
@@ -102,9 +100,6 @@ def _write_models(folder):
 
     logging.disable_progress_bar()
     train(load_config(folder / "train.toml"), folder / "run")
-    (folder / "run" / "trained").mkdir()
-    beside = trace_of(folder / "run" / "rollouts" / "step-000000.safetensors")
-    shutil.copy(beside, folder / "run" / "trained" / "trace.safetensors")
     write_report([folder / "run"], folder / "run" / "report.html")
     model = hf.build_model("qwen3_moe", seed=0, **MODEL)
     model.save_pretrained(folder / "model")
@@ -115,5 +110,3 @@ def _write_models(folder):
     generation = engine.generate(prompts, sampling, torch.Generator().manual_seed(0))
     save_generation(generation, folder / "generation.safetensors")
     save(generation.trace, folder / "engine.safetensors")
-    np.save(folder / "logprobs.npy", generation.logprobs_R)
-    np.save(folder / "prompts.npy", generation.prompt_lengths)

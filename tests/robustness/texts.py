@@ -1,13 +1,10 @@
-"""Texts without a checksum that need no torch: topologies, simulations, and arrays of log-probs."""
+"""Texts without a checksum that need no torch: topologies and simulations."""
 
-import io
 import json
 import tomllib
 
-import numpy as np
 import tomli_w
 
-from foreroute.cli.doctor_inputs import read_array
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.simulate.config import load_config
 from tests.robustness.mutations import damage, forge_values
@@ -34,13 +31,6 @@ def text_targets(folder):
     return [
         toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder),
         toml_target("simulation", SIMULATION, load_config, _require_simulation, folder),
-        Target(
-            "array of log-probs",
-            _array_bytes,
-            lambda path: read_array(path, "f"),
-            file=folder / "given.npy",
-            check=_require_array,
-        ),
     ]
 
 
@@ -106,18 +96,6 @@ def _require_simulation(given, config):
     require_unchanged(given.get("execution", {}), config.execution)
     require_unchanged(given.get("sweep", {}), config.sweep)
     assert config.cluster.gpus % config.cluster.expert_parallel == 0
-
-
-def _array_bytes(rng):
-    file = io.BytesIO()
-    np.save(file, -rng.random(int(rng.integers(1, 99))).astype(rng.choice(["f4", "f8"])))
-    return file.getvalue()
-
-
-def _require_array(raw, array):
-    assert array.ndim == 1
-    assert array.dtype.kind == "f"
-    assert array.nbytes <= len(raw)
 
 
 def json_lines(values):

@@ -42,7 +42,7 @@ GENERATION_FILE = FileFormat(
         "prompt_lengths": TensorSchema("I64", "S"),
         "sampled": TensorSchema("BOOL", "N"),
     },
-    made_by="capture.save_generation writes generations; a trace file alone goes with --trace",
+    made_by="capture.save_generation writes generations",
 )
 
 

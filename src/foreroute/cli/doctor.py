@@ -1,24 +1,21 @@
-"""`foreroute doctor`: examine, print, and write the page."""
+"""`foreroute doctor`: read both sides, examine, print, and write the page."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from foreroute.cli.doctor_inputs import (
-    DoctorInputs,
-    EngineOutput,
-    read_array,
-    read_engine,
-    read_trainer,
-    with_last_rollout,
-)
+from foreroute.capture import Generation, load_generation
+from foreroute.capture.generation import GENERATION_FILE
 from foreroute.cli.terminal import CommandProgress, Console, shown_table, working
 from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
-from foreroute.errors import printable
+from foreroute.errors import InputError, RunFolderError, printable
+from foreroute.files import parse_json, read_text
 from foreroute.report import check_page, measure_table, write_diagnosis
 from foreroute.report.format import quoted
 from foreroute.trace import RoutingTrace, load
@@ -27,21 +24,28 @@ STYLES = {Severity.FINE: "green", Severity.NOTE: "blue", Severity.WARNING: "yell
 
 
 def run_doctor(
-    inputs: DoctorInputs,
-    output: Path | None,
+    model: Path | None,
+    rollout: Path | None = None,
+    trainer: Path | None = None,
+    replayed: Path | None = None,
     *,
-    temperature: float | None,
-    weight_version: int | None,
-    max_sequences: int,
+    temperature: float | None = None,
+    weight_version: int | None = None,
+    max_sequences: int = 64,
+    output: Path | None = None,
 ) -> Severity:
     """Print the diagnosis, write the page if asked, and return how bad it is.
 
     Args:
-        inputs: what to examine.
+        model: a folder of a Hugging Face model, its config.json, or a folder of a run of `foreroute train`, whose last
+            rollout is taken where none is given.
+        rollout: the engine's side, a generation or a trace.
+        trainer: without a model, the trainer's pass on its own routes: a generation or a trace.
+        replayed: without a model, its pass on the engine's routes: a generation.
+        temperature: that the engine divided its logits by; None takes the run's, or 1.
+        weight_version: that the trainer is at; None takes that of the run's checkpoint, where there is one.
+        max_sequences: how many of the sequences a model runs.
         output: the page.
-        temperature: that the engine divided its logits by; None takes the configuration's, or 1.
-        weight_version: that the trainer is at; None takes that of the checkpoint, where there is one.
-        max_sequences: how many of the sequences to run.
 
     Raises:
         InputError: for everything that a user can mend.
@@ -49,19 +53,33 @@ def run_doctor(
     console = Console()
     if output is not None:
         check_page(output)
-    inputs = with_last_rollout(inputs)
-    with working("reading the engine's side", console):
-        engine = read_engine(inputs, max_sequences)
-    if inputs.model is not None:
+    _check_sides(model, rollout, trainer, replayed)
+    if model is not None and rollout is None:
+        rollout = _last_rollout(model)
+    with working("reading the rollout", console):
+        engine = None if rollout is None else _read(rollout)
+    if model is not None and engine is not None:
+        engine = engine.select(np.arange(min(len(engine), max_sequences)))
+    trace = None if engine is None else _trace(engine)
+    if model is not None:
         with working("loading the model", console) as work:
-            evidence, name = _examined(inputs, engine, temperature, weight_version, work)
+            evidence, name = _examined(model, engine, temperature, weight_version, work)
     else:
-        with working("reading the trainer's side", console):
-            evidence, name = _given(inputs, engine, weight_version), "none; the trainer's passes were given"
+        assert engine is not None, "checked above"
+        assert trainer is not None, "checked above"
+        with working("reading the trainer's passes", console):
+            evidence = Evidence(
+                engine=trace,
+                engine_logprobs_R=_logprobs(engine),
+                native=_pass(_read(trainer)),
+                replayed=None if replayed is None else _replayed(replayed, trace),
+                expected_version=weight_version,
+            )
+        name = "none; the trainer's passes were given"
     with working("comparing", console):
-        diagnosis = diagnose(evidence, _facts(name, engine.trace))
+        diagnosis = diagnose(evidence, _facts(name, trace))
     _print(console, diagnosis)
-    commands = _commands(inputs)
+    commands = _commands(model, rollout, trainer)
     for what, command in commands:
         console.print(f"\n{what}:\n{printable(command)}", soft_wrap=True, highlight=False, markup=False)
     if output is not None:
@@ -71,42 +89,129 @@ def run_doctor(
     return diagnosis.worst
 
 
+def _check_sides(model: Path | None, rollout: Path | None, trainer: Path | None, replayed: Path | None) -> None:
+    """Refuse combinations that say nothing, or two things at once."""
+    if model is not None and (trainer or replayed):
+        raise InputError("--model computes the trainer's routes and log-probs; do not give --trainer or --replayed too")
+    if model is None and trainer is None:
+        raise InputError("there is no trainer to examine: give --model, or --trainer with a file of its pass")
+    if model is None and rollout is None:
+        raise InputError("there is no engine to compare with: give --rollout")
+
+
+def _read(path: Path) -> Generation | RoutingTrace:
+    """Read one side: routes with log-probs, or routes alone."""
+    return load_generation(path) if GENERATION_FILE.is_in(path) else load(path)
+
+
+def _trace(side: Generation | RoutingTrace) -> RoutingTrace:
+    return side.trace if isinstance(side, Generation) else side
+
+
+def _logprobs(side: Generation | RoutingTrace) -> Any:
+    return side.logprobs_R if isinstance(side, Generation) else None
+
+
+def _pass(side: Generation | RoutingTrace) -> TrainerPass:
+    return TrainerPass(_trace(side), _logprobs(side))
+
+
+def _replayed(path: Path, rollout: RoutingTrace | None) -> TrainerPass:
+    """Read the pass on the engine's routes, of which the log-probs alone are of interest."""
+    side = load_generation(path)
+    if rollout is None or not np.array_equal(side.trace.token_ids_N, rollout.token_ids_N):
+        raise InputError(f"{path} holds other tokens than the rollout; give the trainer's pass over that rollout")
+    return TrainerPass(None, side.logprobs_R)
+
+
 def _examined(
-    inputs: DoctorInputs,
-    engine: EngineOutput,
+    path: Path,
+    engine: Generation | RoutingTrace | None,
     temperature: float | None,
     weight_version: int | None,
     work: CommandProgress,
 ) -> tuple[Evidence, str]:
+    """Load a model, of a run or of anybody, and examine it; returns the evidence, and what was examined in words."""
+    from foreroute.adapters.hf.local_models import load_local
     from foreroute.doctor.examine import examine
 
-    trainer = read_trainer(inputs, engine.trace)
+    trace = None if engine is None else _trace(engine)
+    found, step, has_weights = f"{path}", None, True
+    if (run := _run_of(path)) is not None:
+        model, checkpoint, step, sampled_at = _of_run(run, trace)
+        found, temperature = f"{path}, {checkpoint}", sampled_at if temperature is None else temperature
+    else:
+        model, has_weights = load_local(path)
+    if weight_version is None and trace is not None and any(version >= 0 for version in trace.versions):
+        weight_version = step
     work.begin("examining the model: quick checks, then passes over the sequences")
     evidence = examine(
-        trainer.model,
-        engine.generation,
-        trace=engine.trace,
-        temperature=trainer.temperature if temperature is None else temperature,
-        expected_version=trainer.expected_version(engine.trace) if weight_version is None else weight_version,
-        random_weights=not trainer.has_weights,
-    )
-    evidence = replace(evidence, before_step_0=trainer.before_step_0, checkpoints=trainer.checkpoints)
-    weights = f", {trainer.checkpoint}" if trainer.checkpoint else ""
-    return evidence, f"{inputs.model}{weights} ({type(trainer.model).__name__})"
-
-
-def _given(inputs: DoctorInputs, engine: EngineOutput, weight_version: int | None) -> Evidence:
-    """Read the evidence of passes that the user ran."""
-    executed = load(inputs.trainer_trace) if inputs.trainer_trace else None
-    logprobs_R = read_array(inputs.trainer_logprobs, "f") if inputs.trainer_logprobs else None
-    replayed = TrainerPass(None, read_array(inputs.replayed_logprobs, "f")) if inputs.replayed_logprobs else None
-    return Evidence(
-        engine=engine.trace,
-        engine_logprobs_R=engine.logprobs_R,
-        native=TrainerPass(executed, logprobs_R),
-        replayed=replayed,
+        model,
+        engine if isinstance(engine, Generation) else None,
+        trace=trace,
+        temperature=1.0 if temperature is None else temperature,
         expected_version=weight_version,
+        random_weights=not has_weights,
     )
+    return evidence, f"{found} ({type(model).__name__})"
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the folder of a run, which may be named by its config.json; None where it is another model."""
+    folder = path.parent if path.name == "config.json" else path
+    is_run = os.path.exists(folder / "metrics.jsonl") or os.path.isdir(folder / "checkpoints")
+    return folder if is_run else None
+
+
+def _last_rollout(model: Path) -> Path | None:
+    """Return the last rollout that a run kept at a checkpoint's step; None where it kept none, or is no run."""
+    folder = _run_of(model)
+    if folder is None:
+        return None
+    rollouts = _by_step(folder / "rollouts")
+    both = rollouts.keys() & _by_step(folder / "checkpoints").keys()
+    return rollouts[max(both)] if both else None
+
+
+def _by_step(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints, or the rollouts, in a folder by their step; none without such a folder."""
+    from foreroute.train.folder import files_by_step
+
+    return dict(files_by_step(folder))
+
+
+def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, float]:
+    """Load the model of a run at the checkpoint that a trace was recorded under, or else at the last one.
+
+    Returns:
+        The model, its checkpoint, the step that this is of, and the temperature of the run's rollouts.
+
+    Raises:
+        ConfigError, DatasetError, RunFolderError: when one of the files cannot be read, or the checkpoint is not there.
+    """
+    from foreroute.train import load_checkpoint, parse_config
+    from foreroute.train.folder import as_run_folder_error
+    from foreroute.train.policy import make_model
+    from foreroute.train.prompts import make_task
+
+    held = _by_step(folder / "checkpoints")
+    if not held:
+        raise RunFolderError(f"{folder} holds no checkpoints, so there are no weights to examine")
+    known = [version for version in trace.versions if version >= 0] if trace is not None else []
+    step = known[-1] if known else max(held)
+    if step not in held:
+        raise RunFolderError(
+            f"{folder} has no checkpoint of weight version {step}, under which the trace was recorded; it has those "
+            f"of {', '.join(map(str, sorted(held)))}. Give the rollout of one of these"
+        )
+    stored = folder / "config.json"
+    values = parse_json(read_text(stored, RunFolderError), RunFolderError, name=str(stored))
+    config = parse_config(values, source=str(stored))
+    model = make_model(config.model, make_task(config), seed=0)
+    state = load_checkpoint(held[step])
+    with as_run_folder_error(f"checkpoint {held[step]}"):
+        model.load_state_dict(state["model"])
+    return model, held[step], step, config.rollout.temperature
 
 
 def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
@@ -121,14 +226,14 @@ def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
     return facts
 
 
-def _commands(inputs: DoctorInputs) -> list[tuple[str, str]]:
+def _commands(model: Path | None, rollout: Path | None, trainer: Path | None) -> list[tuple[str, str]]:
     """What else looks at the same files: the page of the run, and the table of two traces."""
     commands = []
-    if inputs.model is not None and (inputs.model / "metrics.jsonl").exists():
-        commands.append(("The page of this run", f"foreroute report {quoted(inputs.model)}"))
-    if inputs.trainer_trace is not None and inputs.trace is not None:
-        traces = f"{quoted(inputs.trainer_trace)} {quoted(inputs.trace)}"
-        commands.append(("The two traces by layer and position", f"foreroute diff {traces}"))
+    if model is not None and (model / "metrics.jsonl").exists():
+        commands.append(("The page of this run", f"foreroute report {quoted(model)}"))
+    if rollout is not None and trainer is not None and not any(map(GENERATION_FILE.is_in, (rollout, trainer))):
+        command = f"foreroute diff {quoted(trainer)} {quoted(rollout)}"
+        commands.append(("The two traces by layer and position", command))
     return commands
 
 

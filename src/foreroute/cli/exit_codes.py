@@ -5,7 +5,7 @@
     2         what was given is wrong, or cannot be read or written
     128 + n   it was ended by signal n: 130 by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP
 
-A verb that handles signals itself, as `train` does, takes their handlers over while it runs.
+A verb may ask that the first signal is only noted, as `train` does, which then saves a checkpoint and ends by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 
@@ -41,6 +41,8 @@ EXTRA_OF = {
 USAGE_ERROR = typer.BadParameter.__mro__[1]
 """Typer brings its own click since 0.26, and used click before."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, what schedulers send before they kill, and what a terminal sends that is closed."""
 
 
 def run(command: Callable[[], Any]) -> NoReturn:
@@ -61,10 +63,10 @@ def run(command: Callable[[], Any]) -> NoReturn:
             sys.stdout.flush()
         except BaseException as error:
             # a library may make another exception of the one that the handler raised: numba a SystemError
-            code = 128 + received[-1] if received else _code_of(error)
-        is_ended = bool(received) and code == 128 + received[-1]
+            code = 128 + received.raised if received.raised else _code_of(error)
+        is_ended = received.raised > 0 and code == 128 + received.raised
         if is_ended:
-            name = "interrupted" if code == 130 else f"ended by {signal.Signals(received[-1]).name}"
+            name = "interrupted" if code == 130 else f"ended by {signal.Signals(received.raised).name}"
             _say(name, kind="stopped")
     _drop_broken_streams()
     if is_ended and threading.active_count() > 1:  # the interpreter would wait for threads that nobody waits for
@@ -72,35 +74,67 @@ def run(command: Callable[[], Any]) -> NoReturn:
     sys.exit(code)
 
 
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """End on Ctrl-C, SIGTERM and SIGHUP by an exception, so that what is open is closed; yields the signals received.
+class Received:
+    """The handler of Ctrl-C, SIGTERM and SIGHUP: an exception, so that what is open is closed.
 
-    Each signal raises once. What closes is interrupted by a second one alone. Python drops an exception that is raised
-    in a finalizer; such a signal comes again, a moment later. A signal that is ignored, as under nohup, stays ignored.
+    Attributes:
+        raised: the signal that ended the command; 0 where none did.
+        noted: the signal that asks a verb to end by itself; 0 where none did.
+        console: of the verb that wants the first signal noted; None where each signal raises.
     """
-    received: list[int] = []
-    say_dropped = sys.unraisablehook
 
-    def end(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+    def __init__(self) -> None:
+        self.raised = self.noted = 0
+        self.console: Console | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note the first signal where a verb wants that. It prints nothing: a handler may run anywhere."""
+        if self.console is not None and not self.noted:
+            self.noted = number
+            # the terminal is gone, and printing there would fail before the state is saved
+            self.console.quiet |= number == signal.SIGHUP
+            return
+        self.raised = number
         raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
+
+received = Received()
+"""Of this process, as signals are."""
+
+
+@contextmanager
+def noting_the_first_signal(console: Console) -> Iterator[Received]:
+    """Keep the first signal in `received.noted`, while the context is open; the second ends the command."""
+    received.console, received.noted = console, 0
+    try:
+        yield received
+    finally:
+        received.console = None
+
+
+@contextmanager
+def _signals() -> Iterator[Received]:
+    """Hand the signals to `received`, each once. A signal that is ignored, as under nohup, stays ignored.
+
+    Python drops an exception that is raised in a finalizer; such a signal comes again, a moment later.
+    """
+    received.raised = 0
+    say_dropped = sys.unraisablehook
+
     def dropped(what: sys.UnraisableHookArgs) -> None:
-        if received and isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
-            again = threading.Timer(0.05, os.kill, (os.getpid(), received[-1]))
+        if received.raised and isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
+            again = threading.Timer(0.05, os.kill, (os.getpid(), received.raised))
             again.daemon = True
             again.start()
         else:
             say_dropped(what)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    taken = [number for number in numbers if before[number] not in (signal.SIG_IGN, None)]
+    before = {number: signal.getsignal(number) for number in ENDING}
+    taken = [number for number in ENDING if before[number] not in (signal.SIG_IGN, None)]
     if threading.current_thread() is not threading.main_thread():
         taken = []  # only the main thread may have handlers
     for number in taken:
-        signal.signal(number, end)
+        signal.signal(number, received)
     sys.unraisablehook = dropped
     try:
         yield received
@@ -125,7 +159,8 @@ def _code_of(error: BaseException) -> int:
         case BrokenPipeError():  # exit silently: the reader closed the pipe
             pass
         case OSError(filename=None):
-            _say(f"the system refused to go on ({error.strerror or error})")
+            where = "the system refused to go on" if _can_be_written(sys.stdout) else "standard output"
+            _say(f"{where}: {error.strerror or error}")
         case OSError():
             _say(f"{os.fsdecode(error.filename)}: {error.strerror or error}")
         case MemoryError():
@@ -159,12 +194,19 @@ def _say(message: str, *, kind: str = "error") -> None:
         console.print(f"[bold red]{kind}[/]: {escape(printable(message))}")
 
 
+def _can_be_written(stream: TextIO) -> bool:
+    """Say whether a stream takes what was printed; one that did not still holds it."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _drop_broken_streams() -> None:
     """Drop what cannot be written, or the interpreter would try once more at its end and change the code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
+        if not _can_be_written(stream):
             with suppress(OSError, ValueError), open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), stream.fileno())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -45,8 +45,8 @@ def _root(
 def demo(
     folder: Annotated[Path | None, typer.Option(help="Folder of the runs; a new one in runs/demo by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
-    precision: Annotated[str, typer.Option(help="Of the engine: bfloat16, fp8 or float32.")] = "bfloat16",
-    engine: Annotated[str, typer.Option(help="Rollout engine: embedded or vllm.")] = "embedded",
+    precision: Annotated[Literal["bfloat16", "fp8", "float32"], typer.Option(help="Of the engine.")] = "bfloat16",
+    engine: Annotated[Literal["embedded", "vllm"], typer.Option(help="Rollout engine.")] = "embedded",
     vllm_python: Annotated[
         Path | None, typer.Option(help="For vllm: Python of its environment (docs/engines.md).")
     ] = None,
@@ -91,42 +91,35 @@ def inspect(trace: Annotated[Path, typer.Argument(help="A trace file.")]) -> Non
 @app.command()
 def doctor(
     model: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face folder, its config.json, or a TOML or run of foreroute train."),
+        Path | None, typer.Option(help="Hugging Face folder, its config.json, or a run of foreroute train.")
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="A checkpoint of that run.")] = None,
-    generation: Annotated[Path | None, typer.Option(help="Trace and log-probs, by capture.save_generation.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="The engine's trace.")] = None,
-    logprobs: Annotated[Path | None, typer.Option(help="The engine's, of response tokens: .npy.")] = None,
-    prompt_lengths: Annotated[Path | None, typer.Option(help="Tokens per prompt: .npy.")] = None,
-    trainer_trace: Annotated[Path | None, typer.Option(help="Without --model: the trainer's own routes.")] = None,
-    trainer_logprobs: Annotated[Path | None, typer.Option(help="Without --model: without replay, .npy.")] = None,
-    replayed_logprobs: Annotated[Path | None, typer.Option(help="Without --model: with replay, .npy.")] = None,
+    rollout: Annotated[
+        Path | None, typer.Option(help="The engine's side: a generation (capture.save_generation) or a trace.")
+    ] = None,
+    trainer: Annotated[
+        Path | None, typer.Option(help="Without --model: the trainer's own pass, a generation or a trace.")
+    ] = None,
+    replayed: Annotated[Path | None, typer.Option(help="Without --model: its pass with replay, a generation.")] = None,
     temperature: Annotated[
         float | None, typer.Option(min=1e-3, help="Of the engine; the run's, or 1, by default.")
     ] = None,
-    weight_version: Annotated[int | None, typer.Option(help="Of the trainer; the checkpoint's by default.")] = None,
+    weight_version: Annotated[int | None, typer.Option(help="Of the trainer; the run's by default.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences to run.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
     """Diagnose trainer and engine. Says how far they differ, why, and whether R3 helps; exit code 1 for a problem."""
     from foreroute.cli.doctor import run_doctor
-    from foreroute.cli.doctor_inputs import DoctorInputs
     from foreroute.doctor import Severity
 
-    inputs = DoctorInputs(
-        model=model,
-        checkpoint=checkpoint,
-        generation=generation,
-        trace=trace,
-        logprobs=logprobs,
-        prompt_lengths=prompt_lengths,
-        trainer_trace=trainer_trace,
-        trainer_logprobs=trainer_logprobs,
-        replayed_logprobs=replayed_logprobs,
-    )
     worst = run_doctor(
-        inputs, output, temperature=temperature, weight_version=weight_version, max_sequences=max_sequences
+        model,
+        rollout,
+        trainer,
+        replayed,
+        temperature=temperature,
+        weight_version=weight_version,
+        max_sequences=max_sequences,
+        output=output,
     )
     if worst is Severity.PROBLEM:
         raise typer.Exit(1)
@@ -145,7 +138,7 @@ def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")])
 def convert(
     source: Annotated[Path, typer.Argument(help="A trace file, output of an engine, or routes in a .npy file.")],
     target: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
-    to: Annotated[str, typer.Option(help="sets, or ordered to keep pick order.")] = "sets",
+    to: Annotated[Literal["sets", "ordered"], typer.Option(help="Without pick order, or with it.")] = "sets",
     model: Annotated[
         Path | None, typer.Option(help="For engine output: a trace of the model, or its folder (needs the extra hf).")
     ] = None,
@@ -154,9 +147,9 @@ def convert(
     weight_version: Annotated[int, typer.Option(help="Of the routes; -1: unknown.")] = -1,
 ) -> None:
     """Convert engine output and traces. Writes a trace."""
-    from foreroute.cli.convert import Origin, convert_file
+    from foreroute.cli.convert import convert_file
 
-    convert_file(source, target, to, Origin(model, tokens, start, weight_version))
+    convert_file(source, target, to, model=model, tokens=tokens, start=start, weight_version=weight_version)
 
 
 @app.command()
@@ -181,7 +174,7 @@ def plan(
     tolerance: Annotated[
         float, typer.Option(help="Stop at 1 + this times the mean load; 0: exact. Traffic may leave more.")
     ] = 0.02,
-    home_moves: Annotated[str, typer.Option(help="Most experts of a layer that change their home, or all.")] = "0",
+    home_moves: Annotated[int, typer.Option(min=0, help="Most experts of a layer that change their home.")] = 0,
     replicas: Annotated[bool, typer.Option(help="Replicate experts in redundant slots.")] = True,
     shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,
     locality: Annotated[bool, typer.Option(help="Serve tokens near their source.")] = True,
@@ -204,21 +197,14 @@ def plan(
     seed: Annotated[int, typer.Option(min=0, help="Of searches.")] = 0,
 ) -> None:
     """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
-    from foreroute.cli.plan import read_home_moves, run_plan
-    from foreroute.cli.plan_inputs import PlanInputs
+    from foreroute.cli.plan import run_plan
     from foreroute.plan import PlanOptions
 
-    inputs = PlanInputs(
-        topology=topology,
-        traces=traces or (),
-        counts=counts,
-        previous_plan=previous_plan,
-        previous_step=previous_step or (),
-        token_budget=token_budget,
-    )
+    if baseline and not baselines:
+        raise InputError("--baseline and --no-baselines contradict each other; leave one of them out")
     options = PlanOptions(
         tolerance=tolerance,
-        home_moves=read_home_moves(home_moves),
+        home_moves=home_moves,
         replicas=replicas,
         slots="shared" if shared_slots else "layer",
         locality=locality,
@@ -227,9 +213,18 @@ def plan(
         threads=threads,
         seed=seed,
     )
-    if baseline and not baselines:
-        raise InputError("--baseline and --no-baselines contradict each other; leave one of them out")
-    run_plan(inputs, options, output, baselines=(baseline or None) if baselines else (), overwrite=overwrite)
+    run_plan(
+        topology,
+        options,
+        output,
+        traces=traces or (),
+        counts=counts,
+        previous_plan=previous_plan,
+        previous_step=previous_step or (),
+        token_budget=token_budget,
+        baselines=(baseline or None) if baselines else (),
+        overwrite=overwrite,
+    )
 
 
 @app.command()

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from foreroute.cli.plan_inputs import PlanInputs, StepToPlan, read_step
+from foreroute.cli.plan_inputs import StepToPlan, read_step
 from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
-from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, InputError, PlanError
 from foreroute.files import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
@@ -25,26 +25,35 @@ from foreroute.simulate.methods import BALANCERS
 
 
 def run_plan(
-    inputs: PlanInputs, options: PlanOptions, output: Path, *, baselines: Sequence[str] | None, overwrite: bool
+    topology: Path,
+    options: PlanOptions,
+    output: Path,
+    *,
+    previous_step: Sequence[Path],
+    baselines: Sequence[str] | None,
+    overwrite: bool,
+    **inputs: Any,
 ) -> None:
-    """Plan what `inputs` point at, print the table, write `output` and the page beside it.
+    """Plan a step, print the table, write `output` and the page beside it.
 
     Args:
-        inputs: what to plan.
+        topology: a TOML file.
         options: of the planner.
         output: the plan file; the page is the same with the suffix .html.
+        previous_step: of `read_step`, from which some baselines plan.
         baselines: the names of those to compare with; None takes all that can be had.
         overwrite: whether a plan and a page that exist may be replaced.
+        **inputs: what to plan: the others of `read_step`.
 
     Raises:
         InputError: for everything that a user can mend.
     """
     page = output.with_suffix(".html")
     _check_target(output, page, overwrite)
-    _check_baselines(baselines, inputs)
+    _check_baselines(baselines, previous_step)
     console = Console()
     with working("reading the step", console):
-        step = read_step(inputs)
+        step = read_step(topology, previous_step=previous_step, **inputs)
     facts = {**step.facts, **_facts(step, options)}
     console.print(shown_facts(facts))
     found, priced_options, planning_s = _planned(step, options, console)
@@ -64,19 +73,6 @@ def run_plan(
     write_page(console, lambda: write_plan_page(found, seen, records, facts, page, layers=step.layers))
 
 
-def read_home_moves(text: str) -> int | None:
-    """Read the value of --home-moves: a number, or "all" for no limit.
-
-    Raises:
-        InputError: for anything else.
-    """
-    if text == "all":
-        return None
-    if not text.isdecimal():
-        raise InputError(f"--home-moves is {text!r}; expected a number from 0, or all")
-    return int(text)
-
-
 def _check_target(output: Path, page: Path, overwrite: bool) -> None:
     if output == page:
         raise InputError(f"--output {output} is the name of the page; name the plan file, for example plan.safetensors")
@@ -90,23 +86,20 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
         raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
 
 
-def _check_baselines(baselines: Sequence[str] | None, inputs: PlanInputs) -> None:
+def _check_baselines(baselines: Sequence[str] | None, previous_step: Sequence[Path]) -> None:
     for name in baselines or ():
         if name not in BALANCERS:
             raise ConfigError(f"there is no baseline called {name}; expected some of {', '.join(BALANCERS)}")
-        if BALANCERS[name].knows == "previous step" and not inputs.previous_step:
+        if BALANCERS[name].knows == "previous step" and not previous_step:
             raise InputError(f"the baseline {name} plans from the step before; give it with --previous-step")
 
 
 def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
     num_micro_steps, num_layers, num_ranks, num_experts = step.counts_MLGE.shape
     topology, costs = step.topology, step.costs
-    moves = {None: "homes move without limit", 0: "homes stay"}.get(
-        options.home_moves, f"at most {options.home_moves} homes move per layer"
-    )
     switched = [
         f"stops at {1 + options.tolerance:g} times the mean",
-        moves,
+        f"at most {options.home_moves} homes move per layer" if options.home_moves else "homes stay",
         "slots shared by the layers" if options.slots == "shared" else "slots of every layer's own",
         *([] if options.replicas else ["no replicas"]),
         *([] if options.locality else ["no locality"]),
@@ -116,18 +109,15 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         f"{num_experts} experts, {int(step.counts_MLGE.sum(dtype=np.int64)):,} assignments",
         "cluster": f"{num_ranks} ranks in nodes of {topology.ranks_per_node}, redundant slots per rank: "
         f"{topology.redundant_slots}",
-        "costs": f"{costs.model.expert_bytes / 1e6:.3g} MB an expert, {_dispatch(costs)}",
+        "costs": f"{costs.model.expert_bytes / 1e6:.3g} MB an expert, dispatch "
+        f"{'without duplicates' if costs.dispatcher == 'dedup' else 'of every copy'}",
         "options": ", ".join(switched),
     }
 
 
-def _dispatch(costs: CostModel) -> str:
-    return "dispatch without duplicates" if costs.dispatcher == "dedup" else "dispatch of every copy"
-
-
 def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[StepPlan, dict[str, str], float]:
     """Plan the step; returns the plan, why priced options were on or off, and processor seconds without compiling."""
-    with working("planning the first micro-step", console):
+    with working("planning the first micro-step, which compiles once on a machine", console):
         plan(step.counts_MLGE[:1], step.topology, options, home_LE=step.home_LE, costs=step.costs)
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:

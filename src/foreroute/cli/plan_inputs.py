@@ -21,34 +21,6 @@ from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
 DEFAULT_BUDGET = 16_384
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanInputs:
-    """Paths and settings as the user gave them; None or empty where not given.
-
-    Attributes:
-        topology: a TOML file, see `foreroute.costs.cluster_file`.
-        traces: of one step. Either these or `counts`.
-        counts: a counts file.
-        previous_plan: the plan of the step before, whose homes are where the experts are now.
-        previous_step: traces, or one counts file, of the step before.
-        token_budget: most tokens of a rank in a micro-step, for traces.
-    """
-
-    topology: Path
-    traces: Sequence[Path] = ()
-    counts: Path | None = None
-    previous_plan: Path | None = None
-    previous_step: Sequence[Path] = ()
-    token_budget: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses combinations that say nothing, or two things at once."""
-        if bool(self.traces) == (self.counts is not None):
-            raise InputError("give either trace files or --counts FILE: one of the two says what is to be planned")
-        if self.counts is not None and self.token_budget is not None:
-            raise InputError("--token-budget is for traces; --counts are packed already")
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepToPlan:
     """A step, ready to be planned.
@@ -76,38 +48,55 @@ class StepToPlan:
     tokens_digest: str
 
 
-def read_step(inputs: PlanInputs) -> StepToPlan:
+def read_step(
+    topology: Path,
+    *,
+    traces: Sequence[Path] = (),
+    counts: Path | None = None,
+    previous_plan: Path | None = None,
+    previous_step: Sequence[Path] = (),
+    token_budget: int | None = None,
+) -> StepToPlan:
     """Read everything, and pack the sequences of traces.
+
+    Args:
+        topology: a TOML file, see `foreroute.costs.cluster_file`.
+        traces: of one step. Either these or `counts`.
+        counts: a counts file.
+        previous_plan: the plan of the step before, whose homes are where the experts are now.
+        previous_step: traces, or one counts file, of the step before.
+        token_budget: most tokens of a rank in a micro-step, for traces; None takes `DEFAULT_BUDGET`.
 
     Raises:
         InputError: when a file is missing, damaged, or does not fit the others.
     """
-    cluster = load_cluster(inputs.topology)
-    topology, costs = cluster.topology, cluster.costs
-    traces = _traces(inputs.traces)
-    if traces:
-        shape, picks = (traces[0].spec.num_layers, traces[0].spec.num_experts), traces[0].spec.top_k
-        counts = None
+    if bool(traces) == (counts is not None):
+        raise InputError("give either trace files or --counts FILE: one of the two says what is to be planned")
+    if counts is not None and token_budget is not None:
+        raise InputError("--token-budget is for traces; --counts are packed already")
+    cluster = load_cluster(topology)
+    ranks, costs = cluster.topology, cluster.costs
+    facts = {"input": ", ".join(str(path) for path in [*traces, counts] if path)}
+    if counts is not None:
+        read: list[RoutingTrace] = []
+        packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
+        _check_model(costs, counts_MLGE.shape[3], None, topology)
     else:
-        assert inputs.counts is not None, "checked when the inputs were made"
-        counts = check_counts(load_counts(inputs.counts), num_ranks=topology.num_ranks)
-        shape, picks = (counts.shape[1], counts.shape[3]), None
-    _check_model(costs, shape[1], picks, inputs.topology)
-    home_LE = _homes(inputs.previous_plan, topology, shape)
-    packing, facts = None, {"input": ", ".join(str(path) for path in [*inputs.traces, inputs.counts] if path)}
-    if counts is None:
-        packing, facts["packing"] = _packed(traces, inputs, topology, costs)
-        counts = check_counts(packed_counts(traces, packing))
+        read = _traces(traces)
+        _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
+        packing, facts["packing"] = _packed(read, token_budget or DEFAULT_BUDGET, ranks, costs)
+        counts_MLGE = check_counts(packed_counts(read, packing))
+    shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     return StepToPlan(
-        counts_MLGE=counts,
-        topology=topology,
+        counts_MLGE=counts_MLGE,
+        topology=ranks,
         costs=costs,
-        home_LE=home_LE,
-        previous_LE=_loads(inputs.previous_step, shape) if inputs.previous_step else None,
+        home_LE=_homes(previous_plan, ranks, shape),
+        previous_LE=_loads(previous_step, shape) if previous_step else None,
         facts=facts,
-        layers=traces[0].spec.layers if traces else (),
+        layers=read[0].spec.layers if read else (),
         packing=packing,
-        tokens_digest=tokens_digest(traces) if traces else "",
+        tokens_digest=tokens_digest(read) if read else "",
     )
 
 
@@ -133,12 +122,9 @@ def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) ->
     return plan.home_LE
 
 
-def _packed(
-    traces: list[RoutingTrace], inputs: PlanInputs, topology: Topology, costs: CostModel
-) -> tuple[Packing, str]:
+def _packed(traces: list[RoutingTrace], budget: int, topology: Topology, costs: CostModel) -> tuple[Packing, str]:
     """Where the sequences of all traces go, and what was done in words."""
     lengths = np.concatenate([trace.lengths for trace in traces])
-    budget = DEFAULT_BUDGET if inputs.token_budget is None else inputs.token_budget
     # seconds of one more token of any sequence, and of one more pair of tokens of the same sequence
     token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
     packing = pack_sequences(lengths, topology.num_ranks, budget, square_cost=square_s / token_s)

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -69,37 +70,6 @@ class Console(rich.console.Console):
         raise SystemExit(2)
 
 
-class _Output(io.TextIOWrapper):
-    """Standard output whose errors say that it is this stream, and not a file, that cannot be written."""
-
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        super().__init__(
-            stream.buffer,
-            stream.encoding,
-            stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        self._stream = stream  # which would close the buffer if it were let go
-
-    def write(self, text: str) -> int:
-        with _named():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with _named():
-            super().flush()
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        error.filename = "standard output"
-        raise
-
-
 def prepare_streams() -> None:
     """Make printing safe, whatever the streams, the locale and the width of the terminal are.
 
@@ -113,8 +83,6 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if type(sys.stdout) is io.TextIOWrapper:
-        sys.stdout = _Output(sys.stdout)
     for name, least, most in (("COLUMNS", FEWEST_COLUMNS, MOST_COLUMNS), ("LINES", 1, MOST_COLUMNS)):
         if (value := os.environ.get(name)) is None:
             continue
@@ -140,33 +108,33 @@ class CommandProgress:
     """
 
     def __init__(self, what: str, *, total: int = 0, unit: str = "") -> None:
-        self.what, self.detail = what, ""
-        self.done, self.total, self.unit = 0, total, unit
-        self._begun = monotonic()
-        self._is_compiling: Callable[[], bool] = bool
+        self.begin(what, total=total, unit=unit)
 
-    def begin(self, what: str) -> None:
-        """Begin another piece of work, of which no second has gone by."""
+    def begin(self, what: str, *, total: int = 0, unit: str = "") -> None:
+        """Begin a piece of work, of which no second has gone by."""
         self.what, self.detail, self._begun = what, "", monotonic()
+        self.done, self.total, self.unit = 0, total, unit
+        self._first: tuple[int, float] | None = None
 
     def advance(self, done: int, total: int, detail: str = "") -> None:
         """Note that so much of it is done."""
         self.done, self.total, self.detail = done, total, detail
+        self._first = self._first or (done, monotonic())
 
-    def watch_kernels(self) -> None:
-        """Say when a kernel is compiled. It takes numba, which takes long to be imported."""
-        from foreroute.kernels import is_compiling
-
-        self._is_compiling = is_compiling
+    def time_left(self) -> str:
+        """Give the time that the rest takes at the pace since the first `advance`; empty where that is not known."""
+        done, since = self._first or (self.done, 0.0)
+        if not done < self.done < self.total:
+            return ""
+        seconds = (monotonic() - since) * (self.total - self.done) / (self.done - done)
+        return f"{timedelta(seconds=round(seconds))} left"
 
     def __str__(self) -> str:
-        """Give one line without control characters: "planning: 1,234 of 9,216 cells, 12 s"."""
+        """Give one line without control characters: "planning: 1,234 of 9,216 cells, 12 s, 0:01:17 left"."""
         facts = [self.detail] if self.detail else []
         if self.total:
             facts.append(f"{self.done:,} of {self.total:,} {self.unit}".rstrip())
-        if self._is_compiling():
-            facts.append("compiling, once on this machine")
-        facts.append(f"{monotonic() - self._begun:,.0f} s")
+        facts += [f"{monotonic() - self._begun:,.0f} s", *filter(None, [self.time_left()])]
         separator = ": " if len(facts) > 1 else ", "
         return printable(f"{self.what}{separator}{', '.join(facts)}").replace("\n", "\\n")
 
@@ -179,26 +147,24 @@ class CommandProgress:
         return row
 
 
-_under_way = [CommandProgress("starting")]
-"""What this process is doing, the innermost last. The first stands while nothing better is known."""
+_under_way = [CommandProgress("foreroute")]
+"""What this process is doing, the innermost last. The first stands where nothing better is known."""
 
 
 @contextmanager
-def working(what: str, console: Console | None = None, *, total: int = 0, unit: str = "") -> Iterator[CommandProgress]:
-    """Name a piece of work that may last, while the context is open.
+def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[CommandProgress]:
+    """Name a piece of work that may last, while the context is open; shown on a terminal, and by the heartbeat.
 
     Args:
         what: its name, which may hold names of files.
-        console: where it is shown if that is a terminal; None where something else is shown there already.
+        console: where it is shown if that is a terminal.
         total: how much there is to do, if that is known.
         unit: plural noun for `total`, such as "cells".
     """
     work = CommandProgress(what, total=total, unit=unit)
-    work.watch_kernels()
-    _under_way[0].what = "working"
     _under_way.append(work)
     try:
-        with nullcontext() if console is None or not console.is_terminal else console.status(work):
+        with console.status(work) if console.is_terminal else nullcontext():
             yield work
     finally:
         _under_way.remove(work)
@@ -210,7 +176,7 @@ def heartbeat() -> Iterator[None]:
     if not is_first_rank():
         yield
         return
-    _under_way[0].begin("starting")
+    _under_way[0].begin("foreroute")
     over = threading.Event()
     thread = threading.Thread(target=_beat, args=(over,), name="foreroute heartbeat", daemon=True)
     thread.start()

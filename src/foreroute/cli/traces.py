@@ -82,7 +82,7 @@ def print_difference(reference: Path, other: Path) -> bool:
     colour = "green" if natural else "bold red"
     console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
     natural &= _same_streams(trace, compared, console)
-    command = f"foreroute doctor --trainer-trace {quoted(reference)} --trace {quoted(other)} --output doctor.html"
+    command = f"foreroute doctor --trainer {quoted(reference)} --rollout {quoted(other)} --output doctor.html"
     console.print(f"page   {printable(command)}", soft_wrap=True, highlight=False, markup=False)
     return natural
 

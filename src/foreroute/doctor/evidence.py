@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,9 +73,6 @@ class Evidence:
         rescored: log-probs of the trainer on the engine's routes, taken otherwise, where the two are far apart.
         expected_version: the weight version that the trainer is at.
         random_weights: the model was made from a configuration alone, so that only its wiring counts.
-        before_step_0: what stands for the weights before step 0, because it is the configuration of a run and no
-            checkpoint was given.
-        checkpoints: of that run, paths by the weight version that each holds.
     """
 
     engine: RoutingTrace | None = None
@@ -93,8 +89,6 @@ class Evidence:
     rescored: tuple[Rescored, ...] = ()
     expected_version: int | None = None
     random_weights: bool = False
-    before_step_0: str = ""
-    checkpoints: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -54,8 +54,8 @@ ADVICE = {
     Defect.LAYER_REPLACED: "Capture the target model's layers only: a draft or MTP layer was written over this one.",
     Defect.WEIGHT_VERSION: "Replay the routes of the rollout that this update belongs to, and check that the engine "
     "received the last weights; routed.replay(trace, weight_version=...) refuses the others.",
-    Defect.UNEXPLAINED: "Make sure first that the trainer examined here has the weights that the engine sampled with: "
-    "give the checkpoint of that step. If the share stays, switch the engine's quantisation, expert load balancer, "
+    Defect.UNEXPLAINED: "Make sure first that the trainer examined here has the weights that the engine sampled with. "
+    "If the share stays, switch the engine's quantisation, expert load balancer, "
     "prefix cache and speculative decoding off one by one, record again, and run the doctor after each.",
 }
 
@@ -106,7 +106,8 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
     if {finding.advice for finding in findings} <= {NO_ROUTES}:  # lest nothing at all be called fine
         raise InputError(
             "there is nothing to compare: no row is routed in both traces, and log-probs of sampled tokens are not "
-            "given of both sides. Look at the traces with foreroute inspect, or give --trainer-logprobs and --logprobs"
+            "given of both sides. Look at the traces with foreroute inspect, or give generations in place of"
+            " traces"
         )
     return Diagnosis(headline=_headline(findings), findings=findings, measures=measures, facts=dict(facts or {}))
 
@@ -146,49 +147,15 @@ def _wiring(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _weights(evidence: Evidence) -> Iterator[Finding]:
-    """Whether the model has weights, and those of the trace."""
-    if evidence.before_step_0:
-        yield _before_step_0(evidence)
-    elif evidence.random_weights:
+    """Whether the model has weights."""
+    if evidence.random_weights:
         compared = " The trace was compared with nothing." if evidence.engine is not None else ""
         yield Finding(
             Severity.WARNING if compared else Severity.NOTE,
             "weights",
             f"No weights were given, so only the wiring was examined: the model is filled at random.{compared}",
-            "Name a folder with weights, or a checkpoint, to have the mismatch measured.",
+            "Name a folder with weights to have the mismatch measured.",
         )
-
-
-def _before_step_0(evidence: Evidence) -> Finding:
-    at_random = ", which are filled at random here, so that only the wiring was examined"
-    stands = (
-        f"No --checkpoint was given, so {evidence.before_step_0} stands for the weights before step 0"
-        f"{at_random if evidence.random_weights else ''}."
-    )
-    if evidence.engine is None:
-        return Finding(Severity.NOTE, "weights", stands, _checkpoint_to_give(evidence, ()))
-    versions = _known_versions(evidence)
-    advice = _checkpoint_to_give(evidence, versions)
-    if not versions:
-        sentence = f"{stands} The trace does not say under which weights it was recorded."
-        return Finding(Severity.WARNING, "weights", sentence, advice)
-    sentence = f"{stands} The trace is of {_version_words(versions)}"
-    if versions != (0,):
-        return Finding(Severity.PROBLEM, "weights", f"{sentence}, which are other weights.", advice)
-    if evidence.random_weights:
-        return Finding(Severity.WARNING, "weights", f"{sentence}, and was compared with nothing.", advice)
-    return Finding(Severity.FINE, "weights", f"{sentence}, which is the same.")
-
-
-def _checkpoint_to_give(evidence: Evidence, versions: tuple[int, ...]) -> str:
-    held = evidence.checkpoints
-    if len(versions) == 1 and versions[0] in held:
-        return f"Add --checkpoint {held[versions[0]]} to examine the weights of version {versions[0]}."
-    asked = "Add --checkpoint with the weights that the trace was recorded under"
-    if not held:
-        return f"{asked}: step-000020.safetensors in the run's folder checkpoints holds those of weight version 20."
-    shown = [held[version] for version in sorted(held)[-8:]]
-    return f"{asked}. The run has {', '.join(shown)}{' and earlier ones' if len(held) > len(shown) else ''}."
 
 
 def _versions(evidence: Evidence) -> Iterator[Finding]:
@@ -273,7 +240,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             _by_probabilities(without, Severity.NOTE),
             "probabilities",
             f"Trainer and engine are apart by k3 {without.k3:.2e} nats{_tail(without)}, {over}, without replay.",
-            "Measure with replay as well (--model, or --replayed-logprobs): it tells how much of this is routing.",
+            "Measure with replay as well (--model, or --replayed): it tells how much of this is routing.",
         )
         return
     both = f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats{_tail(without, replayed)}, {over}"

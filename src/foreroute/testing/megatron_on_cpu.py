@@ -41,6 +41,8 @@ CONFIG: dict[str, Any] = {
 def install() -> None:
     """Let megatron.core be imported and run in this process without CUDA. Twice is as good as once."""
     _stub_triton()
+    # functions that Megatron fuses are a handful of operators, and compiling them takes longer than calling them
+    torch.compiler.set_stance("force_eager")
     for name, stand_in in {
         "current_device": lambda: "cpu",
         "Stream": _Stream,

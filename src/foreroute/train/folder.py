@@ -174,13 +174,13 @@ class RunFolder:
         path = folder / f"step-{state['step']:06d}.safetensors"
         with _writing(path):
             CHECKPOINT_FILE.write(path, {"step": str(state["step"]), "data": data}, arrays, overwrite=True)
-            for _, earlier in _by_step(folder)[:-keep]:
+            for _, earlier in files_by_step(folder)[:-keep]:
                 earlier.unlink()
         return path
 
     def last_checkpoint(self) -> Path | None:
         """The checkpoint of the highest step, or None."""
-        found = _by_step(self.path / "checkpoints")
+        found = files_by_step(self.path / "checkpoints")
         return found[-1][1] if found else None
 
     def load(self, path: Path, *, data: str) -> dict[str, Any]:
@@ -291,8 +291,8 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _by_step(folder: Path) -> list[tuple[int, Path]]:
-    """List the checkpoints in a folder, the last step last."""
+def files_by_step(folder: Path) -> list[tuple[int, Path]]:
+    """List the checkpoints, or the rollouts, in a folder by their step, the last one last."""
     return sorted((int(match[1]), path) for path in _entries(folder) if (match := NAME.fullmatch(path.name)))
 
 
