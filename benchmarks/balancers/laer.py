@@ -27,8 +27,22 @@ def laer_style(problem: BalancerInput) -> Iterator[CellPlan]:
     held = HeldExperts(problem)
     node_G = problem.topology.node_G.astype(np.int64)
     for layer, counts_GE in problem.cells():
-        expert_H, rank_H, tokens_HG = best_layout(counts_GE, node_G, problem.experts_per_rank, problem.crossing)
+        expert_H, rank_H, tokens_HG = best_layout(counts_GE, node_G, problem.experts_per_rank, crossing(problem))
         yield held.host(layer, expert_H, rank_H, tokens_HG)
+
+
+def crossing(problem: BalancerInput) -> float:
+    """What sending an assignment to another node costs in recompute and update, where serving it costs 1."""
+    if problem.costs is None:
+        return 0.0
+    prices = problem.costs.prices(problem.topology)
+    serve_s = sum(
+        forward * (prices.forward.row_s + prices.forward.pair_s)
+        + backward * (prices.backward.row_s + prices.backward.pair_s)
+        for _, forward, backward in prices.groups
+    )
+    legs = 2 * sum(forward + backward for _, forward, backward in prices.groups)  # a dispatch and a combine each
+    return legs * prices.cluster_row_s / serve_s
 
 
 @kernel

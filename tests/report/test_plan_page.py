@@ -117,18 +117,16 @@ def most_uneven(records):
     return int(records[0].imbalance_ML.mean(axis=0).argmax())
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(3.21, "3.21 s"), (0.0456, "45.6 ms"), (7.89e-5, "78.9 us"), (1.0, "1 s"), (0.001, "1 ms")]
-)
-def test_short_times(value, text):
-    assert duration(value).replace("\N{NO-BREAK SPACE}", " ") == text
+SHOWN = {
+    duration: [(3.21, "3.21 s"), (0.0456, "45.6 ms"), (7.89e-5, "78.9 us"), (1.0, "1 s"), (0.001, "1 ms")],
+    step_time: [(0.00123, "1.23 ms"), (5.678, "5.68 s"), (14.0, "14.0 s"), (1234.5, "1,234 s")],
+    over_mean: [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")],
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.00123, "1.23 ms"), (5.678, "5.68 s"), (14.0, "14.0 s"), (1234.5, "1,234 s")]
-)
-def test_seconds_of_a_step(value, text):
-    assert step_time(value).replace("\N{NO-BREAK SPACE}", " ") == text
+@pytest.mark.parametrize(("shown", "value", "text"), [(shown, *case) for shown in SHOWN for case in SHOWN[shown]])
+def test_numbers_have_the_digits_and_units_that_suit_them(shown, value, text):
+    assert shown(value).replace("\N{NO-BREAK SPACE}", " ") == text
 
 
 @pytest.mark.parametrize(
@@ -136,11 +134,6 @@ def test_seconds_of_a_step(value, text):
 )
 def test_an_axis_of_times_has_the_unit_of_its_end(most, unit):
     assert time_unit(most) == unit
-
-
-@pytest.mark.parametrize(("value", "text"), [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")])
-def test_loads_over_the_mean(value, text):
-    assert over_mean(value) == text
 
 
 def test_no_label_of_a_colour_bar_runs_into_that_of_one():

@@ -99,11 +99,7 @@ def test_numbers_of_the_table_reach_the_page(tmp_path):
         ["", "with", "0 %", "0 %", "0", "0 %", "", "", "", ""],
     ]
     assert "measured both ways at 4 of 20" in text_of(html)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_one_run_has_its_name_as_title(tmp_path):
-    assert "Run lonely" in text_of(page_of([small_run(tmp_path / "a", "lonely")], tmp_path))
+    assert "Run solo" in text_of(html)
 
 
 def test_a_run_name_is_text_on_plots_too(tmp_path):

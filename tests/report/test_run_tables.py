@@ -45,15 +45,12 @@ def test_a_run_measured_one_way_shows_that_way_alone(tmp_path):
     assert (row.paired_steps, row.trains_with, row.routing) == (0, "native", "R2")
 
 
-def test_reward_is_averaged_over_ten_steps_at_each_end(tmp_path):
-    row = row_of(tmp_path, [{"step": i, "reward_mean": i / 100} for i in range(25)])
-    assert row.reward_first == pytest.approx(0.045)  # 0 to 9
-    assert row.reward_last == pytest.approx(0.195)  # 15 to 24
-
-
-def test_a_short_run_uses_the_steps_it_has(tmp_path):
-    row = row_of(tmp_path, [{"step": i, "reward_mean": float(i)} for i in range(3)])
-    assert row.reward_first == row.reward_last == pytest.approx(1.0)
+@pytest.mark.parametrize(
+    ("steps", "first", "last"), [(25, 0.045, 0.195), (3, 0.01, 0.01)], ids=["0 to 9 and 15 to 24", "all"]
+)
+def test_reward_is_averaged_over_ten_steps_at_each_end_or_those_there_are(tmp_path, steps, first, last):
+    row = row_of(tmp_path, [{"step": i, "reward_mean": i / 100} for i in range(steps)])
+    assert (row.reward_first, row.reward_last) == pytest.approx((first, last))
 
 
 def test_time_is_the_mean_sum_of_phases(tmp_path):

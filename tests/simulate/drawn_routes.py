@@ -4,7 +4,6 @@ import numpy as np
 
 from foreroute.kernels import kernel, next_below
 from foreroute.simulate.workload import draw_sequences
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 
 def sequence_counts(step, micro_step, layer):
@@ -27,16 +26,6 @@ def routes_of(step, micro_step, layer):
     seed = np.random.default_rng([micro_step, layer]).integers(0, 2**64, dtype=np.uint64)
     draw_rows(seed, sequence_counts(step, micro_step, layer), rows_S, step.workload.top_k, ids_NK)
     return ids_NK, np.repeat(step.rank_S[here_S], rows_S)
-
-
-def trace_of(step):
-    """A small step as a trace of S sequences; its `micro_step_S` and `rank_S` are the packing."""
-    load = step.workload
-    cells = [[routes_of(step, m, la)[0] for la in range(load.num_layers)] for m in range(load.num_micro_steps)]
-    ids_NLK = np.concatenate([np.stack(layers, axis=1) for layers in cells])
-    spec = RoutingSpec(load.num_experts, load.top_k, tuple(RoutedLayer(la) for la in range(load.num_layers)))
-    routes = np.split(ids_NLK, np.cumsum(step.rows_S)[:-1])
-    return RoutingTrace.from_sequences(spec, [np.zeros(len(r), np.int32) for r in routes], routes)
 
 
 @kernel

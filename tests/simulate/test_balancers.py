@@ -1,31 +1,37 @@
-"""Every baseline serves every assignment within its slots and says truly what it moves."""
+"""Every baseline serves every assignment within its slots and says truly what it moves; EPLB places as published."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.balancers import OTHER_BALANCERS
+from benchmarks.harness.eplb_published import published_placement
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import CountsError
 from foreroute.plan import Topology
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.eplb import eplb_placement
 from tests.plan.random_plans import LINKS
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
+COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 
 REFILLED = ("llep",)
 """Methods whose slots hold nothing from cell to cell."""
 
 
-def problem(seed, *, ranks=8, per_node=4, experts=16, slots=2, micro_steps=3, layers=2, skew=1.0, **known):
+def problem(seed, *, ranks=8, per_node=4, experts=16, slots=2, micro_steps=3, layers=2, skew=1.0):
     rng = np.random.default_rng(seed)
     shape = (micro_steps, layers, ranks, experts)
     weight = rng.pareto(1.0, (micro_steps, layers, 1, experts)) * skew + rng.random((1, 1, 1, experts))
     counts = rng.poisson(np.broadcast_to(weight * 8, shape)) * (rng.random(shape) < 0.9)
     topology = Topology(ranks, per_node, slots, LINKS)
     home = np.stack([rng.permutation(topology.contiguous_home_E(experts)) for _ in range(layers)])
-    return BalancerInput(counts, topology, home, counts.sum(axis=(0, 2)) + 1, **known)
+    return BalancerInput(counts, topology, home, counts.sum(axis=(0, 2)) + 1, COSTS)
 
 
 CASES = [
@@ -35,7 +41,7 @@ CASES = [
     {"seed": 3, "ranks": 16, "per_node": 4, "experts": 16, "slots": 3},
     {"seed": 4, "ranks": 2, "per_node": 1, "experts": 4, "slots": 1},
     {"seed": 5, "ranks": 1, "per_node": 1, "experts": 4, "slots": 1},
-    {"seed": 6, "skew": 20.0, "crossing": 5.0},
+    {"seed": 6, "skew": 20.0},
     {"seed": 7, "ranks": 6, "per_node": 3, "experts": 12, "slots": 4},
 ]
 
@@ -172,3 +178,31 @@ def test_counts_of_any_integer_type_are_taken():
     given = problem(4)
     for name in BALANCERS:
         assert largest(given, name) == largest(replace(given, counts_MLGE=given.counts_MLGE.astype(np.uint16)), name)
+
+
+README_LOADS = [
+    [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+    [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+]
+README_MAP = [
+    [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+    [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+]
+SHAPES = [(12, 16, 8), (128, 144, 8), (128, 160, 16), (128, 192, 64), (256, 320, 64), (64, 64, 8)]
+"""Experts, copies and ranks."""
+
+
+def test_the_published_form_gives_the_map_of_its_readme():
+    """Two layers of 12 experts in 4 groups, 16 copies, 2 nodes, 8 ranks."""
+    assert published_placement(torch.tensor(README_LOADS), 16, 4, 2, 8).tolist() == README_MAP
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ties", [False, True])
+def test_equal_to_the_published_form(shape, ties):
+    rng = np.random.default_rng(shape[1])
+    loads_LE = (
+        rng.integers(0, 4, (6, shape[0])) if ties else (rng.dirichlet(np.ones(shape[0]), 6) * 500_000).astype(int)
+    )
+    ours = [eplb_placement(loads_E, *shape[1:]).tolist() for loads_E in loads_LE]
+    assert ours == published_placement(torch.tensor(loads_LE), shape[1], 1, 1, shape[2]).tolist()

@@ -36,7 +36,7 @@ def arrivals(transfers):
 
 
 def test_slots_of_a_layer_keep_what_they_hold():
-    for moved in transfers_of(planned("layer"), LAYERS, TOPOLOGY, COSTS):
+    for moved in transfers_of(planned("layer"), LAYERS, TOPOLOGY, replace(COSTS, prefetch=0)):
         assert arrivals(moved).tolist() == [[[True] * 2, [False] * 2, [True] * 2], [[False] * 2] * 3]
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foreroute.costs.model import STAGES
@@ -25,6 +25,9 @@ from tests.simulate.simulate_cases import random_work, rules
     prefetch=st.sampled_from([0, 1, 2, 3, 9]),
     keeps=st.booleans(),
 )
+@example(
+    seed=0, stage=1, shape=(3, 3, 2), transfers=1.0, gradients=1.0, planned=0.0, prefetch=3, keeps=True
+)  # fetches for the way forward wait for slots of the way back
 def test_equals_a_play_of_events(seed, stage, shape, transfers, gradients, planned, prefetch, keeps):
     micro_steps, layers, ranks = shape
     compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)

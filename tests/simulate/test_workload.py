@@ -5,10 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.errors import ConfigError
 from foreroute.simulate.workload import WORKLOADS, Workload
-from foreroute.trace.operations import count_assignments
-from tests.simulate.drawn_routes import routes_of, sequence_counts, trace_of
+from tests.simulate.drawn_routes import routes_of, sequence_counts
 
 SMALL = Workload(
     num_ranks=4,
@@ -113,12 +111,6 @@ def test_picks_of_a_token_are_as_good_as_independent():
     assert (together / np.outer(share, share))[apart].mean() == pytest.approx(1, abs=0.12)
 
 
-def test_a_small_step_is_a_trace_with_its_packing():
-    step = SMALL.draw(seed=4)
-    counts_MLE = count_assignments(trace_of(step), step.micro_step_S)
-    np.testing.assert_array_equal(counts_MLE, step.counts().sum(axis=2))
-
-
 def test_the_same_numbers_draw_the_same_step_and_others_another():
     first = SMALL.draw(seed=5, step=2).counts()
     np.testing.assert_array_equal(first, SMALL.draw(seed=5, step=2).counts())
@@ -134,23 +126,3 @@ def test_even_sources_hold_nearly_the_same_tokens():
         np.add.at(tokens_MG, (step.micro_step_S, step.rank_S), step.rows_S)
         tokens[even] = (tokens_MG.max(axis=1) / tokens_MG.mean(axis=1)).mean()
     assert tokens[True] < 1.02 < 1.4 < tokens[False]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_ranks": 0}, "num_ranks is 0; expected at least 1"),
-        ({"top_k": 17}, "top_k is 17 of 16 experts"),
-        ({"sequences_per_rank": (3, 2)}, "expected .fewest, most., from 1"),
-        ({"longest": 8}, "longest 8; expected 32 tokens or more"),
-        ({"common": 0.0}, "common between 0 and 1"),
-    ],
-)
-def test_impossible_workloads_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        replace(SMALL, **change)
-
-
-def test_a_negative_seed_is_refused():
-    with pytest.raises(ConfigError, match="seed is -1"):
-        SMALL.draw(seed=-1)

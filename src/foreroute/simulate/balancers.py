@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.costs.model import CostModel
 from foreroute.errors import CountsError
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import SlotSharing
@@ -23,14 +24,14 @@ class BalancerInput:
         topology: ranks, nodes and redundant slots.
         home_LE: int16 [L, E], where the experts are when the step begins.
         previous_LE: int64 [L, E], assignments of the step before, or None where nothing is known of it.
-        crossing: what sending an assignment to another node costs in a step, where serving it costs 1.
+        costs: the cost model, for methods that weigh seconds.
     """
 
     counts_MLGE: NDArray[np.integer]
     topology: Topology
     home_LE: NDArray[np.int16]
     previous_LE: NDArray[np.int64] | None = None
-    crossing: float = 0.0
+    costs: CostModel | None = None
 
     @property
     def num_experts(self) -> int:

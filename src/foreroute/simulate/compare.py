@@ -79,7 +79,7 @@ def compare(
     """Yield the figures of each balancer. Those that plan from the step before are skipped when it is not known.
 
     Args:
-        problem: the step; `crossing` is that of `costs`, whatever it says.
+        problem: the step; its costs are these, whatever it says.
         costs: the cost model.
         balancers: by short name.
 

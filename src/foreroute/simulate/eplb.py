@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import TopologyError
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan
 from foreroute.simulate.balancers import BalancerInput, HeldExperts
@@ -106,20 +105,12 @@ def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int)
 
     Args:
         loads_E: [E].
-        num_copies: places of all ranks together.
+        num_copies: places of all ranks together: as many on every rank, and one for each expert at least.
         num_ranks: G.
 
     Returns:
         expert_P: int64 [num_copies]; rank g has the places g * num_copies / G and on.
-
-    Raises:
-        TopologyError: when ranks do not have equally many places, or there are fewer places than experts.
     """
-    if num_copies % num_ranks or num_copies < len(loads_E):
-        raise TopologyError(
-            f"{num_copies} copies of {len(loads_E)} experts do not divide over {num_ranks} ranks; EPLB needs as many "
-            "copies on every rank, and one of each expert"
-        )
     expert_C, copies_E = _replicate(loads_E.astype(np.float32), num_copies)
     load_C = loads_E.astype(np.float32)[expert_C] / copies_E.astype(np.float32)[expert_C]
     expert_P = np.empty(num_copies, np.int64)

@@ -5,6 +5,7 @@ executed.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from foreroute.costs.model import CostModel
 from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PlanOptions, SlotSharing
-from foreroute.plan.topology import Topology
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
@@ -32,13 +32,26 @@ class PlannerPreset:
         label: for tables.
         options: of the planner.
         redundant_slots: instead of the topology's.
-        knows: as of a `Balancer`.
+        knows: as of a `Balancer`, as are `slots` and `method`.
     """
 
     label: str
     options: PlanOptions
     redundant_slots: int | None = None
     knows: str = "micro-step"
+
+    @property
+    def slots(self) -> SlotSharing:
+        """Those of the options."""
+        return self.options.slots
+
+    def method(self, problem: BalancerInput) -> Iterator[CellPlan]:
+        """Plan the whole step before its first cell."""
+        topology = problem.topology
+        if self.redundant_slots is not None:
+            topology = replace(topology, redundant_slots=self.redundant_slots)
+        found = plan(problem.counts_MLGE, topology, self.options, home_LE=problem.home_LE, costs=problem.costs)
+        return (found.cell(*cell) for cell in np.ndindex(*found.shape[:2]))
 
 
 BALANCERS = {
@@ -92,42 +105,19 @@ def serve(method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostM
 
     Args:
         method: one of `METHODS`, or a balancer of yours.
-        problem: the step; `crossing` is that of `costs`, whatever it says.
+        problem: the step; its costs are these, whatever it says.
         costs: the cost model.
 
     Raises:
         CountsError: when a balancer plans from the step before, and the problem knows nothing of it.
     """
+    problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
-    first = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
-    if isinstance(method, Balancer):
-        crossing = _crossing(problem.topology, costs)
-        next(method.method(replace(first, crossing=crossing)))
-        before_s = time.process_time()
-        cells = list(method.method(replace(problem, crossing=crossing)))
-        return ServedStep(counts_MLGE, home_LE, method.slots, cells, time.process_time() - before_s)
-    topology, options = problem.topology, method.options
-    if method.redundant_slots is not None:
-        topology = replace(topology, redundant_slots=method.redundant_slots)
-    plan(first.counts_MLGE, topology, options, home_LE=first.home_LE, costs=costs)
+    next(method.method(replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)))
     before_s = time.process_time()
-    found = plan(counts_MLGE, topology, options, home_LE=home_LE, costs=costs)
-    planning_s = time.process_time() - before_s
-    cells = [found.cell(*cell) for cell in np.ndindex(*found.shape[:2])]
-    return ServedStep(counts_MLGE, home_LE, options.slots, cells, planning_s)
-
-
-def _crossing(topology: Topology, costs: CostModel) -> float:
-    """`BalancerInput.crossing`, over recompute and update."""
-    prices = costs.prices(topology)
-    serve_s = sum(
-        forward * (prices.forward.row_s + prices.forward.pair_s)
-        + backward * (prices.backward.row_s + prices.backward.pair_s)
-        for _, forward, backward in prices.groups
-    )
-    legs = 2 * sum(forward + backward for _, forward, backward in prices.groups)  # a dispatch and a combine each
-    return legs * prices.cluster_row_s / serve_s
+    cells = list(method.method(problem))
+    return ServedStep(counts_MLGE, home_LE, method.slots, cells, time.process_time() - before_s)
 
 
 def all_at_home(problem: BalancerInput) -> ServedStep:
@@ -156,7 +146,7 @@ def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tu
     }
     if isinstance(method, PlannerPreset):
         asked |= {
-            Ability.LAYER_SLOTS: method.options.slots == "layer",
+            Ability.LAYER_SLOTS: method.slots == "layer",
             Ability.HOST_PATH: described.costs.paths == "host",
             Ability.DEEP_PREFETCH: described.costs.prefetch > 1,
             Ability.EARLY_CELLS: execution.early_cells,

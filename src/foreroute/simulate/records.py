@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-STAGES = ("planning", "home moves", "publishing", "recompute", "update", "reduction", "optimizer")
-"""Stages of a step, one after the other."""
-
 
 class StageSeconds(NamedTuple):
-    """Seconds of `STAGES`. Of planning, what it delays the recompute by."""
+    """Seconds of the stages of a step, one after the other; of planning, what it delays the recompute by."""
 
     planning: float
     home_moves: float

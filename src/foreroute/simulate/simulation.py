@@ -96,14 +96,14 @@ def simulate(
     )
 
 
-def sweep(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> Iterator[SweepRecord]:
+def sweep(config: SimulateConfig) -> Iterator[SweepRecord]:
     """Simulate every value of every key of `config.sweep`, one at a time; all else as configured.
 
     Raises:
         ConfigError, TopologyError, CountsError: when a value makes a configuration of what cannot be.
     """
     for key, value in config.sweep.points():
-        yield SweepRecord(key, value, simulate(varied(config, key, value), on_progress=on_progress))
+        yield SweepRecord(key, value, simulate(varied(config, key, value)))
 
 
 def _methods(
