@@ -49,7 +49,7 @@ def small_run(folder, name="small", **rl):
 
 
 def page_of(folders, tmp_path):
-    return write_report(folders, tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    return write_report(read_runs(folders), tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +163,10 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks(tmp_path):
     lines = [step_line(step) | {"execution": execution(step)} for step in range(4)]
     spread = write_run(tmp_path / "spread", config("spread", routing="R3"), lines)
     alone = write_run(tmp_path / "alone", config("alone"), [step_line(step) for step in range(4)])
-    page = write_report([alone, spread], tmp_path / "report.html").read_text()
+    page = write_report(read_runs([alone, spread]), tmp_path / "report.html").read_text()
     assert "Load of every rank in every cell, step 3 of spread" in page
     assert "every expert at its home" in page
-    assert "Load of" not in write_report([alone], tmp_path / "alone.html").read_text()
+    assert "Load of" not in write_report(read_runs([alone]), tmp_path / "alone.html").read_text()
 
 
 def test_what_plans_did_is_averaged_over_steps(tmp_path):
@@ -192,7 +192,7 @@ def test_what_plans_did_is_averaged_over_steps(tmp_path):
         "Planning that nothing waited for": "88.2\N{NO-BREAK SPACE}%",
         "Cells that fell back to homes": "6",
     }
-    shown = rows_of(write_report([alone, spread], tmp_path / "report.html").read_text())
+    shown = rows_of(write_report(read_runs([alone, spread]), tmp_path / "report.html").read_text())
     assert all(
         shown[name] == [value.replace("\N{NO-BREAK SPACE}", " ")] for name, value in (r.cells for r in table.rows)
     )
@@ -201,7 +201,7 @@ def test_what_plans_did_is_averaged_over_steps(tmp_path):
 def test_loads_of_a_live_run_are_not_drawn(tmp_path):
     lines = [step_line(step) | {"execution": {"ranks": 2}} for step in range(3)]
     run = write_run(tmp_path / "live", config(), lines)
-    assert "Load of" not in write_report([run], tmp_path / "report.html").read_text()
+    assert "Load of" not in write_report(read_runs([run]), tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -217,4 +217,4 @@ def test_damaged_loads_are_refused(tmp_path, change, message):
     lines = [step_line(0) | {"execution": execution(0) | change}, step_line(1)]
     run = write_run(tmp_path / "run", config(), lines)
     with pytest.raises(RunFolderError, match=message):
-        write_report([run], tmp_path / "report.html")
+        write_report(read_runs([run]), tmp_path / "report.html")
