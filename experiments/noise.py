@@ -28,12 +28,13 @@ from torch import Tensor
 from experiments.cells import Cell
 from experiments.starts import configuration, loaded
 from experiments.static import figures_of
+from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, routing_mismatch, token_mismatch
 from foreroute.records import Side
 from foreroute.train.loop import Trainer, make_schedule, make_trainer
-from foreroute.train.policy import Alone, inputs, pad
+from foreroute.train.policy import Alone
 from foreroute.train.record import Experience, mismatch_of
 
 BATCH = 64

@@ -45,7 +45,7 @@ class TextTask(Task):
     def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         texts = [encode(text(KINDS[i % len(KINDS)], rng)) for i in range(count)]
         begin = np.zeros(1, np.int32)
-        return [Demonstration(begin, np.append(tokens, begin)) for tokens in texts]
+        return [(begin, np.append(tokens, begin)) for tokens in texts]
 
     def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
         texts = [bytes(tokens[tokens != self.end_token].astype(np.uint8)).decode("ascii") for tokens in responses]

@@ -20,7 +20,7 @@ test-megatron-newest: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" \
 		$(addprefix tests/adapters/megatron/test_,one_rank.py over_ranks.py known_bugs.py cannot_run.py grid.py forked_ranks.py)
 
-# every test on the newest release. On both: every variant of every split of the model, of which CI runs a quarter, every
+# every test on the newest release. On both: every variant of every split of the model, of which CI runs a few, every
 # kind of plan executed in each, and the pipeline for 20 steps
 MEGATRON_GRID := FOREROUTE_MEGATRON_GRID=all $(PYTEST) $(addprefix tests/adapters/megatron/test_,grid.py plan_execution.py pipeline.py)
 night-megatron: $(READY) $(MEGATRON_READY)

@@ -1,6 +1,6 @@
 # Parts of `make night` that belong to no framework. Included by the Makefile, which names BIN, PYTEST and READY.
 
-.PHONY: night-exhaustive night-robustness night-processors
+.PHONY: night-exhaustive night-robustness night-processors night-oldest
 
 # what is half a minute each, of which test-whole shows a part
 night-exhaustive: $(READY)
@@ -20,3 +20,13 @@ night-processors: $(READY)
 	@failed=; for each in $(PROCESSORS); do echo "== $$each"; \
 		ATEN_CPU_CAPABILITY=$${each%,*} MKL_CBWR=$${each#*,} $(MAKE) test || failed="$$failed $$each"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+# the oldest releases that pyproject.toml allows, in an environment of its own: those of the base under the rooms that need
+# no more, then those of the extras, of which transformers asks for a newer safetensors. TRL's own tests are the newest's
+OLDEST := .venv-oldest
+LIGHT_ROOMS := trace layout planner costs mismatch capture kernels
+night-oldest:
+	rm -rf $(OLDEST)
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil
+	PYTHONPATH=src $(OLDEST)/bin/python -m $(notdir $(PYTEST)) -m "not slow and not exhaustive" $(LIGHT_ROOMS:%=tests/%)

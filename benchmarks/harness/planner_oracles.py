@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.balancers.laer import by_key
 from foreroute.kernels import kernel
 from foreroute.plan import CellPlan, StepPlan
-from foreroute.simulate.eplb import by_key
 
 
 @dataclass(frozen=True, eq=False)

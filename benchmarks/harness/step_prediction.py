@@ -24,8 +24,7 @@ from foreroute.plan.capabilities import EXECUTES, Ability, Executor
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.cell_costs import Compute, Transfers, without_cost
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.fit import fit, predict
-from foreroute.simulate.measurements import Measurement
+from foreroute.simulate.fit import Measurement, fit, predict
 
 STAGES = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""
@@ -80,13 +79,12 @@ def predict_seconds(
 
 def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
     """Seconds of a stage on processes of this machine, which have no copy engines and take turns on its processors."""
-    topology = replace(one.step.problem.topology, links=costs.hardware.links)
-    group = EPGroup.of(one.served, one.step, config, topology, costs)
+    group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
     moved = (group.recompute, group.update)[one.stage]
     nothing = without_cost(group.recompute)
     compute = in_turns(without_overlap(group.compute, moved), os.cpu_count() or 1)
     runs = replace(group, compute=compute, recompute=nothing, update=nothing).run()
-    return float(runs[one.stage].end_P.max())
+    return runs[one.stage].end_s
 
 
 def without_overlap(compute: Compute, transfers: Transfers) -> Compute:
@@ -130,9 +128,11 @@ def predict_ratios(
     """By stage and case: simulated seconds of its first step over those of its second."""
     ratios: dict[str, dict[str, float]] = {stage: {} for stage in STAGES}
     for stage, of_stage in ratios.items():
-        for name, steps in cases.items():
-            first_s, second_s = predict_seconds(known, steps, stage, config).tolist()
-            of_stage[name] = round(first_s / second_s, 4)
+        asked = [one for first, second in cases.values() for one in (first, second)]
+        seconds = predict_seconds(known, asked, stage, config).reshape(-1, 2).tolist()
+        of_stage |= {
+            name: round(first_s / second_s, 4) for name, (first_s, second_s) in zip(cases, seconds, strict=True)
+        }
     return ratios
 
 

@@ -4,8 +4,9 @@ Importing it puts the stand-ins in place; verl is told of it before foreroute, i
 
     actor_rollout_ref.model.external_lib=[megatron_on_cpu,foreroute.trainers.verl.megatron]
 
-`examples/megatron/on_cpu.py` has what Megatron-Core itself takes for granted of CUDA; here is what its optimizers,
-mbridge and packed batches need beside. Whatever routes, dispatches, differentiates or steps is Megatron's own.
+`foreroute.testing.megatron_on_cpu` has what Megatron-Core itself takes for granted of CUDA; here is what its
+optimizers, mbridge and packed batches need beside. Whatever routes, dispatches, differentiates or steps is Megatron's
+own.
 """
 
 import re
@@ -13,9 +14,9 @@ import re
 import torch
 from torch.overrides import TorchFunctionMode
 
-from examples.megatron import on_cpu
+from foreroute.testing.megatron_on_cpu import install
 
-on_cpu.install()
+install()
 
 import mbridge.core.llm_bridge as llm_bridge
 from mbridge.core.bridge import Bridge

@@ -32,12 +32,12 @@ class Slow:
     def __init__(self):
         self.rows = []
 
-    def add(self, tokens, rows, start, versions, replace):
+    def add(self, tokens, rows, start, versions):
         while len(self.rows) < len(tokens):
             self.rows.append({"token": int(tokens[len(self.rows)]), "ids": None, "version": NO_VERSION})
         for i, row in enumerate(rows):
             slot = self.rows[start + i]
-            if slot["ids"] is None or replace:
+            if slot["ids"] is None:
                 slot["ids"], slot["version"] = row.tolist(), int(versions[i])
 
 
@@ -51,9 +51,8 @@ def test_turns_match_the_oracle(data):
         start = data.draw(st.integers(0, len(tokens)))
         rows = routes(rng, data.draw(st.integers(0, len(tokens) - start)))
         versions = rng.integers(0, 4, len(rows))
-        replace = data.draw(st.booleans())
-        trajectory.add(turn(tokens, rows, start, versions), replace_routed=replace)
-        slow.add(tokens, rows, start, versions, replace)
+        trajectory.add(turn(tokens, rows, start, versions))
+        slow.add(tokens, rows, start, versions)
     trace = trajectory.trace()
     seen = [
         {"token": int(t), "ids": ids.tolist() if valid else None, "version": int(v)}
@@ -75,15 +74,6 @@ def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
     assert trace.weight_versions_N.tolist() == [1] * 8 + [2] * 3 + [NO_VERSION]
     assert np.array_equal(trace.expert_ids_NLK[:8], half.routes_RLK)
     assert np.array_equal(trace.expert_ids_NLK[8:11], resumed.routes_RLK[8:])
-
-
-def test_rerouted_prefix_replaces_on_request():
-    first, rng = Trajectory(SPEC), np.random.default_rng(1)
-    old, new = routes(rng, 3), routes(rng, 4)
-    first.add(turn([1, 2, 3, 4], old, versions=1))
-    first.add(turn([1, 2, 3, 4, 5], new, versions=2), replace_routed=True)
-    assert np.array_equal(first.trace().expert_ids_NLK[:4], new)
-    assert first.trace().versions == (2,)
 
 
 def test_prefix_cache_hit_and_tool_output_leave_the_gap_that_nobody_filled():

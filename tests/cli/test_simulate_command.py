@@ -13,8 +13,7 @@ from foreroute.cli.main import main
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.plan import save_counts
 from foreroute.simulate import load_config, methods, parse_config
-from foreroute.simulate.fit import fit
-from foreroute.simulate.measurements import load_measurements
+from foreroute.simulate.fit import fit, load_measurements
 from foreroute.simulate.workload import DrawnStep
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"

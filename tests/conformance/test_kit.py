@@ -44,21 +44,25 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(attaching, "check_indexers", lambda routed, indexers: None)
 
 
-@pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
-def test_a_broken_adapter_fails_its_own_check_and_none_of_its_kind(adapter, unchecked):
+def own_file(adapter):
     """Checks of one file look at the same thing."""
     [kind] = [part.CHECKS for part in KINDS if BROKEN[adapter] in {check.id for check in part.CHECKS}]
-    require_own(adapter, [check.id for check in kind if check.id in (adapter.checks or IDS)])
+    return [check.id for check in kind if check.id in (adapter.checks or IDS)]
 
 
-@pytest.mark.exhaustive
+AMONG = {
+    "itself": lambda adapter: [BROKEN[adapter]],
+    "those of its file": own_file,
+    "all": lambda adapter: adapter.checks,
+}
+"""Which checks are run."""
+MARKS = {"itself": (), "those of its file": pytest.mark.slow, "all": pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize("among", [pytest.param(AMONG[name], marks=MARKS[name], id=name) for name in AMONG])
 @pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
-def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter, unchecked):
-    require_own(adapter, adapter.checks)
-
-
-def require_own(adapter, only):
-    report = run_conformance(adapter(), only=only)
+def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter, among, unchecked):
+    report = run_conformance(adapter(), only=among(adapter))
     assert report.failed == (BROKEN[adapter],), report.text()
     assert not report.ok
 

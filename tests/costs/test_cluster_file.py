@@ -93,16 +93,6 @@ def test_the_files_of_the_planners_page_are_read():
         ("lnks", {}, r"lnks: unknown key; did you mean links\?"),
         ("model", 5, "model is 5; expected a table"),
         ("model", [], r"model is \[\]; expected a table"),
-    ],
-)
-def test_what_is_not_understood_is_refused(table, values, message):
-    with pytest.raises((ConfigError, TopologyError), match=message):
-        parse_cluster({**USUAL, table: values}, source="x")
-
-
-@pytest.mark.parametrize(
-    ("table", "values", "message"),
-    [
         (
             "topology",
             {"num_ranks": 65_536, "redundant_slots": 2},
@@ -113,7 +103,6 @@ def test_what_is_not_understood_is_refused(table, values, message):
             {"num_ranks": 64, "redundant_slots": 2**14},
             "slots is .* expected at most 131072 in all",
         ),
-        ("topology", {"num_ranks": 2**62, "redundant_slots": 2}, "num_ranks is"),
         (
             "topology",
             {"num_ranks": 64, "redundant_slots": 2, "ranks_per_node": 0},
@@ -131,28 +120,12 @@ def test_what_is_not_understood_is_refused(table, values, message):
         ("model", {"preset": "qwen3-30b-a3b", "vocabulary": 2**62}, "vocabulary is"),
         ("links", {"cluster_bytes_per_s": 1e30}, r"cluster_bytes_per_s is 1e\+30; expected 1 to 1e\+18"),
         ("costs", {"sequence_tokens": 1e30}, r"sequence_tokens is 1e\+30"),
+        ("topology", {"num_ranks": 12, "redundant_slots": 2}, "12 ranks do not fill nodes of 8"),
+        ("links", {"cluster_bytes_per_s": -1.0}, "cluster_bytes_per_s is -1"),
+        ("links", {"cluster_latency_s": 0}, "cluster_latency_s is 0; expected more than 0, and 3600 at most"),
+        ("links", {"cluster_latency_s": 1e200}, r"cluster_latency_s is 1e\+200; expected more than 0"),
     ],
 )
-def test_sizes_beyond_all_clusters_are_refused(table, values, message):
+def test_what_is_not_understood_or_beyond_all_clusters_is_refused(table, values, message):
     with pytest.raises((ConfigError, TopologyError), match=message):
         parse_cluster({**USUAL, table: values}, source="x")
-
-
-def test_impossible_clusters_and_files_are_refused(tmp_path):
-    with pytest.raises(TopologyError, match="12 ranks do not fill nodes of 8"):
-        parse_cluster({**USUAL, "topology": {"num_ranks": 12, "redundant_slots": 2}}, source="x")
-    with pytest.raises(TopologyError, match="cluster_bytes_per_s is -1"):
-        parse_cluster({**USUAL, "links": {"cluster_bytes_per_s": -1.0}}, source="x")
-    for values, message in (
-        ({"num_ranks": 10**18, "redundant_slots": 2, "ranks_per_node": 1}, "num_ranks is 1000000"),
-        ({"num_ranks": 8, "redundant_slots": 10**18}, "redundant_slots is 1000000"),
-    ):
-        with pytest.raises(TopologyError, match=message):
-            parse_cluster({**USUAL, "topology": values}, source="x")
-    with pytest.raises(TopologyError, match=r"cluster_latency_s is 1e\+200; expected more than 0, and 3600 at most"):
-        parse_cluster({**USUAL, "links": {"cluster_latency_s": 1e200}}, source="x")
-    with pytest.raises(ConfigError, match="does not exist"):
-        load_cluster(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("[topology")
-    with pytest.raises(ConfigError, match="not a readable TOML file"):
-        load_cluster(tmp_path / "bad.toml")

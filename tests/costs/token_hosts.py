@@ -34,20 +34,18 @@ class CellRoutes:
     ids_TK: NDArray[np.int16]
     offsets: NDArray[np.int64]
 
-    def counts_GE(self, num_experts: int) -> NDArray[np.int64]:
-        """int64 [G, E], the assignments that these routes make."""
+    def counts_GE(self, num_experts: int) -> NDArray[np.int32]:
+        """int32 [G, E], the assignments that these routes make."""
         source_T = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
         flat = (source_T[:, None] * num_experts + self.ids_TK).ravel()
         counts = np.bincount(flat, minlength=(len(self.offsets) - 1) * num_experts)
-        return counts.reshape(-1, num_experts)
+        return counts.reshape(-1, num_experts).astype(np.int32)
 
 
 def assign_picks(hosts: CellHosts, routes: CellRoutes, ranks_per_node: int) -> NDArray[np.int32]:
     """Deal every pick to a host, using each host as often as `hosts` says.
 
-    Tokens are dealt so that they reach few nodes, in two rounds over each source rank. First picks go to other nodes
-    that their token reaches anyway, by a pick whose expert has one host for this rank. Then the rest go to the token's
-    own node while its hosts last, else to a node that the token reaches, else anywhere.
+    Picks go to the token's own node while its hosts last, else to a node that the token reaches, else anywhere.
 
     Args:
         hosts: of the cell.
@@ -124,60 +122,16 @@ def _assign(
 ) -> None:
     # Invariant: left_H[h] is what host h may still serve of source rank g. The hosts of an expert add up to its picks,
     # so each host ends at 0 and every pick has one.
-    top_k = ids_TK.shape[1]
-    only_E = np.empty(len(first_E) - 1, np.int64)
     for g in range(len(offsets) - 1):
-        own = g // ranks_per_node
-        left_H = left_GH[g]
-        for e in range(len(only_E)):
-            only_E[e] = _only_host(first_E[e], first_E[e + 1], left_H)
+        own, left_H = g // ranks_per_node, left_GH[g]
         for t in range(offsets[g], offsets[g + 1]):
-            # `fixed`: other nodes that the token reaches whatever is chosen, by picks with one host for this rank.
-            fixed = np.uint64(0)
-            for k in range(top_k):
-                host = only_E[ids_TK[t, k]]
-                if host >= 0 and node_H[host] != own:
-                    fixed |= np.uint64(1) << np.uint64(node_H[host])
-            for k in range(top_k):
+            nodes = np.uint64(0)
+            for k in range(ids_TK.shape[1]):
                 e = ids_TK[t, k]
-                host = only_E[e]
-                if host < 0 and fixed:
-                    host = _host_among(first_E[e], first_E[e + 1], left_H, node_H, fixed)
+                host = _next_host(first_E[e], first_E[e + 1], left_H, node_H, own, nodes)
+                nodes |= np.uint64(1) << np.uint64(node_H[host])
+                left_H[host] -= 1
                 host_TK[t, k] = host
-                if host >= 0:
-                    left_H[host] -= 1
-        for t in range(offsets[g], offsets[g + 1]):
-            nodes = np.uint64(1) << np.uint64(own)
-            for k in range(top_k):
-                if host_TK[t, k] >= 0:
-                    nodes |= np.uint64(1) << np.uint64(node_H[host_TK[t, k]])
-            for k in range(top_k):
-                if host_TK[t, k] < 0:
-                    e = ids_TK[t, k]
-                    host = _next_host(first_E[e], first_E[e + 1], left_H, node_H, own, nodes)
-                    nodes |= np.uint64(1) << np.uint64(node_H[host])
-                    left_H[host] -= 1
-                    host_TK[t, k] = host
-
-
-@njit(nogil=True, inline="always")
-def _only_host(first: int, last: int, left_H: Any) -> int:
-    """The one host of an expert that serves this source rank, or -1 when there are more."""
-    only = -1
-    for h in range(first, last):
-        if left_H[h] > 0:
-            if only >= 0:
-                return -1
-            only = h
-    return only
-
-
-@njit(nogil=True, inline="always")
-def _host_among(first: int, last: int, left_H: Any, node_H: Any, nodes: Any) -> int:
-    for h in range(first, last):
-        if left_H[h] > 0 and (nodes >> np.uint64(node_H[h])) & np.uint64(1):
-            return h
-    return -1
 
 
 @njit(nogil=True, inline="always")

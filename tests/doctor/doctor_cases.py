@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -12,15 +13,16 @@ from foreroute.engines.embedded import EmbeddedEngine
 VERSION = 3
 
 
+@cache
 def generation(model, precision="float32", *, sequences=8, temperature=1.0, below=49, indexers=False, top_p=1.0):
-    """Two responses to each of some prompts."""
+    """Two responses to each of some prompts, sampled once for a model."""
     engine = EmbeddedEngine(model, precision, indexers=indexers)
     engine.load_weights(model.state_dict(), VERSION)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, below, n).astype(np.int32) for n in rng.integers(4, 10, sequences)]
     return engine.generate(
         prompts,
-        Sampling(group_size=2, max_new_tokens=24, end_token=below, temperature=temperature, top_p=top_p),
+        Sampling(group_size=2, max_new_tokens=16, end_token=below, temperature=temperature, top_p=top_p),
         torch.Generator().manual_seed(0),
     )
 

@@ -10,6 +10,9 @@ import numpy as np
 
 from foreroute import LayerKind, RoutedLayer, RoutingSpec
 
+POLL_S = 0.01
+"""How long a server may take to see that it is to end."""
+
 
 def payload(path):
     """A record, with its spec and its expected routes as arrays."""
@@ -61,7 +64,7 @@ def serving(answer):
             self.wfile.write(data)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
     try:
         yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", asked=asked)
     finally:

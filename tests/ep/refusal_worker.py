@@ -1,8 +1,9 @@
 """What worker processes do that must end in an error on all of them."""
 
 import os
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +28,37 @@ from tests.ep.transfer.plans import random_plan
 CASE = Case(ranks=2, plan=0)
 
 
+@dataclass
+class Refusal:
+    """What must end in an error on all ranks.
+
+    Attributes:
+        run: the function that does it.
+        kind: of the error.
+        message: a part of its message.
+        is_late: whether rows were sent before it could be known.
+    """
+
+    run: Callable
+    kind: str
+    message: str
+    is_late: bool
+
+
+EXECUTED, ATTACHED = {}, {}
+"""By name: executions that are refused, each a function of a `Situation`; and models, each a function of the rank."""
+
+
+def refused(table, kind, message, *, is_late=False):
+    """Put a function into one of the tables."""
+
+    def put(run):
+        table[run.__name__] = Refusal(run, kind, message, is_late)
+        return run
+
+    return put
+
+
 def executions(rank):
     """Run every case, and after each of them the right one, on the same model; by name, how both ended."""
     model = policy(CASE)
@@ -35,14 +67,14 @@ def executions(rank):
     counts_MLGE = all_counts(routed, CASE, rank, 0)
     plan = split_plan(5, counts_MLGE, placed.home_LE)
     situation = Situation(placed, routed, plan, counts_MLGE, rank)
-    return {name: (execution(situation, name), execution(situation, "right")) for name in CASES}
+    return {name: (execution(situation, each.run), execution(situation, right)) for name, each in EXECUTED.items()}
 
 
-def execution(situation, name):
-    """The error of the case of that name, and how many all-to-alls there were before it ended."""
+def execution(situation, run):
+    """The error of a case, and how many all-to-alls there were before it ended."""
     with counting_all_to_alls() as calls:
         try:
-            CASES[name](situation)
+            run(situation)
         except Exception as error:
             return type(error).__name__, str(error), len(calls)
     return "nothing", "", len(calls)
@@ -81,81 +113,99 @@ def right(s):
     s.forward(1)
 
 
+@refused(EXECUTED, "PlanError", "the plan is for 4 ranks, and 2 are here")
 def other_world_size(s):
     plan = random_plan(0, ranks=4, slots=0, shuffled=False)
     s.begin(plan, None)
 
 
+@refused(EXECUTED, "PlanError", "ranks hold different plans")
 def plans_differ(s):
     s.begin(split_plan(5 + s.rank, s.counts_MLGE, s.placed.home_LE))
 
 
+@refused(EXECUTED, "PlanError", "rank 1: the plan is None; expected a plan or the path of its file")
 def no_plan_on_one_rank(s):
     s.placed.begin_step(0, None if s.rank else s.plan, s.counts_MLGE)
 
 
+@refused(EXECUTED, "PlanError", "rank 1: the plan is 5; expected a plan or the path of its file")
 def a_number_for_a_plan_on_one_rank(s):
     s.placed.begin_step(0, 5 if s.rank else s.plan, s.counts_MLGE)
 
 
+@refused(EXECUTED, "PlanError", "rank 1: what was planned is given as 5; expected counts or traces")
 def a_number_for_traces_on_one_rank(s):
     s.placed.begin_step(0, s.plan, 5 if s.rank else s.counts_MLGE)
 
 
+@refused(EXECUTED, "PlanError", "by the plan; move homes first")
 def other_homes(s):
     home_LE = np.roll(s.placed.home_LE, 1, axis=1)
     s.begin(static_plan(s.counts_MLGE, home_LE))
 
 
+@refused(EXECUTED, "PlanError", "the plan is for 2 routed layers of 8 experts, the model has 3 of 8")
 def other_layers(s):
     s.begin(static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2])
 
 
+@refused(EXECUTED, "CountsError", "rank 1: counts have digest")
 def other_counts_on_one_rank(s):
     s.begin(counts_MLGE=s.counts_MLGE + s.rank)
 
 
+@refused(EXECUTED, "CountsError", "counts are [1, 3, 2, 8], the plan is for [2, 3, 2, 8]")
 def counts_of_another_shape(s):
     s.begin(counts_MLGE=s.counts_MLGE[:1])
 
 
+@refused(EXECUTED, "CountsError", "rank 0: int64 [1, 3, 8]; rank 1: int64 [2, 3, 8]")
 def gathered_of_other_micro_steps(s):
     s.placed.gather_counts(s.counts_MLGE[: 1 + s.rank, :, s.rank])
 
 
+@refused(EXECUTED, "CountsError", "int64 [2, 3, 4]); expected integers [micro-steps, 3, 8]")
 def gathered_of_other_experts(s):
     s.placed.gather_counts(s.counts_MLGE[:, :, s.rank, :4])
 
 
+@refused(EXECUTED, "CountsError", "float64 [2, 3, 8]); expected integers")
 def gathered_of_shares(s):
     s.placed.gather_counts(s.counts_MLGE[:, :, s.rank] / 2)
 
 
+@refused(EXECUTED, "PlanError", "no plan is in force: call begin_step")
 def no_plan(s):
     s.placed.use(s.placed._weights)
     s.forward()
 
 
+@refused(EXECUTED, "CountsError", "rank 1: its rows of micro-step 0 make")
 def another_micro_batch_on_one_rank(s):
     s.begin()
     s.forward(0, of=s.rank)
 
 
+@refused(EXECUTED, "PlanError", "ranks begin micro-steps 0 to 1 of a plan that has 2")
 def other_micro_steps(s):
     s.begin()
     s.forward(s.rank)
 
 
+@refused(EXECUTED, "PlanError", "ranks begin micro-steps 2 to 2 of a plan that has 2")
 def no_such_micro_step(s):
     s.begin()
     s.forward(2, of=0)
 
 
+@refused(EXECUTED, "CountsError", "step 0, micro-step 0, routed layer 0: rank")
 def live_routes_of_other_counts(s):
     s.begin()
     s.forward(rows=live_rows(s), replay=False)
 
 
+@refused(EXECUTED, "CountsError", "by the plan, which was made for other counts")
 def live_routes_of_other_counts_with_the_plan_alone(s):
     s.begin(counts_MLGE=None)
     s.forward(rows=live_rows(s), replay=False)
@@ -166,12 +216,14 @@ def live_rows(s):
     return BatchRows(planned_N=real_N, sent_N=real_N)
 
 
+@refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
 def routers_free_though_routes_were_announced(s):
     s.begin()
     s.forward(replay=False)
     s.placed.sum_gradients()
 
 
+@refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
 def and_another_micro_step_begins(s):
     s.begin()
     s.forward(replay=False)
@@ -179,12 +231,14 @@ def and_another_micro_step_begins(s):
         pass
 
 
+@refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
 def and_another_step_begins(s):
     s.begin()
     s.forward(replay=False)
     s.begin()
 
 
+@refused(EXECUTED, "PlanError", "more than there are; the plan was made for other counts", is_late=True)
 def more_to_replicas_than_there_is(s):
     counts_MLGE = np.maximum(s.counts_MLGE - 1, 0)
     plan = replace(s.plan, counts_digest=counts_digest(counts_MLGE))
@@ -193,12 +247,14 @@ def more_to_replicas_than_there_is(s):
     s.forward(rows=replace(rows, routed_LE=counts_MLGE[0, :, s.rank]))
 
 
+@refused(EXECUTED, "ReplayError", "was not executed: no forward of the model ran")
 def no_forward(s):
     s.begin()
     with s.placed.executing(0):
         pass
 
 
+@refused(EXECUTED, "ReplayError", "runs a second time in step 0, micro-step 0, routed layer 0", is_late=True)
 def two_forwards(s):
     s.begin()
     with replaying(s.routed, CASE, s.rank, 0, 0), s.placed.executing(0, rows_of(s.routed, CASE, s.rank, 0, 0)):
@@ -206,6 +262,7 @@ def two_forwards(s):
             s.placed.model(**batch(s.rank, 0, 0), use_cache=False)
 
 
+@refused(EXECUTED, "CountsError", "make it from the batch that the model is called with")
 def rows_of_another_batch(s):
     s.begin()
     rows = rows_of(s.routed, CASE, s.rank, 0, 0)
@@ -213,6 +270,7 @@ def rows_of_another_batch(s):
     s.forward(rows=longer)
 
 
+@refused(EXECUTED, "ReplayError", "runs inside torch.utils.checkpoint called by hand")
 def checkpointed_by_hand(s, use_reentrant=False):
     s.begin(counts_MLGE=None)
     embeds = s.placed.model.get_input_embeddings()(batch(s.rank, 0, 0)["input_ids"]).detach().requires_grad_()
@@ -220,82 +278,53 @@ def checkpointed_by_hand(s, use_reentrant=False):
         checkpoint(lambda x: s.placed.model(inputs_embeds=x).logits, embeds, use_reentrant=use_reentrant)
 
 
+@refused(EXECUTED, "ReplayError", "runs inside torch.utils.checkpoint called by hand")
 def checkpointed_by_hand_reentrant(s):
     checkpointed_by_hand(s, use_reentrant=True)
 
 
+@refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")
 def state_of_a_shard(s):
     s.placed.model.state_dict()
 
 
+@refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")
 def state_into_a_shard(s):
     s.placed.model.load_state_dict(s.placed.state_dict())
 
 
+@refused(EXECUTED, "PlacementError", "down_proj has 4 experts, expected all 8 in order of their ids")
 def state_of_one_rank(s):
     state = s.placed.state_dict()
     name = "model.layers.0.mlp.experts.down_proj"
     s.placed.load_state_dict({**state, name: state[name][:4]})
 
 
-CASES = {
-    function.__name__: function
-    for function in (
-        right,
-        other_world_size,
-        plans_differ,
-        no_plan_on_one_rank,
-        a_number_for_a_plan_on_one_rank,
-        a_number_for_traces_on_one_rank,
-        other_homes,
-        other_layers,
-        other_counts_on_one_rank,
-        counts_of_another_shape,
-        gathered_of_other_micro_steps,
-        gathered_of_other_experts,
-        gathered_of_shares,
-        no_plan,
-        another_micro_batch_on_one_rank,
-        other_micro_steps,
-        no_such_micro_step,
-        live_routes_of_other_counts,
-        live_routes_of_other_counts_with_the_plan_alone,
-        routers_free_though_routes_were_announced,
-        and_another_micro_step_begins,
-        and_another_step_begins,
-        more_to_replicas_than_there_is,
-        no_forward,
-        two_forwards,
-        rows_of_another_batch,
-        checkpointed_by_hand,
-        checkpointed_by_hand_reentrant,
-        state_of_a_shard,
-        state_into_a_shard,
-        state_of_one_rank,
-    )
-}
-
-
+@refused(ATTACHED, "AttachError", "ranks differ in model.embed_tokens.weight")
 def other_weights(rank):
     hf.distribute(tiny("qwen3_moe", seed=rank))
 
 
+@refused(ATTACHED, "AttachError", "ranks differ in model.layers.1.mlp.experts.down_proj")
 def frozen_on_one_rank(rank):
     model = tiny("qwen3_moe")
     model.model.layers[1].mlp.experts.down_proj.requires_grad_(rank == 0)
     hf.distribute(model)
 
 
+@refused(ATTACHED, "TopologyError", "7 experts cannot be placed evenly on 2 ranks")
 def indivisible(rank):
     hf.distribute(build("qwen3_moe", num_experts=7))
 
 
+@refused(ATTACHED, "AttachError", "is distributed already")
 def twice(rank):
     model = tiny("qwen3_moe")
     hf.distribute(model)
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "model.layers.1.mlp.experts has a forward of its own")
 def forward_of_others(rank):
     model = tiny("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
@@ -303,14 +332,17 @@ def forward_of_others(rank):
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "whose layout transformers does not declare")
 def undeclared_layout(rank):
     hf.distribute(build("llama4"))
 
 
+@refused(ATTACHED, "AttachError", "has no experts modules")
 def no_experts(rank):
     hf.distribute(tiny("qwen3_moe").model.layers[0].self_attn)
 
 
+@refused(ATTACHED, "AttachError", "has no torch.nn.functional.grouped_mm, which experts on several ranks are computed")
 def older_torch(rank):
     kept = torch.nn.functional.grouped_mm
     del torch.nn.functional.grouped_mm
@@ -320,6 +352,7 @@ def older_torch(rank):
         torch.nn.functional.grouped_mm = kept
 
 
+@refused(ATTACHED, "AttachError", "model.layers.1.mlp.experts.down_proj is a DTensor")
 def dtensor(rank):
     model = tiny("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
@@ -328,58 +361,69 @@ def dtensor(rank):
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "has parametrized weights")
 def parametrized(rank):
     model = tiny("qwen3_moe")
     register_parametrization(model.model.layers[1].mlp.experts, "down_proj", nn.Identity())
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "has a PReLU, an activation that is learnt")
 def learnt_activation(rank):
     model = tiny("qwen3_moe")
     model.model.layers[1].mlp.experts.act_fn = nn.PReLU()
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "is wrapped by a ParamWrapper")
 def lora(rank):
     config = LoraConfig(target_parameters=["mlp.experts.gate_up_proj"], r=2)
     hf.distribute(get_peft_model(tiny("qwen3_moe"), config))
 
 
+@refused(ATTACHED, "AttachError", "is on the meta device")
 def meta(rank):
     hf.distribute(tiny("qwen3_moe").to("meta"))
 
 
+@refused(ATTACHED, "AttachError", "model.layers.1.mlp.experts.scale is torch.float32 [8]")
 def other_parameter(rank):
     model = tiny("qwen3_moe")
     model.model.layers[1].mlp.experts.scale = nn.Parameter(torch.ones(8))
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "session is open on this model")
 def in_a_session(rank):
     routed = hf.attach(tiny("qwen3_moe"))
     with routed.record():
         hf.distribute(routed.model)
 
 
+@refused(ATTACHED, "TopologyError", "rank 0: in layer 0, rank 0 is home to 8 experts; expected 4 on every rank")
 def uneven_homes(rank):
     home_LE = np.zeros((3, 8), np.int16)
     hf.distribute(tiny("qwen3_moe"), home_LE=home_LE)
 
 
+@refused(ATTACHED, "TopologyError", "rank 1: 7 experts cannot be placed evenly on 2 ranks")
 def indivisible_on_one_rank(rank):
     hf.distribute(build("qwen3_moe", num_experts=8 - rank), timeout_s=20)
 
 
+@refused(ATTACHED, "AttachError", "rank 0: Qwen3MoeAttention has no experts modules")
 def no_experts_on_one_rank(rank):
     model = tiny("qwen3_moe")
     hf.distribute(model if rank else model.model.layers[0].self_attn, timeout_s=20)
 
 
+@refused(ATTACHED, "TopologyError", "rank 1: in layer 0, rank 0 is home to 5 experts; expected 4")
 def uneven_homes_on_one_rank(rank):
     home_LE = np.tile(np.arange(8) // (4 + rank), (3, 1))
     hf.distribute(tiny("qwen3_moe"), home_LE=home_LE, timeout_s=20)
 
 
+@refused(ATTACHED, "AttachError", "model.layers.0.mlp.experts.down_proj and model.layers.2.mlp.experts.down_proj are")
 def tied_experts(rank):
     model = tiny("qwen3_moe")
     one, other = (model.model.layers[i].mlp.experts for i in (0, 2))
@@ -387,18 +431,21 @@ def tied_experts(rank):
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "model.layers.2.mlp.experts.gate_up_proj are one parameter")
 def shared_experts_module(rank):
     model = tiny("qwen3_moe")
     model.model.layers[2].mlp.experts = model.model.layers[0].mlp.experts
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "model.layers.1.mlp.experts.down_proj and heads.0 are one parameter")
 def tied_to_a_dense_parameter(rank):
     model = tiny("qwen3_moe")
     model.heads = nn.ParameterList([model.model.layers[1].mlp.experts.down_proj])
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "mlp.gate.e_score_correction_bias")
 def other_buffer(rank):
     model = tiny("deepseek_v3")
     bias = next(b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
@@ -406,6 +453,7 @@ def other_buffer(rank):
     hf.distribute(model)
 
 
+@refused(ATTACHED, "AttachError", "ranks differ in model.layers.1.mlp.experts.down_proj")
 def experts_in_another_order(rank):
     model = tiny("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
@@ -414,43 +462,12 @@ def experts_in_another_order(rank):
     hf.distribute(model)
 
 
-ATTACHED = {
-    function.__name__: function
-    for function in (
-        other_weights,
-        frozen_on_one_rank,
-        indivisible,
-        twice,
-        forward_of_others,
-        undeclared_layout,
-        no_experts,
-        older_torch,
-        dtensor,
-        parametrized,
-        learnt_activation,
-        lora,
-        meta,
-        other_parameter,
-        in_a_session,
-        uneven_homes,
-        indivisible_on_one_rank,
-        no_experts_on_one_rank,
-        uneven_homes_on_one_rank,
-        tied_experts,
-        shared_experts_module,
-        tied_to_a_dense_parameter,
-        other_buffer,
-        experts_in_another_order,
-    )
-}
-
-
 def attaching(rank):
     """Distribute models that cannot be; by name, the error."""
     errors = {}
-    for name, distribute in ATTACHED.items():
+    for name, each in ATTACHED.items():
         try:
-            distribute(rank)
+            each.run(rank)
             errors[name] = "nothing", ""
         except Exception as error:
             errors[name] = type(error).__name__, str(error)

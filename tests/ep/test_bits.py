@@ -13,13 +13,25 @@ from tests.ep.training import MICRO_STEPS, Case
 MODELS = (("qwen3_moe", 2), ("gpt_oss", 4), ("deepseek_v3", 8))
 """Families, and the ranks that they are spread over."""
 UNSPLIT = [
+    Case(plan="shuffled", ahead=False, use_reentrant=True),
+    Case(plan="shuffled"),
     Case(plan="static", ahead=False),
     Case(plan="static", use_reentrant=True),
     Case(plan="static", use_reentrant=False),
-    Case(plan="shuffled"),
-    Case(plan="shuffled", ahead=False, use_reentrant=True),
 ]
-SPLIT = [Case(plan=1), Case(plan=2, use_reentrant=False), Case(plan=3, weights="shared")]
+SPLIT = [
+    replace(case, dtype=dtype)
+    for dtype in (torch.float32, torch.bfloat16)
+    for case in (Case(plan=1), Case(plan=2, use_reentrant=False), Case(plan=3, weights="shared"))
+]
+
+
+def on_models(cases):
+    """Yield all cases on two ranks, in slow tests all on four and the first on eight, by night the others."""
+    for (family, ranks), marks in zip(MODELS, ((), pytest.mark.slow, pytest.mark.exhaustive), strict=True):
+        for number, each in enumerate(cases):
+            case = replace(each, family=family, ranks=ranks)
+            yield pytest.param(case, marks=marks if number or ranks < 8 else pytest.mark.slow, id=case.id)
 
 
 @pytest.fixture(scope="module")
@@ -27,32 +39,28 @@ def static(workers):
     """Under the static placement."""
     found = {}
 
-    def of(family, ranks, dtype):
-        if (family, dtype) not in found:
-            found[family, dtype] = workers(ranks).run(
-                training_worker.train, Case(family, ranks, plan="static", dtype=dtype)
-            )
-        return found[family, dtype]
+    def of(case):
+        at_home = Case(case.family, case.ranks, plan="static", dtype=case.dtype)
+        if at_home not in found:
+            found[at_home] = workers(case.ranks).run(training_worker.train, at_home)
+        return found[at_home]
 
     return of
 
 
-@pytest.mark.parametrize("case", UNSPLIT, ids=lambda case: case.id)
-@pytest.mark.parametrize(("family", "ranks"), MODELS)
-def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers, static, family, ranks, case):
-    outcomes = workers(ranks).run(training_worker.train, replace(case, family=family, ranks=ranks))
-    for outcome, expected in zip(outcomes, static(family, ranks, torch.float32), strict=True):
+@pytest.mark.parametrize("case", list(on_models(UNSPLIT)))
+def test_where_no_expert_is_split_losses_gradients_and_weights_are_equal(workers, static, case):
+    outcomes = workers(case.ranks).run(training_worker.train, case)
+    for outcome, expected in zip(outcomes, static(case), strict=True):
         assert outcome["losses"] == expected["losses"]
         for kind in ("grads", "state"):
             assert [n for n, tensor in expected[kind].items() if not torch.equal(outcome[kind][n], tensor)] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.id)
-@pytest.mark.parametrize(("family", "ranks"), MODELS)
-def test_where_experts_are_split_all_is_equal_but_their_gradients(workers, static, family, ranks, case, dtype):
-    outcomes = workers(ranks).run(training_worker.train, replace(case, family=family, ranks=ranks, dtype=dtype))
-    for outcome, expected in zip(outcomes, static(family, ranks, dtype), strict=True):
+@pytest.mark.parametrize("case", list(on_models(SPLIT)))
+def test_where_experts_are_split_all_is_equal_but_their_gradients(workers, static, case):
+    outcomes = workers(case.ranks).run(training_worker.train, case)
+    for outcome, expected in zip(outcomes, static(case), strict=True):
         # the first optimizer step takes up the gradients of split experts
         assert outcome["losses"][:MICRO_STEPS] == expected["losses"][:MICRO_STEPS]
         (split_LE,) = outcome["split"]
@@ -91,10 +99,10 @@ TILE = 16
 
 def test_kernels_that_compute_leftover_rows_otherwise_are_given_none(workers):
     """The control gives them some, which changes bits."""
-    cases = [Case("qwen3_moe", plan=plan) for plan in ("static", "shuffled", 1, 2)]
+    cases = [Case("qwen3_moe", 2, plan=plan) for plan in ("static", "shuffled", 1)]
     differing = []
     for multiple in (compute.ROW_MULTIPLE, {}):
-        (expected, *others), *_ = workers(4).run(in_tiles, multiple, cases)
+        (expected, *others), *_ = workers(2).run(in_tiles, multiple, cases)
         grads = {name: grad for name, grad in expected["grads"].items() if ".mlp.experts." not in name}
         differing.append(sum(not torch.equal(other["grads"][n], grads[n]) for other in others for n in grads))
     assert differing[0] == 0

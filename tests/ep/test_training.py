@@ -13,40 +13,54 @@ from tests.ep import training_worker
 from tests.ep.training import MICRO_STEPS, STEPS, Case, train_alone
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
-WAYS = (None, True, False)
-PLANS = ("planned", 13, "static")
-CASES = [
-    *(Case(family, 1, plan=plan) for family in FAMILIES for plan in (None, "static")),
-    *(Case(family, 2, "live", plan) for family in FAMILIES for plan in (None, 1)),
-    *(Case(family, 2, "replay", 2, way) for family in FAMILIES for way in WAYS),
-    *(Case(family, 2, plan=3, unrouted=True) for family in FAMILIES),
-    *(Case(family, 2, plan=4, dtype=torch.float64) for family in FAMILIES),
-    *(Case(family, 4, plan=plan) for family in FAMILIES for plan in (None, "static", 5)),
-    *(Case(family, 4, "live", 7, way) for family, way in zip(FAMILIES, WAYS, strict=True)),
-    *(Case(family, 4, "live", use_reentrant=way) for family, way in zip(FAMILIES, (False, None, True), strict=True)),
-    *(Case(family, 4, plan=8, unrouted=True, use_reentrant=False) for family in FAMILIES),
-    *(Case(family, 4, plan=9, ahead=False) for family in FAMILIES),
-    *(Case(family, 4, plan=10, weights="layer") for family in FAMILIES),
-    *(Case(family, 4, plan=11, weights="shared", use_reentrant=True) for family in FAMILIES),
-    *(Case(family, 4, plan="planned", use_reentrant=way) for family, way in zip(FAMILIES, WAYS, strict=True)),
-    *(Case(family, 4, plan=14, weights="late", use_reentrant=False) for family in FAMILIES),
-    *(Case(family, 4, "crowded", 13) for family in FAMILIES),
-    Case("gpt_oss", 4, "crowded"),
-    *(Case(family, 4, plan=12, dtype=torch.float64, use_reentrant=False) for family in FAMILIES),
-    *(Case(family, 8, plan=plan, use_reentrant=way) for family, plan, way in zip(FAMILIES, PLANS, WAYS, strict=True)),
-    Case("qwen3_moe", 8, "live", 15, weights="shared"),
+BY_DAY = [
+    Case(ranks=1, plan="static"),
+    Case(ranks=2, routing="live", plan=1),
+    Case(ranks=2, plan=2, use_reentrant=True),
+    Case(ranks=2, plan=3, unrouted=True),
+    Case(ranks=2, plan=4, dtype=torch.float64),
+    Case(plan=5),
+    Case(plan=9, ahead=False),
+    Case(plan=10, weights="layer"),
+    Case(plan=11, weights="shared", use_reentrant=True),
+    Case(plan="planned"),
+    Case(plan=14, weights="late", use_reentrant=False),
+    Case(routing="crowded", plan=13),
+    Case(),
 ]
+"""Every value of every axis, but for eight ranks: each row with one family in all tests, with the next in slow ones,
+and with the third by night. Families alternate, so that each meets most values."""
+MORE = [
+    Case(ranks=1),
+    Case(ranks=2, routing="live"),
+    Case(ranks=2, plan=2),
+    Case(ranks=2, plan=2, use_reentrant=False),
+    Case(plan="static"),
+    Case(routing="live", plan=7, use_reentrant=True),
+    Case(routing="live", use_reentrant=False),
+    Case(plan=8, unrouted=True, use_reentrant=False),
+    Case(plan="planned", use_reentrant=True),
+    Case(plan="planned", use_reentrant=False),
+    Case(routing="crowded"),
+    Case(plan=12, dtype=torch.float64, use_reentrant=False),
+    Case(ranks=8, plan=13, use_reentrant=True),
+    Case(ranks=8, routing="live", plan=15, weights="shared"),
+]
+"""With one family in slow tests, and with the others by night."""
+
+
+def sampled():
+    """Give all rows with all families, each marked with when it runs."""
+    for rows, tiers in ((BY_DAY, ((), pytest.mark.slow)), (MORE, (pytest.mark.slow,))):
+        for number, row in enumerate(rows):
+            for turn, marks in enumerate([*tiers, *[pytest.mark.exhaustive] * (3 - len(tiers))]):
+                case = replace(row, family=FAMILIES[(number + turn) % 3])
+                yield pytest.param(case, marks=marks, id=case.id)
+
 
 DRAWS = 3
 """Of the plain model's roundings: a single one may happen to be near the truth. The largest of three draws of all
 losses, or of all tensors, is beyond the standard deviation of one, and four times that is not reached by chance."""
-
-QUICK = {"qwen3_moe": (1, 2, 4), "gpt_oss": (4,), "deepseek_v3": (2,)}
-"""Ranks by family of the cases that are no slow ones."""
-SAMPLED = [
-    case if case.ranks in QUICK[case.family] else pytest.param(case, marks=pytest.mark.slow, id=case.id)
-    for case in CASES
-]
 
 
 def errors(outcome, truth):
@@ -70,7 +84,7 @@ def of_all_ranks(outcomes):
     return {**outcomes[0], "losses": losses}
 
 
-@pytest.mark.parametrize("case", SAMPLED, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", list(sampled()))
 def test_training_is_that_of_one_process(workers, case):
     outcomes = workers(case.ranks).run(training_worker.train, case)
     truth = train_alone(replace(case.alone, dtype=torch.float64))
@@ -94,7 +108,9 @@ def test_training_is_that_of_one_process(workers, case):
 
 
 @pytest.mark.parametrize("weights", ["lost", "doubled"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:])]
+)
 def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, family, weights):
     case = Case(family, 4, plan=5, weights=weights)
     truth = train_alone(replace(case.alone, dtype=torch.float64))

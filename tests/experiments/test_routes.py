@@ -148,6 +148,7 @@ def test_history_is_the_micro_step_before():
             assert np.array_equal(next(found).loads_G(now[layer]), expected.loads_G(now[layer]))
 
 
+@pytest.mark.slow
 def test_a_cell_keeps_its_traces_and_measures_them(tmp_path, monkeypatch):
     monkeypatch.setattr(balancing, "OTHER_BALANCERS", {"llep": OTHER_BALANCERS["llep"]})  # others take long to compile
     cell = Cell("H/routes", "routes", 0, "routes", SMALL)

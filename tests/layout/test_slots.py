@@ -1,4 +1,4 @@
-"""The layouts by hand, one small example each, and the layouts that cannot be."""
+"""Corners of layouts, layouts that cannot be, and the way back from slots to rows."""
 
 import numpy as np
 import pytest
@@ -9,46 +9,6 @@ from foreroute.errors import LayoutError
 
 def slots_of(planned):
     return planned.rows().row_of_slot_R.tolist()
-
-
-def test_packed_sequences_are_aligned_one_by_one():
-    assert slots_of(layout.pack([3, 2])) == [0, 1, 2, 3, 4]
-    assert slots_of(layout.pack([3, 2], align=4)) == [0, 1, 2, -1, 3, 4, -1, -1]
-    assert slots_of(layout.pack([3, 2], align=2).align_total(8)) == [0, 1, 2, -1, 3, 4, -1, -1]
-
-
-@pytest.mark.parametrize(
-    ("side", "order", "slots"),
-    [
-        ("right", "bshd", [0, 1, 2, 3, 4, -1]),
-        ("left", "bshd", [0, 1, 2, -1, 3, 4]),
-        ("right", "sbhd", [0, 3, 1, 4, 2, -1]),
-        ("left", "sbhd", [0, -1, 1, 3, 2, 4]),
-    ],
-)
-def test_a_padded_grid(side, order, slots):
-    assert slots_of(layout.pad([3, 2], side=side, order=order)) == slots
-
-
-def test_zigzag_gives_a_rank_a_chunk_from_either_end():
-    whole = layout.pack([8, 3], align=4)
-    assert slots_of(whole.split_context(2, 0)) == [0, 1, 6, 7, 8, -1]
-    assert slots_of(whole.split_context(2, 1)) == [2, 3, 4, 5, 9, 10]
-
-
-def test_a_sequence_split_cuts_the_line_or_the_grid_along_t():
-    assert slots_of(layout.pack([3, 2]).align_total(6).split_sequence(2, 1)) == [3, 4, -1]
-    grid = {"side": "right", "to": 4}
-    assert slots_of(layout.pad([3, 2], order="bshd", **grid).split_sequence(2, 1)) == [2, -1, -1, -1]
-    assert slots_of(layout.pad([3, 2], order="sbhd", **grid).split_sequence(2, 0)) == [0, 3, 1, 4]
-
-
-def test_context_then_sequence():
-    shares = [
-        [slots_of(layout.pack([7], align=8).split_context(2, c).split_sequence(2, t)) for t in range(2)]
-        for c in range(2)
-    ]
-    assert shares == [[[0, 1], [6, -1]], [[2, 3], [4, 5]]]
 
 
 def test_nothing_at_all_is_a_layout():
@@ -116,3 +76,27 @@ def test_packed_sequences_may_have_slots_of_their_own():
     for wrong in ([2, 4, 4], [4, 4]):
         with pytest.raises(LayoutError, match=r"slots"):
             layout.pack(lengths, slots=wrong)
+
+
+def test_padding_is_told_from_rows():
+    rows = layout.pack([3, 2], align=4).rows()
+    assert rows.is_pad_R.tolist() == [False, False, False, True, False, False, True, True]
+
+
+def test_collect_keeps_the_trailing_shape_and_drops_padding():
+    halves = [layout.pack([3], align=4).split_context(2, r).rows() for r in range(2)]
+    values = [np.stack([h.row_of_slot_R] * 2, axis=1) * 1.5 for h in halves]
+    assert layout.collect(zip(halves, values, strict=True)).tolist() == [[0, 0], [1.5, 1.5], [3, 3]]
+
+
+def test_collect_refuses_missing_and_repeated_ranks():
+    halves = [layout.pack([4]).split_context(2, r).rows() for r in range(2)]
+    values = np.zeros(2)
+    with pytest.raises(LayoutError, match="row 1 arrived 0 times"):
+        layout.collect([(halves[0], values)])
+    with pytest.raises(LayoutError, match="row 0 arrived 2 times"):
+        layout.collect([(halves[0], values), (halves[1], values), (halves[0], values)])
+    with pytest.raises(LayoutError, match="one value per slot"):
+        layout.collect([(halves[0], np.zeros(3))])
+    with pytest.raises(LayoutError, match="nothing to collect"):
+        layout.collect([])

@@ -146,6 +146,8 @@ CORRUPTIONS = {
         "the bound 0.0, which is never below the mean",
     ),
     "bound is no number": (lambda p: _changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
+    "bound is infinite": (lambda p: _changed(p, "bound_ML", (0, 0), np.inf), "the bound is inf"),
+    "bound below 0": (lambda p: _changed(p, "bound_ML", (0, 0), -1.0), "the bound is -1.0"),
     "shifted offset": (_shifted_offset, "micro-step 0"),
     "offsets descend": (lambda p: _changed(p, "offsets", 1, 10**6), "which ascend from 0 to the"),
     "offsets end early": (lambda p: _changed(p, "offsets", -1, 0), "which ascend from 0 to the"),

@@ -1,4 +1,4 @@
-"""Counts from traces against a loop, and refusal of counts that cannot be planned."""
+"""Counts from traces against a loop, on disk, their imbalance, and refusal of counts that cannot be planned."""
 
 import hashlib
 import tracemalloc
@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.errors import CountsError, SpecMismatchError, TraceContentError
+from foreroute.errors import CountsError, InputError, SpecMismatchError, TraceContentError
+from foreroute.files import FileFormat, TensorSchema
 from foreroute.layout import Packing
-from foreroute.plan.counts import check_counts, counts_digest, packed_counts
+from foreroute.plan.counts import (
+    COUNTS_FILE,
+    check_counts,
+    contiguous_imbalance,
+    counts_digest,
+    load_counts,
+    packed_counts,
+    save_counts,
+)
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace.operations import add_assignments
 from tests.traces import mixed_trace, random_trace
@@ -40,12 +49,12 @@ def random_packing(rng, num_sequences, num_micro_steps=3, num_ranks=4):
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), threads=st.integers(1, 4), wide=st.booleans())
-def test_counts_of_several_traces_match_a_loop(seed, threads, wide):
+@given(seed=st.integers(0, 2**32 - 1), wide=st.booleans())
+def test_counts_of_several_traces_match_a_loop(seed, wide):
     experts = 300 if wide else 8
     traces = [random_trace(seed + i, num_experts=experts) for i in range(3)]
     packing = random_packing(np.random.default_rng(seed), sum(map(len, traces)))
-    counts = packed_counts(traces, packing, threads=threads)
+    counts = packed_counts(traces, packing)
     assert counts.dtype == np.int32
     np.testing.assert_array_equal(counts, loop(traces, packing))
 
@@ -198,3 +207,67 @@ def _crc32(content):
         for _ in range(8):
             rest = rest >> 1 ^ (0xEDB88320 if rest & 1 else 0)
     return rest ^ 0xFFFFFFFF
+
+
+COUNTS = np.arange(2 * 3 * 4 * 8).reshape(2, 3, 4, 8)
+
+
+@pytest.mark.parametrize("dtype", ["<i4", ">i8", "u1", "<u2"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_counts_survive_the_disk(tmp_path, dtype, order):
+    counts = np.array(COUNTS, dtype, order=order)
+    found = load_counts(save_counts(counts, tmp_path / "c"))
+    assert found.dtype == np.int32
+    assert np.array_equal(found, counts)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (COUNTS / 2, "counts are of dtype float64"),
+        (COUNTS[0], "counts have shape"),
+        (-COUNTS, "the entry -191 in micro-step 1"),
+    ],
+)
+def test_what_is_no_counts_is_not_written(tmp_path, counts, message):
+    with pytest.raises(CountsError, match=message):
+        save_counts(counts, tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (COUNTS, "tensor counts_MLGE is int64; expected I32"),
+        (COUNTS[0].astype(np.int32), r"has the shape \[3, 4, 8\]; expected \[M, L, G, E\]"),
+        ((COUNTS - 1).astype(np.int32), "c: counts have the entry -1 in micro-step 0"),
+        (COUNTS[..., :6].astype(np.int32), "6 experts cannot be placed evenly on 4 ranks"),
+    ],
+)
+def test_forged_counts_are_refused(tmp_path, counts, message):
+    forger = FileFormat("counts", 1, CountsError, (), None, "")
+    forger.write(tmp_path / "c", {}, {"counts_MLGE": counts}, overwrite=False)
+    with pytest.raises(CountsError, match=message):
+        load_counts(tmp_path / "c")
+
+
+def test_the_file_of_counts_is_what_the_page_says():
+    assert COUNTS_FILE.tensors == {"counts_MLGE": TensorSchema("I32", "MLGE")}
+
+
+def test_the_imbalance_of_contiguous_homes_by_hand():
+    counts = np.array([[[4, 0, 2, 2], [1, 1, 1, 1]]])  # one micro-step, two layers, four experts
+    assert contiguous_imbalance(counts, 2) == pytest.approx((1.0 + 1.0) / 2)
+    assert contiguous_imbalance(counts, 4) == pytest.approx((2.0 + 1.0) / 2)
+
+
+def test_one_hot_expert_costs_a_factor_of_the_ranks_and_empty_cells_nothing():
+    counts = np.zeros((2, 1, 8), np.int64)
+    counts[0, 0, 3] = 17
+    assert contiguous_imbalance(counts, 8) == 8
+    assert contiguous_imbalance(np.zeros((2, 1, 8), np.int64), 8) == 1
+
+
+def test_uneven_placements_are_refused():
+    with pytest.raises(InputError, match="6 experts cannot be placed evenly on 4 ranks"):
+        contiguous_imbalance(np.zeros((1, 1, 6), np.int64), 4)

@@ -136,7 +136,7 @@ def _first_served(cell):
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_rounds_are_as_few_as_the_busiest_end_allows(edges):
-    source_V, target_V = np.array(edges, np.int64).reshape(-1, 2).T
+    source_V, target_V = np.ascontiguousarray(np.array(edges, np.int64).reshape(-1, 2).T)
     round_V = np.full(len(edges), -1)
     colour_edges(source_V, target_V, np.empty((2, 8, len(edges) + 1), np.int64), round_V)
     for end_V in (source_V, target_V):

@@ -2,8 +2,9 @@
 
     python -m tests.planner.plan_digests random|quick|full
 
-prints one checksum for each plan, so that two versions of the planner can be compared line by line. Those of random
-cases are kept in `plan_digests.txt`: whoever changes the search on purpose records them anew.
+prints one checksum for each plan, so that two versions of the planner can be compared line by line. Those of the random
+cases whose homes stay are kept in `plan_digests.txt`: whoever changes the search on purpose records them anew. The
+others move homes by annealing, whose exponentials differ by processor.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def test_nothing_is_fetched_that_other_hosts_make_up_for():
         cell, demand_E = found.cell(m, layer), counts[m, layer].sum(axis=0)
         target = int(np.ceil(demand_E.sum() * 1.02 / 16))
         assert found.max_load_ML[m, layer] <= target
-        expert_H = np.concatenate([np.arange(128), cell.expert_R])
-        rank_H = np.concatenate([cell.home_E, cell.rank_R])
+        expert_H = np.concatenate([np.arange(128), cell.expert_R]).astype(np.int32)
+        rank_H = np.concatenate([cell.home_E, cell.rank_R]).astype(np.int32)
         for r in 128 + np.flatnonzero(cell.fetched_R):
             _, least = level_quotas(np.delete(expert_H, r), np.delete(rank_H, r), demand_E, 16)
             assert least > target

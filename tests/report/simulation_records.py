@@ -35,7 +35,7 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
     """A fifth of recompute and update is recompute; parts are shares of these. Other balancers are not executed."""
     training = TRAINING[name] if training is None else training
     waits = 0.0 if name == "static" else 0.0123
-    shares = [0.35, 0.3, 0.28, 0.03, 0.0, 0.04, 0.0, 0.0]
+    shares = [0.35, 0.3, 0.28, 0.03, 0.0, 0.04, 0.0]
     recompute, update = 0.2 * training, 0.8 * training
     parts = [dict(zip(PARTS, [share * s for share in shares], strict=True)) for s in (recompute, update)]
     parts[0]["waiting for the plan"] = waits

@@ -128,6 +128,7 @@ def test_a_collapse_is_in_the_finding_and_other_alarms_are_not(tmp_path):
     assert "collapsed" not in finding(alarmed("f2"))
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_the_page_begins_with_the_finding(tmp_path):
     folder = run(tmp_path / "a")
     page = write_report(read_runs([folder]), tmp_path / "page.html").read_text()
@@ -147,6 +148,7 @@ def test_colours_follow_meaning_and_no_two_runs_look_alike(tmp_path):
 TRACE = "step-000000.safetensors-0123456789abcdef.trace.safetensors"
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
     spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
     sides = line(0)

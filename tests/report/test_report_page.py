@@ -79,6 +79,7 @@ def test_a_comparison_names_every_run_and_marks_what_differs(comparison):
     assert [key for mark, key in rows if mark] == ["name", "seed", "rollout.precision", "rl.routing"]
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_numbers_of_the_table_reach_the_page(tmp_path):
     def side(k3, share):
         return {"k3": k3, "f2": share / 10, "differing_share": share, "differing_tokens_share": 2 * share}
@@ -100,6 +101,7 @@ def test_numbers_of_the_table_reach_the_page(tmp_path):
     assert "measured both ways at 4 of 20" in text_of(html)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_one_run_has_its_name_as_title(tmp_path):
     assert "Run lonely" in text_of(page_of([small_run(tmp_path / "a", "lonely")], tmp_path))
 
@@ -122,6 +124,7 @@ def test_a_run_with_nothing_optional_says_why_each_plot_is_absent(tmp_path):
     assert "bare: the mismatch of trainer and rollout engine was not recorded" in text
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_run_that_lacks_what_another_has_is_named(tmp_path):
     lines = [step_line(i) for i in range(3)]
     for line in lines:
@@ -131,6 +134,7 @@ def test_a_run_that_lacks_what_another_has_is_named(tmp_path):
     assert page_of(folders, tmp_path).count("Not recorded by: sparse.") == 1
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_an_r2_run_measured_without_replay_only(tmp_path):
     lines = [step_line(i, replayed=False) for i in range(4)]
     page = page_of([write_run(tmp_path / "a", config("two", routing="R2"), lines)], tmp_path)
@@ -149,8 +153,9 @@ def test_zeros_and_values_without_a_number_are_shown_or_counted(tmp_path):
     assert page.count("Not drawn: 2 values that are infinite or not a number.") == 1
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_killed_run_is_reported_with_a_note(tmp_path):
-    folder = write_run(tmp_path / "a", config("killed"), [step_line(i) for i in range(3)], tail='{"step": 3, ')
+    folder = write_run(tmp_path / "a", config("killed"), [{"step": i} for i in range(3)], tail='{"step": 3, ')
     assert "killed: Line 4 of metrics.jsonl is half written" in text_of(page_of([folder], tmp_path))
 
 
@@ -159,17 +164,7 @@ def test_reading_and_rows_load_no_plotting_library():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_expert_parallel_runs_show_the_load_of_their_ranks(tmp_path):
-    lines = [step_line(step) | {"execution": execution(step)} for step in range(4)]
-    spread = write_run(tmp_path / "spread", config("spread", routing="R3"), lines)
-    alone = write_run(tmp_path / "alone", config("alone"), [step_line(step) for step in range(4)])
-    page = write_report(read_runs([alone, spread]), tmp_path / "report.html").read_text()
-    assert "Load of every rank in every cell, step 3 of spread" in page
-    assert "every expert at its home" in page
-    assert "Load of" not in write_report(read_runs([alone]), tmp_path / "alone.html").read_text()
-
-
-def test_what_plans_did_is_averaged_over_steps(tmp_path):
+def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on_average(tmp_path):
     executions = [execution(step) for step in range(4)]
     lines = [step_line(step) | {"execution": each} for step, each in enumerate(executions)]
     spread = write_run(tmp_path / "spread", config("spread"), lines)
@@ -192,16 +187,20 @@ def test_what_plans_did_is_averaged_over_steps(tmp_path):
         "Planning that nothing waited for": "88.2\N{NO-BREAK SPACE}%",
         "Cells that fell back to homes": "6",
     }
-    shown = rows_of(write_report(read_runs([alone, spread]), tmp_path / "report.html").read_text())
+    page = write_report(read_runs([alone, spread]), tmp_path / "report.html").read_text()
+    assert "Load of every rank in every cell, step 3 of spread" in page
+    assert "every expert at its home" in page
+    shown = rows_of(page)
     assert all(
         shown[name] == [value.replace("\N{NO-BREAK SPACE}", " ")] for name, value in (r.cells for r in table.rows)
     )
 
 
-def test_loads_of_a_live_run_are_not_drawn(tmp_path):
-    lines = [step_line(step) | {"execution": {"ranks": 2}} for step in range(3)]
-    run = write_run(tmp_path / "live", config(), lines)
-    assert "Load of" not in write_report(read_runs([run]), tmp_path / "report.html").read_text()
+@pytest.mark.usefixtures("unpainted")
+@pytest.mark.parametrize("more", [{}, {"execution": {"ranks": 2}}], ids=["alone", "live"])
+def test_loads_of_a_run_alone_or_live_are_not_drawn(tmp_path, more):
+    run = write_run(tmp_path / "run", config(), [step_line(step) | more for step in range(3)])
+    assert "Load of" not in page_of([run], tmp_path)
 
 
 @pytest.mark.parametrize(

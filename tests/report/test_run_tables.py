@@ -104,6 +104,7 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
     assert table.column("Advice") == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
     by_step = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(Kind))}
     page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
@@ -111,6 +112,7 @@ def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
         assert ADVICE[kind] in page, kind
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_the_page_says_where_nothing_was_recorded_and_where_nothing_went_off(tmp_path):
     quiet = run_with(tmp_path / "quiet", {}, live_agreement=[1.0, 0.9])
     old = write_run(tmp_path / "old", config("old"), [step_line(step) for step in range(8)])

@@ -113,6 +113,7 @@ def test_a_timeline_shows_its_inner_layers(full, tmp_path):
     assert "Layers 20 to 22 in micro-step 1 of the recompute, on 2 of 2 ranks" in text_of(html)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_what_is_missing_is_said(tmp_path):
     html = page(tmp_path, record(("static", "ours")))
     assert "What the gain depends on" not in html
@@ -124,6 +125,7 @@ def test_what_is_missing_is_said(tmp_path):
     assert "As configured: 45 GB/s per GPU." in html
 
 
+@pytest.mark.usefixtures("unpainted")
 @pytest.mark.parametrize(
     ("names", "shown", "finding"),
     [
@@ -171,9 +173,10 @@ def test_rivals_are_told_as_they_are(factor, words):
     assert words in simulation_finding(found)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))
-    missing = ("expert-parallel ranks on several nodes", "pipeline stages")
+    missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
     found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
     assert executed(found) == f"No executor carries out any of it: it takes {', '.join(missing)}."
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
@@ -185,10 +188,13 @@ def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_p
     assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_points_of_a_sweep_that_no_executor_carries_out_are_named(tmp_path):
     points = [point for point in sweeps(("static", "ours")) if point.key in ("expert_parallel", "overlap")]
     wide = points[1].simulation
-    marked = replace(wide, methods=tuple(replace(method, not_executed=("pipeline stages",)) for method in wide.methods))
+    marked = replace(
+        wide, methods=tuple(replace(method, not_executed=("expert data parallelism",)) for method in wide.methods)
+    )
     text = text_of(
         page(tmp_path, record(("static", "ours")), sweeps=[points[0], replace(points[1], simulation=marked)])
     )
@@ -209,6 +215,7 @@ def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():
     )
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_fitted_rates(tmp_path):
     found = FitRecord(
         hardware=hardware_preset("h100"),

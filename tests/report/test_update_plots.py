@@ -1,5 +1,6 @@
 """What the report shows of the loss: the figures that were recorded, and no empty cards."""
 
+import pytest
 from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
@@ -36,6 +37,7 @@ def test_runs_that_recorded_nothing_have_no_plots(tmp_path):
     assert titles(folders) == []
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_everything_that_happened_is_shown(tmp_path):
     importance = {"effective_share": 0.5, "cut_share": 0.2}
     folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance})
@@ -54,6 +56,7 @@ def test_shares_near_all_are_told_apart():
     assert 1 < high < 1.01
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_run_says_where_it_ran(tmp_path):
     on_cpu, on_gpu = {"kind": "cpu", "name": "x86_64"}, {"kind": "cuda", "name": "NVIDIA <H100>"}
     peaks = [on_cpu, on_gpu | {"peak_memory_bytes": 3_000_000_000}, on_gpu | {"peak_memory_bytes": 2_500_000_000}]

@@ -129,8 +129,8 @@ def verbs(home, steps):
     often = {"checkpoint": {"every": 1}, "measure": {"save_trace_every": 1}}  # much of a step is saving
     train.write_text(tomli_w.dumps(small_values(rl={"steps": steps, "mini_steps": 2}, **often)))
     topology.write_text(tomli_w.dumps(TOPOLOGY))
-    save(synthetic_trace(spec_of(128, 8, 24), [500] * 16, seed=0, weight_version=0), trace, encoding="ordered")
-    save_counts(np.random.default_rng(0).integers(0, 400, (16, 24, 8, 128), np.int32), counts)
+    save(synthetic_trace(spec_of(128, 8, 24), [500] * 8, seed=0, weight_version=0), trace, encoding="ordered")
+    save_counts(np.random.default_rng(0).integers(0, 400, (4, 24, 8, 128), np.int32), counts)
 
     def converting(folder):
         (folder / "out").unlink(missing_ok=True)

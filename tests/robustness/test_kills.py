@@ -9,8 +9,13 @@ import pytest
 from tests.robustness import NIGHT
 from tests.robustness.kills import Tally, verbs
 
-STEPS, MORE = (24, {"plan": 30, "report": 30, "run": 105}) if NIGHT else (10, {"plan": 2, "report": 2, "run": 4})
-"""Steps of a run, and kills by verb: 200 by night, with those of `convert` and of runs that are started anew."""
+pytestmark = pytest.mark.slow
+STEPS, KILLS = (
+    (24, {"convert": 30, "plan": 30, "report": 30, "run": 105})
+    if NIGHT
+    else (6, {"convert": 1, "plan": 1, "report": 1, "run": 3})
+)
+"""Steps of a run, and kills by verb: 200 by night, with those of runs that are started anew."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,7 @@ def killed(verb, folder, kills, **how):
     """Until a verb was killed so often; the moments depend on the machine, and are others each time."""
     tally, seed = Tally(), random.randrange(2**32)
     for number in count():
-        if tally.kills >= kills or number == 3 * kills:
+        if tally.kills >= kills or number == 20 * kills:
             break
         target = folder / str(number)
         verb.killed(target, random.Random(f"{seed} {number}"), tally, kills - tally.kills, **how)
@@ -33,13 +38,7 @@ def killed(verb, folder, kills, **how):
     assert tally.kills >= kills
 
 
-@pytest.mark.parametrize(
-    ("name", "kills"),
-    [
-        ("convert", 30 if NIGHT else 2),
-        *(pytest.param(name, kills, marks=pytest.mark.slow) for name, kills in MORE.items()),
-    ],
-)
+@pytest.mark.parametrize(("name", "kills"), KILLS.items())
 def test_a_killed_command_ends_with_the_same_bits(tmp_path, commands, name, kills):
     killed(commands[name], tmp_path, kills)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from foreroute.kernels import kernel, next_below
-from foreroute.simulate.workload_kernels import draw_sequences
+from foreroute.simulate.workload import draw_sequences
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 

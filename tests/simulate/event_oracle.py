@@ -1,4 +1,4 @@
-"""One stage of a step, played event by event by processes that know nothing of recurrences: slow, and meant to be read.
+"""Recompute or update, played event by event by processes that know nothing of recurrences: slow, and meant to be read.
 
 Every rank runs a program of its own; ranks meet in all-to-alls. A copy engine and four links per rank have queues of
 jobs. Time goes to the next moment at which something ends.
@@ -6,43 +6,40 @@ jobs. Time goes to the next moment at which something ends.
 
 import itertools
 
-import numpy as np
-
 CRUMB = 1e-12
 
 
 class Player:
-    """One pipeline stage: G ranks, their copy engines and links."""
+    """A group: G ranks, their copy engines and links."""
 
-    def __init__(self, order, layers, work, rules, groups, is_first, is_last):
-        self.order, self.layers, self.work, self.rules = order, layers, work, rules
-        self.cells = [
-            (int(kind), m, layer) for kind, m in order for layer in (layers if kind == 0 else list(reversed(layers)))
-        ]
+    def __init__(self, work, rules, passes, ready_M):
+        self.work, self.rules, self.ready_M = work, rules, ready_M
+        micro_steps, layers = work.all_to_all_ML.shape
+        self.order = [(kind, m) for m in range(micro_steps) for kind in range(len(passes))]
+        self.layers = list(range(layers)), list(reversed(range(layers)))  # of the ways forward and back
+        self.cells = [(kind, m, layer) for kind, m in self.order for layer in self.layers[kind]]
         self.ranks = work.head_MG.shape[1]
-        self.is_first, self.is_last = is_first, is_last
         self.attended, self.served = set(), set()  # places
         self.released = set()
         self.copies = [[] for _ in range(self.ranks)]  # of [place, seconds left]
         self.links = {(g, k): [] for g in range(self.ranks) for k in range(4)}
         self.gradients = {(g, k): 0.0 for g in range(self.ranks) for k in range(4)}
-        self.programs = [self.program(g, groups) for g in range(self.ranks)]
+        self.programs = [self.program(g, passes) for g in range(self.ranks)]
         self.at = [0] * self.ranks  # instruction of each rank
         self.left = [None] * self.ranks  # seconds left of it
         self.arrived = [False] * self.ranks
-        self.done = {}  # (kind, m) -> time
 
-    def program(self, g, groups):
+    def program(self, g, passes):
         work, program = self.work, []
         place = itertools.count()
         for kind, m in self.order:
-            program.append(("cause", kind, m))
-            head = work.head_MG[m].max() if self.is_last else 0.0
+            program.append(("planned", m))
+            head = work.head_MG[m].max()
             if kind == 1:
                 program.append(("meet", 2 * head))
-            for layer in self.layers if kind == 0 else list(reversed(self.layers)):
+            for layer in self.layers[kind]:
                 cell, leg = next(place), work.all_to_all_ML[m, layer]
-                forwards, backwards = groups[kind]
+                forwards, backwards = passes[kind]
                 for i in range(forwards + backwards):
                     side = int(i >= forwards)
                     attention = work.attention_MG2[m, g, side] + work.layer_s
@@ -59,7 +56,6 @@ class Player:
                 program.append(("served", cell))
             if kind == 0:
                 program.append(("meet", head))
-            program.append(("visited", kind, m))
         program.append(("gradients home",))
         return program
 
@@ -87,7 +83,7 @@ class Player:
         linked = all(job[0] > place for queue in self.links.values() for job in queue)
         return place in self.released and copied and linked
 
-    def advance(self, g, now, others):
+    def advance(self, g, now):
         """Begin the next instruction of a rank, or end the one that it is at; whether anything changed."""
         if self.at[g] == len(self.programs[g]):
             return False
@@ -115,8 +111,8 @@ class Player:
         elif what == "fetched":
             if not self.is_there(g, rest[0]):
                 return False
-        elif what == "cause":
-            if not others(self, *rest):
+        elif what == "planned":
+            if now < self.ready_M[rest[0]] - CRUMB:
                 return False
         elif what == "attended":
             self.attended.add(rest[0])
@@ -126,8 +122,6 @@ class Player:
             if g == 0:
                 for r, k in self.gradients:
                     self.gradients[r, k] += self.work.gradient_MLG4[(*rest, r, k)]
-        elif what == "visited":
-            self.done.setdefault(tuple(rest), now)
         elif what == "gradients home" and (any(self.gradients.values()) or any(self.links.values())):
             return False
         self.at[g], self.left[g] = self.at[g] + 1, None
@@ -178,47 +172,21 @@ class Player:
         return changed
 
 
-def play(orders, layer_parts, work, rules, groups, ready_M):
-    """Seconds at which each pipeline stage has ended."""
-    last = len(orders) - 1
-    players = [
-        Player(order, list(part), work, rules, groups, p == 0, p == last)
-        for p, (order, part) in enumerate(zip(orders, layer_parts, strict=True))
-    ]
-    now, ends = 0.0, [None] * len(players)
-
-    def caused(player, kind, m):
-        p = players.index(player)
-        if p == 0 and kind == 0 and now < ready_M[m] - CRUMB:
-            return False
-        from_p = p - 1 if kind == 0 else p + 1
-        if not 0 <= from_p <= last:
-            return True
-        done = players[from_p].done.get((kind, m))
-        return done is not None and now >= done + work.send_M[m] - CRUMB
-
-    while any(end is None for end in ends):
+def play(work, rules, passes, ready_M):
+    """Seconds at which all has ended."""
+    player, now = Player(work, rules, passes, ready_M), 0.0
+    while True:
         changed = True
         while changed:
-            changed = False
-            for player in players:
-                changed |= player.tidy()
-                for g in range(player.ranks):
-                    changed |= player.advance(g, now, caused)
-                while player.release():
-                    changed = True
-        for p, player in enumerate(players):
-            if ends[p] is None and all(at == len(player.programs[g]) for g, at in enumerate(player.at)):
-                ends[p] = now
-        moments = [left for player in players for left, _ in player.jobs()]
-        later = [ready for ready in ready_M if ready > now + CRUMB]
-        later += [done + work.send_M[m] for player in players for (_, m), done in player.done.items()]
-        moments += [moment - now for moment in later if moment > now + CRUMB]
-        if not moments:
-            assert all(end is not None for end in ends), "nothing moves, and somebody waits"
-            break
+            changed = player.tidy()
+            for g in range(player.ranks):
+                changed |= player.advance(g, now)
+            while player.release():
+                changed = True
+        if all(at == len(player.programs[g]) for g, at in enumerate(player.at)):
+            return now
+        moments = [left for left, _ in player.jobs()] + [ready - now for ready in ready_M if ready > now + CRUMB]
+        assert moments, "nothing moves, and somebody waits"
         seconds = min(moment for moment in moments if moment > 0)
-        for player in players:
-            player.progress(seconds)
+        player.progress(seconds)
         now += seconds
-    return np.array(ends)

@@ -18,7 +18,6 @@ def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
         rows_ML2=np.zeros((*cells, 2)),
         experts_MLG2=rng.random((*cells, ranks, 2)),
         layer_s=0.05,
-        send_M=rng.random(micro_steps) / 4,
     )
     moved = Transfers(
         host_KMLG=transfers * rng.random((2, *cells, ranks)) * 4 * (rng.random((2, *cells, ranks)) < 0.5),
@@ -37,7 +36,6 @@ def small_config(
     *,
     gpus=4,
     expert_parallel=4,
-    pipeline=1,
     experts=8,
     micro_steps=2,
     groups=1,
@@ -48,7 +46,7 @@ def small_config(
 ):
     """Four layers of a small model with top-2 routing, of which two are drawn."""
     values = {
-        "cluster": {"gpus": gpus, "expert_parallel": expert_parallel, "pipeline": pipeline},
+        "cluster": {"gpus": gpus, "expert_parallel": expert_parallel},
         "model": {
             "num_layers": 4,
             "num_experts": experts,

@@ -35,7 +35,7 @@ CASES = [
     {"seed": 3, "ranks": 16, "per_node": 4, "experts": 16, "slots": 3},
     {"seed": 4, "ranks": 2, "per_node": 1, "experts": 4, "slots": 1},
     {"seed": 5, "ranks": 1, "per_node": 1, "experts": 4, "slots": 1},
-    {"seed": 6, "skew": 20.0, "crossing_s": 5.0, "transfer_s": 3.0},
+    {"seed": 6, "skew": 20.0, "crossing": 5.0},
     {"seed": 7, "ranks": 6, "per_node": 3, "experts": 12, "slots": 4},
 ]
 
@@ -166,13 +166,6 @@ def test_llep_spills_as_described_and_a_slot_for_every_expert_makes_it_even(seed
     assert 0 < max(borrowed) <= 8
     pairs = zip(largest(given, "static"), largest(few, "llep"), largest(given, "llep"), strict=True)
     assert all(home >= some >= best for home, some, best in pairs)
-
-
-def test_the_same_seed_gives_the_same_plan():
-    for name in BALANCERS:
-        first, second = (list(BALANCERS[name].method(problem(2))) for _ in range(2))
-        for a, b in zip(first, second, strict=True):
-            assert all(np.array_equal(*arrays) for arrays in zip(a, b, strict=True))
 
 
 def test_counts_of_any_integer_type_are_taken():

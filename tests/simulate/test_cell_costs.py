@@ -1,4 +1,4 @@
-"""What a stage pass fetches, by which path, and what returns: by hand on a tiny step of two nodes."""
+"""What a cell fetches, by which path, and what returns: by hand on a tiny step of two nodes."""
 
 from dataclasses import replace
 
@@ -10,13 +10,13 @@ from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
 from foreroute.plan.hosts import CellPlan
 from foreroute.planner import plan
-from foreroute.simulate.cell_costs import StagePass, fetched_replicas, transfers_of
-from foreroute.simulate.ep_group import forward_only, layer_ranges, one_forward_one_backward
+from foreroute.simulate.cell_costs import transfers_of
 from foreroute.simulate.methods import ServedStep
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
 HOME_E = np.arange(4)
+LAYERS = np.arange(2)
 BYTES = 3 * 2048 * 768
 # (expert, rank, fetched) of the replicas of both layers, micro-step by micro-step
 REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
@@ -30,46 +30,24 @@ def planned(slots):
     return ServedStep(np.ones((3, 2, 4, 4), np.int64), np.tile(HOME_E, (2, 1)), slots, cells)
 
 
-def fetched(slots, order):
-    found = {}
-    for stage_pass, layer, fetched_R in fetched_replicas(planned(slots), order):
-        experts = [
-            expert
-            for (expert, _, _), is_fetched in zip(REPLICAS[stage_pass.micro_step], fetched_R, strict=True)
-            if is_fetched
-        ]
-        found.setdefault((stage_pass.backward, stage_pass.micro_step), []).append((layer, experts))
-    return found
+def arrivals(transfers):
+    """bool [K, M, L]: something is fetched for the cell."""
+    return transfers.host_KMLG.any(axis=3) | transfers.direct_KMLG4.any(axis=(3, 4))
 
 
 def test_slots_of_a_layer_keep_what_they_hold():
-    both = [(0, [1]), (1, [1])]
-    assert fetched("layer", forward_only(3)) == {(False, 0): both, (False, 2): [(0, [3]), (1, [3])]}
-    assert fetched("layer", one_forward_one_backward(0, 1, 3)) == fetched("layer", forward_only(3))
+    for moved in transfers_of(planned("layer"), LAYERS, TOPOLOGY, COSTS):
+        assert arrivals(moved).tolist() == [[[True] * 2, [False] * 2, [True] * 2], [[False] * 2] * 3]
 
 
-def test_slots_of_a_layer_are_filled_again_when_the_schedule_goes_back():
-    """F0 F1 B0 F2 B1 B2: B0 finds expert 1, B1 finds expert 3 of F2 and wants 1, B2 finds 1 and wants 3."""
-    found = fetched("layer", one_forward_one_backward(0, 2, 3))
-    assert list(found) == [(False, 0), (False, 2), (True, 1), (True, 2)]
-    assert found[True, 1] == [(0, [1]), (1, [1])]
-    assert found[True, 2] == [(0, [3]), (1, [3])]
-
-
-def test_shared_slots_are_filled_in_every_visit():
-    found = fetched("shared", one_forward_one_backward(0, 1, 3))
-    assert sorted(found) == [(backward, m) for backward in (False, True) for m in range(3)]
-
-
-@pytest.mark.parametrize(("prefetch", "found_layers"), [(0, [1]), (1, [0, 1])])
-def test_shared_slots_still_hold_the_last_cells_where_the_order_turns(prefetch, found_layers):
-    order = one_forward_one_backward(0, 1, 3)
+@pytest.mark.parametrize(("prefetch", "refetched"), [(0, [True, False]), (1, [False, False])])
+def test_shared_slots_still_hold_the_last_cells_where_the_way_turns_back(prefetch, refetched):
     costs = replace(COSTS, paths="direct", prefetch=prefetch)
-    moved = transfers_of(planned("shared"), np.arange(2), order, TOPOLOGY, costs)
-    arriving_KML = moved.direct_KMLG4[:, :, :, 0].sum(axis=-1)
-    assert (arriving_KML[0] > 0).all()
-    for layer in range(2):
-        assert (arriving_KML[1, :, layer] > 0).all() == (layer not in found_layers)
+    recompute, update = transfers_of(planned("shared"), LAYERS, TOPOLOGY, costs)
+    assert arrivals(recompute).tolist() == [[[True, True]] * 3, [[False, False]] * 3]
+    assert arrivals(update).tolist() == [[[True, True]] * 3, [refetched] * 3]
+    assert np.array_equal(update.direct_KMLG4[0], recompute.direct_KMLG4[0])
+    assert np.array_equal(update.direct_KMLG4[1, :, refetched], update.direct_KMLG4[0, :, refetched])
 
 
 NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
@@ -81,7 +59,7 @@ NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
 )
 def test_paths_by_hand(paths, near, far):
     costs = replace(COSTS, paths=paths)
-    moved = transfers_of(planned("layer"), np.arange(2), forward_only(3), TOPOLOGY, costs)
+    moved = transfers_of(planned("layer"), LAYERS, TOPOLOGY, costs)[0]
     for m, (lane, seconds) in ((0, near), (2, far)):
         host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
         if lane == "host":
@@ -101,7 +79,7 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     cells = [found.cell(*cell) for cell in np.ndindex(2, 3)]
     step = ServedStep(counts, found.home_LE, "shared", cells)
     costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
-    moved = transfers_of(step, np.arange(3), forward_only(2), topology, costs)
+    moved = transfers_of(step, np.arange(3), topology, costs)[0]
     by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
     executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
     for rank in range(8):
@@ -118,14 +96,9 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
 
 
 def test_gradients_return_in_every_micro_step():
-    order = one_forward_one_backward(0, 1, 3)
-    found = transfers_of(planned("layer"), np.arange(2), order, TOPOLOGY, COSTS).gradient_MLG4[:, 0]
+    recompute, update = transfers_of(planned("layer"), LAYERS, TOPOLOGY, COSTS)
     near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
+    found = update.gradient_MLG4[:, 0]
     assert found[:, 0, 2] == pytest.approx([near_s, near_s, 0])
     assert found[:, 0, 0] == pytest.approx([0, 0, far_s])
-
-
-def test_schedules():
-    assert one_forward_one_backward(1, 2, 2) == [StagePass(b, m) for m in range(2) for b in (False, True)]
-    assert [stage_pass.micro_step for stage_pass in one_forward_one_backward(0, 4, 2)] == [0, 1, 0, 1]
-    assert layer_ranges(7, 3) == [range(2), range(2, 4), range(4, 7)]
+    assert not recompute.gradient_MLG4.any()

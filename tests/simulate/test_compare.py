@@ -14,7 +14,7 @@ from foreroute.plan import Topology
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import compare, facts_of, figures_of
-from foreroute.simulate.methods import METHODS, priced, serve
+from foreroute.simulate.methods import METHODS, serve
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
@@ -45,7 +45,7 @@ def count(cell, counts_GE):
 
 @pytest.mark.parametrize("name", [*BALANCERS, "a plan"])
 def test_figures_by_hand(name):
-    given = priced(problem(), COSTS)
+    given = problem()
     if name == "a plan":
         found = random_plan(given.counts_MLGE, given.topology, seed=1, moves=4)
         figures = figures_of(found, given.counts_MLGE, COSTS, label=name, planning_s=0.5)
@@ -53,7 +53,7 @@ def test_figures_by_hand(name):
         assert (figures.name, figures.label, figures.planning_s) == (name, name, 0.5)
     else:
         (figures,) = compare(given, COSTS, {name: BALANCERS[name]})
-        cells, before_LE = list(BALANCERS[name].method(given)), given.home_LE
+        cells, before_LE = serve(BALANCERS[name], given, COSTS).cells, given.home_LE
         assert (figures.name, figures.label) == (name, BALANCERS[name].label)
         assert figures.planning_s > 0
     crossing = total = 0
@@ -98,39 +98,33 @@ def test_what_does_not_fit_is_refused():
 def test_served_steps_have_all_assignments_and_homes(name):
     given = problem(4)
     served = serve(METHODS[name], given, COSTS)
-    assert len(served.kept) == 6
+    assert len(served.cells) == 6
     assert served.planning_s > 0
-    for cell, counts_GE in zip(served.kept, given.counts_MLGE.reshape(6, 8, 16), strict=True):
+    for cell, counts_GE in zip(served.cells, given.counts_MLGE.reshape(6, 8, 16), strict=True):
         assert cell.home_tokens_GE(counts_GE).min() >= 0
-    assert np.array_equal(served.home_LE, [cell.home_E for cell in served.kept[:2]])
+    assert np.array_equal(served.home_LE, [cell.home_E for cell in served.cells[:2]])
     assert (served.home_LE != given.home_LE).any() == (name in ("eplb_previous", "eplb_step", "ours_rehomed"))
 
 
-def test_prices_are_of_all_passes():
-    found = priced(problem(), COSTS)
-    prices = COSTS.prices(found.topology)
+def test_crossing_is_priced_in_all_passes():
+    seen = []
+
+    def look(given):
+        seen.append(given.crossing)
+        return BALANCERS["static"].method(given)
+
+    serve(replace(BALANCERS["static"], method=look), problem(), COSTS)
+    prices = COSTS.prices(problem().topology)
     # forward in the recompute, forward twice and backward once in the update
-    assert found.crossing_s == pytest.approx(8 * prices.cluster_row_s)
-    assert found.transfer_s == pytest.approx(3 * prices.host_fetch_s)
-    assert found.assignment_s == pytest.approx(5 * prices.forward.row_s + 4.6 * prices.forward.pair_s)
+    assignment_s = 5 * prices.forward.row_s + 4.6 * prices.forward.pair_s
+    assert seen == [pytest.approx(8 * prices.cluster_row_s / assignment_s)] * 2
 
 
 def test_facts_of_a_step_by_hand():
     counts, topology = random_counts(0, (3, 2, 4, 8), most=900), Topology(4, 2, 2, LINKS)
     counts[1, 1] = 0
-    before_LE = random_counts(9, (2, 8)) + 1
     plan = random_plan(counts, topology, seed=1, moves=4)
-    facts = facts_of(plan, counts, COSTS, previous_LE=before_LE)
+    facts = facts_of(plan, counts, COSTS)
     assert facts.least_seconds == pytest.approx(least_seconds(counts, topology, COSTS).sum())
     assert facts.least_over_mean_ML[1, 1] == 1
     assert facts.least_over_mean_ML[0].tolist() == (plan.bound_ML[0] / (counts[0].sum(axis=(1, 2)) / 4)).tolist()
-    assert np.isnan(facts.fluctuation_ML[1, 1])
-    for m, layer in ((0, 0), (2, 1)):
-        cell_E, step_E = counts[m, layer].sum(axis=0), counts[:, layer].sum(axis=(0, 1))
-        moved = np.maximum(cell_E / cell_E.sum() - step_E / step_E.sum(), 0).sum()
-        assert facts.fluctuation_ML[m, layer] == pytest.approx(moved)
-    step_E, before_E = counts[:, 1].sum(axis=(0, 1)), before_LE[1]
-    assert facts.drift_L[1] == pytest.approx(np.maximum(step_E / step_E.sum() - before_E / before_E.sum(), 0).sum())
-    assert facts_of(plan, counts, COSTS).drift_L is None
-    with pytest.raises(CountsError, match=r"\[2, 9\] layers and experts, this one \[2, 8\]"):
-        facts_of(plan, counts, COSTS, previous_LE=np.ones((2, 9), np.int64))

@@ -40,7 +40,6 @@ TESTS = {
     },
     "megatron": {
         Ability.EXPERT_DATA_PARALLEL: STATIC,
-        Ability.PIPELINE: STATIC,
     },
 }
 """The test that executes each ability."""
@@ -135,7 +134,7 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name == "ours_rehomed")
     simulated = serve(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
     counts_CGE = counts_MLGE.reshape(-1, RANKS, 16)
-    loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.kept, counts_CGE, strict=True)]
+    loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.cells, counts_CGE, strict=True)]
     simulated_MLG = np.reshape(loads_CG, (*counts_MLGE.shape[:2], RANKS))
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
     assert loss == pytest.approx(found["static"][2], rel=1e-6)
@@ -154,7 +153,6 @@ def test_by_default_static_and_plans_of_ours_are_what_executes_and_nothing_else_
         ({"costs": {"dispatcher": "dedup"}}, {"deduplicated dispatch"}),
         ({"execution": {"overlap": 0.5}}, {"all-to-alls hidden behind compute"}),
         ({"cluster": {"gpus": 8, "expert_parallel": 4}}, {"expert data parallelism"}),
-        ({"cluster": {"gpus": 8, "expert_parallel": 4, "pipeline": 2}}, {"pipeline stages"}),
         ({"cluster": {"gpus": 4, "expert_parallel": 4}, "hardware": {"preset": "h100", "ranks_per_node": 2}},
          {"expert-parallel ranks on several nodes"}),
     ],
@@ -163,15 +161,15 @@ def test_what_no_executor_does_is_marked(change, missing):
     values = small_config().model_dump() | change
     found = simulate(parse_config(values, source="the test"))
     assert set(found["ours"].not_executed) == missing
-    # Megatron-Core runs static in groups and stages; the executor that keeps slots and fetches ahead does not
-    assert set(found["static"].not_executed) == missing - {"expert data parallelism", "pipeline stages"}
+    # Megatron-Core runs static in groups; the executor that keeps slots and fetches ahead does not
+    assert set(found["static"].not_executed) == missing - {"expert data parallelism"}
 
 
 def test_one_executor_must_do_all():
-    assert lacking({Ability.DEEP_PREFETCH, Ability.PIPELINE}) == ("pipeline stages",)
-    assert lacking({Ability.PIPELINE}) == ()
-    pipelined = small_config(gpus=8, pipeline=2, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
-    assert simulate(pipelined)["ours_traffic"].not_executed == ()
+    assert lacking({Ability.DEEP_PREFETCH, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
+    assert lacking({Ability.EXPERT_DATA_PARALLEL}) == ()
+    grouped = small_config(gpus=8, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
+    assert simulate(grouped)["ours_traffic"].not_executed == ()
 
 
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):

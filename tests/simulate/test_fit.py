@@ -10,8 +10,7 @@ import pytest
 from foreroute.errors import ConfigError, CountsError, PlanError
 from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
-from foreroute.simulate.fit import fit, fit_record, predict, rank_correlation
-from foreroute.simulate.measurements import Measurement, load_measurements
+from foreroute.simulate.fit import Measurement, fit, fit_record, load_measurements, predict, rank_correlation
 from tests.simulate.simulate_cases import small_config
 
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
@@ -108,7 +107,7 @@ def test_measurements_are_read_from_lines(folder):
     planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
     assert (planned.stage, planned.seconds) == (1, 0.5)
     assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
-    assert len(at_home.served.kept[0].expert_R) == 0 < len(planned.served.kept[0].expert_R)
+    assert len(at_home.served.cells[0].expert_R) == 0 < len(planned.served.cells[0].expert_R)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +117,18 @@ def test_measurements_are_read_from_lines(folder):
         (line() + "\n{", ConfigError, "line 2 is not JSON"),
         ("[" * 100_000, ConfigError, "nested too deep"),
         ("1" * 5000, ConfigError, "line 1 is not JSON"),
-        ("3", ConfigError, "line 1 is not valid"),
-        (line(counts="\0"), CountsError, "cannot be opened"),
+        ("3", ConfigError, "line 1 is not a valid configuration"),
+        (line(counts="\0"), ConfigError, "line 1: counts: "),
         (line(counts="."), CountsError, "is a folder; expected a file"),
-        (line(seconds=10**400), ConfigError, "line 1 is not valid: seconds"),
+        (line(seconds=10**400), ConfigError, "line 1: seconds: an integer of more than 64 bits"),
         ("x" * (1 << 21), ConfigError, "1048576 at most"),
-        (line(second=1), ConfigError, "line 1 is not valid: second: Extra inputs"),
-        (line(seconds=0), ConfigError, "line 1 is not valid: seconds: Input should be greater than 0"),
-        (line(stage="rollout"), ConfigError, "line 1 is not valid: stage"),
+        (line(second=1), ConfigError, "second: unknown key; did you mean seconds"),
+        (
+            line(seconds=0),
+            ConfigError,
+            "line 1 is not a valid configuration:\n  seconds: Input should be greater than 0",
+        ),
+        (line(stage="rollout"), ConfigError, "line 1 is not a valid configuration:\n  stage"),
         (line() + "\n" + line(plan="other.safetensors"), PlanError, "line 2: "),
     ],
 )

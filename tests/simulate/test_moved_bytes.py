@@ -37,7 +37,7 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths):
         planned = serve(METHODS["ours_traffic"], step.problem, cluster.costs)
         assert planned.slots == "shared"
         rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)
-        for c, cell in enumerate(planned.kept):
+        for c, cell in enumerate(planned.cells):
             layer = c % LAYERS
             one = CellHosts.of(cell, step.problem.counts_MLGE[divmod(c, LAYERS)])
             times = sum(model_layer % LAYERS == layer for model_layer in range(48))
@@ -53,9 +53,7 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths):
                 fetches = 3 * times - (layer == 47 % LAYERS)
                 weights[0 if paths == "host" and not far else 1 + far] += fetches
                 gradients[far] += times
-        found = EPGroup.of(planned, step, config, cluster.topology, cluster.costs).moved_bytes(
-            cluster.topology, cluster.costs
-        )
+        found = EPGroup.of(planned, step, cluster.costs, overlap=0.0).moved_bytes()
         assert weights.any()
         assert gradients.any()
         expected = {

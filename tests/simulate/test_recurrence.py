@@ -10,26 +10,8 @@ from hypothesis import strategies as st
 from foreroute.costs.model import STAGES
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
-from foreroute.simulate.ep_group import forward_only, layer_ranges, one_forward_one_backward
 from tests.simulate.event_oracle import play
 from tests.simulate.simulate_cases import random_work, rules
-
-
-def orders_of(stage, stages, micro_steps):
-    if stage == 0:
-        return [forward_only(micro_steps)] * stages
-    return [one_forward_one_backward(p, stages, micro_steps) for p in range(stages)]
-
-
-def engine_and_oracle(seed, stage, stages, *, micro_steps, layers, ranks, transfers, gradients, planned, **rule):
-    compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)
-    # many gradients are still on their way when the stage has ended
-    moved = moved._replace(gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
-    ready_M = planned * np.arange(1, micro_steps + 1)
-    orders, parts, how = orders_of(stage, stages, micro_steps), layer_ranges(layers, stages), rules(**rule)
-    found = run(orders, parts, compute, moved, how, stage=stage, ready_M=ready_M)
-    work = SimpleNamespace(**compute._asdict(), **moved._asdict())
-    return found, play(orders, parts, work, how, STAGES[stage], ready_M)
 
 
 @settings(max_examples=100, deadline=None)
@@ -37,63 +19,35 @@ def engine_and_oracle(seed, stage, stages, *, micro_steps, layers, ranks, transf
     seed=st.integers(0, 2**32 - 1),
     stage=st.integers(0, 1),
     shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
-    stages=st.integers(1, 3),
     transfers=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
     gradients=st.sampled_from([0.0, 1.0, 6.0]),
     planned=st.sampled_from([0.0, 1.5]),
     prefetch=st.sampled_from([0, 1, 2, 3, 9]),
     keeps=st.booleans(),
 )
-def test_equals_a_play_of_events(seed, stage, shape, stages, transfers, gradients, planned, prefetch, keeps):
+def test_equals_a_play_of_events(seed, stage, shape, transfers, gradients, planned, prefetch, keeps):
     micro_steps, layers, ranks = shape
-    found, expected = engine_and_oracle(
-        seed,
-        stage,
-        min(stages, layers),
-        micro_steps=micro_steps,
-        layers=layers,
-        ranks=ranks,
-        transfers=transfers,
-        gradients=gradients,
-        planned=planned,
-        prefetch=prefetch,
-        keeps_slots=keeps,
-    )
-    assert found.end_P == pytest.approx(expected, abs=1e-9)
-    assert found.parts_PX.sum(axis=1) == pytest.approx(found.end_P)
+    compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)
+    # many gradients are still on their way when all else has ended
+    moved = moved._replace(gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
+    ready_M, how = planned * np.arange(1, micro_steps + 1), rules(prefetch=prefetch, keeps_slots=keeps)
+    found = run(compute, moved, how, stage=stage, ready_M=ready_M)
+    expected = play(SimpleNamespace(**compute._asdict(), **moved._asdict()), how, STAGES[stage], ready_M)
+    assert found.end_s == pytest.approx(expected, abs=1e-9)
+    assert found.parts_X.sum() == pytest.approx(found.end_s)
 
 
 def plain(compute, moved, **rule):
-    micro_steps, layers = compute.all_to_all_ML.shape
-    return run([forward_only(micro_steps)], [range(layers)], compute, moved, rules(**rule), stage=0)
+    return run(compute, moved, rules(**rule), stage=0)
 
 
-def test_without_transfers_a_stage_is_the_sum_of_its_slowest_ranks():
+def test_without_transfers_a_recompute_is_the_sum_of_its_slowest_ranks():
     compute, moved = random_work(1)
     found = plain(compute, without_cost(moved))
     attention_s = compute.attention_MG2[..., 0].max(axis=1)
     experts_s = compute.experts_MLG2[..., 0].max(axis=2)
     expected = 4 * attention_s + experts_s.sum(axis=1) + 2 * compute.all_to_all_ML.sum(axis=1) + 4 * 0.05
-    assert found.end_P == pytest.approx([(expected + compute.head_MG.max(axis=1)).sum()])
-
-
-def test_one_forward_one_backward_of_even_stages_takes_the_textbook_time():
-    """(M + P - 1) times forward and backward of a stage, when all stages take the same and sending takes no time."""
-    stages, micro_steps = 3, 5
-    compute, moved = random_work(0, micro_steps=micro_steps, layers=stages)
-    compute = compute._replace(
-        attention_MG2=np.ones_like(compute.attention_MG2),
-        experts_MLG2=np.ones_like(compute.experts_MLG2),
-        all_to_all_ML=np.full_like(compute.all_to_all_ML, 0.25),
-        head_MG=np.zeros_like(compute.head_MG),
-        layer_s=0.5,
-        send_M=np.zeros(micro_steps),
-    )
-    orders = orders_of(1, stages, micro_steps)
-    found = run(orders, layer_ranges(stages, stages), compute, without_cost(moved), rules(), stage=1)
-    forward, backward = 3.0, 6.0
-    assert found.end_P[0] == pytest.approx((micro_steps + stages - 1) * (forward + backward))
-    assert found.parts_PX[0, PARTS.index("pipeline bubbles")] == pytest.approx((stages - 1) * (forward + backward))
+    assert found.end_s == pytest.approx((expected + compute.head_MG.max(axis=1)).sum())
 
 
 @pytest.mark.parametrize(
@@ -107,7 +61,7 @@ def test_overlap_hides_all_to_alls_behind_its_share_of_computing(overlap, expect
     compute = compute._replace(
         **ones, all_to_all_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
     )
-    assert plain(compute, without_cost(moved), overlap=overlap).end_P == pytest.approx([expected])
+    assert plain(compute, without_cost(moved), overlap=overlap).end_s == pytest.approx(expected)
 
 
 def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
@@ -120,11 +74,11 @@ def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
     moved = without_cost(moved)
     moved.direct_KMLG4[0, 0, 0, 1, 2] = 0.5
     found = plain(compute, moved, overlap=1.0)
-    assert found.direct_end_PN[0, 0] == pytest.approx(1 + 0.8)
-    assert found.end_P == pytest.approx([1 + 0.8 + 1])
+    assert found.direct_end_N[0] == pytest.approx(1 + 0.8)
+    assert found.end_s == pytest.approx(1 + 0.8 + 1)
 
 
-FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4", "send_M")
+FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4")
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,39 +86,35 @@ FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct
     seed=st.integers(0, 2**32 - 1),
     name=st.sampled_from(FASTER),
     factor=st.floats(0.0, 0.99),
-    stages=st.integers(1, 3),
     rule=st.fixed_dictionaries(
         {"prefetch": st.integers(0, 3), "keeps_slots": st.booleans(), "overlap": st.sampled_from([0.0, 0.3, 1.0])}
     ),
 )
-def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, stages, rule):
+def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, rule):
     compute, moved = random_work(seed)
-    orders, parts = orders_of(1, stages, 3), layer_ranges(4, stages)
-    slow = run(orders, parts, compute, moved, rules(**rule), stage=1)
+    slow = run(compute, moved, rules(**rule), stage=1)
     holder = compute if hasattr(compute, name) else moved
     faster = holder._replace(**{name: factor * getattr(holder, name)})
     pair = (faster, moved) if holder is compute else (compute, faster)
-    quick = run(orders, parts, *pair, rules(**rule), stage=1)
-    assert quick.end_P.max() <= slow.end_P.max() + 1e-9
+    quick = run(*pair, rules(**rule), stage=1)
+    assert quick.end_s <= slow.end_s + 1e-9
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), stages=st.integers(1, 3), keeps=st.booleans(), prefetch=st.integers(0, 3))
-def test_every_resource_does_exactly_its_work(seed, stages, keeps, prefetch):
+@given(seed=st.integers(0, 2**32 - 1), keeps=st.booleans(), prefetch=st.integers(0, 3))
+def test_every_resource_does_exactly_its_work(seed, keeps, prefetch):
     compute, moved = random_work(seed)
-    orders, parts = orders_of(1, stages, 3), layer_ranges(4, stages)
-    found = run(orders, parts, compute, moved, rules(keeps_slots=keeps, prefetch=prefetch), stage=1)
-    copied_G = np.diff(found.fetched_PNG2, axis=3)[..., 0].sum(axis=(0, 1))
+    found = run(compute, moved, rules(keeps_slots=keeps, prefetch=prefetch), stage=1)
+    copied_G = np.diff(found.fetched_NG2, axis=2)[..., 0].sum(axis=0)
     assert copied_G == pytest.approx(moved.host_KMLG.sum(axis=(0, 1, 2)))
     busy_s = {"experts": 0.0, "attention": 0.0}
     for m, layer in np.ndindex(3, 4):
         busy_s["experts"] += 2 * compute.experts_MLG2[m, layer, :, 0].max() + compute.experts_MLG2[m, layer, :, 1].max()
         busy_s["attention"] += 2 * compute.attention_MG2[m, :, 0].max() + compute.attention_MG2[m, :, 1].max()
     for name, seconds in busy_s.items():
-        assert found.parts_PX[:, PARTS.index(name)].sum() == pytest.approx(seconds)
-    assert found.parts_PX[:, PARTS.index("all-to-all")].sum() == pytest.approx(6 * compute.all_to_all_ML.sum())
-    gaps_G = found.fetched_PNG2[:, :, :, 0]  # copies of a rank never overlap
-    for p, g in np.ndindex(stages, 2):
-        used = found.fetched_PNG2[p, :, g][found.fetched_PNG2[p, :, g, 1] > 0]
+        assert found.parts_X[PARTS.index(name)] == pytest.approx(seconds)
+    assert found.parts_X[PARTS.index("all-to-all")] == pytest.approx(6 * compute.all_to_all_ML.sum())
+    for g in range(2):  # copies of a rank never overlap
+        used = found.fetched_NG2[:, g][found.fetched_NG2[:, g, 1] > 0]
         assert (used[1:, 0] >= used[:-1, 1] - 1e-9).all()
-    assert (gaps_G >= 0).all()
+    assert (found.fetched_NG2 >= 0).all()

@@ -110,9 +110,9 @@ def test_a_timeline_shows_every_rank_at_work_and_nothing_twice():
                 assert len(spans) == 2 * 4
 
 
-def test_a_timeline_shows_the_middle_of_the_first_stage_in_the_only_micro_step():
-    config = small_config(gpus=8, pipeline=2, micro_steps=1)
-    config = config.model_copy(update={"model": config.model | {"num_layers": 14}})
+def test_a_timeline_shows_the_middle_of_the_model_in_the_only_micro_step():
+    config = small_config(micro_steps=1)
+    config = config.model_copy(update={"model": config.model | {"num_layers": 7}})
     drawn = {}
     simulate(config, on_group=lambda name, group: drawn.setdefault(name, timeline(name, group)))
     assert drawn["static"].micro_step == 0

@@ -1,4 +1,4 @@
-"""What a small file may ask of a simulation: a bounded amount of memory and of work, and no numbers that overflow."""
+"""What a small file may ask of a simulation: a bounded amount of memory, and no numbers that overflow."""
 
 import time
 import tracemalloc
@@ -32,10 +32,6 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
         ({"cluster": {"gpus": 2**40, "expert_parallel": 16}}, r"cluster\.gpus: .*less than or equal to 999999"),
         ({"cluster": {"gpus": 65536, "expert_parallel": 65536}}, r"cluster\.expert_parallel: .*or equal to 1024"),
         ({"sweep": {"planning_s": [float(i) for i in range(1000)]}}, "1000 points; expected 256 at most"),
-        (
-            {"workload": {"micro_steps": 350}, "sweep": {"planning_s": [float(i) for i in range(250)]}},
-            r"would plan and price [\d,]+ entries of assignments with 8 methods; expected 100,000,000,000 at most",
-        ),
         ({"sweep": {"expert_parallel": [64], "redundant_slots": [1000]}, "workload": {"layers": 48}}, "GB of memory"),
         ({"workload": {"tokens_per_rank": 2**24}}, "assignments in a cell; expected 2147483647 at most"),
         ({"workload": {"skew": 1e30}}, r"workload\.skew"),

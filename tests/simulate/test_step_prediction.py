@@ -21,9 +21,7 @@ from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
-from foreroute.simulate.ep_group import forward_only, one_forward_one_backward
-from foreroute.simulate.fit import predict
-from foreroute.simulate.measurements import Measurement
+from foreroute.simulate.fit import Measurement, predict
 from tests.simulate.simulate_cases import random_work, rules
 
 RATES = {"gemm_flops_per_s": 5e10, "memory_bytes_per_s": 8e9, "layer_s": 2e-3}
@@ -86,9 +84,8 @@ def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(st
 @pytest.mark.parametrize("stage", [0, 1])
 def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(stage):
     compute, moved = random_work(5)
-    orders = [forward_only(3)] if stage == 0 else [one_forward_one_backward(0, 1, 3)]
     whole = without_overlap(compute, moved)
-    found = run(orders, [range(4)], whole, without_cost(moved), rules(), stage=stage)
+    found = run(whole, without_cost(moved), rules(), stage=stage)
     sums = np.zeros(2)
     for m in range(3):
         for layer in range(4):
@@ -101,9 +98,9 @@ def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(stage)
                         seconds_G[g] -= moved.host_KMLG[0, m, layer, g] + moved.direct_KMLG4[0, m, layer, g].sum()
                         seconds_G[g] += moved.gradient_MLG4[m, layer, g].sum()
             sums += forward_G.max(), max(0.0, backward_G.max())
-    experts = found.parts_PX[0, PARTS.index("experts")]
+    experts = found.parts_X[PARTS.index("experts")]
     assert experts == pytest.approx(sums[0] if stage == 0 else 2 * sums[0] + sums[1])
-    assert found.parts_PX[0, PARTS.index("exposed transfers")] == 0
+    assert found.parts_X[PARTS.index("exposed transfers")] == 0
 
 
 def test_ranks_that_share_processors_take_turns():

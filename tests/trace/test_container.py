@@ -67,12 +67,6 @@ def test_id_width_follows_the_model_not_the_data(num_experts, dtype):
     assert trace.expert_ids_NLK.dtype == dtype
 
 
-def test_highest_id_of_a_wide_model_survives():
-    spec = spec_of(num_experts=512, top_k=2, num_layers=1)
-    trace = fr.RoutingTrace.from_sequences(spec, [[1]], [np.array([[[511, 255]]])])
-    assert trace.expert_ids_NLK.tolist() == [[[511, 255]]]
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -98,14 +92,7 @@ def test_tokens_that_would_change_are_refused(tokens):
         fr.RoutingTrace.from_sequences(spec, [tokens], [[[[0, 1]]]])
 
 
-def test_versions_that_would_change_are_refused():
-    with pytest.raises(TraceContentError, match="weight version is"):
-        random_trace(0).with_weight_version(2**31)
-    with pytest.raises(TraceContentError, match="weight version is"):
-        random_trace(0).with_weight_version(-2)
-
-
-@pytest.mark.parametrize("version", [1.5, True, "1", None])
+@pytest.mark.parametrize("version", [1.5, True, "1", None, -2, 2**31])
 def test_weight_versions_are_whole_numbers(version):
     with pytest.raises(TraceContentError, match="weight version is"):
         random_trace(0).with_weight_version(version)
@@ -281,19 +268,6 @@ def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
         check_rows(ids_NLK, valid_N, offsets, spec)
 
 
-@pytest.mark.parametrize("layers", [fr.RoutedLayer(1), [1], 1])
-def test_what_is_no_list_of_layers_is_refused(layers):
-    with pytest.raises(TraceContentError, match="expected routed layers, such as"):
-        random_trace(0).select_layers(layers)
-
-
-def test_shared_picks_are_counted_by_sets():
-    rng = np.random.default_rng(0)
-    ids_a, ids_b = (np.argsort(rng.random((5, 3, 9)), axis=-1)[..., :4] for _ in "ab")
-    expected = [
-        [len(set(x) & set(y)) for x, y in zip(*rows, strict=True)]
-        for rows in zip(ids_a.tolist(), ids_b.tolist(), strict=True)
-    ]
-    assert shared_picks(ids_a, ids_b).tolist() == expected
+def test_more_shared_picks_than_a_byte_holds_are_counted():
     many = np.arange(300)[None]
     assert shared_picks(many, many).tolist() == [300]

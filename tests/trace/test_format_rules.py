@@ -1,11 +1,9 @@
 """Each rule of docs/formats.md for readers of traces: a file that breaks it is refused, though checksums are right."""
 
 import json
-import struct
 
 import numpy as np
 import pytest
-from safetensors.numpy import save as to_bytes
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
@@ -41,13 +39,10 @@ def test_lengths_whose_sum_wraps_are_refused():
 
 
 def metadata(**values):
-    """A change of metadata; None takes a key away."""
+    """A change of metadata."""
 
     def change(there, tensors):
-        for name, value in values.items():
-            there[f"foreroute.{name}"] = value
-            if value is None:
-                del there[f"foreroute.{name}"]
+        there.update({f"foreroute.{name}": value for name, value in values.items()})
 
     return change
 
@@ -76,10 +71,7 @@ def puts(frame, value, *, at=0):
 
 
 METADATA = {
-    "a key is missing": (metadata(encoding=None), "its metadata are"),
-    "another key of ours": (metadata(extra="1"), "its metadata are"),
     "another encoding": (metadata(encoding="zip"), "encoding 'zip' is unknown"),
-    "another checksum": (metadata(checksum="0" * 32), "its checksum is"),
     "nothing is changed": (lambda there, tensors: None, None),
     "provenance is no object": (metadata(provenance='["x"]'), "and a table of texts"),
     "provenance of numbers": (metadata(provenance='{"steps": 3}'), "and a table of texts"),
@@ -108,10 +100,6 @@ METADATA = {
 }
 
 TENSORS = {
-    "lengths of two axes": (setting(lengths=np.zeros((1, 5), np.int64)), "tensor lengths has the shape"),
-    "lengths of 32 bits": (setting(lengths=np.zeros(5, np.int32)), "tensor lengths is int32"),
-    "a tensor is missing": (lambda there, tensors: tensors.pop("chunk_rows"), "its tensors are"),
-    "another tensor": (setting(extra=np.zeros(3)), "its tensors are"),
     "tables of other frames": (setting(content_bytes=np.zeros((1, 3), np.int64)), "along F"),
     "a negative length": (places("lengths", -1), "are not sizes that add up to less than 2\\^63"),
     "lengths whose sum wraps": (setting(lengths=staircase(ROWS)), "are not sizes that add up to less than 2\\^63"),
@@ -275,21 +263,6 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
 
 
-def test_another_version_is_refused_before_anything_else(tmp_path):
-    path = tmp_path / "t"
-    path.write_bytes(to_bytes({"anything": np.zeros(2)}, metadata={"foreroute.trace": "4", "foreroute.other": "x"}))
-    with pytest.raises(TraceFileError, match="is a trace file of version 4; this foreroute reads version 3"):
-        fr.load(path)
-    path.write_bytes(to_bytes({"anything": np.zeros(2)}, metadata={"foreroute.version": "2"}))
-    with pytest.raises(TraceFileError, match="what an earlier foreroute wrote must be recorded again"):
-        fr.load(path)
-
-
-def test_keys_of_others_are_left_alone(tmp_path):
-    path = forged(tmp_path / "t", TRACE, lambda there, tensors: there.update({"mine": "x"}))
-    assert fr.load(path).equals(TRACE)
-
-
 def test_every_kind_of_layer_is_read(tmp_path):
     kinds = tuple(fr.RoutedLayer(0, kind) for kind in fr.trace.LayerKind)
     trace = synthetic_trace(fr.RoutingSpec(4, 2, kinds), [3], seed=0)
@@ -309,11 +282,7 @@ def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp
         fr.load(tmp_path / "t")
 
 
-def test_a_header_of_more_than_a_mebibyte_is_refused_before_it_is_parsed(tmp_path):
-    header = json.dumps({"__metadata__": {"foreroute.trace": "3", "x": "[" * (1 << 20)}}).encode()
-    (tmp_path / "t").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(TraceFileError, match="1048576 at most"):
-        fr.load(tmp_path / "t")
+def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):
     with pytest.raises(TraceContentError, match="shorten the facts"):
         fr.save(TRACE.with_provenance(log="x" * (1 << 20)), tmp_path / "u")
     most = 600 * 1024  # of characters that take two bytes each as JSON within JSON

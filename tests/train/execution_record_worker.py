@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from foreroute.adapters.hf.scoring import response_log_probs
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.planner import PlanInProgress
 from foreroute.train import experts
-from foreroute.train.policy import response_logprobs
 from tests.train.expert_parallel_steps import precise_trainer, steps_of
 
 LOCK = threading.Lock()
@@ -94,11 +94,11 @@ def steps_with_slow_plans(rank, config, plan_s, forward_s):
 
     def slow_forward(*args, **options):
         time.sleep(forward_s if options else 0)
-        return response_logprobs(*args, **options)
+        return response_log_probs(*args, **options)
 
     with (
         mock.patch.object(experts.planner, "start", slow_plan),
-        mock.patch("foreroute.train.loop.response_logprobs", slow_forward),
+        mock.patch("foreroute.train.loop.response_log_probs", slow_forward),
         precise_trainer(config) as trainer,
     ):
         return steps_of(trainer, 1)
@@ -114,11 +114,11 @@ def steps_with_slow_blocks(rank, config, block_s, forward_s):
 
     def slow_forward(*args, **options):
         time.sleep(forward_s if options else 0)
-        return response_logprobs(*args, **options)
+        return response_log_probs(*args, **options)
 
     with (
         mock.patch.object(PlanInProgress, "add", slow_add),
-        mock.patch("foreroute.train.loop.response_logprobs", slow_forward),
+        mock.patch("foreroute.train.loop.response_log_probs", slow_forward),
         precise_trainer(config) as trainer,
     ):
         return steps_of(trainer, 1)

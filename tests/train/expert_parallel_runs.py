@@ -46,7 +46,7 @@ def rolled(self, optimizer, state, change, right=ExpertParallel._converted):
     """The state of every expert is that of the expert before it on its rank."""
     converted = right(self, optimizer, state, change)
     for values in converted["state"].values():
-        if change == self._model.own and values["exp_avg"].dim() == 3:
+        if change == self._placed.own and values["exp_avg"].dim() == 3:
             values["exp_avg"] = values["exp_avg"].roll(1, 0)
     return converted
 

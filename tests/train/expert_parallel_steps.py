@@ -50,7 +50,7 @@ def parallel_steps(rank, config, count, checkpoint=None):
 def dense_elements(rank, config):
     """What this rank holds of dense parameters, by numbers of elements."""
     with precise_trainer(config) as trainer:
-        dense = trainer.execution._model.dense_parameters()
+        dense = trainer.execution._placed.dense_parameters()
         return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in dense)
 
 

@@ -119,9 +119,12 @@ WAYS = {
     "gate weights": {"rl": {"routing": "R3+weights"}},
     "gspo, corrected": {"rl": {"method": "gspo", "correction": {"kind": "tis"}}},
 }
+SELDOM = ("none", "gate weights", "gspo, corrected")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["R3", "R2, checkpointed", *(pytest.param(way, marks=pytest.mark.slow) for way in SELDOM)]
+)
 def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
     config = small_config(**{"warm_start": WARM, "rollout": FEW, **WAYS[way]})
     first_rollout, expected, state = stepped(config, torch.device("cpu"))

@@ -14,16 +14,18 @@ STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
 
+WAYS = {
+    "R3": {"routing": "R3"},
+    "R2_shared_slots": {"routing": "R2", "slots": "shared", "paths": "direct", "home_moves": "all"},
+    "R3_at_home": {"routing": "R3", "redundant_slots": 0},
+    "R3_homes_move": {"routing": "R3", "home_moves": 4},
+    "live": {"routing": "none"},
+}
+
+
 @pytest.mark.parametrize(
     "parallel",
-    [
-        {"routing": "R3"},
-        {"routing": "R3", "redundant_slots": 0},
-        {"routing": "R3", "home_moves": 4},
-        {"routing": "R2", "slots": "shared", "paths": "direct", "home_moves": "all"},
-        {"routing": "none"},
-    ],
-    ids=["R3", "R3_at_home", "R3_homes_move", "R2_shared_slots", "live"],
+    [pytest.param(way, id=name, marks=pytest.mark.slow if n > 1 else ()) for n, (name, way) in enumerate(WAYS.items())],
 )
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
@@ -35,7 +37,7 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
 
 
 def test_a_run_that_goes_on_has_its_homes_again(workers, tmp_path):
-    """So it plans, and adds, as the one that was not interrupted. On other ranks experts begin in blocks."""
+    """So it plans, and adds, as the one that was not interrupted."""
     config = config_of(2, home_moves=4)
     whole, *_ = workers(2).run(parallel_steps, config, STEPS)
     begun, *_ = workers(2).run(parallel_steps, config, 1)
@@ -47,6 +49,12 @@ def test_a_run_that_goes_on_has_its_homes_again(workers, tmp_path):
     write(tmp_path / "without", {key: value for key, value in begun.state.items() if key != "homes"})
     without, *_ = workers(2).run(parallel_steps, config, 1, path_of(tmp_path / "without", 1))
     assert not torch.equal(without.state["homes"], whole.state["homes"])
+
+
+@pytest.mark.slow
+def test_homes_of_other_ranks_are_left_and_experts_begin_in_blocks(workers, tmp_path):
+    begun, *_ = workers(2).run(parallel_steps, config_of(2, home_moves=4), 1)
+    write(tmp_path, begun.state)
     on_four, *_ = workers(4).run(parallel_steps, config_of(4), 1, path_of(tmp_path, 1))
     assert on_four.records[0]["grad_norm"] > 0
 
@@ -90,6 +98,7 @@ gradient_bytes = 1e-3
 """
 
 
+@pytest.mark.slow
 def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     """With a slow link between nodes, replicas keep tokens in them; where weights are large, no replica pays."""
     cheap, dear = tmp_path / "cheap.toml", tmp_path / "dear.toml"
@@ -147,6 +156,7 @@ def test_gradients_that_are_not_added_up_are_noticed(workers):
         same_numbers(parallel.state, alone.state)
 
 
+@pytest.mark.slow
 def test_four_ranks_in_two_nodes_learn_it_too(workers):
     learn_alike(workers, config_of(4, ranks_per_node=2))
 

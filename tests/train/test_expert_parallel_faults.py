@@ -121,7 +121,9 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     assert all("15 experts cannot be dealt to parallel.expert = 2 evenly" in outcome.message for outcome in uneven)
 
 
-@pytest.mark.parametrize(("dying", "survivor"), [(die_in_update, 0), (die_planning, 1)])
+@pytest.mark.parametrize(
+    ("dying", "survivor"), [(die_in_update, 0), pytest.param(die_planning, 1, marks=pytest.mark.slow)]
+)
 def test_a_killed_rank_ends_the_others_and_leaves_a_checkpoint(dying, survivor, tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from foreroute.adapters.hf.scoring import inputs, pad, response_log_probs, response_logits
 from foreroute.layout import padded_batches
 from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, right_share
 from foreroute.train.config import RLConfig, TaskConfig
 from foreroute.train.experts import ExpertParallel, _Announced
 from foreroute.train.loop import _in_order, make_schedule
-from foreroute.train.policy import Alone, inputs, pad, response_logprobs
+from foreroute.train.policy import Alone
 from tests.train.small_runs import small_config, trainer_of
 
 
@@ -45,12 +46,16 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
     assert len(set(generation.trace.lengths.tolist())) > 1, "the case must be padded"
     model = trainer.policy.model.eval()
     with torch.no_grad():
-        logprobs, entropy = response_logprobs(model, generation, 0.8, entropy=True)
+        logprobs, entropy = response_log_probs(model, generation, 0.8, entropy=True)
         seen = []
         watch = model.lm_head.register_forward_hook(lambda _, args, out: seen.append(out.shape[:-1]))
-        assert torch.equal(response_logprobs(model, generation, 0.8)[0], logprobs)
+        assert torch.equal(response_log_probs(model, generation, 0.8)[0], logprobs)
         watch.remove()
-        assert seen == [(len(generation.logprobs_R),)], "logits are those of response tokens alone"
+        assert seen == [(1, len(generation.logprobs_R))], "logits are those of response tokens alone"
+        ((_, logits),) = response_logits(model, generation)
+        few_at_once = list(response_logits(model, generation, whole=True, rows_at_once=7))
+        assert [len(part) for _, part in few_at_once[:-1]] == [7] * (len(logits) // 7)
+        torch.testing.assert_close(torch.cat([part for _, part in few_at_once]), logits, rtol=0, atol=1e-5)
         expected, expected_entropy = [], []
         for s in range(len(generation)):
             tokens = generation.trace.tokens(s)
@@ -124,7 +129,7 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
     execution = object.__new__(ExpertParallel)
     execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
-    execution._model = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda plan: plan)
+    execution._placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda plan: plan)
     execution._announced = {"update 0": _Announced(counts_MLGE, 0, None)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()

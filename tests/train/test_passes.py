@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.plan import contiguous_imbalance
 from foreroute.train.chain import ChainTask
-from foreroute.train.policy import inputs, pad
 from tests.train.small_runs import always_informative, random_rewards, same_state, small_config, trainer_of
 
 

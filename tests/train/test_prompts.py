@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from foreroute.adapters import hf
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
 from foreroute.train import Watcher, load_checkpoint, parse_config, train
-from foreroute.train.chain import Demonstration
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.warm_start import _loss
@@ -231,12 +230,12 @@ def test_right_answers_are_taught_by_their_tokens_alone(home):
     settings = config.warm_start.model_copy(update={"aux_loss": 0.0})
     model = make_policy(config, make_task(config)).model.eval()
     rng = np.random.default_rng(1)
-    lessons = [Demonstration(*(rng.integers(0, 51, n).astype(np.int32) for n in sizes)) for sizes in ((3, 2), (5, 4))]
+    lessons = [tuple(rng.integers(0, 51, n).astype(np.int32) for n in sizes) for sizes in ((3, 2), (5, 4))]
     losses = []
-    for lesson in lessons:
-        tokens = torch.tensor([*lesson.prompt, *lesson.answer], dtype=torch.int64)
+    for prompt, answer in lessons:
+        tokens = torch.tensor([*prompt, *answer], dtype=torch.int64)
         logprobs = model(input_ids=tokens[None]).logits[0].double().log_softmax(-1)
-        losses += [-logprobs[t - 1, tokens[t]].item() for t in range(len(lesson.prompt), len(tokens))]
+        losses += [-logprobs[t - 1, tokens[t]].item() for t in range(len(prompt), len(tokens))]
     assert _loss(model, settings, lessons).item() == pytest.approx(np.mean(losses), rel=1e-5)
 
 

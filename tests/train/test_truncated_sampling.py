@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from foreroute.adapters.hf.scoring import response_log_probs
 from foreroute.doctor import diagnose
 from foreroute.doctor.examine import examine
 from foreroute.trace import SAMPLING
 from foreroute.train import train
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
-from foreroute.train.policy import Alone, response_logprobs
+from foreroute.train.policy import Alone
 from tests.train.small_runs import always_informative, records, small_config, trainer_of
 
 TEMPERATURE = 0.8
@@ -80,8 +81,8 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
         logprobs_R.sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
-    found, _ = response_logprobs(model, generation, TEMPERATURE)
-    assert torch.equal(found, response_logprobs(model, generation, TEMPERATURE, entropy=True)[0])
+    found, _ = response_log_probs(model, generation, TEMPERATURE)
+    assert torch.equal(found, response_log_probs(model, generation, TEMPERATURE, entropy=True)[0])
     parts = []
     for s in range(2):
         own = generation.select([s])
@@ -135,7 +136,7 @@ def test_the_doctor_scores_on_the_sets_and_names_what_does_not_fit(monkeypatch):
     for temperature in (TEMPERATURE, 0.5):
         with torch.no_grad():
             of_all = [
-                response_logprobs(trainer.policy.model, flat.select([s]), temperature)[0].numpy()
+                response_log_probs(trainer.policy.model, flat.select([s]), temperature)[0].numpy()
                 for s in range(len(flat))
             ]
         found, _ = doctored(trainer, replace(generation, logprobs_R=np.concatenate(of_all)))

@@ -29,7 +29,7 @@ from foreroute.errors import ConfigError, TraceContentError, TraceFileError, sho
 from foreroute.files import FileFormat, TensorSchema, writing_named
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate, digest, load, save
-from foreroute.trace.checks import as_array, as_sequence_numbers
+from foreroute.trace.checks import as_array, as_sequence_numbers, place_of
 from foreroute.trace.spec import whole_number
 
 GENERATION_FILE = FileFormat(
@@ -210,9 +210,9 @@ class Generation:
         must_be_N[self.trace.offsets[1:] - 1] = True
         wrong = np.flatnonzero((sampled_N & ~behind_prompts_N) | (must_be_N & ~sampled_N))
         if len(wrong):
-            sequence = int(np.searchsorted(self.trace.offsets, wrong[0], side="right")) - 1
+            sequence, position = place_of(wrong[0], self.trace.offsets)
             raise TraceContentError(
-                f"token {int(wrong[0] - self.trace.offsets[sequence])} of sequence {sequence}, whose prompt has "
+                f"token {position} of sequence {sequence}, whose prompt has "
                 f"{int(self.prompt_lengths[sequence])}, is {'' if sampled_N[wrong[0]] else 'not '}said to be sampled; "
                 "expected that no token of a prompt is, and the first behind it and the last of a sequence are"
             )

@@ -24,13 +24,15 @@ class Trajectory:
     def __init__(self, spec: RoutingSpec) -> None:
         self._trace = RoutingTrace.unrouted(spec, [[]])
 
-    def add(self, capture: RoutingTrace, *, replace_routed: bool = False) -> Self:
+    def add(self, capture: RoutingTrace) -> Self:
         """Extend the trajectory by a decoded capture of one sequence.
 
         Args:
             capture: the whole sequence so far, as `decode` or `RoutingTrace.from_rows` makes it; its absent rows leave
                 what is known alone.
-            replace_routed: take rows that were routed before from `capture`.
+
+        Returns:
+            The trajectory itself.
 
         Raises:
             CaptureError: when the capture is no trace of one sequence.
@@ -39,7 +41,7 @@ class Trajectory:
         """
         if not isinstance(capture, RoutingTrace) or len(capture) != 1:
             raise CaptureError(f"the capture is {shown(capture)}; expected a RoutingTrace of one sequence")
-        self._trace = extended(self._trace, capture, replace_routed=replace_routed)
+        self._trace = extended(self._trace, capture)
         return self
 
     def trace(self) -> RoutingTrace:

@@ -50,7 +50,7 @@ def run_plan(
     _check_target(output, page, overwrite)
     console = Console()
     with working("reading the step", console):
-        step = read_step(topology, threads=options.threads, **inputs)
+        step = read_step(topology, **inputs)
     facts = {**step.facts, **_facts(step, options)}
     console.print(shown_facts(facts))
     found, priced_options, planning_s = _planned(step, options, console)
@@ -63,7 +63,7 @@ def run_plan(
     records = _others(step, BALANCERS if baselines else {"static": BALANCERS["static"]}, console)
     with working("pricing every cell", console):
         records.append(figures_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
-        seen = facts_of(found, step.counts_MLGE, step.costs, previous_LE=step.previous_LE)
+        seen = facts_of(found, step.counts_MLGE, step.costs)
     console.print(shown_table(plan_table(records, seen)))
     console.print(plan_finding(records), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(found, seen, records)))

@@ -56,7 +56,6 @@ def read_step(
     previous_plan: Path | None = None,
     previous_step: Sequence[Path] = (),
     token_budget: int | None = None,
-    threads: int = 1,
 ) -> StepToPlan:
     """Read everything, and pack the sequences of traces.
 
@@ -67,7 +66,6 @@ def read_step(
         previous_plan: the plan of the step before, whose homes are where the experts are now.
         previous_step: traces, or one counts file, of the step before.
         token_budget: most tokens of a rank in a micro-step, for traces; None takes `DEFAULT_BUDGET`.
-        threads: of counting.
 
     Raises:
         InputError: when a file is missing, damaged, or does not fit the others.
@@ -87,7 +85,7 @@ def read_step(
         read = _traces(traces)
         _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
         packing, facts["packing"] = _packed(read, token_budget or DEFAULT_BUDGET, ranks, costs)
-        counts_MLGE = check_counts(packed_counts(read, packing, threads=threads))
+        counts_MLGE = check_counts(packed_counts(read, packing))
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     return StepToPlan(
         counts_MLGE=counts_MLGE,

@@ -33,9 +33,7 @@ from foreroute.simulate import (
     sweep,
     timeline,
 )
-from foreroute.simulate.config import SweepConfig
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.measurements import load_measurements
 
 if TYPE_CHECKING:  # it needs scipy
     from foreroute.simulate.fit import FitRecord
@@ -53,7 +51,7 @@ def run_simulation(
     Args:
         config_path: a TOML file, see `foreroute.simulate.config`.
         output: the folder, which must be empty or not there; runs/simulate/NAME by default.
-        measurements: a file of timed steps, see `foreroute.simulate.measurements`, to fit rates to first.
+        measurements: a file of timed steps, see `foreroute.simulate.fit`, to fit rates to first.
         rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default `DEFAULT_RATES`.
 
     Raises:
@@ -112,7 +110,7 @@ def _fitted(
     config: SimulateConfig, measurements: Path, rates: Sequence[str], console: Console
 ) -> tuple[SimulateConfig, Fitted]:
     """Fit rates; returns the configuration with them, what was fitted, and the rates before."""
-    from foreroute.simulate.fit import fit
+    from foreroute.simulate.fit import fit, load_measurements
 
     described = config.described()
     measured = load_measurements(measurements, described.topology)
@@ -133,7 +131,7 @@ def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) 
     """Sweep static and the methods that plots compare with it; all methods would take many times as long."""
     names = ("static", *(method.name for method in compared_methods(record)))
     narrowed = config.model_copy(update={"methods": names})
-    total = sum(len(getattr(config.sweep, key)) for key in SweepConfig.model_fields)
+    total = len(config.sweep.points())
     found: list[SweepRecord] = []
     with working("sweeps", console, total=total) as work:
         for point in sweep(narrowed):

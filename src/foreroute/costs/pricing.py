@@ -62,8 +62,9 @@ def price_cell(cell: CellPlan, counts_GE: NDArray[np.integer], topology: Topolog
     least = min(cell.home_tokens_GE(counts_GE).min(initial=0), cell.tokens_RG.min(initial=0))
     if least < 0:
         raise CountsError(f"a host is to serve {least} assignments; expected the counts that the cell was planned for")
-    pairs_GG = pairs_between(cell, counts_GE)
-    parts_SP = cell_seconds(cell, counts_GE, slowest_attention(counts_GE, costs), costs.prices(topology))
+    counts = np.ascontiguousarray(counts_GE, np.int32)  # as planners count: kernels are compiled once
+    pairs_GG = pairs_between(cell, counts)
+    parts_SP = cell_seconds(cell, counts, slowest_attention(counts, costs), costs.prices(topology))
     node_G = topology.node_G
     total, away = int(pairs_GG.sum()), int(pairs_GG[node_G[:, None] != node_G].sum())
     return CellFigures(pairs_GG.sum(axis=0), away / total if total else 0.0, parts_SP)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.scoring import response_logits, sampled_tokens
 from foreroute.capture import Generation
 from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupported, run_conformance
 from foreroute.conformance.huggingface import HuggingFaceModel
@@ -20,7 +21,7 @@ from foreroute.doctor.evidence import Evidence, Rescored, TrainerPass
 from foreroute.errors import AttachError, BatchMismatchError, TraceError
 from foreroute.layout import padded_batches
 from foreroute.mismatch import misplaced_masks, token_mismatch
-from foreroute.replay import masked_logprobs_of_logits, overridden
+from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 
 QUICK = tuple(check.id for check in ALL_CHECKS if check.quick)
@@ -30,6 +31,8 @@ TEMPERATURES = tuple(tenths / 10 for tenths in range(1, 21))
 """Those that people set."""
 LOGITS_BYTES = 1 << 26
 """Most bytes of float32 logits at a time: 447 rows of a vocabulary of 150,000."""
+Reading = tuple[float, bool]
+"""A temperature, and whether log-probs are taken on the sampling masks."""
 
 
 def examine(
@@ -92,17 +95,24 @@ def _passes(
         sequences = replace(sequences, trace=trace.without_streams(SAMPLING))
     together = padded_batches(trace.lengths, int(trace.lengths.max(initial=budget)))
     alone = [np.array([s]) for s in range(len(trace))]
-    native = _run(routed, sequences, together, temperature)
-    repeated = _run(routed, sequences, together, temperature)
-    repacked = _run(routed, sequences, alone, temperature)
+    has_sets = SAMPLING in sequences.trace.streams
+    reading = (temperature, has_sets)
+
+    def trainer_pass(batches: Sequence[NDArray[np.int64]], *, replay: bool = False) -> TrainerPass:
+        executed, (logprobs_R,) = _run(routed, sequences, batches, [reading], replay=replay)
+        return TrainerPass(executed, logprobs_R)
+
+    native, repeated, repacked = (trainer_pass(batches) for batches in (together, together, alone))
     given |= {"engine": trace, "native": native, "repeated": repeated, "repacked": repacked}
     try:
-        replayed = _run(routed, sequences, together, temperature, replay=True)
+        replayed = trainer_pass(together, replay=True)
     except TraceError as error:
         return Evidence(replay_error=str(error), **given)
     engine = given["engine_logprobs_R"]
     if engine is not None and replayed.logprobs_R is not None and token_mismatch(replayed.logprobs_R, engine).k3 > FAR:
-        given["rescored"] = _rescored(routed, sequences, together)
+        readings = [(t, on_sets) for on_sets in sorted({False, has_sets}) for t in TEMPERATURES]
+        _, logprobs = _run(routed, sequences, together, readings, replay=True)
+        given["rescored"] = tuple(Rescored(*how, each) for how, each in zip(readings, logprobs, strict=True))
     return Evidence(replayed=replayed, **given)
 
 
@@ -111,91 +121,36 @@ def _run(
     routed: hf.RoutedTransformer,
     sequences: Generation,
     batches: Sequence[NDArray[np.int64]],
-    temperature: float,
+    readings: Sequence[Reading],
     *,
     replay: bool = False,
-) -> TrainerPass:
-    """One pass over all sequences; results are in the order of the sequences."""
-    readings = [(temperature, SAMPLING in sequences.trace.streams)]
-    logprobs, executed, order = [], [], []
+) -> tuple[RoutingTrace, list[NDArray[Any]]]:
+    """One pass over all sequences: the routes it took, and by each reading log-probs [R], in the order of sequences."""
+    executed: list[RoutingTrace] = []
+    logprobs: list[list[NDArray[Any]]] = [[] for _ in readings]
+    rows_at_once = max(1, LOGITS_BYTES // (4 * _vocabulary(routed.model)))
     for chosen in batches:
         part = sequences.select(chosen)
         forced: AbstractContextManager[Any] = routed.replay(part.trace) if replay else nullcontext()
         choices = routed.indexers is not None and INDEXER in part.trace.streams
         with forced, routed.record(indexers=choices) as recording:
-            trunk = _run_trunk(routed.model, part)
-        logprobs += _response_logprobs(routed.model, trunk, part, readings)[0]
+            logits = response_logits(routed.model, part, whole=True, rows_at_once=rows_at_once)
         executed.append(recording.trace())
-        order.append(chosen)
-    back = np.argsort(np.concatenate(order))
-    return TrainerPass(concatenate(executed).select(back), np.concatenate([logprobs[int(s)] for s in back]))
-
-
-@torch.no_grad()
-def _rescored(
-    routed: hf.RoutedTransformer, sequences: Generation, batches: Sequence[NDArray[np.int64]]
-) -> tuple[Rescored, ...]:
-    """Log-probs on the engine's routes at other temperatures, on its masks and over all tokens."""
-    readings = [(t, on_sets) for on_sets in sorted({False, SAMPLING in sequences.trace.streams}) for t in TEMPERATURES]
+        ends = np.cumsum(part.response_lengths)[:-1]
+        for parts, found in zip(logprobs, _logprobs(part, logits, readings), strict=True):
+            parts += np.split(found, ends)
     back = np.argsort(np.concatenate(batches))
-    found: list[list[NDArray[np.float32]]] = [[] for _ in readings]
-    for chosen in batches:
-        part = sequences.select(chosen)
-        with routed.replay(part.trace):
-            trunk = _run_trunk(routed.model, part)
-        for parts, more in zip(found, _response_logprobs(routed.model, trunk, part, readings), strict=True):
-            parts += more
-    joined = [np.concatenate([parts[int(s)] for s in back]) for parts in found]
-    return tuple(Rescored(t, on_sets, logprobs) for (t, on_sets), logprobs in zip(readings, joined, strict=True))
+    return concatenate(executed).select(back), [np.concatenate([parts[int(s)] for s in back]) for parts in logprobs]
 
 
-def _run_trunk(model: Any, part: Generation) -> Any:
-    """Run a model over a batch padded on the right; what its trunk, the model below the head, gives the head.
-
-    The head itself sees one position: logits of all positions and tokens would be far larger than the model.
-    """
-    lengths = part.trace.lengths
-    kept = np.arange(int(lengths.max())) < lengths[:, None]
-    tokens = np.zeros(kept.shape, np.int64)
-    tokens[kept] = part.trace.token_ids_N
-    device = next(model.parameters()).device
-    given: list[Any] = []
-
-    def keep(trunk: nn.Module, args: Any, outputs: Any) -> Any:
-        given.append(outputs)
-        return replace(outputs, last_hidden_state=outputs.last_hidden_state[:, :1])
-
-    handle = model.base_model.register_forward_hook(keep)
-    try:
-        mask = torch.from_numpy(kept.astype(np.int64)).to(device)
-        model(input_ids=torch.from_numpy(tokens).to(device), attention_mask=mask, use_cache=False)
-    finally:
-        handle.remove()
-    (outputs,) = given
-    predicts = kept[:, :-1] & kept[:, 1:]
-    predicts[predicts] = part.targets_N
-    picked = torch.from_numpy(np.flatnonzero(predicts)).to(device)
-    hidden_RH = outputs.last_hidden_state[:, :-1].flatten(0, 1).index_select(0, picked)
-    return replace(outputs, last_hidden_state=hidden_RH)
-
-
-def _response_logprobs(
-    model: Any, trunk: Any, part: Generation, readings: Sequence[tuple[float, bool]]
-) -> list[list[NDArray[np.float32]]]:
-    """Log-probs of the response tokens: for each reading, a temperature and whether on sets, one array per sequence.
-
-    The model's own forward is put on a few rows at a time, since a family may scale or cap what its head gives.
-    """
-    targets_R = torch.from_numpy(part.trace.token_ids_N[part.sampled_N].astype(np.int64))
+def _logprobs(
+    part: Generation, logits: Iterator[tuple[slice, Tensor]], readings: Sequence[Reading]
+) -> list[NDArray[Any]]:
+    """Log-probs [R] of the response tokens by each reading."""
     sets = part.trace.streams.get(SAMPLING)
     found: list[list[Tensor]] = [[] for _ in readings]
-    step = max(1, LOGITS_BYTES // (4 * _vocabulary(model)))
-    for first in range(0, max(len(targets_R), 1), step):
-        rows = slice(first, first + step)
-        outputs = replace(trunk, last_hidden_state=trunk.last_hidden_state[None, rows])
-        targets = targets_R[rows].to(outputs.last_hidden_state.device)
-        with overridden(model.base_model, "forward", lambda _, *args, outputs=outputs, **kwargs: outputs):
-            logits_RV = model(input_ids=targets[None], use_cache=False).logits[0].float()
+    for rows, logits_RV in logits:
+        targets = sampled_tokens(part, rows, logits_RV.device)
         for logprobs, (temperature, on_sets) in zip(found, readings, strict=True):
             if on_sets and sets is not None:
                 masks = sets.take(np.flatnonzero(part.sampled_N)[rows] - 1)
@@ -203,8 +158,7 @@ def _response_logprobs(
             else:
                 scaled = logits_RV if temperature == 1 else logits_RV / temperature
                 logprobs.append(scaled.gather(-1, targets[:, None])[:, 0] - scaled.logsumexp(-1))
-    ends = np.cumsum(part.response_lengths)[:-1]
-    return [np.split(torch.cat(parts).cpu().numpy(), ends) for parts in found]
+    return [torch.cat(parts).cpu().numpy() for parts in found]
 
 
 def _without_logprobs(trace: RoutingTrace) -> Generation:

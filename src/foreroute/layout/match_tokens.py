@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import BatchMismatchError
 from foreroute.layout.rank_rows import PAD
 from foreroute.trace import RoutingTrace
-from foreroute.trace.checks import as_offsets, ascending, join_ranges
+from foreroute.trace.checks import as_offsets, ascending, join_ranges, place_of
 
 
 def locate_rows(
@@ -59,7 +59,7 @@ def locate_rows(
     tokens = batch.token_ids[join_ranges(np.cumsum(batch.length_S) - batch.length_S, shared_S)]
     differs = tokens != trace.token_ids_N[rows]
     if differs.any():
-        s, position = _position(int(differs.argmax()), shared_S)
+        s, position = place_of(int(differs.argmax()), as_offsets(shared_S))
         row = int(trace.offsets[s]) + position
         ours, theirs = int(tokens[differs.argmax()]), int(trace.token_ids_N[row])
         _refuse(trace, batch, f"sequence {s}, position {position}: token {ours} in the batch, {theirs} in the trace")
@@ -160,13 +160,6 @@ def _check_ends(trace: RoutingTrace, batch: _Sequences, recorded_S: NDArray[np.i
             f"sequence {s} ends after {int(length_S[s])} of {int(trace.lengths[s])} tokens and leaves out "
             f"{int(left_out[s])} rows that have a route; cut them on purpose with trace.truncated(lengths)",
         )
-
-
-def _position(token: int, shared_S: NDArray[np.int64]) -> tuple[int, int]:
-    """Sequence and position of the token of that number among the shared ones."""
-    offsets = as_offsets(shared_S)
-    s = int(np.searchsorted(offsets, token, side="right") - 1)
-    return s, token - int(offsets[s])
 
 
 def _refuse(trace: RoutingTrace, batch: _Sequences, seen: str) -> None:

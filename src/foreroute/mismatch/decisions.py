@@ -9,11 +9,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
-
-MOST_SHIFT = 4
-"""How many tokens away sets are looked for."""
-LEAST_ROWS = 4
-"""Masks that must fit other tokens before that is believed: a few large sets fit many tokens."""
+from foreroute.trace.checks import place_of
 
 
 @dataclass(frozen=True)
@@ -67,38 +63,26 @@ def stream_difference(a: DecisionStream, b: DecisionStream) -> StreamDifference:
 
 
 def misplaced_masks(trace: RoutingTrace) -> str:
-    """Say why sampling masks leave out the tokens that were sampled.
+    """Say that sampling masks leave out the tokens that were sampled.
 
     Returns:
-        A sentence in the middle, which names the tokens that the sets fit instead, where there are such; empty when
-        every set has its token, or the trace has none.
+        A sentence in the middle; empty when every set has its token, or the trace has none.
     """
     masks = trace.streams.get(SAMPLING)
     if masks is None:
         return ""
-    wrong_N = masks.valid_N & ~masks.contains(_tokens_ahead(trace, 1))
+    # a row is that of the token before the sampled one; the last of a sequence has no token to have sampled
+    next_ids_N = np.append(trace.token_ids_N[1:], 0).astype(np.int64)
+    next_ids_N[trace.offsets[1:][trace.lengths > 0] - 1] = -1
+    wrong_N = masks.valid_N & ~masks.contains(next_ids_N)
     if not wrong_N.any():
         return ""
-    row = int(wrong_N.argmax())
-    sequence = int(np.searchsorted(trace.offsets, row, side="right") - 1)
-    seen = (
+    sequence, position = place_of(int(wrong_N.argmax()), trace.offsets)
+    return (
         f"{int(wrong_N.sum())} of {int(masks.valid_N.sum())} sets leave out the token that was sampled, the first at "
-        f"position {row - int(trace.offsets[sequence])} of sequence {sequence}"
+        f"position {position} of sequence {sequence}; they are shifted, of other tokens, or the sampler drew from "
+        "other sets than it kept"
     )
-    for shift in (by * side for by in range(1, MOST_SHIFT + 1) for side in (1, -1)):  # the nearest first
-        tokens_N = _tokens_ahead(trace, 1 + shift)
-        looked_at = masks.valid_N & (tokens_N >= 0)
-        if looked_at.sum() >= LEAST_ROWS and masks.contains(tokens_N)[looked_at].all():
-            away = f"{abs(shift)} token{'' if abs(shift) == 1 else 's'} {'later' if shift > 0 else 'earlier'}"
-            return f"{seen}; each is the set of the token {away}"
-    return f"{seen}; they are of other tokens, or the sampler drew from other sets than it kept"
-
-
-def _tokens_ahead(trace: RoutingTrace, distance: int) -> NDArray[np.int64]:
-    """int64 [N], the token so many positions behind each row, and -1 past either end of its sequence."""
-    position_N = trace.positions_N + distance
-    inside_N = (position_N >= 0) & (position_N < np.repeat(trace.lengths, trace.lengths))
-    return np.where(inside_N, np.roll(trace.token_ids_N, -distance), -1).astype(np.int64)
 
 
 def _shared_ids(a: DecisionStream, b: DecisionStream) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -37,13 +37,12 @@ class Ability(StrEnum):
     OVERLAP = "all-to-alls hidden behind compute"
     NODES = "expert-parallel ranks on several nodes"
     EXPERT_DATA_PARALLEL = "expert data parallelism"
-    PIPELINE = "pipeline stages"
     OTHER_BALANCERS = "plans of other balancers"
 
 
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
     "hf": frozenset({Ability.LAYER_SLOTS, Ability.HOST_PATH, Ability.DEEP_PREFETCH, Ability.EARLY_CELLS}),
-    "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL, Ability.PIPELINE}),
+    "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL}),
 }
 """The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""
 

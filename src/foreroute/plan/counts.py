@@ -37,13 +37,14 @@ COUNTS_FILE = FileFormat(
 )
 
 
-def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packing, *, threads: int = 1) -> NDArray[Any]:
-    """Count the assignments of packed sequences, straight from their traces.
+def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packing) -> NDArray[Any]:
+    """Count the assignments of packed sequences, straight from their traces, which are neither copied nor joined.
+
+    Counts of micro-steps and ranks that no sequence is packed into are 0.
 
     Args:
         traces: one trace or several of one model, S sequences in all.
         packing: the micro-step and the rank of each sequence, in the order of the traces.
-        threads: of the counting.
 
     Returns:
         counts_MLGE: int32 [M, L, G, E].
@@ -76,7 +77,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     first = 0
     for trace, size in zip(several, sizes, strict=True):
         part = slice(first, first + size)
-        add_assignments(trace, packing.micro_step_S[part], packing.rank_S[part], counts, threads=threads)
+        add_assignments(trace, packing.micro_step_S[part], packing.rank_S[part], counts)
         first += size
     return counts
 

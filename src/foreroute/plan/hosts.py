@@ -110,8 +110,9 @@ class Hosts(NamedTuple):
         first = micro_step * len(self.home_LE)
         begin = self.offsets[first]
         self.offsets[first : first + len(others.offsets)] = begin + others.offsets
-        for mine, given in zip(self[2:], others[2:], strict=True):
-            mine[begin : begin + len(given)] = given
+        for name in self._fields[2:]:
+            given = getattr(others, name)
+            getattr(self, name)[begin : begin + len(given)] = given
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
         """One cell, as views."""

@@ -106,6 +106,7 @@ def _plan_cells(
     outlook = look_ahead(counts if persistent else counts[:0], home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
     priced = PricedOptions(counts, topology, options, costs)
+    tolerance = float(options.tolerance)  # the search takes seconds to compile, for an integer once more
 
     def plan_layers(layers: slice) -> None:
         cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, outlook, persistent)
@@ -114,7 +115,7 @@ def _plan_cells(
         figures_C2 = figures_ML2.reshape(-1, 2)
         for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
             place = (begin, end, layers.start, layers.stop)
-            plan_block(cell, counts, hosts, figures_C2, held_LH, place, options.tolerance, options.locality)
+            plan_block(cell, counts, hosts, figures_C2, held_LH, place, tolerance, options.locality)
             if priced.is_any_on:
                 priced.refine(hosts, figures_ML2[..., 0], place)
             progress.add(hosts, figures_ML2[begin:end], begin, layers.start)

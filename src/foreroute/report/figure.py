@@ -39,7 +39,6 @@ PART_COLOURS = {
     "exposed transfers": "#AA4499",
     "output head": "#EEDD88",
     "waiting for the plan": "#332288",
-    "pipeline bubbles": "#99DDFF",
 }
 """Of what time is spent on: Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}

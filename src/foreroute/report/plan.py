@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foreroute.report.format import TIMES, as_fast, duration, over_mean, percentage, step_time, times
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, texts, write_page
@@ -94,9 +93,8 @@ def plan_finding(records: Sequence[MethodFigures]) -> str:
 
 
 def plan_tiles(plan: StepPlan, step: StepFacts, records: Sequence[MethodFigures]) -> tuple[Tile, ...]:
-    """How the plan gets there, and what the step is like."""
+    """How the plan gets there."""
     gap_ML = records[-1].imbalance_ML / step.least_over_mean_ML - 1
-    drift = "" if step.drift_L is None else f"{_mean(step.drift_L)} from the step before to this one"
     return (
         Tile("replicas in a cell", f"{plan.num_replicas_ML.mean():.1f}"),
         Tile(
@@ -104,7 +102,6 @@ def plan_tiles(plan: StepPlan, step: StepFacts, records: Sequence[MethodFigures]
             percentage(float(np.median(gap_ML))),
             f"{percentage(float(gap_ML.max()))} at most, with these homes and slots",
         ),
-        Tile("routes that change from step to micro-step", _mean(step.fluctuation_ML), drift),
     )
 
 
@@ -145,8 +142,3 @@ def _page(
             PageSection(heading="Against other balancers", tables=(plan_table(records, step),), notes=texts("plan")),
         ),
     )
-
-
-def _mean(share_X: NDArray[np.float64]) -> str:
-    known = share_X[np.isfinite(share_X)]
-    return percentage(float(known.mean()) if known.size else None)

@@ -1,8 +1,8 @@
 """What a plan is worth on a cluster that is described, not there: a model of one RL step, in seconds. No torch."""
 
 from foreroute.simulate.config import SimulateConfig, load_config, parse_config
-from foreroute.simulate.records import MethodRecord, SimulationRecord
-from foreroute.simulate.simulation import SweepRecord, simulate, sweep
+from foreroute.simulate.records import MethodRecord, SimulationRecord, SweepRecord
+from foreroute.simulate.simulation import simulate, sweep
 from foreroute.simulate.timelines import Timeline, timeline
 
 __all__ = [

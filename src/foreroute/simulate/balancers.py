@@ -23,20 +23,14 @@ class BalancerInput:
         topology: ranks, nodes and redundant slots.
         home_LE: int16 [L, E], where the experts are when the step begins.
         previous_LE: int64 [L, E], assignments of the step before, or None where nothing is known of it.
-        assignment_s: seconds that a rank takes for one assignment, in all passes of the step together.
-        crossing_s: seconds that a rank takes to send or receive one assignment from another node, in all passes.
-        transfer_s: seconds that a rank takes to receive the weights of one expert, in all groups of passes.
-        seed: of methods that search at random.
+        crossing: what sending an assignment to another node costs in a step, where serving it costs 1.
     """
 
     counts_MLGE: NDArray[np.integer]
     topology: Topology
     home_LE: NDArray[np.int16]
     previous_LE: NDArray[np.int64] | None = None
-    assignment_s: float = 1.0
-    crossing_s: float = 0.0
-    transfer_s: float = 0.0
-    seed: int = 0
+    crossing: float = 0.0
 
     @property
     def num_experts(self) -> int:

@@ -1,14 +1,12 @@
 """What a method makes of a step, as seconds of work: for every cell, rank and resource. The engine's input.
 
-A *stage pass* takes one micro-step through the layers of a pipeline stage: forward, or backward with the activations
-computed anew. Every micro-step makes one of each kind in the update, and a forward one in the recompute. Arrays over
-both have the axis K: 0 forward, 1 backward. What a pass finds in the slots, it need not fetch.
+Every micro-step goes through the layers once in the recompute, and forward and back in the update, where activations
+are computed anew on the way back. Arrays over both ways have the axis K: 0 forward, 1 back. What is found in the slots
+on the way back need not be fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +18,6 @@ from foreroute.plan.topology import Topology
 from foreroute.simulate.methods import ServedStep
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 class Compute(NamedTuple):
@@ -33,7 +30,6 @@ class Compute(NamedTuple):
         rows_ML2: [M, L, 2], rows that all ranks together send in it, over their links inside nodes and over NICs.
         experts_MLG2: [M, L, G, 2], seconds of the experts, forward and backward.
         layer_s: fixed, of one pass over one layer.
-        send_M: [M], seconds of handing a micro-step to the next pipeline stage.
     """
 
     attention_MG2: Floats
@@ -42,11 +38,10 @@ class Compute(NamedTuple):
     rows_ML2: Floats
     experts_MLG2: Floats
     layer_s: float
-    send_M: Floats
 
 
 class Transfers(NamedTuple):
-    """Weights and gradients that move in one stage of the step, in seconds of each resource, by kind of stage pass.
+    """Weights and gradients that move in recompute or update, in seconds of each resource, by way.
 
     Attributes:
         host_KMLG: [2, M, L, G], of the copy engine from host memory.
@@ -59,15 +54,12 @@ class Transfers(NamedTuple):
     gradient_MLG4: Floats
 
 
-class StagePass(NamedTuple):
-    """One micro-step through the layers of a pipeline stage."""
-
-    backward: bool
-    micro_step: int
-
-
 def compute_of(
-    served: ServedStep, squares_MG: NDArray[np.integer] | None, topology: Topology, costs: CostModel
+    served: ServedStep,
+    squares_MG: NDArray[np.integer] | None,
+    layers: NDArray[np.integer],
+    topology: Topology,
+    costs: CostModel,
 ) -> Compute:
     """Price all cells.
 
@@ -75,14 +67,15 @@ def compute_of(
         served: who serves what.
         squares_MG: [M, G], sum of squared lengths of the sequences on each rank; by default those of
             `costs.sequence_tokens`.
+        layers: which planned layer stands for each layer of the model.
         topology: ranks and links.
         costs: the cost model.
     """
-    shape = num_micro_steps, num_layers = _shape(served)
+    shape = num_micro_steps, num_layers = served.counts_MLGE.shape[:2]
     prices, ranks = costs.prices(topology), topology.num_ranks
     all_to_all_ML, rows_ML2, experts_MLG2 = np.empty(shape), np.empty((*shape, 2)), np.empty((*shape, ranks, 2))
     tokens_MG = np.empty((num_micro_steps, ranks))
-    for c, cell in enumerate(served.kept):
+    for c, cell in enumerate(served.cells):
         m, layer = divmod(c, num_layers)
         counts_GE = served.counts_MLGE[m, layer]
         rows_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), prices)
@@ -93,110 +86,55 @@ def compute_of(
         if layer == 0:
             tokens_MG[m] = counts_GE.sum(axis=1) / costs.model.top_k
     attention_MG2 = np.stack([costs.attention_seconds(tokens_MG, squares_MG, one) for one in (FORWARD, BACKWARD)], -1)
-    send_s = tokens_MG.max(axis=1) * prices.cluster_row_s + topology.links.cluster_latency_s
     return Compute(
         attention_MG2=attention_MG2,
         head_MG=costs.head_seconds(tokens_MG),
-        all_to_all_ML=all_to_all_ML,
-        rows_ML2=rows_ML2,
-        experts_MLG2=experts_MLG2,
+        all_to_all_ML=all_to_all_ML[:, layers],
+        rows_ML2=rows_ML2[:, layers],
+        experts_MLG2=experts_MLG2[:, layers],
         layer_s=prices.layer_s,
-        send_M=send_s,
     )
 
 
 def transfers_of(
-    served: ServedStep,
-    layers: NDArray[np.integer],
-    order: Sequence[StagePass],
-    topology: Topology,
-    costs: CostModel,
-) -> Transfers:
-    """Price what moves when a pipeline stage goes through its cells in this order.
+    served: ServedStep, layers: NDArray[np.integer], topology: Topology, costs: CostModel
+) -> tuple[Transfers, Transfers]:
+    """Price what moves in the recompute and in the update.
+
+    Slots of a layer hold what the plan left there, so that the way back fetches nothing. Slots that layers share hold
+    the last `prefetch` + 1 cells, which the way back begins with.
 
     Args:
         served: who serves what.
-        layers: which planned layer stands for each layer of the pipeline stage.
-        order: of stage passes.
+        layers: which planned layer stands for each layer of the model.
         topology: ranks and links.
-        costs: the cost model; slots that layers share are there once more than cells are fetched ahead.
+        costs: the cost model.
     """
-    prices, ranks, home_LE = costs.prices(topology), topology.num_ranks, served.home_LE
-    num_micro_steps, num_layers = _shape(served)
-    shape = (2, num_micro_steps, num_layers, ranks)
-    host_KMLG, direct_KMLG4 = np.zeros(shape), np.zeros((*shape, 4))
-    gradient_MLG4 = np.zeros((*shape[1:], 4))
-    for stage_pass, layer, fetched_R in fetched_replicas(served, order):
-        home_E, (expert_R, rank_R, _) = home_LE[layer], _replicas(served, stage_pass.micro_step, layer)
-        fetch_G5, _ = links.transfer_seconds(expert_R, rank_R, fetched_R, home_E, ranks, prices)
-        place = (int(stage_pass.backward), stage_pass.micro_step, layer)
-        host_KMLG[place], direct_KMLG4[place] = fetch_G5[:, links.HOST], fetch_G5[:, : links.HOST]
-    if any(stage_pass.backward for stage_pass in order):
-        for m, layer in np.ndindex(num_micro_steps, num_layers):
-            (expert_R, rank_R, _), home_E = _replicas(served, m, layer), home_LE[layer]
-            all_R = np.ones(len(expert_R), np.bool_)
-            _, gradient_G5 = links.transfer_seconds(expert_R, rank_R, all_R, home_E, ranks, prices)
-            gradient_MLG4[m, layer] = gradient_G5[:, : links.HOST]
-    host_KMLG, direct_KMLG4 = host_KMLG[:, :, layers], direct_KMLG4[:, :, layers]
-    # Shared slots hold the last prefetch + 1 cells, which a backward pass begins with when it follows its forward pass.
-    found = max(len(layers) - costs.prefetch - 1, 0)
-    for last, stage_pass in pairwise(order):
-        if turns_back(stage_pass, last):
-            host_KMLG[1, stage_pass.micro_step, found:] = 0
-            direct_KMLG4[1, stage_pass.micro_step, found:] = 0
-    return Transfers(host_KMLG=host_KMLG, direct_KMLG4=direct_KMLG4, gradient_MLG4=gradient_MLG4[:, layers])
+    prices, ranks = costs.prices(topology), topology.num_ranks
+    fetch_MLG5, gradient_MLG5 = np.zeros((2, *served.counts_MLGE.shape[:2], ranks, 5))
+    for c, cell in enumerate(served.cells):
+        fetched_R = cell.fetched_R if served.slots == "layer" else np.ones(len(cell.rank_R), np.bool_)
+        fetch_G5, gradient_G5 = links.transfer_seconds(
+            cell.expert_R, cell.rank_R, fetched_R, cell.home_E, ranks, prices
+        )
+        place = divmod(c, served.counts_MLGE.shape[1])
+        fetch_MLG5[place], gradient_MLG5[place] = fetch_G5, gradient_G5
+    forth_MLG5 = fetch_MLG5[:, layers]
+    back_MLG5 = np.zeros_like(forth_MLG5)
+    if served.slots == "shared":
+        refetched = max(len(layers) - costs.prefetch - 1, 0)
+        back_MLG5[:, :refetched] = forth_MLG5[:, :refetched]
+
+    def moved(fetch_KMLG5: Floats, gradient_MLG4: Floats) -> Transfers:
+        return Transfers(fetch_KMLG5[..., links.HOST], fetch_KMLG5[..., : links.HOST], gradient_MLG4)
+
+    gradient_MLG4 = gradient_MLG5[:, layers][..., : links.HOST]
+    return (
+        moved(np.stack([forth_MLG5, np.zeros_like(forth_MLG5)]), np.zeros_like(gradient_MLG4)),
+        moved(np.stack([forth_MLG5, back_MLG5]), gradient_MLG4),
+    )
 
 
 def without_cost(transfers: Transfers) -> Transfers:
     """Give the same transfers at no cost."""
     return Transfers(*map(np.zeros_like, transfers))
-
-
-def fetched_replicas(
-    served: ServedStep, order: Sequence[StagePass]
-) -> Iterator[tuple[StagePass, int, NDArray[np.bool_]]]:
-    """Go through everything that is fetched, cell by cell: stage pass, layer, and bool [R] of the cell's replicas.
-
-    Slots of a layer hold what the plan left there as long as micro-steps come in the order in which it was made. Where
-    a pipeline schedule goes back to an earlier micro-step, they hold what the last pass served. Slots that
-    layers share hold nothing; `turns_back` says of which cells that is not so.
-    """
-    last: StagePass | None = None
-    for stage_pass in order:
-        in_order = last is None or (not stage_pass.backward and stage_pass.micro_step == last.micro_step + 1)
-        for layer in range(_shape(served)[1]):
-            if served.slots == "layer" and turns_back(stage_pass, last):
-                continue
-            expert_R, rank_R, fetched_R = _replicas(served, stage_pass.micro_step, layer)
-            if served.slots == "shared":
-                fetched_R = np.ones(len(expert_R), np.bool_)
-            elif not in_order:
-                assert last is not None, "the first stage pass is in order"
-                fetched_R = _missing((expert_R, rank_R), _replicas(served, last.micro_step, layer)[:2])
-            if fetched_R.any():
-                yield stage_pass, layer, fetched_R
-        last = stage_pass
-
-
-def turns_back(stage_pass: StagePass, last: StagePass | None) -> bool:
-    """Whether a backward pass follows its own forward pass, and so finds the last cells of that in place."""
-    return stage_pass.backward and last == StagePass(False, stage_pass.micro_step)
-
-
-def _shape(served: ServedStep) -> tuple[int, int]:
-    """M and L."""
-    return served.counts_MLGE.shape[0], served.counts_MLGE.shape[1]
-
-
-def _replicas(served: ServedStep, micro_step: int, layer: int) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """The hosts of a cell that are no homes: expert, rank, and whether the plan fetches them. All are [R]."""
-    cell = served.kept[micro_step * _shape(served)[1] + layer]
-    away_R = cell.home_E[cell.expert_R] != cell.rank_R
-    return cell.expert_R[away_R].astype(np.int64), cell.rank_R[away_R].astype(np.int64), cell.fetched_R[away_R]
-
-
-def _missing(wanted: tuple[Ints, Ints], held: tuple[Ints, Ints]) -> NDArray[np.bool_]:
-    """Which of the wanted replicas, given as expert and rank, are not held."""
-    more_than_ranks = 1 + max(int(rank_R.max(initial=0)) for _, rank_R in (wanted, held))
-    keys = [expert_R * more_than_ranks + rank_R for expert_R, rank_R in (wanted, held)]
-    return ~np.isin(keys[0], keys[1])

@@ -79,7 +79,7 @@ def compare(
     """Yield the figures of each balancer. Those that plan from the step before are skipped when it is not known.
 
     Args:
-        problem: the step. Its prices are those of `costs`, whatever it says.
+        problem: the step; `crossing` is that of `costs`, whatever it says.
         costs: the cost model.
         balancers: by short name.
 
@@ -111,13 +111,13 @@ def figures_of(
     expected = (num_micro_steps, num_layers, plan.topology.num_ranks, num_experts)
     if counts_MLGE.shape != expected:
         raise CountsError(f"counts are {list(counts_MLGE.shape)}; the plan is for {list(expected)}")
-    cells = (plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2]))
+    cells = [plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2])]
     served = ServedStep(counts_MLGE, plan.previous_home_LE, plan.slots, cells, planning_s)
     return _figures(served, plan.topology, costs, label, label)
 
 
 def _figures(served: ServedStep, topology: Topology, costs: CostModel, name: str, label: str) -> MethodFigures:
-    """Price all cells, one after the other, without keeping them."""
+    """Price all cells."""
     shape = _, num_layers = served.counts_MLGE.shape[:2]
     loads_MLG, fetches_ML = np.empty((*shape, topology.num_ranks), np.int64), np.empty(shape, np.int64)
     crossing_ML, parts_MLSP = np.empty(shape), np.empty((*shape, len(STAGE_NAMES), len(PART_NAMES)))
@@ -165,58 +165,25 @@ class StepFacts:
         least_over_mean_ML: [M, L], the least load of a slowest rank under any plan of the same homes and slots, over
             the mean load; 1 where a cell is empty.
         least_seconds: no plan takes less for the step, by the cost model; see `pricing.least_seconds`.
-        fluctuation_ML: [M, L], share of the assignments of a cell that would go to other experts if the cell were like
-            its layer in the whole step (total variation distance); NaN where a cell is empty.
-        drift_L: [L], the same of the step against the step before, or None where that is not known.
     """
 
     least_over_mean_ML: Floats
     least_seconds: float
-    fluctuation_ML: Floats
-    drift_L: Floats | None
 
 
-def facts_of(
-    plan: StepPlan,
-    counts_MLGE: NDArray[np.integer],
-    costs: CostModel,
-    *,
-    previous_LE: NDArray[np.integer] | None = None,
-) -> StepFacts:
+def facts_of(plan: StepPlan, counts_MLGE: NDArray[np.integer], costs: CostModel) -> StepFacts:
     """Look at the step that a plan was made for.
 
     Args:
         plan: of these counts; it knows its bounds.
         counts_MLGE: integers [M, L, G, E].
         costs: the cost model.
-        previous_LE: integers [L, E], assignments of the step before, when they are known.
-
-    Raises:
-        CountsError: when the step before is of other layers or experts.
     """
-    loads_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
-    step_LE = loads_MLE.sum(axis=0)
-    if previous_LE is not None and previous_LE.shape != step_LE.shape:
-        raise CountsError(
-            f"the step before has {list(previous_LE.shape)} layers and experts, this one {list(step_LE.shape)}"
-        )
+    mean_ML = counts_MLGE.sum(axis=(2, 3), dtype=np.int64) / plan.topology.num_ranks
     return StepFacts(
-        least_over_mean_ML=_over(plan.bound_ML, loads_MLE.sum(axis=2) / plan.topology.num_ranks),
+        least_over_mean_ML=_over(plan.bound_ML, mean_ML),
         least_seconds=float(least_seconds(counts_MLGE, plan.topology, costs).sum()),
-        fluctuation_ML=_distance(loads_MLE, step_LE),
-        drift_L=None if previous_LE is None else _distance(step_LE, previous_LE),
     )
-
-
-def _distance(loads_XE: NDArray[np.integer], reference_XE: NDArray[np.integer]) -> Floats:
-    """Total variation distance of shares along the last axis; NaN where either is empty."""
-    totals = [loads.sum(axis=-1, keepdims=True) for loads in (loads_XE, reference_XE)]
-    shares = [
-        np.divide(loads, total, out=np.full(loads.shape, np.nan), where=total > 0)
-        for loads, total in zip((loads_XE, reference_XE), totals, strict=True)
-    ]
-    distance: Floats = np.abs(shares[0] - shares[1]).sum(axis=-1) / 2
-    return distance
 
 
 def _over(values: NDArray[np.number], mean: NDArray[np.number]) -> Floats:

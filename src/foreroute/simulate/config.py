@@ -38,7 +38,7 @@ from foreroute.files.config_file import (
 from foreroute.files.toml import read_toml
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.simulate.methods import METHODS
-from foreroute.simulate.steps import MOST_WORK, drawn_work
+from foreroute.simulate.steps import require_drawable
 from foreroute.simulate.workload import WORKLOADS
 
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
@@ -74,7 +74,7 @@ def load_config(path: Path) -> SimulateConfig:
 
     Raises:
         ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict; or what would take
-            more memory or work than a simulation may.
+            more memory than a simulation may.
         TopologyError: when ranks do not fill nodes.
     """
     return parse_config(read_toml(path), source=str(path))
@@ -87,17 +87,13 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
         ConfigError, TopologyError: as `load_config`.
     """
     config = checked(SimulateConfig, values, source=source)
-    points = [(key, value) for key in SweepConfig.model_fields for value in getattr(config.sweep, key)]
+    cluster, points = config.described(source), config.sweep.points()
+    if config.workload.counts is None:
+        require_drawable(config, cluster.topology, cluster.costs.model, source=source)
     if len(points) > MOST_POINTS:
         raise ConfigError(f"{source}: the sweep has {len(points)} points; expected {MOST_POINTS} at most")
-    work = _work(config, source)
-    work += sum(_work(varied(config, key, value), f"{source}: {key} = {value}") for key, value in points)
-    if (work := work * len(config.methods)) > MOST_WORK:
-        raise ConfigError(
-            f"{source} would plan and price {work:,} entries of assignments with {len(config.methods)} methods; "
-            f"expected {MOST_WORK:,.0f} at most. Draw fewer groups, layers or micro-steps, or take fewer methods or "
-            "points of the sweep"
-        )
+    for key, value in points:
+        varied(config, key, value)
     return config
 
 
@@ -127,27 +123,24 @@ class ClusterConfig(Section):
     """How the GPUs are divided up."""
 
     gpus: Count
-    """In all; a multiple of `expert_parallel` times `pipeline`."""
+    """In all; a multiple of `expert_parallel`."""
     expert_parallel: Ranks
     """Neighbouring GPUs that share a layer's experts."""
-    pipeline: Count = 1
-    """Pipeline stages; 1F1B without interleaving."""
     redundant_slots: Slots = 2
     """Per GPU and layer, unless a method says otherwise."""
 
     @model_validator(mode="after")
     def _groups_fill_the_cluster(self) -> ClusterConfig:
-        size = self.expert_parallel * self.pipeline
-        if self.gpus % size:
+        if self.gpus % self.expert_parallel:
             raise ValueError(
-                f"{self.gpus} GPUs do not fill groups of {size}, expert_parallel times pipeline; use a multiple"
+                f"{self.gpus} GPUs do not fill groups of {self.expert_parallel}, expert_parallel; use a multiple"
             )
         return self
 
     @property
     def groups(self) -> int:
-        """D, data-parallel replicas of all layers, which are expert-parallel groups when there is one stage."""
-        return self.gpus // (self.expert_parallel * self.pipeline)
+        """D, expert-parallel groups, each with all layers."""
+        return self.gpus // self.expert_parallel
 
 
 class WorkloadConfig(Section):
@@ -226,6 +219,10 @@ class SweepConfig(Section):
     planning_s: tuple[Seconds, ...] = ()
     """Values of execution.planning_s."""
 
+    def points(self) -> list[tuple[str, float]]:
+        """Every key with each of its values."""
+        return [(key, value) for key in type(self).model_fields for value in getattr(self, key)]
+
 
 class SimulateConfig(Section):
     """A simulation. `load_config` reads one from a file."""
@@ -279,11 +276,3 @@ class SimulateConfig(Section):
         cluster = self.cluster
         tables["topology"] = {"num_ranks": cluster.expert_parallel, "redundant_slots": cluster.redundant_slots}
         return parse_cluster(tables, source=source)
-
-
-def _work(config: SimulateConfig, source: str) -> int:
-    """The work of what is drawn; 0 where counts are read from a file, which says how many there are."""
-    cluster = config.described(source)
-    if config.workload.counts is not None:
-        return 0
-    return drawn_work(config, cluster.topology, cluster.costs.model, source=source)

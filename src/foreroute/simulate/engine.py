@@ -1,8 +1,8 @@
-"""When everything happens in one stage of the step, for one expert-parallel group: the recurrence over its cells.
+"""When everything happens in recompute or update of one expert-parallel group: the recurrence over its cells.
 
 The ranks of a group meet in every all-to-all, so between two of them one clock is enough for all; the copy
-engines, the links and the pipeline stages have clocks of their own. Events are taken in the order of their causes, so
-each is computed once and exactly. Times are seconds from the start of the stage.
+engines and the links have clocks of their own. Events are taken in the order of their causes, so
+each is computed once and exactly. Times are seconds from the start. Compiled.
 
 - A pass over a cell: attention and router | dispatch | experts | combine; the reverse in a backward pass. Each part
   begins when the one before has ended on all ranks of the group.
@@ -10,22 +10,24 @@ each is computed once and exactly. Times are seconds from the start of the stage
   `prefetch` places before it has ended its attention. Experts of a rank begin when its own fetches are there.
 - A link that all-to-alls use carries direct fetches and gradients while no all-to-all runs, fetches first, in the order
   of cells. All ranks wait for all direct fetches of a cell.
-- Gradients return in the background; what is left of them at the end of the stage is waited for.
+- Gradients return in the background; what is left of them at the end is waited for.
 - `overlap` times its computing time, a pass hides its all-to-alls behind; for so long the links are taken.
+
+A *place* is a cell in the order of execution: micro-step by micro-step through all layers, in the update forward and
+back.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import STAGES
-from foreroute.simulate.cell_costs import Compute, StagePass, Transfers
+from foreroute.kernels import kernel
+from foreroute.simulate.cell_costs import Compute, Transfers
 
 Floats = NDArray[np.float64]
 
@@ -37,9 +39,13 @@ PARTS = (
     "exposed transfers",
     "output head",
     "waiting for the plan",
-    "pipeline bubbles",
 )
-"""Parts of the time of a pipeline stage, in this order."""
+"""Parts of the time of recompute and update, in this order."""
+ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = range(len(PARTS))
+FETCHING, ATTENDED, ENDED = range(3)
+"""Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
+BEGIN, FIRST, SECOND, THIRD, END = range(5)
+"""Times of a pass over a cell: its begin, and the ends of its four parts in their order."""
 
 
 class ExecutionModel(NamedTuple):
@@ -56,61 +62,231 @@ class ExecutionModel(NamedTuple):
     keeps_slots: bool
 
 
-@dataclass(frozen=True, eq=False)
-class StageRun:
-    """One stage of the step on one group.
+class GroupRun(NamedTuple):
+    """Recompute or update of one group.
 
     Attributes:
-        parts_PX: [pipeline stages, `PARTS`], seconds; they add up to `end_P`.
-        end_P: [pipeline stages], seconds from the start to the last event, gradients included.
-        times_PNX: [pipeline stages, cells in their order, 10], seconds: begin and end of each part, of both passes;
-            the second is NaN where there is none.
-        fetched_PNG2: [pipeline stages, cells in their order, G, 2], begin and end of each rank's copies from the host.
-        direct_end_PN: [pipeline stages, cells in their order], when the cell's direct fetches had all arrived.
+        parts_X: [`PARTS`], seconds; they add up to `end_s`.
+        end_s: seconds from the start to the last event, gradients included.
+        times_NX: [places, 10], seconds: begin and end of each part, of both passes; the second is NaN where there is
+            none.
+        fetched_NG2: [places, G, 2], begin and end of each rank's copies from the host.
+        direct_end_N: [places], when the cell's direct fetches had all arrived.
     """
 
-    parts_PX: Floats
-    end_P: Floats
-    times_PNX: Floats
-    fetched_PNG2: Floats
-    direct_end_PN: Floats
-
-
-def run(
-    orders: Sequence[Sequence[StagePass]],
-    layer_ranges: Sequence[range],
-    compute: Compute,
-    transfers: Transfers,
-    model: ExecutionModel,
-    *,
-    stage: int,
-    ready_M: Floats | None = None,
-) -> StageRun:
-    """Run one stage.
-
-    Args:
-        orders: of stage passes, for each pipeline stage.
-        layer_ranges: layers of each pipeline stage.
-        compute: of all cells.
-        transfers: of all cells, each pipeline stage's by its own order.
-        model: how the cluster executes.
-        stage: position in `costs.STAGES`.
-        ready_M: when the plan of each micro-step is there; from the start by default.
-    """
-    from foreroute.simulate import engine_kernels
-
-    num_micro_steps = len(compute.all_to_all_ML)
-    passes_PVK = np.array(
-        [[(int(stage_pass.backward), stage_pass.micro_step) for stage_pass in order] for order in orders], np.int64
-    )
-    bounds = np.array([layer_ranges[0].start, *(layers.stop for layers in layer_ranges)], np.int64)
-    passes_per_kind_KF = np.zeros((2, 2), np.int64)
-    passes_per_kind_KF[: len(STAGES[stage])] = STAGES[stage]
-    ready = np.zeros(num_micro_steps) if ready_M is None else ready_M
-    work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
-    found = engine_kernels.run(passes_PVK, bounds, passes_per_kind_KF, ready, work, model)
-    return StageRun(*found)
+    parts_X: Floats
+    end_s: float
+    times_NX: Floats
+    fetched_NG2: Floats
+    direct_end_N: Floats
 
 
 Work = namedtuple("Work", (*Compute._fields, *Transfers._fields))  # type: ignore[misc]  # fields of two records
 """`Compute` and `Transfers`, for compiled code."""
+
+# One moment. `clock` holds its seconds, `progress` three places. `queued_G4` and `owed_G4` are seconds of direct
+# fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is free.
+State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N")
+
+
+def run(
+    compute: Compute, transfers: Transfers, model: ExecutionModel, *, stage: int, ready_M: Floats | None = None
+) -> GroupRun:
+    """Run recompute or update.
+
+    Args:
+        compute: of all cells.
+        transfers: of all cells.
+        model: how the cluster executes.
+        stage: position in `costs.STAGES`.
+        ready_M: when the plan of each micro-step is there; from the start by default.
+    """
+    ready = np.zeros(len(compute.all_to_all_ML)) if ready_M is None else ready_M
+    work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
+    return GroupRun(*_run(np.array(STAGES[stage], np.int64), ready, work, model))
+
+
+@kernel
+def _run(passes_KF: Any, ready_M: Any, work: Any, model: Any) -> Any:
+    """Go through all places. `passes_KF`: forward and backward passes over each cell, on the way forward and back."""
+    kinds, (num_micro_steps, layers) = len(passes_KF), work.all_to_all_ML.shape
+    state = _initial_state(num_micro_steps * kinds * layers, work.head_MG.shape[1])
+    place = 0
+    for m in range(num_micro_steps):
+        head_s = work.head_MG[m].max()
+        for kind in range(kinds):
+            forwards, backwards = passes_KF[kind]
+            if ready_M[m] > state.clock[0]:
+                _elapse(state, PLAN, ready_M[m] - state.clock[0], ready_M[m] - state.clock[0])
+            if kind == 1:
+                _elapse(state, HEAD, 2 * head_s, 2 * head_s)
+            for _ in range(layers):
+                for i in range(forwards + backwards):
+                    _pass_cell(state, place, i, i >= forwards, kinds, work, model)
+                state.progress[ENDED] = place
+                _release(state, kinds, work, model)
+                place += 1
+            if kind == 0:
+                _elapse(state, HEAD, head_s, head_s)
+    # What links still have to carry when the last pass has ended is hidden by nothing.
+    tail = max(0.0, (state.queued_G4 + state.owed_G4).max())
+    state.parts_X[EXPOSED] += tail
+    return state.parts_X, state.clock[0] + tail, state.times_NX, state.fetched_NG2, state.direct_end_N
+
+
+@kernel
+def _initial_state(num_places: int, ranks: int) -> Any:
+    """Nothing is fetched, attended or ended."""
+    progress = np.full(3, -1, np.int64)
+    progress[FETCHING] = 0
+    return State(
+        np.zeros(1),
+        progress,
+        np.zeros((ranks, 4)),
+        np.zeros((ranks, 4)),
+        np.zeros(ranks),
+        np.zeros(len(PARTS)),
+        np.full((num_places, 10), np.nan),
+        np.zeros((num_places, ranks, 2)),
+        np.zeros(num_places),
+    )
+
+
+@kernel
+def _pass_cell(state: Any, place: int, i: int, backward: bool, kinds: int, work: Any, model: Any) -> None:
+    """One pass over one cell, the i-th at this place."""
+    side = 1 if backward else 0
+    _, m, layer = _cell(place, kinds, work)
+    attention_s = work.attention_MG2[m, :, side].max()
+    experts_s = work.experts_MLG2[m, layer, :, side].max()
+    # What is hidden shortens both all-to-alls alike, and takes the links from fetches while the ranks compute.
+    hidden = min(2 * work.all_to_all_ML[m, layer], model.overlap * (attention_s + experts_s))
+    all_to_all_s = work.all_to_all_ML[m, layer] - hidden / 2
+    computing = attention_s + experts_s + work.layer_s
+    rate = 1 - hidden / computing if computing > 0 else 1.0
+    # A place has at most two passes: forward anew, and backward. Each has a begin and four ends.
+    times = state.times_NX[place, 5 * i : 5 * i + 5]
+    times[BEGIN] = state.clock[0]
+    if backward:
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+        times[FIRST] = state.clock[0]
+        _elapse(state, EXPERTS, experts_s, rate * experts_s)
+        state.owed_G4[:] += work.gradient_MLG4[m, layer]
+        times[SECOND] = state.clock[0]
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+        times[THIRD] = state.clock[0]
+        _attend(state, attention_s, work.layer_s, rate)
+    else:
+        _attend(state, attention_s, work.layer_s, rate)
+        times[FIRST] = state.clock[0]
+        if i == 0:
+            state.progress[ATTENDED] = place
+            _release(state, kinds, work, model)
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+        times[SECOND] = state.clock[0]
+        exposed_s = _exposed(state, place, kinds, experts_s, rate, work) if i == 0 else 0.0
+        _elapse(state, EXPERTS, experts_s, rate * experts_s)
+        _elapse(state, EXPOSED, exposed_s, exposed_s)
+        times[THIRD] = state.clock[0]
+        _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
+    times[END] = state.clock[0]
+
+
+@kernel
+def _exposed(state: Any, place: int, kinds: int, experts_s: float, rate: float, work: Any) -> float:
+    """Seconds that the experts of the first pass take longer, since they wait for what is fetched for them."""
+    _, m, layer = _cell(place, kinds, work)
+    now = state.clock[0]
+    direct_s = _direct_wait(state, place, kinds, experts_s, rate, work)
+    state.direct_end_N[place] = now + direct_s
+    longest = 0.0
+    for g in range(state.host_G.shape[0]):
+        wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - now)
+        longest = max(longest, wait_s + work.experts_MLG2[m, layer, g, 0])
+    return longest - experts_s
+
+
+@kernel
+def _direct_wait(state: Any, place: int, kinds: int, experts_s: float, rate: float, work: Any) -> float:
+    """Seconds until the direct fetches of a place, and of those before it, have all arrived.
+
+    Links serve places in order, so what is queued less what was queued for later places is in front of them.
+    """
+    direct_s = 0.0
+    for g in range(state.host_G.shape[0]):
+        for k in range(4):
+            left = state.queued_G4[g, k]
+            for later in range(place + 1, state.progress[FETCHING]):
+                c, n, la = _cell(later, kinds, work)
+                left -= work.direct_KMLG4[c, n, la, g, k]
+            # Adding the same seconds and taking them off again leaves a rounding error of this size.
+            if left > 1e-15:
+                direct_s = max(direct_s, _until(left, experts_s, rate))
+    return direct_s
+
+
+@kernel
+def _release(state: Any, kinds: int, work: Any, model: Any) -> None:
+    """Begin all fetches whose time has come."""
+    layers = work.all_to_all_ML.shape[1]
+    while state.progress[FETCHING] < len(state.direct_end_N):
+        place = state.progress[FETCHING]
+        # Fetches begin in order: where one must wait, so do all after it.
+        if state.progress[ATTENDED] < max(place - model.prefetch, 0):
+            return
+        kind, m, layer = _cell(place, kinds, work)
+        if model.keeps_slots and place >= layers:
+            # The slots of this layer are in use until its cell has ended on the way before, back where this is forward.
+            first = (place // layers - 1) * layers
+            before = first + layer if kinds == 1 or kind == 1 else first + layers - 1 - layer
+            if state.progress[ENDED] < before:
+                return
+        for g in range(state.host_G.shape[0]):
+            seconds = work.host_KMLG[kind, m, layer, g]
+            if seconds > 0:
+                begin = max(state.host_G[g], state.clock[0])
+                state.host_G[g] = begin + seconds
+                state.fetched_NG2[place, g, 0] = begin
+                state.fetched_NG2[place, g, 1] = begin + seconds
+        state.queued_G4[:] += work.direct_KMLG4[kind, m, layer]
+        state.progress[FETCHING] += 1
+
+
+@kernel
+def _cell(place: int, kinds: int, work: Any) -> Any:
+    """Kind (0 forward, 1 back), micro-step and layer of a place."""
+    layers = work.all_to_all_ML.shape[1]
+    way, k = divmod(place, layers)
+    m, kind = divmod(way, kinds)
+    return kind, m, (layers - 1 - k if kind == 1 else k)
+
+
+@kernel
+def _elapse(state: Any, part: int, seconds: float, capacity: float) -> None:
+    """Let time pass in which the links have `capacity` seconds for fetches, and what is left of it for gradients."""
+    state.clock[0] += seconds
+    state.parts_X[part] += seconds
+    if capacity <= 0:
+        return
+    # A rank has four links: out to and in from other nodes, and the same within its node. Fetches go before gradients:
+    # a cell waits for the former, only the optimizer for the latter.
+    for g in range(state.queued_G4.shape[0]):
+        for k in range(4):
+            used = min(capacity, state.queued_G4[g, k])
+            state.queued_G4[g, k] -= used
+            state.owed_G4[g, k] = max(0.0, state.owed_G4[g, k] - (capacity - used))
+
+
+@kernel
+def _attend(state: Any, attention_s: float, layer_s: float, rate: float) -> None:
+    """Attention and the fixed cost of a pass over a layer; the links are free for a share `rate` of them."""
+    _elapse(state, ATTENTION, attention_s, rate * attention_s)
+    _elapse(state, FIXED, layer_s, rate * layer_s)
+
+
+@kernel
+def _until(seconds: float, phase_s: float, rate: float) -> float:
+    """When a link has done so many seconds of work, free for a share `rate` of the phase and for all time after."""
+    if seconds <= rate * phase_s:
+        return seconds / rate
+    return phase_s + seconds - rate * phase_s

@@ -69,7 +69,7 @@ def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
     """Every source divides its assignments evenly over the copies of an expert; remainders go round.
 
     Args:
-        expert_H: int32 [H].
+        expert_H: int32 [H], ascending.
         copies_H: int32 [H], copies of the expert on this rank.
         counts_GE: int64 [G, E].
 
@@ -77,10 +77,10 @@ def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
         tokens_HG: int64 [H, G]. The copies of an expert serve the same, give or take one.
     """
     num_ranks, num_experts = counts_GE.shape
-    first_E, host_H = by_key(expert_H, num_experts)
+    first_E = np.searchsorted(expert_H, np.arange(num_experts + 1))
     tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
     for e in range(num_experts):
-        hosts = host_H[first_E[e] : first_E[e + 1]]
+        hosts = range(first_E[e], first_E[e + 1])
         copies = 0
         for h in hosts:
             copies += copies_H[h]
@@ -99,20 +99,6 @@ def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
                 tokens_HG[h, g] = tokens
             turn = turn + left if turn + left < copies else turn + left - copies
     return tokens_HG
-
-
-@kernel
-def by_key(key_H: Any, size: int) -> Any:
-    """Hosts in order of an integer key: int64 [size + 1], where those of each key begin, and int64 [H], the hosts."""
-    first = np.zeros(size + 1, np.int64)
-    for key in key_H:
-        first[key + 1] += 1
-    first = np.cumsum(first)
-    place, host_H = first.copy(), np.empty(len(key_H), np.int64)
-    for h in range(len(key_H)):
-        host_H[place[key_H[h]]] = h
-        place[key_H[h]] += 1
-    return first, host_H
 
 
 def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int) -> NDArray[np.int64]:

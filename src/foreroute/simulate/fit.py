@@ -1,5 +1,13 @@
 """Rates of hardware from measured steps, by least squares of relative errors; the extra `fit` brings what it needs.
 
+Steps that were really run and timed come from a file, JSON Lines, one measurement a line:
+
+    {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
+
+`counts` is a counts file, [M, L, G, E]; `plan` a plan file of these counts, or null where
+every expert was served at its home, contiguously; `stage` "recompute" (forward passes of all micro-steps) or "update"
+(forward, and backward with activations computed anew). Paths are relative to the file.
+
 The time of a step is the longest of many paths of work, and each path is linear in the inverse rates; so it is convex
 in them, and linear in pieces. A trust region follows the pieces (their slopes by differences), with no rate below a
 thousandth or above a thousand times what it was.
@@ -9,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +26,20 @@ from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
 from foreroute.costs.model import CostModel, Hardware
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, InputError
+from foreroute.files import parse_json, read_text
+from foreroute.files.config_file import Positive, Section, checked
+from foreroute.plan import load_counts, load_plan, verify
+from foreroute.plan.counts import check_counts
+from foreroute.plan.step_plan import StepPlan
+from foreroute.plan.topology import Topology
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.measurements import Measurement
+from foreroute.simulate.methods import ServedStep, all_at_home
+from foreroute.simulate.steps import GroupStep
 
 Floats = NDArray[np.float64]
-Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
-"""Seconds of a measured stage, by a configuration and a cost model."""
-
 SECONDS = ("layer_s", "node_latency_s", "cluster_latency_s")
 """Parameters that are seconds; all others are rates."""
 FITTABLE = (
@@ -47,6 +61,91 @@ CONVERGED = 1e-12
 """Relative change of errors, rates and slopes below which the search ends: a few rounds more, and digits to compare."""
 ALIKE = 1e6
 """Singular values of the slopes, largest over smallest, from which rates cannot be told apart."""
+MOST_BYTES = 1 << 20
+"""Most bytes of a file of measurements: thousands of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement:
+    """One timed stage of one step.
+
+    Attributes:
+        name: for people.
+        step: what was run.
+        served: how.
+        stage: position in `costs.STAGES`: 0 recompute, 1 update.
+        seconds: wall time of the slowest rank.
+    """
+
+    name: str
+    step: GroupStep
+    served: ServedStep
+    stage: int
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, stage: str, seconds: float
+    ) -> Measurement:
+        """From arrays.
+
+        Args:
+            name: for people.
+            counts: integers [M, L, G, E].
+            plan: of these counts, or None for contiguous homes alone.
+            topology: of the ranks.
+            stage: "recompute" or "update".
+            seconds: wall time.
+
+        Raises:
+            CountsError, PlanError: when the counts are none, or the plan is not of them.
+        """
+        counts_MLGE = check_counts(counts, num_ranks=topology.num_ranks)
+        home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
+        problem = BalancerInput(counts_MLGE, topology, home_LE)
+        if plan is None:
+            served = all_at_home(problem)
+        else:
+            verify(plan, counts_MLGE)
+            cells = [plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2])]
+            served = ServedStep(counts_MLGE, plan.previous_home_LE, plan.slots, cells)
+        return cls(name, GroupStep(problem, None), served, ("recompute", "update").index(stage), seconds)
+
+
+class _Line(Section):
+    counts: str
+    plan: str | None
+    stage: Literal["recompute", "update"]
+    seconds: Positive
+
+
+def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
+    """Read a file of measurements.
+
+    Raises:
+        ConfigError: when the file is missing or no JSON, or a measurement has unknown keys or wrong values; with the
+            number of its line.
+        CountsError, PlanError: when counts or plans are damaged, or do not fit each other.
+    """
+    measured = []
+    # at line feeds alone: JSON text may hold other separators
+    for number, text in enumerate(read_text(path, ConfigError, most_bytes=MOST_BYTES).split("\n"), start=1):
+        if not text.strip():
+            continue
+        where = f"{path}, line {number}"
+        line = checked(_Line, parse_json(text, ConfigError, name=where), source=where)
+        counts = load_counts(path.parent / line.counts)
+        plan = None if line.plan is None else load_plan(path.parent / line.plan)
+        name = f"{line.plan or line.counts}, {line.stage}"
+        try:
+            measured.append(Measurement.of(name, counts, plan, topology, line.stage, line.seconds))
+        except InputError as error:
+            raise type(error)(f"{where}: {error}") from error
+    return measured
+
+
+Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
+"""Seconds of a measured stage, by a configuration and a cost model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +178,8 @@ class FitRecord:
 
 def simulated_seconds(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
     """Seconds of one measured stage by the simulator."""
-    topology = replace(one.step.problem.topology, links=costs.hardware.links)
-    runs = EPGroup.of(one.served, one.step, config, topology, costs).run()
-    return float(runs[one.stage].end_P.max())
+    group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
+    return group.run()[one.stage].end_s
 
 
 def fit(

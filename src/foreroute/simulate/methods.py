@@ -5,7 +5,6 @@ executed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from foreroute.costs.model import CostModel
 from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PlanOptions, SlotSharing
+from foreroute.plan.topology import Topology
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
@@ -63,7 +63,7 @@ METHODS: dict[str, Balancer | PlannerPreset] = {**BALANCERS, **PRESETS}
 """By short name, in the order of tables."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ServedStep:
     """A step as one method serves it.
 
@@ -71,27 +71,20 @@ class ServedStep:
         counts_MLGE: integers [M, L, G, E].
         before_LE: int16 [L, E], the homes when the step begins.
         slots: each layer has redundant slots of its own, or all layers share one set.
-        cells: of the step, in the order of execution; those of a balancer can be gone through once, as it plans them.
-        planning_s: processor seconds of planning what was gone through; so other work on this machine does not count.
+        cells: of the step, in the order of execution.
+        planning_s: processor seconds of planning; so other work on this machine does not count.
     """
 
     counts_MLGE: NDArray[np.integer]
     before_LE: NDArray[np.int16]
     slots: SlotSharing
-    cells: Iterable[CellPlan]
+    cells: list[CellPlan]
     planning_s: float = 0.0
-
-    @property
-    def kept(self) -> list[CellPlan]:
-        """All cells, in memory from now on."""
-        if not isinstance(self.cells, list):
-            self.cells = list(self.cells)
-        return self.cells
 
     @property
     def home_LE(self) -> NDArray[np.int64]:
         """int64 [L, E], the homes during the step."""
-        return np.stack([cell.home_E for cell in self.kept[: len(self.before_LE)]]).astype(np.int64)
+        return np.stack([cell.home_E for cell in self.cells[: len(self.before_LE)]]).astype(np.int64)
 
 
 def serve(method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostModel) -> ServedStep:
@@ -99,7 +92,7 @@ def serve(method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostM
 
     Args:
         method: one of `METHODS`, or a balancer of yours.
-        problem: the step. Its prices are those of `costs`, whatever it says.
+        problem: the step; `crossing` is that of `costs`, whatever it says.
         costs: the cost model.
 
     Raises:
@@ -109,10 +102,11 @@ def serve(method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostM
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
     first = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
     if isinstance(method, Balancer):
-        next(method.method(priced(first, costs)))
-        served = ServedStep(counts_MLGE, home_LE, method.slots, ())
-        served.cells = _timed(method, priced(problem, costs), served)
-        return served
+        crossing = _crossing(problem.topology, costs)
+        next(method.method(replace(first, crossing=crossing)))
+        before_s = time.process_time()
+        cells = list(method.method(replace(problem, crossing=crossing)))
+        return ServedStep(counts_MLGE, home_LE, method.slots, cells, time.process_time() - before_s)
     topology, options = problem.topology, method.options
     if method.redundant_slots is not None:
         topology = replace(topology, redundant_slots=method.redundant_slots)
@@ -124,30 +118,16 @@ def serve(method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostM
     return ServedStep(counts_MLGE, home_LE, options.slots, cells, planning_s)
 
 
-def _timed(balancer: Balancer, problem: BalancerInput, served: ServedStep) -> Iterator[CellPlan]:
-    before_s = time.process_time()
-    for cell in balancer.method(problem):
-        served.planning_s += time.process_time() - before_s
-        yield cell
-        before_s = time.process_time()
-
-
-def priced(problem: BalancerInput, costs: CostModel) -> BalancerInput:
-    """The problem with seconds of a whole step: of one assignment, of one that crosses nodes, of one fetch."""
-    prices = costs.prices(problem.topology)
-    groups = prices.groups
+def _crossing(topology: Topology, costs: CostModel) -> float:
+    """`BalancerInput.crossing`, over recompute and update."""
+    prices = costs.prices(topology)
     serve_s = sum(
         forward * (prices.forward.row_s + prices.forward.pair_s)
         + backward * (prices.backward.row_s + prices.backward.pair_s)
-        for _, forward, backward in groups
+        for _, forward, backward in prices.groups
     )
-    legs = 2 * sum(forward + backward for _, forward, backward in groups)  # a dispatch and a combine in each pass
-    return replace(
-        problem,
-        assignment_s=serve_s,
-        crossing_s=legs * prices.cluster_row_s,
-        transfer_s=len(groups) * prices.host_fetch_s,
-    )
+    legs = 2 * sum(forward + backward for _, forward, backward in prices.groups)  # a dispatch and a combine each
+    return legs * prices.cluster_row_s / serve_s
 
 
 def all_at_home(problem: BalancerInput) -> ServedStep:
@@ -171,7 +151,6 @@ def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tu
     asked = {
         Ability.NODES: described.topology.num_nodes > 1,
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
-        Ability.PIPELINE: cluster.pipeline > 1,
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
     }

@@ -34,13 +34,11 @@ def reduction_bytes(cluster: ClusterConfig, topology: Topology, costs: CostModel
     its part of the node's data: (r - 1) / r * B and (n - 1) / n * B / r, for B bytes on n nodes of r ranks.
     """
     model, ranks_per_node = costs.model, costs.hardware.ranks_per_node
-    layers, dense = _dense_parameters(cluster, costs)
-    replicas = cluster.gpus // cluster.pipeline
-    experts = layers * model.num_experts / topology.num_ranks * model.expert_parameters
+    experts = _expert_parameters(topology, costs)
     in_node = max(1, ranks_per_node // topology.num_ranks)
     size = model.gradient_bytes + model.weight_bytes
     scattered = [
-        _scattered(dense * size, replicas, ranks_per_node),
+        _scattered(_dense_parameters(costs) * size, cluster.gpus, ranks_per_node),
         _scattered(experts * size, cluster.groups, in_node),
     ]
     node, cluster_bytes = np.sum(scattered, axis=0).tolist()
@@ -49,10 +47,7 @@ def reduction_bytes(cluster: ClusterConfig, topology: Topology, costs: CostModel
 
 def optimizer_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
     """An Adam step whose state is spread over data-parallel ranks, bound by memory."""
-    model = costs.model
-    layers, dense = _dense_parameters(cluster, costs)
-    experts = layers * model.num_experts / topology.num_ranks * model.expert_parameters
-    parameters = dense / (cluster.gpus // cluster.pipeline) + experts / cluster.groups
+    parameters = _dense_parameters(costs) / cluster.gpus + _expert_parameters(topology, costs) / cluster.groups
     return parameters * OPTIMIZER_BYTES / costs.hardware.memory_bytes_per_s
 
 
@@ -74,19 +69,23 @@ def move_seconds(
     return float(weights_G5.max()) * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes
 
 
-def publish_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
+def publish_seconds(topology: Topology, costs: CostModel) -> float:
     """Copying the weights of a rank's experts to host memory, where other ranks of the node fetch them from there."""
     if costs.paths == "direct":
         return 0.0
-    layers, _ = _dense_parameters(cluster, costs)
-    return layers * costs.model.num_experts / topology.num_ranks * costs.prices(topology).host_fetch_s
+    return costs.model.num_layers * costs.model.num_experts / topology.num_ranks * costs.prices(topology).host_fetch_s
 
 
-def _dense_parameters(cluster: ClusterConfig, costs: CostModel) -> tuple[float, float]:
-    """Layers of the largest pipeline stage and its dense parameters, with the output head, as the last stage has it."""
+def _dense_parameters(costs: CostModel) -> float:
+    """Those of all layers, and the output head."""
     model = costs.model
-    layers = -(-model.num_layers // cluster.pipeline)
-    return layers, layers * model.dense_parameters + model.vocabulary * model.hidden
+    return model.num_layers * model.dense_parameters + model.vocabulary * model.hidden
+
+
+def _expert_parameters(topology: Topology, costs: CostModel) -> float:
+    """Those of a rank's experts in all layers."""
+    model = costs.model
+    return model.num_layers * model.num_experts / topology.num_ranks * model.expert_parameters
 
 
 def _scattered(size: float, replicas: int, ranks_per_node: int) -> tuple[float, float]:

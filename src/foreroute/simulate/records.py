@@ -30,8 +30,8 @@ class MethodRecord:
         label: for tables.
         not_executed: what no executor carries out of what is simulated here, in words; empty where one does all of it.
         stages: seconds of each stage, of the slowest group.
-        recompute_parts, update_parts: seconds of the slowest group's last pipeline stage by `engine.PARTS`; they add up
-            to those stages, waiting for the plan aside.
+        recompute_parts, update_parts: seconds of the slowest group by `engine.PARTS`; they add up to those stages,
+            waiting for the plan aside.
         imbalance: over cells, the slowest rank's load over the mean load, on average.
         share_of_forced_balance: recompute and update under forced balance, over those of this method. It can exceed 1.
         share_of_bound: the least that any plan can take for these, over those of this method. It cannot exceed 1.
@@ -129,3 +129,22 @@ class SimulationRecord:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {"methods": [record.as_dict() for record in self.methods]}
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """One point of a sweep.
+
+    Attributes:
+        key: what was changed, a field of `SweepConfig`.
+        value: to what; bandwidths are factors.
+        simulation: the record.
+    """
+
+    key: str
+    value: float
+    simulation: SimulationRecord
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"simulation": self.simulation.as_dict()}

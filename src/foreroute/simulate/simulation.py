@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
+from foreroute.costs.cluster_file import Cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
-from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import Balancer
-from foreroute.simulate.config import SimulateConfig, SweepConfig, varied
-from foreroute.simulate.engine import PARTS, Floats, StageRun
+from foreroute.simulate.config import SimulateConfig, varied
+from foreroute.simulate.engine import PARTS, PLAN, GroupRun
 from foreroute.simulate.ep_group import EPGroup, plan_ready
 from foreroute.simulate.methods import METHODS, PlannerPreset, ServedStep, forced_balance, not_executed, serve
 from foreroute.simulate.optimizer_step import (
@@ -23,13 +22,15 @@ from foreroute.simulate.optimizer_step import (
     reduction_bytes,
     reduction_seconds,
 )
-from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds
-from foreroute.simulate.steps import GroupStep, group_steps
+from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds, SweepRecord
+from foreroute.simulate.steps import group_steps
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is simulated, how much of it is done, and how much there is in all."""
 OnGroup = Callable[[str, EPGroup], None]
 """Called with the short name of a method and a group as it serves it, for looks into what is simulated."""
+Runs = tuple[GroupRun, GroupRun]
+"""Recompute and update of one group."""
 
 
 def simulate(
@@ -52,33 +53,47 @@ def simulate(
     Raises:
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
     """
-    cluster = config.described()
-    topology, costs = cluster.topology, cluster.costs
-    if config.cluster.pipeline > costs.model.num_layers:
-        raise ConfigError(
-            f"pipeline is {config.cluster.pipeline}, the model has {costs.model.num_layers} routed layers; "
-            "expected one layer for each stage at least"
-        )
-    steps = list(group_steps(config, topology, costs.model))
-    known = _methods(config, dict(balancers or {}), has_previous=steps[0].problem.previous_LE is not None)
-    sums = {name: _Sums() for name in ("forced_balance", "bound", *known)}
-    done, total = 0, len(steps) * len(known)
+    cluster, overlap = config.described(), config.execution.overlap
+    steps = list(group_steps(config, cluster.topology, cluster.costs.model))
+    methods = _methods(config, dict(balancers or {}), has_previous=steps[0].problem.previous_LE is not None)
+    forced: list[Runs] = []
+    bound: list[Runs] = []
+    served: dict[str, list[_ServedGroup]] = {name: [] for name in methods}
+    done, total = 0, len(steps) * len(methods)
     for step in steps:
-        forced = EPGroup.of(forced_balance(step.problem), step, config, topology, costs)
-        sums["forced_balance"].add(forced.run())
-        sums["bound"].add(forced.bound(step, topology, costs).run())
-        for name, method in known.items():
+        level = EPGroup.of(forced_balance(step.problem), step, cluster.costs, overlap=overlap)
+        forced.append(level.run())
+        bound.append(level.bound().run())
+        for name, method in methods.items():
             if on_progress is not None:
                 on_progress(method.label, done, total)
-            served = serve(method, step.problem, costs)
-            group = EPGroup.of(served, step, config, topology, costs)
-            sums[name].serve(group, served, step, config, topology, costs)
+            planned = serve(method, step.problem, cluster.costs)
+            group = EPGroup.of(planned, step, cluster.costs, overlap=overlap)
+            served[name].append(_ServedGroup.of(group, planned, config))
             if on_group is not None:
                 on_group(name, group)
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
-    return _record(config, known, sums, steps, topology, costs)
+    limits = (sum(_slowest(forced)), sum(_slowest(bound)))
+    records: list[MethodRecord] = []
+    for name, method in methods.items():
+        static = records[0] if records else None
+        records.append(_method(name, method, served[name], limits, static, config, cluster))
+    counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
+    return SimulationRecord(
+        facts=_facts(config, cluster.costs),
+        gpus=config.cluster.gpus,
+        expert_parallel=config.cluster.expert_parallel,
+        groups=config.cluster.groups,
+        groups_simulated=len(steps),
+        tokens_per_rank=float(counts.sum(axis=2).mean() / cluster.costs.model.top_k),
+        cells_per_group=len(steps[0].problem.counts_MLGE) * cluster.costs.model.num_layers,
+        forced_balance_s=limits[0],
+        bound_s=limits[1],
+        rollout_s=config.execution.rollout_s,
+        methods=tuple(records),
+    )
 
 
 def sweep(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> Iterator[SweepRecord]:
@@ -87,9 +102,8 @@ def sweep(config: SimulateConfig, *, on_progress: OnProgress | None = None) -> I
     Raises:
         ConfigError, TopologyError, CountsError: when a value makes a configuration of what cannot be.
     """
-    for key in SweepConfig.model_fields:
-        for value in getattr(config.sweep, key):
-            yield SweepRecord(key, value, simulate(varied(config, key, value), on_progress=on_progress))
+    for key, value in config.sweep.points():
+        yield SweepRecord(key, value, simulate(varied(config, key, value), on_progress=on_progress))
 
 
 def _methods(
@@ -111,146 +125,84 @@ def _methods(
     return known
 
 
-@dataclass(frozen=True)
-class SweepRecord:
-    """One point of a sweep.
+class _ServedGroup(NamedTuple):
+    """What one group does under one method, and what its plan is like.
 
     Attributes:
-        key: what was changed, a field of `SweepConfig`.
-        value: to what; bandwidths are factors.
-        simulation: the record.
-    """
-
-    key: str
-    value: float
-    simulation: SimulationRecord
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"simulation": self.simulation.as_dict()}
-
-
-@dataclass
-class _Sums:
-    """One method over the groups.
-
-    Attributes:
-        runs: recompute and update of every group.
-        planning_s, home_moves_s: of every group.
+        runs: recompute and update.
+        planning_s, home_moves_s: seconds.
         ratios: imbalance of every cell.
         fetches: experts fetched.
-        moved_bytes: of every group.
+        moved_bytes: by what it is and link.
     """
 
-    runs: list[tuple[StageRun, StageRun]] = field(default_factory=list)
-    planning_s: list[float] = field(default_factory=list)
-    home_moves_s: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    fetches: int = 0
-    moved_bytes: list[dict[str, dict[str, float]]] = field(default_factory=list)
+    runs: Runs
+    planning_s: float
+    home_moves_s: float
+    ratios: list[float]
+    fetches: int
+    moved_bytes: dict[str, dict[str, float]]
 
-    def add(self, runs: tuple[StageRun, StageRun]) -> None:
-        """Add the recompute and the update of one group."""
-        self.runs.append(runs)
-
-    def serve(
-        self,
-        group: EPGroup,
-        served: ServedStep,
-        step: GroupStep,
-        config: SimulateConfig,
-        topology: Topology,
-        costs: CostModel,
-    ) -> None:
-        """Add what one group does, and what its plan is like."""
-        execution, (num_micro_steps, drawn) = config.execution, step.problem.counts_MLGE.shape[:2]
+    @classmethod
+    def of(cls, group: EPGroup, served: ServedStep, config: SimulateConfig) -> _ServedGroup:
+        """Run the group."""
+        execution, (num_micro_steps, drawn) = config.execution, served.counts_MLGE.shape[:2]
         # Layers that were drawn stand for all, and planning takes as long for one as for another.
-        scale = costs.model.num_layers / drawn
+        scale = group.costs.model.num_layers / drawn
         planning_s = served.planning_s * scale if execution.planning_s is None else execution.planning_s
-        self.add(group.run(plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)))
-        self.moved_bytes.append(group.moved_bytes(topology, costs))
-        self.planning_s.append(planning_s)
-        self.home_moves_s.append(move_seconds(served.before_LE, served.home_LE, scale, topology, costs))
-        for cell, (_, counts_GE) in zip(served.kept, step.problem.cells(), strict=True):
+        ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)
+        ratios, fetches = [], 0
+        for cell, (_, counts_GE) in zip(served.cells, group.step.problem.cells(), strict=True):
             total = int(counts_GE.sum())
-            self.ratios.append(int(cell.loads_G(counts_GE).max()) / total * topology.num_ranks if total else 1.0)
-            self.fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
-
-    @property
-    def training_s(self) -> float:
-        """The slowest group's recompute, then the slowest group's update: all wait for all between the two."""
-        return sum(max(_seconds(run) for run in stage) for stage in zip(*self.runs, strict=True))
-
-
-def _record(
-    config: SimulateConfig,
-    methods: Mapping[str, Balancer | PlannerPreset],
-    sums: dict[str, _Sums],
-    steps: list[GroupStep],
-    topology: Topology,
-    costs: CostModel,
-) -> SimulationRecord:
-    forced_balance_s, bound_s = sums["forced_balance"].training_s, sums["bound"].training_s
-    around = tuple(f(config.cluster, topology, costs) for f in (publish_seconds, reduction_seconds, optimizer_seconds))
-    reduced = {"gradients and weights of data parallelism": reduction_bytes(config.cluster, topology, costs)}
-    records: list[MethodRecord] = []
-    for name, method in methods.items():
-        static = records[0] if records else None
-        moved = _means(sums[name].moved_bytes) | reduced
-        records.append(_method(name, method, sums[name], config, forced_balance_s, bound_s, around, moved, static))
-    counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
-    return SimulationRecord(
-        facts=_facts(config, costs),
-        gpus=config.cluster.gpus,
-        expert_parallel=config.cluster.expert_parallel,
-        groups=config.cluster.groups,
-        groups_simulated=len(steps),
-        tokens_per_rank=float(counts.sum(axis=2).mean() / costs.model.top_k),
-        cells_per_group=len(steps[0].problem.counts_MLGE) * costs.model.num_layers,
-        forced_balance_s=forced_balance_s,
-        bound_s=bound_s,
-        rollout_s=config.execution.rollout_s,
-        methods=tuple(records),
-    )
+            ratios.append(int(cell.loads_G(counts_GE).max()) / total * len(counts_GE) if total else 1.0)
+            fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
+        home_moves_s = move_seconds(served.before_LE, served.home_LE, scale, group.topology, group.costs)
+        return cls(group.run(ready_M), planning_s, home_moves_s, ratios, fetches, group.moved_bytes())
 
 
 def _method(
     name: str,
     method: Balancer | PlannerPreset,
-    sums: _Sums,
-    config: SimulateConfig,
-    forced_balance_s: float,
-    bound_s: float,
-    around: tuple[float, ...],
-    moved_bytes: dict[str, dict[str, float]],
+    groups: list[_ServedGroup],
+    limits: tuple[float, float],
     static: MethodRecord | None,
+    config: SimulateConfig,
+    cluster: Cluster,
 ) -> MethodRecord:
-    stages = list(zip(*sums.runs, strict=True))
-    # of each stage the run that all other groups wait for
-    slowest = [max(stage, key=lambda run: float(run.end_P.max())) for stage in stages]
-    seconds = [max(_seconds(run) for run in stage) for stage in stages]
+    topology, costs = cluster.topology, cluster.costs
+    runs = [group.runs for group in groups]
+    # the groups that all others wait for
+    slowest = [max(of_groups, key=lambda run: run.end_s) for of_groups in zip(*runs, strict=True)]
+    seconds, fetches = _slowest(runs), sum(group.fetches for group in groups)
     training_s = sum(seconds)
-    waiting = 1 - sum(float(np.mean([_seconds(run) for run in stage])) for stage in stages) / training_s
-    exposed_s = max(float(run.end_P.max()) for run in stages[0]) - seconds[0]
-    publish_s, *after = around
-    publishing_s = publish_s if sums.fetches else 0.0
-    split = StageSeconds(exposed_s, max(sums.home_moves_s), publishing_s, *seconds, *after)
-    hours = (sum(split) + config.execution.rollout_s) * config.cluster.gpus / 3600
+    busy_s = sum(float(np.mean([_seconds(run) for run in of_groups])) for of_groups in zip(*runs, strict=True))
+    stages = StageSeconds(
+        planning=slowest[0].end_s - seconds[0],
+        home_moves=max(group.home_moves_s for group in groups),
+        publishing=publish_seconds(topology, costs) if fetches else 0.0,
+        recompute=seconds[0],
+        update=seconds[1],
+        reduction=reduction_seconds(config.cluster, topology, costs),
+        optimizer=optimizer_seconds(config.cluster, topology, costs),
+    )
+    reduced = {"gradients and weights of data parallelism": reduction_bytes(config.cluster, topology, costs)}
+    hours = (sum(stages) + config.execution.rollout_s) * config.cluster.gpus / 3600
+    ratios = [ratio for group in groups for ratio in group.ratios]
     return MethodRecord(
         name=name,
         label=method.label,
         not_executed=not_executed(method, config),
-        stages=split,
-        recompute_parts=_parts(slowest[0]),
-        update_parts=_parts(slowest[1]),
-        imbalance=float(np.mean(sums.ratios)),
-        share_of_forced_balance=forced_balance_s / training_s,
-        share_of_bound=bound_s / training_s,
+        stages=stages,
+        recompute_parts=dict(zip(PARTS, slowest[0].parts_X.tolist(), strict=True)),
+        update_parts=dict(zip(PARTS, slowest[1].parts_X.tolist(), strict=True)),
+        imbalance=float(np.mean(ratios)),
+        share_of_forced_balance=limits[0] / training_s,
+        share_of_bound=limits[1] / training_s,
         speedup_over_static=1.0 if static is None else static.training_s / training_s,
-        groups_waiting=waiting,
-        planning_s=max(sums.planning_s),
-        fetches_per_cell=sums.fetches / len(sums.ratios),
-        moved_bytes=moved_bytes,
+        groups_waiting=1 - busy_s / training_s,
+        planning_s=max(group.planning_s for group in groups),
+        fetches_per_cell=fetches / len(ratios),
+        moved_bytes=_means([group.moved_bytes for group in groups]) | reduced,
         gpu_hours=hours,
         gpu_hours_saved=0.0 if static is None else static.gpu_hours - hours,
     )
@@ -263,15 +215,14 @@ def _means(groups: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str,
     }
 
 
-def _seconds(run: StageRun) -> float:
+def _slowest(runs: Sequence[Runs]) -> list[float]:
+    """Seconds of the slowest group's recompute, and of the slowest group's update: all wait for all between the two."""
+    return [max(_seconds(run) for run in of_groups) for of_groups in zip(*runs, strict=True)]
+
+
+def _seconds(run: GroupRun) -> float:
     """To the last event, waiting for the plan aside."""
-    p = int(run.end_P.argmax())
-    return float(run.end_P[p] - run.parts_PX[0, PARTS.index("waiting for the plan")])
-
-
-def _parts(run: StageRun) -> dict[str, float]:
-    parts_X: Floats = run.parts_PX[int(run.end_P.argmax())]
-    return dict(zip(PARTS, parts_X.tolist(), strict=True))
+    return float(run.end_s - run.parts_X[PLAN])
 
 
 PATH_WORDS = {
@@ -281,17 +232,13 @@ PATH_WORDS = {
 
 
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
-    cluster, execution = config.cluster, config.execution
-    model, hardware = (
-        config.model.get("preset", "sizes of its own"),
-        config.hardware.get("preset", "GPUs of rates of their own"),
-    )
+    cluster, model = config.cluster, costs.model
+    hardware = config.hardware.get("preset", "GPUs of rates of their own")
     return {
-        "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, pipeline stages "
-        f"{cluster.pipeline}, {cluster.groups} groups",
-        "model": f"{model}: {costs.model.num_layers} routed layers, top-{costs.model.top_k} of "
-        f"{costs.model.num_experts} experts of {costs.model.expert_bytes / 1e6:.1f} MB",
+        "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, {cluster.groups} groups",
+        "model": f"{config.model.get('preset', 'sizes of its own')}: {model.num_layers} routed layers, "
+        f"top-{model.top_k} of {model.num_experts} experts of {model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,
         "replicas": f"{PATH_WORDS[costs.paths]}, {costs.prefetch} cell{'s' * (costs.prefetch != 1)} ahead",
-        "overlap": f"{execution.overlap:g} of the computing time hides all-to-alls",
+        "overlap": f"{config.execution.overlap:g} of the computing time hides all-to-alls",
     }

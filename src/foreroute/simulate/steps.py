@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 
 MOST_MEMORY = 2 << 30
 """Bytes. 32 micro-steps of all layers of DeepSeek-V3 on 64 ranks take half of it."""
-MOST_WORK = 100e9
-"""Entries of assignments that are planned and priced, by all methods, at all points of a sweep: hours of one thread."""
-CELL_WORK = 10_000
-"""What a cell costs beside its entries, in as many of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,35 +60,28 @@ def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -
         yield GroupStep(problem, squares_MG[part])
 
 
-def drawn_work(config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str) -> int:
-    """How much work what `group_steps` draws is for one method, as `require_memory` counts it.
+def require_drawable(config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str) -> None:
+    """Refuse a workload that cannot be, or takes too much memory.
 
     Raises:
-        ConfigError: when a workload like that cannot be, or takes too much memory.
+        ConfigError: saying so.
     """
     groups = _groups(config)
     try:
         workload = drawn_workload(config.workload, topology.num_ranks, model, groups)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
-    shape = (groups, config.workload.micro_steps, workload.num_layers)
-    return require_memory(shape, config, topology, model, source=source)
+    require_memory((groups, config.workload.micro_steps, workload.num_layers), topology, model, source=source)
 
 
-def require_memory(
-    shape: tuple[int, int, int], config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str
-) -> int:
+def require_memory(shape: tuple[int, int, int], topology: Topology, model: ModelShape, *, source: str) -> None:
     """Refuse what takes too much memory.
 
     Args:
         shape: groups, micro-steps and layers that are planned.
-        config: of the simulation.
         topology: ranks and redundant slots.
         model: experts, and the layers that those planned stand for.
         source: of the configuration.
-
-    Returns:
-        Entries of assignments that one method plans and prices.
 
     Raises:
         ConfigError: with the size and the bound.
@@ -110,8 +99,6 @@ def require_memory(
             f"expected at most {MOST_MEMORY >> 30} GB. Draw fewer groups, layers or micro-steps, which stand for the "
             "others"
         )
-    stages = config.cluster.pipeline
-    return groups * (cells * (max(entries, CELL_WORK) + stages * CELL_WORK // 10) + passes)
 
 
 def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
@@ -172,7 +159,7 @@ def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> Grou
             f"{load.counts} has {layers} layers of {experts} experts, the model {model.num_layers} of "
             f"{model.num_experts}; set them in [model]"
         )
-    require_memory((1, counts.shape[0], layers), config, topology, model, source=load.counts)
+    require_memory((1, counts.shape[0], layers), topology, model, source=load.counts)
     previous_LE = None
     if load.previous_counts is not None:
         before = load_counts(Path(load.previous_counts))

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from foreroute.simulate.engine import StageRun
+from foreroute.simulate.engine import GroupRun
 from foreroute.simulate.ep_group import EPGroup
 
 RESOURCES = ("compute", "links", "copy engine")
 NUM_LAYERS = 5
-"""Layers of a timeline, in the middle of the first pipeline stage."""
+"""Layers of a timeline, in the middle of the model."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One micro-step in the first pipeline stage under one method. What a fetch takes over the links is not drawn.
+    """One micro-step of the recompute under one method. What a fetch takes over the links is not drawn.
 
     Attributes:
         method: short name.
@@ -61,28 +61,27 @@ def timeline(method: str, group: EPGroup) -> Timeline:
     The recompute is taken to begin when all is planned.
     """
     num_micro_steps, num_ranks = group.compute.head_MG.shape
-    micro_step, layers = min(1, num_micro_steps - 1), group.layer_ranges[0]
-    first = max(0, (len(layers) - NUM_LAYERS) // 2)
+    micro_step, num_layers = min(1, num_micro_steps - 1), group.compute.all_to_all_ML.shape[1]
+    first = max(0, (num_layers - NUM_LAYERS) // 2)
+    layers = range(first, min(first + NUM_LAYERS, num_layers))
     recompute, _ = group.run()
-    spans = [
-        span for layer in layers[first : first + NUM_LAYERS] for span in _spans(group, recompute, micro_step, layer)
-    ]
+    spans = [span for layer in layers for span in _spans(group, recompute, micro_step, layer)]
     in_order = tuple(sorted(spans, key=lambda span: (span.begin_s, span.rank)))
     return Timeline(method=method, micro_step=micro_step, num_ranks=num_ranks, spans=in_order)
 
 
-def _spans(group: EPGroup, recompute: StageRun, micro_step: int, layer: int) -> Iterator[Span]:
-    place = micro_step * len(group.layer_ranges[0]) + layer
-    begin, attended, dispatched, computed, end = recompute.times_PNX[0, place, :5].tolist()
+def _spans(group: EPGroup, recompute: GroupRun, micro_step: int, layer: int) -> Iterator[Span]:
+    place = micro_step * group.compute.all_to_all_ML.shape[1] + layer
+    begin, attended, dispatched, computed, end = recompute.times_NX[place, :5].tolist()
     for rank in range(group.compute.head_MG.shape[1]):
-        fetching, fetched = recompute.fetched_PNG2[0, place, rank].tolist()
+        fetching, fetched = recompute.fetched_NG2[place, rank].tolist()
         if fetched > fetching:
             yield Span(rank, "copy engine", "fetch", layer, fetching, fetched)
         attention_s = group.compute.attention_MG2[micro_step, rank, 0] + group.compute.layer_s
         experts_s = group.compute.experts_MLG2[micro_step, layer, rank, 0]
         yield Span(rank, "compute", "attention", layer, begin, begin + float(attention_s))
         yield Span(rank, "links", "dispatch", layer, attended, dispatched)
-        start = max(dispatched, fetched, float(recompute.direct_end_PN[0, place]))
+        start = max(dispatched, fetched, float(recompute.direct_end_N[place]))
         if start > dispatched:
             yield Span(rank, "compute", "waits for weights", layer, dispatched, start)
         yield Span(rank, "compute", "experts", layer, start, start + float(experts_s))

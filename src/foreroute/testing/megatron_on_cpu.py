@@ -2,8 +2,8 @@
 
 For tests and examples alone. A machine with GPUs needs none of this, and the library does not import it.
 
-    on_cpu.install()                                     # before anything of megatron.core
-    TransformerConfig(**on_cpu.CONFIG, ...)
+    megatron_on_cpu.install()                            # before anything of megatron.core
+    TransformerConfig(**megatron_on_cpu.CONFIG, ...)
 
 Nothing that routes, dispatches, schedules or differentiates is replaced: streams, events and CUDA's random state are
 stand-ins that do nothing, `device="cuda"` reads "cpu", and two lines that gloo cannot take are put right.
@@ -41,6 +41,8 @@ CONFIG: dict[str, Any] = {
 def install() -> None:
     """Let megatron.core be imported and run in this process without CUDA. Twice is as good as once."""
     _stub_triton()
+    # functions that Megatron fuses are a handful of operators, and compiling them takes longer than calling them
+    torch.compiler.set_stance("force_eager")
     for name, stand_in in {
         "current_device": lambda: "cpu",
         "Stream": _Stream,

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -27,11 +27,14 @@ STOPPED_WITHIN_S = 40
 """torchrun gives its processes 30 s to end before it kills them."""
 IMPORTED = (
     "torch.distributed",
+    "torch._dynamo",
+    "numba",
     "foreroute.adapters.hf",
     "foreroute.ep.transfer.engine",
-    "transformers.models.auto",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""By the one process that all workers of a test run are forked from."""
+"""By the one process that all workers of a test run are forked from: what attaching to a tiny model imports, and
+planning, which would take each of them a second."""
 # multiprocessing has one too: processes that stand in for CUDA are forked from that
 server = forkserver.ForkServer()
 server.set_forkserver_preload(list(IMPORTED))
@@ -182,13 +185,17 @@ def _clear() -> None:
     gc.collect()
 
 
-def give_up_groups() -> None:
-    """Destroy all process groups but the first. Each has threads, of which one wakes a hundred times a second."""
+def give_up_groups(stay: Collection[Any] = ()) -> None:
+    """Destroy all process groups but the first. Each has threads, of which one wakes a hundred times a second.
+
+    Args:
+        stay: groups that are not destroyed either.
+    """
     import torch.distributed as dist
 
     world: Any = dist.distributed_c10d._world
     for group, name in list(world.pg_names.items()):
-        if group in world.pg_map and group is not dist.group.WORLD:
+        if group in world.pg_map and group is not dist.group.WORLD and group not in stay:
             dist.destroy_process_group(group)
             # the store still has the addresses of a group of that name
             world.pg_names[f"gone: {name}"] = name

@@ -1,17 +1,17 @@
 """What was decided: the container of routes and other decisions, its checks, file, fingerprint, and counts. No torch.
 
 spec          experts, picks and routed layers of a model      RoutingSpec, RoutedLayer, LayerKind
-container     the routes of sequences, and cutting them        RoutingTrace, concatenate
+container     the routes of sequences, and cutting them        RoutingTrace, concatenate, digest
 streams       other decisions on the same rows                 Stream, DecisionStream, SAMPLING
 gate_weights  the stream that follows the routes               GateWeights, GATE_WEIGHTS
 indexers      what indexers of sparse attention may choose     IndexerSpec, INDEXER
-operations    what is done with whole traces                   extended, overlap, digest, count_assignments
+operations    what is done with whole traces                   extended, overlap, count_assignments
 checks        arrays from outside: dtypes, ranges, offsets
 file          a trace on disk                                  save, load
 kernels       loops over all picks, compiled
 """
 
-from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate
+from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate, digest
 from foreroute.trace.file import ENCODINGS, Encoding, load, save
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.indexers import INDEXER, IndexerSpec
@@ -19,7 +19,6 @@ from foreroute.trace.operations import (
     RouteOverlap,
     add_assignments,
     count_assignments,
-    digest,
     extended,
     overlap,
     shared_picks,

@@ -152,15 +152,21 @@ def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArra
     return taken
 
 
+def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the sequence that a packed row belongs to, and its position there; `offsets` int64 [S + 1]."""
+    sequence = int(np.searchsorted(offsets, row, side="right")) - 1
+    return sequence, int(row - offsets[sequence])
+
+
 def _refuse_first(
     bad_NL: NDArray[np.bool_], ids: NDArray[Any], offsets: NDArray[np.int64], spec: RoutingSpec, why: str
 ) -> None:
     if not bad_NL.any():
         return
     row, layer = (int(i) for i in np.argwhere(bad_NL)[0])
-    sequence = int(np.searchsorted(offsets, row, side="right") - 1)
+    sequence, position = place_of(row, offsets)
     raise TraceContentError(
-        f"sequence {sequence}, position {row - int(offsets[sequence])}, {spec.layers[layer]} has expert ids "
+        f"sequence {sequence}, position {position}, {spec.layers[layer]} has expert ids "
         f"{ids[row, layer].tolist()}: {why} ({int(bad_NL.sum())} such rows in all)"
     )
 

@@ -19,6 +19,7 @@ Other decisions of the rollout go with their rows, as `streams`: gate weights, s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
+from foreroute.files import blake2b_hex
 from foreroute.trace.checks import (
     as_array,
     as_mask,
@@ -40,7 +42,7 @@ from foreroute.trace.checks import (
 )
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, whole_number
-from foreroute.trace.streams import SAMPLING, Stream, check_name, joined, same_streams
+from foreroute.trace.streams import SAMPLING, Stream, check_name, joined
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
@@ -326,21 +328,8 @@ class RoutingTrace:
         return replace(self, provenance={**self.provenance, **facts})
 
     def equals(self, other: RoutingTrace) -> bool:
-        """Say whether all but the provenance is the same, pick order included."""
-        same_model = (self.spec.num_experts, self.spec.top_k, self.spec.layers) == (
-            other.spec.num_experts,
-            other.spec.top_k,
-            other.spec.layers,
-        )
-        return (
-            same_model
-            and self.pick_order_kept == other.pick_order_kept
-            and all(
-                np.array_equal(getattr(self, name), getattr(other, name))
-                for name in ("offsets", "token_ids_N", "valid_N", "weight_versions_N", "expert_ids_NLK")
-            )
-            and same_streams(self.streams, other.streams)
-        )
+        """Say whether all but the provenance and the model's name is the same, pick order included, bit for bit."""
+        return digest(self) == digest(other)
 
     def take_rows(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> RoutingTrace:
         """Return sequences of the given lengths, int64 [S'], made of the given rows, int64 [N'], with all streams."""
@@ -353,6 +342,28 @@ class RoutingTrace:
             offsets=as_offsets(lengths),
             streams={name: stream.take(rows) for name, stream in self.streams.items()},
         )
+
+
+def digest(trace: RoutingTrace) -> str:
+    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity, routes, streams, as hex.
+
+    Provenance and the model's name do not take part: the same routes have the same digest wherever they came from.
+    Whether pick order is kept does: a trace read from a file of sets has the digest of `trace.without_pick_order()`,
+    not that of the trace that was recorded.
+    """
+    spec, streams = trace.spec, sorted(trace.streams.items())
+    layers = [[layer.index, layer.kind.value] for layer in spec.layers]
+    beside = [[name, stream.kind, stream.facts()] for name, stream in streams]
+    facts = json.dumps([spec.num_experts, spec.top_k, layers, trace.pick_order_kept, beside])
+    arrays: list[NDArray[Any]] = [
+        trace.offsets,
+        trace.token_ids_N,
+        trace.weight_versions_N,
+        trace.valid_N,
+        trace.expert_ids_NLK,
+    ]
+    arrays += [array for _, stream in streams for array in stream.arrays().values()]
+    return blake2b_hex(facts.encode(), *(np.asarray(array, array.dtype.newbyteorder("<")) for array in arrays))
 
 
 def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:

@@ -393,11 +393,8 @@ def _rows_of(
     starts, ends = header.offsets[filled], header.offsets[filled + 1]
     first = np.searchsorted(header.chunk_starts, starts, side="right") - 1
     after = np.searchsorted(header.chunk_starts, ends, side="left")
-    # +1 where a sequence comes to its first chunk, -1 behind its last one: the sum so far is how many touch a chunk
-    change = np.zeros(len(header.chunk_starts), np.int64)
-    np.add.at(change, first, 1)
-    np.add.at(change, after, -1)
-    touched = np.cumsum(change)[:-1] > 0
+    touched = np.zeros(len(header.chunk_starts) - 1, np.bool_)
+    touched[join_ranges(first, after - first)] = True
     # A sequence lies within chunks that are all read, so that its rows stay neighbours.
     rows_before = as_offsets(np.where(touched, np.diff(header.chunk_starts), 0))
     starts_read = rows_before[first] + starts - header.chunk_starts[first]

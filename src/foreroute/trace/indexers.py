@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace.checks import join_ranges
+from foreroute.trace.checks import join_ranges, place_of
 from foreroute.trace.spec import RoutedLayer, whole_number
 from foreroute.trace.streams import MOST_CHOICES, DecisionStream, as_choices
 
@@ -110,10 +110,10 @@ class IndexerSpec:
             wrong_ND[is_set_ND] = is_wrong
         if wrong_ND.any():
             row, layer = (int(i) for i in np.argwhere(wrong_ND)[0])
-            sequence = int(np.searchsorted(offsets, row, side="right") - 1)
+            sequence, position = place_of(row, offsets)
             ids = stream.ids[stream.offsets[row * stream.depth + layer] :][: counts_ND[row, layer]]
             raise TraceContentError(
-                f"sequence {sequence}, position {row - int(offsets[sequence])}, {self.layers[layer]}: the indexer has "
+                f"sequence {sequence}, position {position}, {self.layers[layer]}: the indexer has "
                 f"{len(ids)} choices{f' up to unit {ids[-1] // self.heads}' if len(ids) else ''}; a query there sees "
                 f"{visible_N[row]} units of {self.unit} tokens, so that {expected_N[row]} choices below that number "
                 f"were expected ({self.heads} heads of {self.top_k}; none where all is seen). They belong to another "

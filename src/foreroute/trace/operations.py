@@ -1,9 +1,7 @@
-"""What is done with whole traces: extended by a later capture, compared, fingerprinted, counted."""
+"""What is done with whole traces: extended by a later capture, compared, counted."""
 
 from __future__ import annotations
 
-import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, TraceContentError
-from foreroute.files import blake2b_hex
-from foreroute.trace.checks import as_array, join_ranges
+from foreroute.trace.checks import as_array, join_ranges, place_of
 from foreroute.trace.container import RoutingTrace, concatenate
-from foreroute.trace.streams import DecisionStream
 
 
-def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool = False) -> RoutingTrace:
+def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
     """Return the sequences of `later`, with the rows that `earlier` had already routed.
 
     Each sequence of `earlier` must be a beginning of the sequence of the same number in `later`. A row that both routed
@@ -27,7 +23,6 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
     Args:
         earlier: S sequences.
         later: S sequences, each at least as long.
-        replace_routed: take a row that both routed from `later` instead.
 
     Raises:
         SpecMismatchError: when the traces come from different models.
@@ -45,26 +40,23 @@ def extended(earlier: RoutingTrace, later: RoutingTrace, *, replace_routed: bool
     differing = np.flatnonzero(later.token_ids_N[shared] != earlier.token_ids_N)
     if differing.size:
         row = int(differing[0])
-        sequence = int(np.searchsorted(earlier.offsets, row, side="right") - 1)
+        sequence, position = place_of(row, earlier.offsets)
         raise BatchMismatchError(
-            f"sequence {sequence} has token {int(later.token_ids_N[shared[row]])} at position "
-            f"{row - int(earlier.offsets[sequence])}, the earlier capture has {int(earlier.token_ids_N[row])}. "
+            f"sequence {sequence} has token {int(later.token_ids_N[shared[row]])} at position {position}, the earlier "
+            f"capture has {int(earlier.token_ids_N[row])}. "
             "Send token ids, not text, from turn to turn; a rewritten history starts a new trajectory"
         )
     both = concatenate([earlier, later])
 
-    def rows_N(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The row of `both` that each row of the result is, where the two have a decision in these rows."""
-        kept = first & ~second[shared] if replace_routed else first
+    def rows_N(earlier_has: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The row of `both` that each row of the result is, where `earlier` has a decision in these of its rows."""
         rows = earlier.num_rows + np.arange(later.num_rows)
-        rows[shared[kept]] = np.flatnonzero(kept)
+        rows[shared[earlier_has]] = np.flatnonzero(earlier_has)
         return rows
 
-    def rows_of(stream: DecisionStream) -> NDArray[np.int64]:
-        return rows_N(stream.valid_N[: earlier.num_rows], stream.valid_N[earlier.num_rows :])
-
-    routes = both.without_streams().take_rows(rows_N(earlier.valid_N, later.valid_N), later.lengths)
-    return replace(routes, streams={name: stream.take(rows_of(stream)) for name, stream in both.streams.items()})
+    routes = both.without_streams().take_rows(rows_N(earlier.valid_N), later.lengths)
+    streams = {name: each.take(rows_N(each.valid_N[: earlier.num_rows])) for name, each in both.streams.items()}
+    return replace(routes, streams=streams)
 
 
 @dataclass(frozen=True)
@@ -110,28 +102,6 @@ def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
     return shared
 
 
-def digest(trace: RoutingTrace) -> str:
-    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity, routes, streams, as hex.
-
-    Provenance and the model's name do not take part: the same routes have the same digest wherever they came from.
-    Whether pick order is kept does: a trace read from a file of sets has the digest of `trace.without_pick_order()`,
-    not that of the trace that was recorded.
-    """
-    spec, streams = trace.spec, sorted(trace.streams.items())
-    layers = [[layer.index, layer.kind.value] for layer in spec.layers]
-    beside = [[name, stream.kind, stream.facts()] for name, stream in streams]
-    facts = json.dumps([spec.num_experts, spec.top_k, layers, trace.pick_order_kept, beside])
-    arrays: list[NDArray[Any]] = [
-        trace.offsets,
-        trace.token_ids_N,
-        trace.weight_versions_N,
-        trace.valid_N,
-        trace.expert_ids_NLK,
-    ]
-    arrays += [array for _, stream in streams for array in stream.arrays().values()]
-    return blake2b_hex(facts.encode(), *(np.asarray(array, array.dtype.newbyteorder("<")) for array in arrays))
-
-
 def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[np.int64]:
     """Count the assignments per micro-step, layer and expert.
 
@@ -153,8 +123,6 @@ def add_assignments(
     micro_step_S: ArrayLike,
     rank_S: ArrayLike,
     counts_MLGE: NDArray[np.int32],
-    *,
-    threads: int = 1,
 ) -> None:
     """Add a trace's assignments to counts per micro-step, layer, source rank and expert, reading each id once.
 
@@ -163,7 +131,6 @@ def add_assignments(
         micro_step_S: integers [S], the micro-step that executes each sequence, from 0.
         rank_S: integers [S], the rank that each sequence is on, from 0.
         counts_MLGE: int32 [M, L, G, E], C-contiguous, added to.
-        threads: work on that many parts of the counts at a time.
 
     Raises:
         TraceContentError: when a micro-step or a rank is not a whole number within the counts, or the counts are of
@@ -185,31 +152,9 @@ def add_assignments(
     start_S = (micro_steps * shape[1] * shape[2] + ranks) * shape[3]
     # by where they add, so that each set of counts is filled once and stays in the cache meanwhile
     order = np.argsort(start_S, kind="stable")
-
-    def count(part: NDArray[np.int64]) -> None:
-        held_LE = np.zeros((shape[1], shape[3]), np.uint32)
-        stride, flat = shape[2] * shape[3], counts_MLGE.reshape(-1)
-        add_counts(trace.expert_ids_NLK.reshape(-1), trace.valid_N, trace.offsets, part, start_S, stride, held_LE, flat)
-
-    parts = _parts(order, start_S, trace.lengths, threads)
-    if len(parts) == 1:
-        count(parts[0])
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(count, parts))
-
-
-def _parts(
-    order: NDArray[np.int64], start_S: NDArray[np.int64], rows_S: NDArray[np.int64], threads: int
-) -> list[NDArray[np.int64]]:
-    """Cut the order into about even parts, none of which writes where another does."""
-    # Sequences of one start add to the same counts, so that only between starts the work may be cut.
-    firsts = np.flatnonzero(np.diff(start_S[order])) + 1
-    if threads < 2 or not len(firsts):
-        return [order]
-    done = np.cumsum(rows_S[order])[firsts - 1]
-    cuts = firsts[np.searchsorted(done, done[-1] * np.arange(1, threads) / threads)]
-    return np.split(order, np.unique(cuts))
+    held_LE = np.zeros((shape[1], shape[3]), np.uint32)
+    stride, flat = shape[2] * shape[3], counts_MLGE.reshape(-1)
+    add_counts(trace.expert_ids_NLK.reshape(-1), trace.valid_N, trace.offsets, order, start_S, stride, held_LE, flat)
 
 
 def _numbers(values: ArrayLike, count: int, noun: str, limit: int | None = None) -> NDArray[np.int64]:

@@ -361,15 +361,6 @@ def joined(name: str, parts: Sequence[Stream | None], routed_N: Sequence[NDArray
     return whole[0].join(whole[1:])
 
 
-def same_streams(a: Mapping[str, Stream], b: Mapping[str, Stream]) -> bool:
-    """Say whether two traces have the same streams."""
-    return set(a) == set(b) and all(
-        (stream.kind, stream.facts()) == (b[name].kind, b[name].facts())
-        and all(map(np.array_equal, stream.arrays().values(), b[name].arrays().values()))
-        for name, stream in a.items()
-    )
-
-
 def _falls(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Say of each id whether it is not above the one before it in its set."""
     falls = np.zeros(len(ids), np.bool_)

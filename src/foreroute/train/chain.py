@@ -36,17 +36,8 @@ class Problem:
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Demonstration:
-    """A problem with a right answer, for supervised training.
-
-    Attributes:
-        prompt: int32 [T].
-        answer: int32 [T], with the end token.
-    """
-
-    prompt: NDArray[np.int32]
-    answer: NDArray[np.int32]
+Demonstration = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""A prompt [T] and a right answer [T] with the end token, for supervised training."""
 
 
 class Task(Protocol):
@@ -98,7 +89,7 @@ class ChainTask(Task):
     def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         operands = int(rng.integers(self._shortest, self._longest + 1))  # of one length, so that nothing is padded
         problems = [draw_chain(rng, operands) for _ in range(count)]
-        return [Demonstration(problem.tokens, encode(problem.row["answer"])) for problem in problems]
+        return [(problem.tokens, encode(problem.row["answer"])) for problem in problems]
 
     def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
         worth_S = np.zeros(len(problems))

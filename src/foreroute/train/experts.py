@@ -23,6 +23,7 @@ from torch import Tensor
 
 from foreroute import planner
 from foreroute.adapters.hf import RoutedTransformer, distribute
+from foreroute.adapters.hf.scoring import pad
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.ep import BatchRows
@@ -36,16 +37,16 @@ from foreroute.planner.homes import place_homes
 from foreroute.records import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
 from foreroute.train.config import ParallelConfig, TrainConfig
-from foreroute.train.policy import Alone, OneProcess, PolicyExecution, ScheduledPass, load_optimizer_state, pad
+from foreroute.train.policy import Alone, OneProcess, ScheduledPass, load_optimizer_state
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
 NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
 """The links of a run without a topology file, whose plans nobody prices."""
 
 
-def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone) -> PolicyExecution:
+def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone) -> OneProcess:
     """Execute the policy in one process, or with its experts spread over all ranks."""
-    return OneProcess(policy) if ranks.size == 1 else ExpertParallel(policy, config.parallel, ranks)
+    return OneProcess(policy, ranks) if ranks.size == 1 else ExpertParallel(policy, config.parallel, ranks)
 
 
 class Planning(NamedTuple):
@@ -113,7 +114,7 @@ class _Announced(NamedTuple):
     seconds: Future[float] | None = None
 
 
-class ExpertParallel(PolicyExecution):
+class ExpertParallel(OneProcess):
     """The execution with experts spread over the ranks. Made on all ranks, with the same whole policy.
 
     Raises:
@@ -123,10 +124,10 @@ class ExpertParallel(PolicyExecution):
     """
 
     def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
-        self.ranks = ranks
-        self._model = distribute(policy.model, timeout_s=config.timeout_s)
+        super().__init__(policy, ranks)
+        self._placed = distribute(policy.model, timeout_s=config.timeout_s)
         if config.dense == "fsdp2":
-            self._model.shard_dense()
+            self._placed.shard_dense()
         options = TransferOptions(
             paths=config.paths,
             slots=config.slots,
@@ -140,8 +141,8 @@ class ExpertParallel(PolicyExecution):
         self._planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
-        self._engine = TransferEngine(self._model.homes, self._planning.topology, options, peers)
-        self._model.use(self._engine)
+        self._engine = TransferEngine(self._placed.homes, self._planning.topology, options, peers)
+        self._placed.use(self._engine)
         self._published = False
         self._announced: dict[str, _Announced] = {}
         self._moved = MovedHomes()
@@ -149,13 +150,13 @@ class ExpertParallel(PolicyExecution):
         self._executed: list[ExecutedPass] = []
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self._model.state_dict()
+        return self._placed.state_dict()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Give what the base says, and "homes", int16 [L, E], where experts may move."""
-        whole = self._converted(optimizer, optimizer.state_dict(), self._model.whole)
-        homes = {"homes": torch.from_numpy(self._model.home_LE)} if self._planning.options.home_moves != 0 else {}
-        return {"model": dict(self._model.state_dict()), "optimizer": whole, **homes}
+        whole = self._converted(optimizer, optimizer.state_dict(), self._placed.whole)
+        homes = {"homes": torch.from_numpy(self._placed.home_LE)} if self._planning.options.home_moves != 0 else {}
+        return {"model": dict(self._placed.state_dict()), "optimizer": whole, **homes}
 
     def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
         if "homes" in state and self._planning.options.home_moves != 0:
@@ -163,9 +164,9 @@ class ExpertParallel(PolicyExecution):
             num_experts, size = home_LE.shape[1], self.ranks.size
             # those of a run on other ranks are of no use
             if (np.sort(home_LE, axis=1) == np.repeat(np.arange(size), num_experts // size)).all():
-                self._model.move_homes(home_LE, optimizer)
-        self._model.load_state_dict(state["model"])
-        load_optimizer_state(optimizer, self._converted(optimizer, state["optimizer"], self._model.own))
+                self._placed.move_homes(home_LE, optimizer)
+        self._placed.load_state_dict(state["model"])
+        load_optimizer_state(optimizer, self._converted(optimizer, state["optimizer"], self._placed.own))
         self._published = False
 
     def plan(
@@ -191,7 +192,7 @@ class ExpertParallel(PolicyExecution):
             self._engine.publish()
             self._published = True
         publishing_s = time.monotonic() - known
-        self._model.begin_step(announced.number, plan, announced.counts_MLGE, updating=updating)
+        self._placed.begin_step(announced.number, plan, announced.counts_MLGE, updating=updating)
         now = self._now = ExecutedPass(planned.name, plan, announced.counts_MLGE, publishing_s)
         try:
             yield
@@ -208,15 +209,15 @@ class ExpertParallel(PolicyExecution):
         if self._now is None:
             yield
             return
-        with self._model.executing(number, BatchRows.replayed(routes, *pad(routes))) as execution:
+        with self._placed.executing(number, BatchRows.replayed(routes, *pad(routes))) as execution:
             yield
         self._now.executed_ML[number] = execution.executed_L
 
     def finish_gradients(self, max_norm: float) -> float:
-        self._model.sum_gradients()
+        self._placed.sum_gradients()
         # the optimizer steps next: what is published are then earlier weights
         self._published = False
-        return self._model.clip_gradients(max_norm).item()
+        return self._placed.clip_gradients(max_norm).item()
 
     def record(self) -> ExecutionRecord | None:
         assert not self._announced, f"planned and never executed: {', '.join(self._announced)}"
@@ -230,7 +231,7 @@ class ExpertParallel(PolicyExecution):
 
     def _place_experts(self, counts_MLGE: NDArray[np.integer], optimizer: torch.optim.Optimizer) -> None:
         """Move experts to where rank 0 wants them for these micro-steps, until they can move again."""
-        begun, before_LE = time.monotonic(), self._model.home_LE
+        begun, before_LE = time.monotonic(), self._placed.home_LE
         after_LE = torch.from_numpy(before_LE.astype(np.int64))
         topology, options, _ = self._planning
 
@@ -241,14 +242,14 @@ class ExpertParallel(PolicyExecution):
         self.ranks.on_rank_0("placing experts", place)
         self.ranks.broadcast({"homes": after_LE})
         home_LE = after_LE.numpy().astype(np.int16)
-        received = self._model.move_homes(home_LE, optimizer)
+        received = self._placed.move_homes(home_LE, optimizer)
         self._published = False
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
     def _submitted(self, counts_MLGE: NDArray[np.integer]) -> tuple[Future[PlanInProgress], Future[float]]:
         """Have the thread plan a pass, after those that were announced before. Homes stay: they move between steps."""
         progress: Future[PlanInProgress] = Future()
-        home_LE = self._model.home_LE
+        home_LE = self._placed.home_LE
         topology, options, costs = self._planning
 
         def work() -> float:
@@ -271,15 +272,15 @@ class ExpertParallel(PolicyExecution):
             progress = None if planned is None else planned.result()
         except Exception:
             with suppress(PlanError):  # of no plan, which is what the others are told
-                self._model.share_plan(None)
+                self._placed.share_plan(None)
             raise
         waited_s = time.monotonic() - begun
-        return self._model.share_plan(progress), waited_s
+        return self._placed.share_plan(progress), waited_s
 
     def _count(self, routes: RoutingTrace, planned: ScheduledPass) -> NDArray[np.int64]:
         """Count the assignments of all ranks, int64 [M, L, G, E]."""
         micro_step_S = np.repeat(np.arange(len(planned.micro_steps)), [len(each) for each in planned.micro_steps])
-        return self._model.gather_counts(
+        return self._placed.gather_counts(
             count_assignments(routes.select(np.concatenate(planned.micro_steps)), micro_step_S)
         )
 

@@ -187,12 +187,18 @@ class RunFolder:
         """Read a checkpoint of this run, whose data has the digest `data`.
 
         Raises:
-            RunFolderError: when it is missing or damaged, or the run is of other data.
+            RunFolderError: when it is missing or damaged, or without the optimizer state of a run that has updated its
+                weights; or when the run is of other data.
         """
+        advice = "Restore it from a copy, or remove it to use the one before"
         try:
             state = load_checkpoint(path)
         except RunFolderError as error:
-            raise RunFolderError(f"{error}. Restore it from a copy, or remove it to use the one before") from error
+            raise RunFolderError(f"{error}. {advice}") from error
+        # before the first update AdamW keeps nothing
+        is_new = not state["optimizer"]["state"]
+        if is_new and any(record.get("grad_norm") for record in self.records()[: state["step"]]):
+            raise RunFolderError(f"checkpoint {path} holds no optimizer state, and its weights were updated. {advice}")
         if state.pop("data") != data:
             raise RunFolderError(
                 f"{self.path} was started with other data: task.data has changed since. Resume with the file as it "

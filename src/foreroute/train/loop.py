@@ -11,7 +11,7 @@
 R3, those of 1 in both;  R3+weights, those of 1 with the gate weights they had there. So it does whose choices the
 indexers of sparse attention make, where the model has some.
 
-A reader needs two files more: `objective.py`, what 3 minimises, and `policy.py`, what a forward computes. `record.py`
+A reader needs two files more: `objective.py`, what 3 minimises, and `policy.py`, what a process executes. `record.py`
 makes the step's line of metrics, `experts.py` executes plans on several ranks, and `run.py` is the run around steps.
 """
 
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.scoring import inputs, response_log_probs
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import DivergedError
@@ -44,11 +45,8 @@ from foreroute.train.objective import Tokens, coefficients, denominator, group_a
 from foreroute.train.policy import (
     Alone,
     OneProcess,
-    PolicyExecution,
     ScheduledPass,
-    inputs,
     make_optimizer,
-    response_logprobs,
 )
 from foreroute.train.record import Experience, Recomputed, StepPart, Updated, merged, step_record
 
@@ -66,7 +64,7 @@ class Trainer:
     config: TrainConfig
     task: Task
     policy: hf.RoutedTransformer
-    execution: PolicyExecution
+    execution: OneProcess
     engine: Engine
     optimizer: torch.optim.Optimizer
     step: int = 0
@@ -182,7 +180,7 @@ class Trainer:
                     forced = routed.replay(routes, weight_version=self.step, gate_weights=weights)
                 recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
                 with forced, self.execution.micro_step(number, routes), recorded as recording:
-                    logprobs_R, entropy_R = response_logprobs(
+                    logprobs_R, entropy_R = response_log_probs(
                         routed.model, part, self.config.rollout.temperature, entropy=True
                     )
                 assert entropy_R is not None, "it was asked for"
@@ -249,7 +247,7 @@ class Trainer:
                             )
                             session = replaying.enter_context(forced)
                             replaying.enter_context(execution.micro_step(number, taken))
-                        logprobs_R, _ = response_logprobs(
+                        logprobs_R, _ = response_log_probs(
                             routed.model, generation.select(sequences), self.config.rollout.temperature
                         )
                         tokens = _trained_tokens(experience, sequences, old_logprobs_R, logprobs_R)
@@ -322,11 +320,11 @@ def make_trainer(
     task: Task,
     policy: hf.RoutedTransformer,
     engine: Engine,
-    execution: PolicyExecution | None = None,
+    execution: OneProcess | None = None,
 ) -> Trainer:
     """Make a trainer with a new optimizer; it executes in this process unless told otherwise."""
     optimizer = make_optimizer(config, policy)
-    return Trainer(config, task, policy, execution or OneProcess(policy), engine, optimizer)
+    return Trainer(config, task, policy, execution or OneProcess(policy, Alone()), engine, optimizer)
 
 
 def make_schedule(

@@ -1,4 +1,4 @@
-"""The policy: where its weights come from, what a forward computes of a rollout, and how one process executes it.
+"""The policy: where its weights come from, and how one process executes it.
 
 `experts.py` has the execution of several ranks, on which all of them make the same calls.
 """
@@ -10,24 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Generation
 from foreroute.engines import vllm
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
 from foreroute.records import ExecutionRecord
-from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
-from foreroute.trace import SAMPLING, RoutingTrace
+from foreroute.trace import RoutingTrace
 from foreroute.train.chain import Task
 from foreroute.train.config import ModelConfig, TrainConfig
 
@@ -159,76 +156,6 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
                 raise ValueError(f"{name} of shape {seen} is not that of a weight of shape {expected}")
 
 
-def response_logprobs(
-    model: Any, generation: Generation, temperature: float, *, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-probability of each sampled token, and on request the entropy of what it was sampled from.
-
-    Both are on the recorded sets where top-p, top-k or min-p left tokens out.
-
-    Returns:
-        Tensors [R] in float32, or in the logits' dtype where that is wider: response tokens packed sequence after
-        sequence. Log-probs have the same bits with the entropy and without. Entropy is in nats, without gradient.
-    """
-    logits_RV, targets_R = _response_logits(model, generation)
-    if (masks := generation.trace.streams.get(SAMPLING)) is not None:
-        masks_R = masks.take(np.flatnonzero(generation.sampled_N) - 1)
-        logprobs_R = masked_logprobs_of_logits(logits_RV, targets_R, masks_R, temperature=temperature)
-        if not entropy:
-            return logprobs_R, None
-        return logprobs_R, masked_entropy_of_logits(logits_RV.detach(), targets_R, masks_R, temperature=temperature)
-    scaled_RV = logits_RV if temperature == 1 else logits_RV / temperature
-    if not entropy:  # one pass over the logits less
-        return -cross_entropy(scaled_RV, targets_R, reduction="none"), None
-    logprobs_RV = scaled_RV.log_softmax(-1)
-    entropy_R = -(logprobs_RV.detach().exp() * logprobs_RV.detach()).sum(-1)
-    return logprobs_RV.gather(-1, targets_R[:, None])[:, 0], entropy_R
-
-
-def inputs(trace: RoutingTrace) -> RoutingTrace:
-    """Give what is put into the model: all but the last token of each sequence, whose logits nobody asks for.
-
-    The engine never routed that token either, so every row that is left can be replayed, and counted ahead.
-    """
-    return trace.truncated(trace.lengths - 1)
-
-
-def pad(trace: RoutingTrace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pad tokens and mask, int64 [B, T], on the right, where the mask hides whatever token there is."""
-    mask_BT = np.arange(int(trace.lengths.max())) < trace.lengths[:, None]
-    input_ids_BT = np.zeros(mask_BT.shape, np.int64)
-    input_ids_BT[mask_BT] = trace.token_ids_N
-    return input_ids_BT, mask_BT.astype(np.int64)
-
-
-def _response_logits(model: Any, generation: Generation) -> tuple[Tensor, Tensor]:
-    """Compute logits [R, V], and find the tokens [R] that were sampled there."""
-    input_ids_BT, mask_BT = pad(inputs(generation.trace))
-    # the logits at position p are those of token p + 1
-    predicts_BT = mask_BT.astype(bool)
-    predicts_BT[predicts_BT] = generation.targets_N
-    device = model.device
-    picked_R = to_device(np.flatnonzero(predicts_BT), device)
-    # the output head sees the picked positions alone, as rows [R, hidden]; how many a mask picks only the device knows
-    head = model.get_output_embeddings()
-    picking = (
-        nullcontext()
-        if head is None
-        else head.register_forward_pre_hook(
-            lambda _, args: (args[0].flatten(0, 1).index_select(0, picked_R), *args[1:])
-        )
-    )
-    with picking:
-        logits = model(
-            input_ids=to_device(input_ids_BT, device), attention_mask=to_device(mask_BT, device), use_cache=False
-        ).logits
-    # a family whose head is a function and no module has computed all of them
-    logits_RV = logits if logits.ndim == 2 else logits.flatten(0, 1).index_select(0, picked_R)
-    logits_RV = logits_RV.to(torch.promote_types(logits.dtype, torch.float32))
-    targets_R = generation.trace.token_ids_N[generation.sampled_N].astype(np.int64)
-    return logits_RV, to_device(targets_R, device)
-
-
 @dataclass(frozen=True, eq=False)
 class ScheduledPass:
     """Micro-steps that run on the same weights: recompute, or one mini-batch of the update.
@@ -287,26 +214,32 @@ class Alone:
         """Overwrite tensors with those of rank 0."""
 
 
-class PolicyExecution(Protocol):
-    """Runs the forwards and backwards of a policy.
+class OneProcess:
+    """Runs the forwards and backwards of a policy in this process.
 
-    `plan` announces passes; `running` is open during one of them, `micro_step` during each forward and backward of it;
-    `finish_gradients` comes before each optimizer step.
+    `experts.ExpertParallel` does so on several ranks, where most methods are collective calls. `plan` announces passes;
+    `running` is open during one of them, `micro_step` during each forward and backward of it; `finish_gradients` comes
+    before each optimizer step.
 
     Attributes:
         ranks: of the run.
     """
 
-    ranks: Alone
+    def __init__(self, policy: hf.RoutedTransformer, ranks: Alone) -> None:
+        self.ranks, self._model = ranks, policy.model
 
     def weights(self) -> Mapping[str, Tensor]:
         """Give the weights of the whole policy."""
+        return self._model.state_dict()
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Give "model", the weights, and "optimizer", the "state" of its state dict, both as one process has them."""
+        return {"model": dict(self.weights()), "optimizer": {"state": optimizer.state_dict()["state"]}}
 
     def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
         """Take up what `state` gave, on these ranks or others."""
+        self._model.load_state_dict(state["model"])
+        load_optimizer_state(optimizer, state["optimizer"])
 
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
@@ -315,49 +248,22 @@ class PolicyExecution(Protocol):
 
         Experts may move to other homes for them, with what the optimizer keeps of them.
         """
-        return
 
     def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
+        return nullcontext()
 
     def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
         """Run one forward and its backward on rows that `routes` are replayed on."""
+        return nullcontext()
 
     def finish_gradients(self, max_norm: float) -> float:
         """Add up and clip the gradients of all ranks, before the optimizer steps. Returns their norm before it."""
+        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
 
     def record(self) -> ExecutionRecord | None:
         """Give what is to be recorded about the step's execution on several ranks, on the first of them."""
+        return None
 
     def close(self) -> None:
         """Give back the memory and threads that are held for it."""
-        return
-
-
-class OneProcess(PolicyExecution):
-    """The execution of one process, where there is nothing to plan and nothing to record."""
-
-    def __init__(self, policy: hf.RoutedTransformer) -> None:
-        self.ranks, self._model = Alone(), policy.model
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return self._model.state_dict()
-
-    def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {"model": self._model.state_dict(), "optimizer": {"state": optimizer.state_dict()["state"]}}
-
-    def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        self._model.load_state_dict(state["model"])
-        load_optimizer_state(optimizer, state["optimizer"])
-
-    def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def finish_gradients(self, max_norm: float) -> float:
-        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
-
-    def record(self) -> None:
-        return None

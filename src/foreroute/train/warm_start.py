@@ -76,12 +76,11 @@ def warm_start(
 
 
 def _loss(model: Any, settings: WarmStartConfig, demonstrations: list[Demonstration]) -> torch.Tensor:
-    sequences = [torch.from_numpy(np.concatenate([each.prompt, each.answer])).long() for each in demonstrations]
+    sequences = [torch.from_numpy(np.concatenate(each)).long() for each in demonstrations]
     tokens_BT = pad_sequence(sequences, batch_first=True)
     positions_T = torch.arange(tokens_BT.shape[1])
-    prompts_B1, lengths_B1 = (
-        torch.tensor([[len(each)] for each in column]) for column in ([d.prompt for d in demonstrations], sequences)
-    )
+    prompts_B1 = torch.tensor([[len(prompt)] for prompt, _ in demonstrations])
+    lengths_B1 = torch.tensor([[len(tokens)] for tokens in sequences])
     mask_BT = positions_T < lengths_B1
     answers_BT = mask_BT & (positions_T >= prompts_B1)
     tokens_BT, answers_BT = tokens_BT.to(model.device), answers_BT.to(model.device)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable
+from inspect import isfunction
 
 import numpy as np
 import torch
@@ -20,36 +19,25 @@ DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
 """What rounding and other weights may look like; anything else is a mix-up on the way."""
 
 
-def require_api(
-    name: str,
-    peer: ModuleType,
-    owner: type,
-    methods: Mapping[str, Sequence[str]],
-    *,
-    config: type | None = None,
-    fields: Sequence[str] = (),
-) -> None:
-    """Look whether the release of a peer at hand has what its adapter overrides, calls and reads.
+def require_overridden(peer: str, version: str, ours: type, theirs: type) -> None:
+    """Look whether the release of a peer at hand has the methods that its adapter overrides.
+
+    An override of a method that is gone would be called by nobody, and replay would not happen.
 
     Args:
-        name: of the peer, as its documentation spells it.
-        peer: its module.
-        owner: the class whose methods are overridden.
-        methods: by name, the parameters that are passed or read, by name or place.
-        config: a dataclass of its configuration.
-        fields: what is read of that.
+        peer: as `foreroute.adapters.versions` names it.
+        version: of the release.
+        ours: the class with the overrides.
+        theirs: the class of the peer.
 
     Raises:
-        AttachError: naming the first thing that is missing.
+        AttachError: naming the first method that is missing.
     """
-    lacks = [what for method, wanted in methods.items() if (what := _lacking(owner, method, wanted))]
-    if config is not None:
-        known = getattr(config, "__dataclass_fields__", {})
-        lacks += [f"{config.__name__} without {field}" for field in fields if field not in known]
-    if lacks:
+    overrides = [name for name, value in vars(ours).items() if isfunction(value)]
+    if lacks := [name for name in overrides if not hasattr(theirs, name)]:
         raise AttachError(
-            f"{name} {getattr(peer, '__version__', '')} has {lacks[0]}, which routing replay stands on; this foreroute "
-            f"was tested with {name} {PEERS[name.lower()].newest}. Install that, or a newer foreroute"
+            f"{peer} {version} has no {theirs.__name__}.{lacks[0]}, which routing replay stands on; this foreroute was "
+            f"tested with {peer} {PEERS[peer].newest}. Install that, or a newer foreroute"
         )
 
 
@@ -82,11 +70,3 @@ def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Cal
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)
     elif found.kind is not Defect.NONE:
         raise ReplayError(f"the first rollout's routes are not those of its tokens ({found.kind}). {found.sentence}")
-
-
-def _lacking(owner: type, name: str, wanted: Sequence[str]) -> str | None:
-    method = getattr(owner, name, None)
-    if method is None:
-        return f"no {owner.__name__}.{name}"
-    missing = [parameter for parameter in wanted if parameter not in inspect.signature(method).parameters]
-    return f"{owner.__name__}.{name} without {', '.join(missing)}" if missing else None

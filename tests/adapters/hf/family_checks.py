@@ -2,18 +2,25 @@
 
 import importlib
 import inspect
+import json
+import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.without_weights import structure_of
+from foreroute.errors import ConfigError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.model_runs import gradients, random_routes
+from tests.traces import weighted
 
 TOKENS = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
@@ -116,7 +123,58 @@ def backends(name):
     return None
 
 
-CHECKS = [record, native, foreign, weights, gradient, checkpointing, backends]
+NO_WEIGHT_PER_PICK = {
+    "jetmoe": "it regroups its picks",
+    "llama4": "it hands on no tensors of one number per pick",
+}
+
+
+def gate_weights(name):
+    """Recorded gate weights change no bit when they are replayed, and others are obeyed; or both are refused."""
+    model, routed = shared(name)
+    if name in NO_WEIGHT_PER_PICK:
+        refused = pytest.raises(ReplayError, match=NO_WEIGHT_PER_PICK[name].removeprefix("it "))
+        with refused, routed.record(gate_weights=True):
+            run(model)
+        trace = foreign_routes(routed)
+        with_weights = weighted(trace, np.ones(trace.expert_ids_NLK.shape))
+        with refused, routed.replay(with_weights, gate_weights=True):
+            run(model)
+        return NO_WEIGHT_PER_PICK[name]
+    with torch.no_grad(), routed.record(gate_weights=True) as recording:
+        native = run(model)
+    trace = recording.trace()
+    with torch.no_grad(), routed.replay(trace, gate_weights=True):
+        assert torch.equal(run(model), native)
+    # each pick otherwise: a norm of what the experts give out forgets a factor that they share
+    factor_K = np.linspace(0.5, 1.5, trace.gate_weights_NLK.shape[2], dtype=np.float32)
+    other = weighted(trace, trace.gate_weights_NLK * factor_K)
+    with torch.no_grad(), routed.replay(other, gate_weights=True):
+        assert not torch.equal(run(model), native)
+    return None
+
+
+NOT_TOLD = {
+    "jetmoe": ("split_with_sizes", "its experts are split by counts of rows, which are values"),
+    "switch_transformers": ("does not tell", "it has an encoder and a decoder"),
+}
+
+
+def configuration(name):
+    """The configuration tells, without weights, the layers and the indexers that the attached model has."""
+    model, routed = shared(name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), model)
+        if name in NOT_TOLD:
+            said, why = NOT_TOLD[name]
+            with pytest.raises(ConfigError, match=rf"config.json: transformers .*{said}.*pass a trace"):
+                structure_of(path)
+            return why
+        require_told(path, model, routed)
+    return None
+
+
+CHECKS = [record, native, foreign, weights, gradient, checkpointing, backends, gate_weights, configuration]
 
 
 class Call:
@@ -196,6 +254,21 @@ def require_bit_equal(untouched, model, routed):
     mine, theirs = gradients(model), gradients(untouched)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def written(folder, model, **changes):
+    """The config.json of a model in a folder, with these fields changed."""
+    config = json.loads(model.config.to_json_string(use_diff=True)) | changes
+    path = folder / "config.json"
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return path
+
+
+def require_told(path, model, routed):
+    found = structure_of(path)
+    assert found.spec == routed.spec
+    assert found.indexers == routed.indexers
+    assert found.config["vocab_size"] == model.config.vocab_size
 
 
 def checkpointed_gradients(name, use_reentrant, *, replayed=True):

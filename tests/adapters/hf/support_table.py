@@ -68,7 +68,7 @@ def write():
                 exceptions.setdefault((check.__name__, reason), []).append(name)
     told = f"{len(FAMILIES)} families of transformers {transformers.__version__} pass, by gate:"
     gates = [(gate, ", ".join(names)) for gate, names in by_gate.items()]
-    not_applied = [(check, f"{', '.join(names)}: {reason}") for (check, reason), names in exceptions.items()]
+    not_applied = [(check, f"{', '.join(names)}: {reason}") for (check, reason), names in sorted(exceptions.items())]
     refused = [(name, refusal(name)) for name in REFUSED]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     after = rest.partition(END)[2]

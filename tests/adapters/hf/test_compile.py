@@ -70,7 +70,8 @@ def assert_same(seen, expected):
     ],
 )
 def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
-    model, eager = tiny(family, experts="grouped_mm"), hf.attach(tiny(family, experts="grouped_mm"))
+    model, eager = (tiny(family, experts="grouped_mm", num_hidden_layers=2) for _ in range(2))
+    eager = hf.attach(eager)
     for each in (model, eager.model):
         enable_checkpointing(each, use_reentrant)
     routed = hf.attach(model) if attach_first else None
@@ -139,10 +140,11 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     """The eager experts loop over the experts that were hit, which Dynamo cannot trace."""
-    model, eager = tiny("mixtral"), hf.attach(tiny("mixtral"))
-    routed = hf.attach(model)
+    model, eager = (tiny("mixtral", num_hidden_layers=2) for _ in range(2))
+    routed, eager = hf.attach(model), hf.attach(eager)
     compiled = torch.compile(model, backend="eager")
     step(routed, compiled, 0)
     before = graphs()
@@ -189,12 +191,24 @@ def test_a_compiled_forward_checks_its_batch():
 def test_a_router_bypassed_in_a_compiled_forward_is_named():
     model = tiny("qwen3_moe", experts="grouped_mm")
     routed = hf.attach(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     block = model.model.layers[2].mlp
     block.forward = lambda hidden: hidden
     with (
         pytest.raises(ReplayError, match=r"model\.layers\.2\.mlp\.gate selected 0 times"),
         routed.replay(random_routes(routed.spec, BATCH)),
+    ):
+        compiled(**BATCH, use_cache=False)
+
+
+def test_gate_weights_are_replayed_in_eager_mode_alone():
+    routed = hf.attach(tiny("qwen3_moe"))
+    with torch.no_grad(), routed.record(gate_weights=True) as recording:
+        routed.model(**BATCH, use_cache=False)
+    compiled = torch.compile(routed.model, backend="eager")
+    with (
+        pytest.raises(ReplayError, match="eager mode alone"),
+        routed.replay(recording.trace(), gate_weights=True),
     ):
         compiled(**BATCH, use_cache=False)
 
@@ -228,8 +242,8 @@ def test_a_compiled_layer_checkpointed_by_hand_is_refused(how, use_reentrant):
 
 
 def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
-    model, eager = tiny("qwen3_moe", experts="grouped_mm"), hf.attach(tiny("qwen3_moe", experts="grouped_mm"))
-    routed = hf.attach(model)
+    model, eager = (tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1) for _ in range(2))
+    routed, eager = hf.attach(model), hf.attach(eager)
     model(**BATCH, output_router_logits=True)  # transformers installs its hooks now, which it cannot in a graph
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     trace = random_routes(routed.spec, BATCH)

@@ -14,6 +14,33 @@ from tests.adapters.hf.family_refusals import REFUSED, refusal
 
 MODELLING = Path(transformers.__file__).parent / "models"
 ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)
+AT_ONCE = [
+    "dbrx",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "dots1",
+    "gemma4",
+    "glm5_next",
+    "gpt_oss",
+    "hunyuan_v1_moe",
+    "inkling",
+    "jamba",
+    "jetmoe",
+    "lfm2_moe",
+    "llama4",
+    "longcat_flash",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen3_moe",
+    "qwen3_vl_moe",
+    "step3p7",
+    "switch_transformers",
+    "zaya",
+]
+"""Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
 
@@ -22,11 +49,14 @@ def test_every_family_of_transformers_is_here():
     upstream = {path.parent.name for path in MODELLING.glob("*/modeling_*.py") if ROUTES.search(path.read_text())}
     assert upstream - ROUTES_NO_TOKENS.keys() == FAMILIES.keys() | REFUSED.keys()
     assert GATES.keys() == FAMILIES.keys()
+    assert {str(GATES[name]) for name in AT_ONCE} == {str(gate) for gate in GATES.values()}
     assert len(upstream) > 70
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_family(name, check):
     why_not = check(name)
     *_, exceptions = support_table.committed()[name]

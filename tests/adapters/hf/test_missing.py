@@ -6,7 +6,7 @@ import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
+from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import FAMILIES, tiny
 from tests.adapters.hf.model_runs import (
     batch_of,
@@ -133,16 +133,6 @@ def test_dropping_without_reading_the_mask_is_no_silent_no_op():
         with pytest.raises(ReplayError, match="before the first forward"):
             _ = session.loss_mask_BT
         model(**BATCH)
-
-
-@pytest.mark.parametrize("argument", ["missing", "counts"])
-def test_another_policy_is_refused(argument):
-    routed = hf.attach(tiny("qwen3_moe"))
-    with (
-        pytest.raises(ConfigError, match=f"{argument} is 'zero'"),
-        routed.replay(random_routes(routed.spec, BATCH), **{argument: "zero"}),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("policy", ["native", "drop"])

@@ -58,6 +58,7 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, co
     assert torch.equal(native(model), before)
 
 
+@pytest.mark.slow
 def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(monkeypatch):
     model = tiny("qwen3_moe", experts="grouped_mm")
     routed = hf.attach(model)

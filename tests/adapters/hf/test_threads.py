@@ -4,7 +4,6 @@ import threading
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
@@ -180,8 +179,3 @@ def test_two_threads_that_share_a_model_never_blame_a_kernel(routed):
             assert outcome.equals(alone.trace())
     assert any(not isinstance(outcome, ReplayError) for outcome in outcomes)
     loss_of(model, BATCH)
-
-
-def test_by_hand_checkpoints_are_still_recognised(routed):
-    with routed.record(), pytest.raises(ReplayError, match="called by hand"):
-        checkpoint(lambda: loss_of(routed.model, BATCH), use_reentrant=False)

@@ -100,9 +100,9 @@ def test_native_replay_is_bit_equal(form, checkpointing):
     assert session.agreement().routing.differing_tokens_share == 0
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_experts_get_exactly_the_replayed_ids_also_in_recomputation(form, checkpointing):
-    plain, model = ready(form(), None), ready(form(), checkpointing)
+@pytest.mark.parametrize(("form", "use_reentrant"), zip(FORMS, [True, False] * 3, strict=True))
+def test_experts_get_exactly_the_replayed_ids_also_in_recomputation(form, use_reentrant):
+    plain, model = ready(form(), None), ready(form(), use_reentrant)
     grads = []
     for each in (plain, model):
         routed = hf.attach(each)

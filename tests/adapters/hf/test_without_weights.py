@@ -1,6 +1,8 @@
-"""The layers that a configuration has on tensors without values are those that the attached model with weights has."""
+"""The layers that a configuration has on tensors without values are those that the attached model with weights has.
 
-import json
+`test_every_family` asks it of every family as it comes.
+"""
+
 import subprocess
 import sys
 
@@ -14,35 +16,33 @@ from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
 from foreroute.trace import LayerKind
-from tests.adapters.hf.families import FAMILIES, SPARSE, build
+from tests.adapters.hf.families import SPARSE, build
+from tests.adapters.hf.family_checks import attached, require_told, written
 
-NOT_TOLD = {
-    "jetmoe": "split_with_sizes",  # its experts are split by counts of rows, which are values
-    "switch_transformers": "does not tell",  # it has an encoder and a decoder
-}
 OTHERWISE = [
-    ("qwen2_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 5}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
-    ("qwen3_next", {"decoder_sparse_step": 3, "num_hidden_layers": 6}),
     ("qwen3_vl_moe", {"mlp_only_layers": [0, 2]}),
+    ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0, "num_hidden_layers": 5}),
+    ("llama4", {"interleave_moe_layer_step": 2, "num_hidden_layers": 5}),
+    ("deepseek_v3", {"first_k_dense_replace": 2}),
+    ("dots3_note", {"moe_layer_freq": [0, 0, 1]}),
+    ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "0,2"}),
+    ("qwen2_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 5}),
+    ("qwen3_next", {"decoder_sparse_step": 3, "num_hidden_layers": 6}),
     ("qwen3_vl_moe", {"decoder_sparse_step": 2}),
     ("qwen3_omni_moe", {"decoder_sparse_step": 2}),
     ("flint", {"num_hidden_layers": 5}),
     ("flint", {"mlp_only_layers": [3]}),
-    ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0, "num_hidden_layers": 5}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 2, "num_hidden_layers": 6}),
     ("ernie4_5_moe", {"moe_layer_end_index": 1}),
-    ("llama4", {"interleave_moe_layer_step": 2, "num_hidden_layers": 5}),
     ("llama4", {"moe_layers": [0, 2]}),
     ("deepseek_v2", {"first_k_dense_replace": 0}),
-    ("deepseek_v3", {"first_k_dense_replace": 2}),
     ("deepseek_v32", {"first_k_dense_replace": 2}),
     ("dots1", {"first_k_dense_replace": 2}),
     ("glm4_moe", {"first_k_dense_replace": 2}),
     ("mistral4", {"first_k_dense_replace": 0}),
     ("exaone_moe", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     ("axk1", {"moe_layer_freq": 2, "num_hidden_layers": 5}),
-    ("dots3_note", {"moe_layer_freq": [0, 0, 1]}),
     ("minimax_m3_vl", {"moe_layer_freq": [0, 1, 1]}),
     ("inkling", {"dense_mlp_idx": 2}),
     ("afmoe", {"num_dense_layers": 2}),
@@ -51,51 +51,27 @@ OTHERWISE = [
     ("muse_spark", {"mlp_layer_types": ["dense", "sparse", "sparse"]}),
     ("lfm2_moe", {"num_dense_layers": 0}),
     ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MEM*E-", "num_hidden_layers": 6}),
-    ("step3p7", {"mlp_layer_types": None, "moe_layers_enum": "0,2"}),
     ("step3p7", {"mlp_layer_types": None, "num_hidden_layers": 5}),
     ("deepseek_v4", {"mlp_layer_types": None, "num_hash_layers": 2}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2]}),
 ]
+AT_ONCE = 7
+"""So many without the mark `slow`: one for each way in which configurations name dense layers."""
 
 
-def written(folder, model, **changes):
-    config = json.loads(model.config.to_json_string(use_diff=True)) | changes
-    path = folder / "config.json"
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    return path
-
-
-def require_same(path, model):
-    routed, found = hf.attach(model), structure_of(path)
-    assert found.spec == routed.spec
-    assert found.indexers == routed.indexers
-    assert found.config["vocab_size"] == model.config.vocab_size
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_TOLD])
-def test_the_layers_of_every_family_are_those_of_the_model(name, tmp_path):
-    model = build(name)
-    require_same(written(tmp_path, model), model)
-
-
-@pytest.mark.parametrize("name", NOT_TOLD)
-def test_families_that_need_values_are_refused(name, tmp_path):
-    path = written(tmp_path, build(name))
-    with pytest.raises(ConfigError, match=rf"config.json: transformers .*{NOT_TOLD[name]}.*pass a trace"):
-        structure_of(path)
-
-
-@pytest.mark.parametrize("name", SPARSE)
-def test_the_indexers_of_every_family_are_those_of_the_model(name, tmp_path):
-    model = build(name, **SPARSE[name])
-    assert hf.attach(model).indexers is not None
-    require_same(written(tmp_path, model), model)
-
-
-@pytest.mark.parametrize(("name", "fields"), OTHERWISE, ids=lambda value: str(value)[:40])
-def test_other_dense_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
-    model = build(name, **fields)
-    require_same(written(tmp_path, model), model)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *OTHERWISE[:AT_ONCE],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [*OTHERWISE[AT_ONCE:], *SPARSE.items()]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
+    """Dense ones in other places, and layers with indexers."""
+    model, routed = attached(name, **fields)
+    assert routed.indexers is not None or fields is not SPARSE.get(name)
+    require_told(written(tmp_path, model), model, routed)
 
 
 def test_hash_layers_are_told_from_routers(tmp_path):
@@ -107,14 +83,13 @@ def test_hash_layers_are_told_from_routers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "layers", "experts", "picks"),
     [
-        ("deepseek_v3", range(3, 61), 256, 8),
         ("qwen3_vl_moe", range(24), 60, 4),
         ("ernie4_5_vl_moe", range(1, 28), 64, 6),
         ("kimi_k25", range(3, 61), 256, 8),
     ],
 )
 def test_models_that_no_machine_holds_take_no_memory(name, layers, experts, picks, tmp_path):
-    """As published: some have a decoder within, and the largest is of 671 billion weights."""
+    """As published: each has a decoder within, that of the largest is a DeepSeek-V3 of 671 billion weights."""
     path = tmp_path / "config.json"
     path.write_text(transformers.CONFIG_MAPPING[name]().to_json_string(use_diff=True))
     spec = structure_of(path).spec

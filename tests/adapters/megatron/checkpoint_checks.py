@@ -7,19 +7,16 @@ from torch.utils.checkpoint import checkpoint
 
 from foreroute.errors import ReplayError
 from tests.adapters.megatron import one_rank as on
-from tests.adapters.megatron.session_checks import alone, replayed
 
 
 def check_checkpoints_by_hand_are_replayed_or_refused():
     """Around a layer, torch's reentrant checkpoint is found in the graph; others are refused before they go wrong."""
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
-    expected = alone(built, routed, ids, trace)
+    built, routed, ids, trace = on.prepared()
+    expected = on.alone(built, routed, ids, trace)
     with checkpointed(built, reentrant=True):
-        assert on.same(alone(built, routed, ids, trace), expected)
+        assert on.same(on.alone(built, routed, ids, trace), expected)
     with checkpointed(built, reentrant=False):
-        on.refuses(ReplayError, "non-reentrant", lambda: replayed(built, routed, trace, ids))
+        on.refuses(ReplayError, "non-reentrant", lambda: on.replayed(built, routed, trace, ids))
     with routed.replay(trace):
         embedded = built.embedding.word_embeddings.weight
         whole = lambda weight: on.forward(built, ids) + 0 * weight.sum()  # noqa: E731
@@ -29,12 +26,10 @@ def check_checkpoints_by_hand_are_replayed_or_refused():
 
 def check_a_checkpoint_inside_of_a_checkpoint_keeps_its_routes():
     """The inner one is made anew when the outer one recomputes, and recomputes itself when the session is closed."""
-    built, routed = on.attached("selective")
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
-    expected = alone(built, routed, ids, trace)
+    built, routed, ids, trace = on.prepared("selective")
+    expected = on.alone(built, routed, ids, trace)
     with checkpointed(built, reentrant=True), on.maps_given(routed) as maps:
-        assert on.same(alone(built, routed, ids, trace), expected)
+        assert on.same(on.alone(built, routed, ids, trace), expected)
     on.assert_followed(maps, trace, calls=3)
 
 
@@ -42,20 +37,18 @@ def check_a_non_reentrant_checkpoint_inside_of_megatrons_is_refused():
     built, routed = on.attached("uniform")
     ids = on.tokens()
     with checkpointed(built, reentrant=False):
-        loss = replayed(built, routed, on.foreign(routed.spec, ids), ids)
+        loss = on.replayed(built, routed, on.foreign(routed.spec, ids), ids)
         on.refuses(ReplayError, "non-reentrant", loss.backward)
 
 
 def check_a_frozen_model_is_replayed_with_gradients_on_or_off():
     """A reference model has nothing to recompute, whatever its configuration says."""
-    built, routed = on.attached("uniform")
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
-    expected = replayed(built, routed, trace, ids)
+    built, routed, ids, trace = on.prepared("uniform")
+    expected = on.replayed(built, routed, trace, ids)
     built.requires_grad_(False)
-    assert torch.equal(replayed(built, routed, trace, ids), expected)
+    assert torch.equal(on.replayed(built, routed, trace, ids), expected)
     built.output_layer.requires_grad_(True)
-    assert torch.equal(replayed(built, routed, trace, ids), expected)
+    assert torch.equal(on.replayed(built, routed, trace, ids), expected)
 
 
 def check_layers_that_no_gradient_reaches_are_told_of():
@@ -64,7 +57,7 @@ def check_layers_that_no_gradient_reaches_are_told_of():
     built.embedding.requires_grad_(False)
     ids = on.tokens()
     trace = on.foreign(routed.spec, ids)
-    on.refuses(ReplayError, "what comes before it is frozen", lambda: replayed(built, routed, trace, ids))
+    on.refuses(ReplayError, "what comes before it is frozen", lambda: on.replayed(built, routed, trace, ids))
 
 
 @contextlib.contextmanager

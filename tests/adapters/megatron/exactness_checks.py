@@ -96,9 +96,7 @@ def check_the_oracle_tells_a_wrong_rule_apart():
 
 
 def check_misplaced_routes_are_seen():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
     late = on.foreign(routed.spec, ids.roll(1, 1))
     swapped = trace.select([1, 0])
     for wrong in (late, swapped):

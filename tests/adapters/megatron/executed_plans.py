@@ -1,7 +1,9 @@
 """Training with plans that are executed, and the same training with every expert at home: what there is to compare."""
 
 import contextlib
+import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +22,61 @@ from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 from tests.plan.random_plans import random_plan
 
-STEPS = 3
+STEPS = 2
+"""The second one trains on weights that a plan has trained, and fetches in the order of the first."""
 SLOTS = 2
 WITHOUT_REPLICAS = ("static", "homes")
 LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 
+@dataclasses.dataclass
+class Planned:
+    """A case before its first step.
+
+    Attributes:
+        chunks: as they were built.
+        routed: they, attached.
+        model: they in DDP with an optimizer, or None.
+        batches: micro-batches, and `traces` their routes.
+        shards: the routes of this rank.
+        plan: with `counts_MLGE`, what it was made for.
+    """
+
+    chunks: list
+    routed: megatron.RoutedMegatron
+    model: Trained | None
+    batches: list
+    traces: list
+    shards: list
+    plan: Any
+    counts_MLGE: np.ndarray
+
+    @classmethod
+    def of(cls, case, optimizer=None, kind="planned"):
+        """`kind` as in `trained`; nothing moves homes."""
+        doubles_stay()
+        initialize(case.cell)
+        chunks = [chunk.to(chunk.config.params_dtype) for chunk in build(case.cell)]
+        routed = megatron.attach(chunks)
+        model = optimizer and Trained(chunks, optimizer)
+        batches = make_batches(case.cell)
+        traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
+        shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(batches, traces, strict=True)]
+        made, counts_MLGE, _ = make_plan(routed, model, kind, 0, shards, None)
+        return cls(chunks, routed, model, batches, traces, shards, made, counts_MLGE)
+
+    def execute(self):
+        """The context in which the plan is executed."""
+        return self.routed.execute(self.plan, self.counts_MLGE, self.shards)
+
+    def step(self, forward=forward_step, **more):
+        """Losses and gradients of a step on the routes; `more` is said to `training_step.step`."""
+        chunks = self.model.chunks if self.model else self.chunks
+        return step(chunks, carrying(self.batches, self.shards), self.routed.replaying(forward), **more)
+
+
 def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
-    """Three steps of a case, or so many.
+    """So many steps of a case.
 
     Args:
         case: see `grid.ExecutionCase`.
@@ -158,9 +207,7 @@ def whole_gradients(routed, model):
         for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
             for name, parameter in parameters_of(block.experts, slot).items():
                 mine.append(((layer, expert, part, name), *reduced(model, parameter)))
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    found = put_together(itertools.chain.from_iterable(everywhere))
+    found = put_together(mine)
     for i, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
             if "experts." not in name:

@@ -1,21 +1,18 @@
 """Fetches that are begun ahead: always those of the cell that is visited, whatever order was expected."""
 
+import dataclasses
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 
 from foreroute.adapters.megatron.plan_execution.fetching import FetchAhead
 from foreroute.ep.transfer import Cell
-from tests.adapters.megatron.executed_plans import make_plan, rows_off_plan, trained
+from tests.adapters.megatron.executed_plans import Planned, make_plan, rows_off_plan, trained
 from tests.adapters.megatron.grid import Cell as Split
 from tests.adapters.megatron.grid import ExecutionCase
-from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.plan_execution_checks import planned
-from tests.adapters.megatron.training_step import forward_step, step
 
 
-@dataclass
+@dataclasses.dataclass
 class Sent:
     """Stands for a fetch."""
 
@@ -74,25 +71,28 @@ def check_steps_after_the_first_fetch_ahead(splits):
 
 def check_forward_only_and_updates_take_turns():
     """As recompute and update of an RL step do, the former without `no_grad`: autograd does not tell them apart."""
-    chunks, routed, batches, shards, _, _ = planned(ExecutionCase(Split(ep=2, layers=2)))
-    made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards, None)
+    at = Planned.of(ExecutionCase(Split(ep=2, layers=2)))
     for number in range(3):
         for forward_only in (True, False):
-            with routed.execute(made, counts_MLGE, shards) as execution:
-                step(chunks, carrying(batches, shards), routed.replaying(forward_step), forward_only=forward_only)
+            with at.execute() as execution:
+                at.step(forward_only=forward_only)
             fetches, ahead = execution.fetches
             # not what a layer needs first, nor the visit before which the two orders part
-            assert number == 0 or fetches - ahead <= len(routed.layers) + 1, (number, forward_only, fetches, ahead)
+            assert number == 0 or fetches - ahead <= len(at.routed.layers) + 1, (number, forward_only, fetches, ahead)
 
 
 def check_steps_of_other_numbers_of_micro_batches():
     """Each begins as if none had been before: the order of a longer one has cells that a shorter one has not."""
-    chunks, routed, batches, shards, _, _ = planned(ExecutionCase(Split(ep=2, layers=2)))
+    whole = Planned.of(ExecutionCase(Split(ep=2, layers=2)))
     found = []
     for number in (3, 2, 3, 1, 2):
-        made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards[:number], None)
-        with routed.execute(made, counts_MLGE, shards[:number]) as execution:
-            step(chunks, carrying(batches[:number], shards[:number]), routed.replaying(forward_step))
-        assert rows_off_plan(routed, execution, counts_MLGE) == 0
+        shards = whole.shards[:number]
+        made, counts_MLGE, _ = make_plan(whole.routed, None, "planned", 0, shards, None)
+        at = dataclasses.replace(
+            whole, batches=whole.batches[:number], shards=shards, plan=made, counts_MLGE=counts_MLGE
+        )
+        with at.execute() as execution:
+            at.step()
+        assert rows_off_plan(at.routed, execution, counts_MLGE) == 0
         found.append(execution.fetches[1] > 0)
     assert found == [False, False, True, False, True]

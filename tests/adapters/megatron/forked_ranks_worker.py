@@ -29,6 +29,19 @@ def sums_ranks():
     return int(total), dist.get_rank()
 
 
+def leaves_marks():
+    """Whether what a check may break was broken before, and is now: torch, Megatron, the process group."""
+    before = broken()
+    torch.Tensor.mark = megatron.core.mark = True
+    dist.destroy_process_group()
+    dist.barrier = lambda: None
+    return before, broken()
+
+
+def broken():
+    return hasattr(torch.Tensor, "mark"), hasattr(megatron.core, "mark"), not dist.is_initialized()
+
+
 def version():
     return megatron.core.__version__
 

@@ -53,9 +53,7 @@ def check_packed_parameters_of_a_padded_batch_do_not_make_it_packed():
 
 def check_embeddings_in_place_of_tokens_are_replayed_on_placed_routes():
     """As a model of images calls its language model: only the layout says what is where."""
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
     embedded = built.embedding(ids, torch.arange(on.WIDTH).expand_as(ids))
     run = partial(built, None, None, torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool).triu(1), decoder_input=embedded)
 

@@ -66,8 +66,9 @@ VARIANTS = list(itertools.product(RECOMPUTE, ("alltoall", "allgather"), (False, 
 
 
 def variants_of(parallel, every):
-    """The cells of one split: all 16, or four that have every level of every factor."""
-    chosen = VARIANTS if every else _covering(PARALLEL.index(parallel))
+    """The cells of one split: all 16, or two. Over the splits, these have every pair of values of any two axes."""
+    doubled = [parallel.pp, parallel.vpp, parallel.cp, parallel.tp, parallel.ep].count(2)
+    chosen = VARIANTS if every else _covering(PARALLEL.index(parallel))[doubled % 2 :: 2]
     return [
         dataclasses.replace(parallel, recompute=recompute, dispatcher=dispatcher, packed=packed)
         for recompute, dispatcher, packed in chosen
@@ -112,8 +113,10 @@ SHAPES = {
     ),
     "multi-token prediction": with_settings({"mtp_num_layers": 1}),
     "multi-token prediction on the last stage": with_settings({"mtp_num_layers": 1}, pp=2, recompute="uniform"),
-    "experts over tensor ranks": with_settings({}, ep=2, tp=2, etp=2, dispatcher="allgather", recompute="uniform"),
-    "experts over four ranks": with_settings({}, ep=4, recompute="selective"),
+    "experts over tensor ranks": with_settings(
+        {}, ep=2, tp=2, etp=2, layers=2, dispatcher="allgather", recompute="uniform"
+    ),
+    "experts over four ranks": with_settings({}, ep=4, layers=2, recompute="selective"),
     "two blocks to a checkpoint": with_settings({"recompute_num_layers": 2}, recompute="uniform"),
 }
 """name: cell."""

@@ -116,9 +116,7 @@ def whole_experts(routed, trained):
                 key = (layer, expert, part, name)
                 mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
                 mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    return put_together(itertools.chain.from_iterable(everywhere))
+    return put_together(mine)
 
 
 def parameters_of(experts, slot):
@@ -127,10 +125,15 @@ def parameters_of(experts, slot):
     return {n.removesuffix(str(slot)): p for n, p in experts.named_parameters() if n.endswith(f"weight{slot}")}
 
 
-def put_together(parts):
+def put_together(mine):
+    """Key -> the whole tensor, flat, of (key, first element, elements of the whole, tensor) of all ranks."""
+    everywhere = [None] * dist.get_world_size()
+    # as bytes: tensors are pickled by way of files, one each
+    as_bytes = [(*of, t.dtype, t.reshape(-1).contiguous().view(torch.uint8).numpy()) for *of, t in mine]
+    dist.all_gather_object(everywhere, as_bytes)
     whole = {}
-    for key, first, numel, tensor in parts:
-        flat = tensor.reshape(-1)
+    for key, first, numel, dtype, held in itertools.chain.from_iterable(everywhere):
+        flat = torch.from_numpy(held).view(dtype)
         values = whole.setdefault(key, torch.full((numel,), torch.nan, dtype=flat.dtype))
         before = values[first : first + len(flat)]
         assert bool((before.isnan() | (before == flat)).all()), f"copies of {key} differ"

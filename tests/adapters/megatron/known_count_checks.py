@@ -8,17 +8,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
-from foreroute.adapters import megatron
 from foreroute.errors import CountsError, PlanError, ReplayError, TraceError
-from tests.adapters.megatron.cpu_optimizers import Trained
-from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed, trained
+from tests.adapters.megatron.executed_plans import STEPS, Planned, make_plan, trained
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batches import make_batches
-from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 
-STEPS, MICRO_BATCHES, LAYERS = 3, 3, 2
+MICRO_BATCHES, LAYERS = 3, 2
 
 
 def check_exchanges_and_waits():
@@ -55,44 +51,37 @@ def counted(case, planned):
 
 
 def check_wrong_counts_end_all_ranks_alike():
-    case = ExecutionCase(Cell(ep=2, layers=LAYERS))
-    initialize(case.cell)
-    chunks = build(case.cell)
-    routed = megatron.attach(chunks)
-    model = Trained(chunks, "momentum")
-    batches = make_batches(case.cell)
-    traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
-    shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(batches, traces, strict=True)]
-    made, counts_MLGE, _ = make_plan(routed, model, "planned", 0, shards, None)
-    layers = moe_layers(chunks)
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
+    routed, model, batches, shards, counts_MLGE = at.routed, at.model, at.batches, at.shards, at.counts_MLGE
+    layers = moe_layers(at.chunks)
     before = {layer: (block.token_dispatcher, dict(block.__dict__)) for layer, block in layers.items()}
     first = dist.get_rank() == 0
     backwards = [shards[1], shards[0], *shards[2:]]
     forward = routed.replaying(forward_step)
 
-    def execute(brought, *, plan=made, counts=counts_MLGE, announced=shards, forward=forward):
+    def execute(brought, *, plan=at.plan, counts=counts_MLGE, announced=shards, forward=forward):
         with routed.execute(plan, counts, announced):
             step(model.chunks, carrying(batches[: len(brought)], brought), forward)
 
     def inside(what):
-        with routed.execute(made, counts_MLGE, shards):
+        with at.execute():
             what()
 
     other = make_plan(routed, model, "static", 0, shards, None)[0]
     moved_LE = routed.home_LE[:, ::-1]
-    mixed = [shards[0], traces[1] if first else shards[1], shards[2]]
+    mixed = [shards[0], at.traces[1] if first else shards[1], shards[2]]
     for error, said, wrong in (
         (CountsError, "rank 0: micro-batch 0 brings other routes", lambda: execute(backwards if first else shards)),
         (CountsError, "rank 0: micro-batch 0 makes", lambda: execute(shards, announced=backwards if first else shards)),
         (CountsError, "counts have digest", lambda: execute(shards, counts=counts_MLGE + first)),
         (CountsError, r"expected integers \[3, 2, 2, 8\]", lambda: execute(shards, counts=counts_MLGE[:, :1])),
         (CountsError, "ranks have other micro-batches", lambda: routed.gather_counts(shards[: 3 - first])),
-        (PlanError, "ranks hold different plans", lambda: execute(shards, plan=other if first else made)),
+        (PlanError, "ranks hold different plans", lambda: execute(shards, plan=other if first else at.plan)),
         (PlanError, "expected \\(2, 2, 8\\)", lambda: execute(shards[:2], announced=shards[:2])),
         (
             PlanError,
             "move_homes",
-            lambda: execute(shards, plan=dataclasses.replace(made, hosts=made.hosts._replace(home_LE=moved_LE))),
+            lambda: execute(shards, plan=dataclasses.replace(at.plan, hosts=at.plan.hosts._replace(home_LE=moved_LE))),
         ),
         (ReplayError, "2 of 3 planned micro-batches ran", lambda: execute(shards[:2])),
         (CountsError, "a forward begins after all 3", lambda: _four_times(execute, shards, batches, forward)),
@@ -124,24 +113,19 @@ def _four_times(execute, shards, batches, forward):
 
 def check_what_one_stage_objects_to_ends_all():
     """Other plans, which expert-parallel ranks agree on, or all but one; other micro-batches: one error everywhere."""
-    case = ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4)
-    initialize(case.cell)
-    chunks = build(case.cell)
-    routed = megatron.attach(chunks)
-    batches = make_batches(case.cell)
-    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
-    made, other = (make_plan(routed, None, kind, 0, shards, None) for kind in ("planned", "static"))
-    counts_MLGE = made[1]
+    at = Planned.of(ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4))
+    routed, shards, counts_MLGE = at.routed, at.shards, at.counts_MLGE
+    other = make_plan(routed, None, "static", 0, shards, None)[0]
 
-    def execute(plan=made[0], announced=shards):
+    def execute(plan=at.plan, announced=shards):
         with routed.execute(plan, counts_MLGE, announced):
             pass
 
     plans = r"pipeline stages hold different plans \(stage 0: plan .*; stage 1: "
     backwards = "expert-parallel rank 1: pipeline stage 1: micro-batch 0 makes"
     for ranks, error, match, right, wrong in (
-        ({2, 3}, PlanError, plans, execute, lambda: execute(other[0])),
-        ({3}, PlanError, plans, execute, lambda: execute(other[0])),
+        ({2, 3}, PlanError, plans, execute, lambda: execute(other)),
+        ({3}, PlanError, plans, execute, lambda: execute(other)),
         ({3}, CountsError, backwards, execute, lambda: execute(announced=shards[::-1])),
         (
             {2, 3},
@@ -156,5 +140,5 @@ def check_what_one_stage_objects_to_ends_all():
         said = [None] * dist.get_world_size()
         dist.all_gather_object(said, str(caught.value))
         assert len(set(said)) == 1, said
-    with routed.execute(made[0], counts_MLGE, shards):
-        step(chunks, carrying(batches, shards), routed.replaying(forward_step))
+    with at.execute():
+        at.step()

@@ -82,7 +82,9 @@ def check_rows_without_a_route_follow_the_policy():
     with on.maps_given(routed) as native_maps:
         on.forward(built, ids, lengths=lengths)
     trace = without_row(whole, 1, 4)
-    on.refuses(BatchMismatchError, "sequence 1 has no route at position 4", lambda: replay(built, routed, trace, ids))
+    on.refuses(
+        BatchMismatchError, "sequence 1 has no route at position 4", lambda: on.replayed(built, routed, trace, ids)
+    )
     with on.maps_given(routed) as maps, routed.replay(trace, missing="native") as session:
         on.forward(built, ids, lengths=lengths)
         assert session.loss_mask_BT.tolist() == kept(lengths)
@@ -96,13 +98,11 @@ def check_rows_without_a_route_follow_the_policy():
     wanted = np.array(kept(lengths))
     wanted[1, 5:] = False
     assert mask.tolist() == wanted.tolist()
-    on.refuses(ReplayError, "nobody read the loss mask", lambda: replay(built, routed, trace, ids, missing="drop"))
+    on.refuses(ReplayError, "nobody read the loss mask", lambda: on.replayed(built, routed, trace, ids, missing="drop"))
 
 
 def check_layouts_and_traces_of_other_batches_are_refused():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
     other, _ = on.attached(moe_layer_freq=1)
     foreign = on.foreign(megatron.attach(other).spec, ids)
     on.refuses(SpecMismatchError, "routed layers", lambda: routed.replay(foreign).__enter__())
@@ -115,9 +115,11 @@ def check_layouts_and_traces_of_other_batches_are_refused():
     on.refuses(SpecMismatchError, "no indexer that can be replayed", lambda: routed.replay(choices).__enter__())
     on.refuses(SpecMismatchError, "no indexer that can be replayed", lambda: routed.shard(choices, pack(trace.lengths)))
     wider = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH + 4)
-    on.refuses(BatchMismatchError, "slots on this rank", lambda: replay(built, routed, routed.shard(trace, wider), ids))
+    on.refuses(
+        BatchMismatchError, "slots on this rank", lambda: on.replayed(built, routed, routed.shard(trace, wider), ids)
+    )
     longer = on.foreign(routed.spec, torch.cat([ids, ids], 1), lengths=(15, 3))
-    on.refuses(BatchMismatchError, "up to 15", lambda: replay(built, routed, longer, ids))
+    on.refuses(BatchMismatchError, "up to 15", lambda: on.replayed(built, routed, longer, ids))
 
 
 def check_tokens_are_not_taken_for_padding():
@@ -153,9 +155,7 @@ def replaying(routed, trace, ids, **more):
 
 
 def check_what_waits_is_narrow():
-    _, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    _, routed, ids, trace = on.prepared()
     placed = routed.shard(trace, pad(trace.lengths, side="right", order="sbhd"))
     assert placed.ids_LRK.dtype == torch.uint8
     assert placed.ids_LRK.nbytes == ids.numel() * 2 * 2
@@ -224,11 +224,6 @@ def check_static_inference_is_captured_in_the_same_type():
             "without a key-value cache",
             lambda: built.eval()(ids, None, causal, inference_context=context, runtime_gather_output=True),
         )
-        on.forward(built, ids)
-
-
-def replay(built, routed, trace, ids, **policy):
-    with routed.replay(trace, **policy):
         on.forward(built, ids)
 
 

@@ -25,21 +25,35 @@ VOCABULARY = 64
 EXPERTS, TOP_K = 8, 2
 
 
+_made = None
+"""What Megatron's process groups of this process were made for, and all groups that there were then."""
+
+
 def initialize(cell):
-    """Megatron's process groups for this cell. Models that were built before are of no use any more."""
-    parallel_state.destroy_model_parallel()
+    """Megatron's process groups for this cell; those of the last cell stay where it splits the model alike.
+
+    Models that were built before are of no use any more.
+    """
+    global _made
+    sizes = {
+        "tensor_model_parallel_size": cell.tp,
+        "pipeline_model_parallel_size": cell.pp,
+        "virtual_pipeline_model_parallel_size": cell.vpp if cell.vpp > 1 else None,
+        "context_parallel_size": cell.cp,
+        "expert_model_parallel_size": cell.ep,
+        "expert_tensor_parallel_size": cell.etp,
+    }
+    stay = _made[1] if _made and _made[0] == sizes and dist.group.WORLD in _made[1] else set()
+    if not stay:
+        parallel_state.destroy_model_parallel()
     dist.barrier()  # nobody is still at work in what is given up
-    give_up_groups()
+    give_up_groups(stay)
     gc.collect()  # models hold them, in circles
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=cell.tp,
-        pipeline_model_parallel_size=cell.pp,
-        virtual_pipeline_model_parallel_size=cell.vpp if cell.vpp > 1 else None,
-        context_parallel_size=cell.cp,
-        expert_model_parallel_size=cell.ep,
-        expert_tensor_parallel_size=cell.etp,
-        create_gloo_process_groups=False,
-    )
+    if stay:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(0 if cell.vpp > 1 else None)
+    else:
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        _made = sizes, set(dist.distributed_c10d._world.pg_map)
 
 
 def config(cell):

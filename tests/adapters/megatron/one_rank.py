@@ -106,6 +106,28 @@ def attached(recompute="none", seed=0, **settings):
     return built, megatron.attach(built)
 
 
+def prepared(recompute="none", lengths=(WIDTH, WIDTH), **settings):
+    """A model, attached, with tokens and routes of them that no router chose."""
+    built, routed = attached(recompute, **settings)
+    ids = tokens(lengths=lengths)
+    return built, routed, ids, foreign(routed.spec, ids, lengths=lengths)
+
+
+def replayed(built, routed, routes, ids, **policy):
+    """The loss of a forward on these routes."""
+    with routed.replay(routes, **policy):
+        return forward(built, ids)
+
+
+def alone(built, routed, ids, routes):
+    """The gradients of one micro-batch, nothing else in flight."""
+    built.zero_grad(set_to_none=True)
+    replayed(built, routed, routes, ids).backward()
+    grads = gradients(built)
+    built.zero_grad(set_to_none=True)
+    return grads
+
+
 @contextlib.contextmanager
 def maps_given(routed):
     """Per MoE layer, the maps bool [B, T, E] that its dispatcher was given, forwards and recomputations in turn."""

@@ -15,12 +15,12 @@ from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
 from foreroute.ep.transfer.replica_weights import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
-from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import (
     LINKS,
     SLOTS,
+    STEPS,
     WITHOUT_REPLICAS,
-    doubles_stay,
+    Planned,
     furthest,
     laid_out,
     make_plan,
@@ -38,14 +38,14 @@ FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_
 EXACT = 1e-12
 
 
-def check_cases(cases):
+def check_cases(cases, steps=STEPS):
     """(case, kinds of plans) each."""
     for case, kinds in cases:
         case = in_float64(case)
-        plain = trained(case, None)
+        plain = trained(case, None, steps=steps)
         for planned in kinds:
             try:
-                check_equal(plain, trained(case, planned), planned)
+                check_equal(plain, trained(case, planned, steps=steps), planned)
             except Exception as error:
                 raise AssertionError(f"[{case}], {planned}: {error}") from error
 
@@ -103,19 +103,11 @@ def sending_as(dtype):
 
 def check_a_model_that_nothing_wraps():
     """Without main_grad, gradients of replicas come home through autograd, in the dtype of the parameter."""
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2, recompute="uniform")))
-    doubles_stay()
-    initialize(case.cell)
-    chunks = [chunk.to(torch.float64) for chunk in build(case.cell)]
-    routed = megatron.attach(chunks)
-    batches = make_batches(case.cell)
-    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
-    forward = routed.replaying(forward_step)
-    plain_losses, plain_grads = step(chunks, carrying(batches, shards), forward)
-    made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards, None)
-    assert len(made.hosts.expert_R)
-    with routed.execute(made, counts_MLGE, shards):
-        losses, grads = step(chunks, carrying(batches, shards), forward)
+    at = Planned.of(in_float64(ExecutionCase(Cell(ep=2, layers=2, recompute="uniform"))))
+    plain_losses, plain_grads = at.step()
+    assert len(at.plan.hosts.expert_R)
+    with at.execute():
+        losses, grads = at.step()
     assert grads.keys() == plain_grads.keys()
     found = {"losses": [losses], "gradients": grads, "weights": {"none": torch.zeros(1)}}
     plain = {"losses": [plain_losses], "gradients": plain_grads, "weights": {"none": torch.zeros(1)}}
@@ -184,24 +176,19 @@ def check_rows_without_a_route_are_spread_by_the_plan():
 def check_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
     for experts in ("sequential", "grouped"):
-        chunks, routed, batches, shards, made, counts_MLGE = planned(
-            ExecutionCase(Cell(ep=2, layers=2, experts=experts))
-        )
-        before = kept(chunks[0])
-        with routed.execute(made, counts_MLGE, shards) as execution:
-            step(chunks, carrying(batches, shards), routed.replaying(forward_step))
+        at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)))
+        before = kept(at.chunks[0])
+        with at.execute() as execution:
+            at.step()
             assert execution.fetches[0] > 0
-            assert kept(chunks[0]) == before
+            assert kept(at.chunks[0]) == before
 
 
 def check_nothing_fetched_is_kept_for_backward():
     """When a forward ends, the memory of all weights that were fetched for it is free."""
     for experts in ("sequential", "grouped", "grouped, fused"):
-        chunks, routed, batches, shards, made, counts_MLGE = planned(
-            ExecutionCase(Cell(ep=2, layers=2, experts=experts))
-        )
-        if "fused" in experts:
-            chunks = Trained(chunks, "momentum").chunks
+        optimizer = "momentum" if "fused" in experts else None
+        at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)), optimizer)
         fetched, alive, take = [], [], BorrowedReplicas.take
 
         def taken(self, weights, fetched=fetched, take=take):
@@ -213,35 +200,24 @@ def check_nothing_fetched_is_kept_for_backward():
             alive.append(sum(not storage.expired() for storage in fetched))
             return found
 
-        with mock.patch.object(BorrowedReplicas, "take", taken), routed.execute(made, counts_MLGE, shards):
-            step(chunks, carrying(batches, shards), routed.replaying(forward))
+        with mock.patch.object(BorrowedReplicas, "take", taken), at.execute():
+            at.step(forward)
         assert len(fetched) > 2 * len(alive)
         assert not any(alive), (experts, alive)
 
 
 def check_nothing_of_executions_piles_up():
     """Megatron keeps tensors of a pass, and nodes of autograd lead from them to what executed it: circles for ever."""
-    chunks, routed, batches, shards, made, counts_MLGE = planned(ExecutionCase(Cell(ep=2, layers=2)))
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)))
     for _ in range(3):
-        with routed.execute(made, counts_MLGE, shards) as execution:
-            step(chunks, carrying(batches, shards), routed.replaying(forward_step))
+        with at.execute() as execution:
+            at.step()
         assert execution.fetches[0] > 0
     # what a first collection frees of autograd holds what a second one finds
     gc.collect()
     gc.collect()
     alive = [type(each) for each in gc.get_objects() if isinstance(each, BorrowedReplicas | type(execution))]
     assert alive == [type(execution)], alive
-
-
-def planned(case):
-    """(chunks, attached, micro-batches, routes, plan, counts) of a case, before its first step."""
-    initialize(case.cell)
-    chunks = build(case.cell)
-    routed = megatron.attach(chunks)
-    batches = make_batches(case.cell)
-    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
-    made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, shards, None)
-    return chunks, routed, batches, shards, made, counts_MLGE
 
 
 def kept(chunk):

@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from foreroute.adapters import megatron
 from foreroute.adapters.megatron.plan_execution.execution import ExecutionRanks
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
 from foreroute.errors import PlacementError
@@ -22,14 +21,11 @@ from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.planner import plan
 from tests.adapters.megatron import refusal_checks
-from tests.adapters.megatron.cpu_optimizers import Trained
-from tests.adapters.megatron.executed_plans import laid_out, make_plan, skewed
+from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.forked_ranks import ROOT
 from tests.adapters.megatron.grid import Cell, ExecutionCase
-from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batches import make_batches
-from tests.adapters.megatron.model_chunks import build, initialize
-from tests.adapters.megatron.training_step import forward_step, moe_layers, step
+from tests.adapters.megatron.model_chunks import initialize
+from tests.adapters.megatron.training_step import moe_layers
 
 
 def check_layers_and_settings():
@@ -73,16 +69,10 @@ def check_what_megatron_does_not_execute_of_a_plan_is_warned_of():
 
 def check_experts_over_tensor_ranks():
     """As a job sets them up: every expert is cut in two."""
-    cell = Cell(tp=2, etp=2, layers=2)
-    initialize(cell)
-    chunks = build(cell)
-    routed = megatron.attach(chunks)
-    case, batches = ExecutionCase(cell), make_batches(cell)
-    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
-    made, counts_MLGE, _ = make_plan(routed, None, "static", 0, shards, None)
+    at = Planned.of(ExecutionCase(Cell(tp=2, etp=2, layers=2)), kind="static")
     with (
         pytest.raises(PlacementError, match="expert_tensor_parallel_size is 2, and a replica is a whole expert"),
-        routed.execute(made, counts_MLGE, shards),
+        at.execute(),
     ):
         pass
 
@@ -108,26 +98,19 @@ def check_experts_in_one_module():
 @contextlib.contextmanager
 def refusing(experts):
     """(a layer, what asserts that a change to it on rank 1 is refused); behind it, the model executes plans."""
-    case = ExecutionCase(Cell(ep=2, layers=2, experts=experts))
-    initialize(case.cell)
-    chunks = build(case.cell)
-    routed = megatron.attach(chunks)
-    model = Trained(chunks, "momentum")
-    batches = make_batches(case.cell)
-    shards = [routed.shard(skewed(batch, case, 0, m), laid_out(batch)) for m, batch in enumerate(batches)]
-    made, counts_MLGE, _ = make_plan(routed, model, "planned", 0, shards, None)
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)), "momentum")
 
     def refused(broken, reason):
         with (
             broken if dist.get_rank() == 1 else contextlib.nullcontext(),
             pytest.raises(PlacementError, match=f"rank 1: the layer of decoder.layers.\\d.mlp.router .*{reason}"),
-            routed.execute(made, counts_MLGE, shards),
+            at.execute(),
         ):
             pass
 
-    yield moe_layers(chunks)[1], refused
-    with routed.execute(made, counts_MLGE, shards):
-        step(model.chunks, carrying(batches, shards), routed.replaying(forward_step))
+    yield moe_layers(at.chunks)[1], refused
+    with at.execute():
+        at.step()
 
 
 def said(part, name, value):

@@ -42,9 +42,7 @@ def check_losses_without_padding_are_megatrons_own_given_a_padding_mask():
 def check_auxiliary_losses_count_what_the_switch_says():
     """The gradient that reaches a router's scores, against the loss's definition written down with dense counts."""
     for counts in ("native", "replayed"):
-        built, routed = on.attached(**LOSSES["aux_loss"])
-        ids = on.tokens(lengths=LENGTHS)
-        trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+        built, routed, ids, trace = on.prepared(lengths=LENGTHS, **LOSSES["aux_loss"])
         site = routed.chunks[0].sites[0]
         seen = scores_of(site.module)
         with routed.replay(trace, counts=counts):
@@ -64,9 +62,7 @@ def check_auxiliary_losses_count_what_the_switch_says():
 def check_expert_bias_counts_what_the_switch_says_and_no_padding():
     for recompute in ("none", "uniform", "selective"):
         for counts in ("native", "replayed"):
-            built, routed = on.attached(recompute, **SIGMOID)
-            ids = on.tokens(lengths=LENGTHS)
-            trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+            built, routed, ids, trace = on.prepared(recompute, lengths=LENGTHS, **SIGMOID)
             site = routed.chunks[0].sites[0]
             seen = scores_of(site.module)
             with routed.replay(trace, counts=counts):
@@ -84,9 +80,7 @@ def check_expert_bias_counts_what_the_switch_says_and_no_padding():
 
 
 def check_padding_is_spread_and_distinct():
-    built, routed = on.attached()
-    ids = on.tokens(lengths=LENGTHS)
-    trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+    built, routed, ids, trace = on.prepared(lengths=LENGTHS)
     for policy, is_even in (("spread", True), ("native", False)):
         with on.maps_given(routed) as maps, routed.replay(trace, padding=policy):
             on.step(built, ids, lengths=LENGTHS)
@@ -98,9 +92,7 @@ def check_padding_is_spread_and_distinct():
 
 
 def check_left_padding_is_seen_from_the_tokens():
-    built, routed = on.attached()
-    ids = on.tokens(lengths=LENGTHS)
-    trace = on.foreign(routed.spec, ids, lengths=LENGTHS)
+    built, routed, ids, trace = on.prepared(lengths=LENGTHS)
     wanted = on.map_of(trace, LENGTHS)
     left = torch.stack([row.roll(on.WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
     placed = routed.shard(trace, pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH))

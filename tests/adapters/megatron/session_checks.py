@@ -29,11 +29,11 @@ def check_micro_batches_in_flight_keep_their_routes():
         built, routed = on.attached(recompute)
         batches = [on.tokens(seed) for seed in range(3)]
         traces = [on.foreign(routed.spec, ids, seed) for seed, ids in enumerate(batches)]
-        expected = [alone(built, routed, *each) for each in zip(batches, traces, strict=True)]
+        expected = [on.alone(built, routed, *each) for each in zip(batches, traces, strict=True)]
         for order in ((0, 1), (1, 0)):
-            losses = [replayed(built, routed, traces[m], batches[m]) for m in (0, 1)]
+            losses = [on.replayed(built, routed, traces[m], batches[m]) for m in (0, 1)]
             with torch.no_grad():
-                replayed(built, routed, traces[2], batches[2])
+                on.replayed(built, routed, traces[2], batches[2])
                 on.forward(built, batches[2])
             for m in order:
                 built.zero_grad(set_to_none=True)
@@ -45,19 +45,17 @@ def check_a_recompute_of_the_wrong_micro_batch_is_seen():
     """The control of the check above: what the micro-batches expect of each other differs."""
     built, routed = on.attached("uniform")
     ids = on.tokens()
-    first, second = (alone(built, routed, ids, on.foreign(routed.spec, ids, seed)) for seed in (0, 1))
+    first, second = (on.alone(built, routed, ids, on.foreign(routed.spec, ids, seed)) for seed in (0, 1))
     assert not any(torch.equal(first[name], second[name]) for name in first if "router" in name)
 
 
 def check_backward_may_run_inside_or_long_after_the_session():
-    built, routed = on.attached("uniform")
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared("uniform")
     with routed.replay(trace):
         loss = on.forward(built, ids)
         loss.backward()
     inside = on.gradients(built)
-    assert on.same(alone(built, routed, ids, trace), inside)
+    assert on.same(on.alone(built, routed, ids, trace), inside)
 
 
 def check_a_backward_of_native_routes_in_a_session_is_refused():
@@ -76,18 +74,18 @@ def check_the_model_is_as_before_after_a_session_and_after_an_error():
     expected = on.step(built, ids)
     state = attributes(built)
     trace = on.foreign(routed.spec, ids)
-    replayed(built, routed, trace, ids)
+    on.replayed(built, routed, trace, ids)
     assert attributes(built) == state
     broken = built.decoder.layers[2].mlp.experts
     for error in (ValueError("in the middle"), KeyboardInterrupt()):
         handle = broken.register_forward_pre_hook(lambda *_, error=error: throw(error))
-        on.refuses(type(error), "", lambda: replayed(built, routed, trace, ids))
+        on.refuses(type(error), "", lambda: on.replayed(built, routed, trace, ids))
         handle.remove()
         assert attributes(built) == state
     loss, grads = on.step(built, ids)
     assert torch.equal(loss, expected[0])
     assert on.same(grads, expected[1])
-    replayed(built, routed, trace, ids)
+    on.replayed(built, routed, trace, ids)
 
 
 def check_other_models_never_notice():
@@ -104,7 +102,7 @@ def check_other_models_never_notice():
         assert torch.equal(on.forward(reference, ids), expected)
         with other.replay(others):
             assert torch.equal(on.forward(reference, ids), alone_loss)
-    assert torch.equal(ours, replayed(built, routed, trace, ids))
+    assert torch.equal(ours, on.replayed(built, routed, trace, ids))
 
 
 def check_sessions_do_not_nest_and_recording_may_go_around():
@@ -124,9 +122,7 @@ def check_sessions_do_not_nest_and_recording_may_go_around():
 
 
 def check_what_is_no_replay_is_refused():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
 
     def idle():
         with routed.replay(trace):
@@ -161,16 +157,14 @@ def check_megatrons_own_replay_may_not_be_active():
     ids = on.tokens()
     trace = on.recorded(routed, ids)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-    on.refuses(ReplayError, "own router replay is active", lambda: replayed(built, routed, trace, ids))
+    on.refuses(ReplayError, "own router replay is active", lambda: on.replayed(built, routed, trace, ids))
     on.refuses(ReplayError, "own router replay is active", lambda: megatron.attach(built))
     RouterReplay.clear_global_router_replay_action()
-    replayed(built, routed, trace, ids)
+    on.replayed(built, routed, trace, ids)
 
 
 def check_a_router_that_is_bypassed_or_runs_twice_is_named():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
     site = routed.chunks[0].sites[1]
     route = type(site.block).route
     twice = lambda block, *args: (route(block, *args), route(block, *args))[1]  # noqa: E731
@@ -183,14 +177,12 @@ def check_a_router_that_is_bypassed_or_runs_twice_is_named():
     once(site.block, torch.randn(on.WIDTH, 2, 32), None)
     for stand_in, said in ((once, "selected 0 times"), (twice, "selected 2 times")):
         site.block.route = stand_in.__get__(site.block)
-        on.refuses(ReplayError, f"{site.path} {said}", lambda: replayed(built, routed, trace, ids))
+        on.refuses(ReplayError, f"{site.path} {said}", lambda: on.replayed(built, routed, trace, ids))
         del site.block.route
 
 
 def check_a_wrapped_step_tells_what_went_wrong():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
     batch = {"ids": ids, "routes": trace}
     step = routed.replaying(lambda batches, model: on.forward(model, next(batches)["ids"]))
     on.refuses(BatchMismatchError, "no data iterator", lambda: step(None, built))
@@ -218,9 +210,7 @@ def check_a_step_may_be_an_object_with_attributes_of_its_own():
         def __call__(self, batches, model):
             return on.forward(model, next(batches)["ids"])
 
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
     with on.maps_given(routed) as maps:
         routed.replaying(Step())(iter([{"ids": ids, "routes": trace}]), built)
     on.assert_followed(maps, trace)
@@ -247,20 +237,6 @@ def check_a_wrapped_step_adds_up_telemetry():
     assert [counted[layer].tolist() for layer in range(2)] == [
         [int((picked[:, layer] == expert).sum()) for expert in range(8)] for layer in range(2)
     ]
-
-
-def alone(built, routed, ids, trace):
-    """The gradients of one micro-batch, nothing else in flight."""
-    built.zero_grad(set_to_none=True)
-    replayed(built, routed, trace, ids).backward()
-    grads = on.gradients(built)
-    built.zero_grad(set_to_none=True)
-    return grads
-
-
-def replayed(built, routed, trace, ids):
-    with routed.replay(trace):
-        return on.forward(built, ids)
 
 
 def layout_of(trace):
@@ -318,7 +294,7 @@ def check_arguments_of_the_wrong_kind_are_refused_by_name():
     on.refuses(ConfigError, "forward_step is a", partial(routed.replaying, None))
     on.refuses(ConfigError, "routes_of is a", partial(routed.replaying, print, routes_of="routes"))
     assert attributes(built) == state
-    replayed(built, routed, trace, ids)
+    on.replayed(built, routed, trace, ids)
 
 
 def entering(make, *args, **options):
@@ -340,9 +316,7 @@ def check_one_version_or_several_may_be_expected():
 
 
 def check_batches_of_wrong_values_are_refused():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
+    built, routed, ids, trace = on.prepared()
     mask = torch.zeros(ids.shape)
     for session in (lambda: routed.replay(trace), routed.record):
         on.refuses(BatchMismatchError, "padding_mask is torch.float32", in_session(session, built, ids, mask))
@@ -369,10 +343,8 @@ def check_a_session_is_opened_once():
 
 
 def check_sessions_may_close_in_any_order():
-    built, routed = on.attached()
-    ids = on.tokens()
+    built, routed, ids, trace = on.prepared()
     state = attributes(built)
-    trace = on.foreign(routed.spec, ids)
     recording, replay = routed.record(), routed.replay(trace)
     recording.__enter__()
     replay.__enter__()
@@ -402,7 +374,7 @@ def check_a_model_attached_twice_has_one_session_at_a_time():
         on.forward(built, ids)
     assert recording.trace().num_rows == ids.numel()
     assert attributes(built) == state
-    assert torch.equal(replayed(built, two, trace, ids), expected)
+    assert torch.equal(on.replayed(built, two, trace, ids), expected)
 
 
 def check_no_part_of_a_model_is_copied_inside_a_session():
@@ -423,9 +395,7 @@ def check_what_somebody_wraps_inside_a_session_still_runs_after_it():
         "moe_router_enable_expert_bias": True,
     }
     for part, name in (("trunk", "forward"), ("decoder", "forward"), *((0, name) for name in WRAPPED)):
-        built, routed = on.attached(**settings)
-        ids = on.tokens()
-        trace = on.foreign(routed.spec, ids)
+        built, routed, ids, trace = on.prepared(**settings)
         native = on.step(built, ids)
         chunk = routed.chunks[0]
         holder = chunk.sites[0].module if part == 0 else getattr(chunk, part)
@@ -467,10 +437,8 @@ def check_a_session_opened_or_closed_in_the_middle_of_a_forward_is_named():
 
 
 def check_a_session_belongs_to_the_thread_that_opened_it():
-    built, routed = on.attached("uniform")
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
-    expected = alone(built, routed, ids, trace)
+    built, routed, ids, trace = on.prepared("uniform")
+    expected = on.alone(built, routed, ids, trace)
     step = routed.replaying(lambda batches, model: on.forward(model, next(batches)["ids"]))
     with routed.replay(trace):
         loss = on.forward(built, ids)
@@ -488,19 +456,17 @@ def check_a_session_belongs_to_the_thread_that_opened_it():
     built.zero_grad(set_to_none=True)
     assert in_thread(loss.backward) is None, "autograd of a GPU recomputes in threads of its own"
     assert on.same(on.gradients(built), expected)
-    assert torch.equal(in_thread(lambda: replayed(built, routed, trace, ids)), loss)
+    assert torch.equal(in_thread(lambda: on.replayed(built, routed, trace, ids)), loss)
 
 
 def check_a_recomputation_in_the_middle_of_another_threads_forward_is_refused():
-    built, routed = on.attached("uniform")
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
-    loss = replayed(built, routed, trace, ids)
+    built, routed, ids, trace = on.prepared("uniform")
+    loss = on.replayed(built, routed, trace, ids)
     outcome = []
     middle = built.decoder.layers[1]
     handle = middle.register_forward_pre_hook(lambda *_: outcome or outcome.append(in_thread(loss.backward)))
     with torch.no_grad():
-        replayed(built, routed, trace, ids)
+        on.replayed(built, routed, trace, ids)
     handle.remove()
     assert isinstance(outcome[0], ReplayError), outcome
     assert "thread 'other'" in str(outcome[0])

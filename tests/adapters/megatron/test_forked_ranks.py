@@ -19,6 +19,11 @@ def test_every_rank_answers_and_they_form_a_group():
     assert run("forked_ranks_worker.sums_ranks", ranks=3) == [(3, 0), (3, 1), (3, 2)]
 
 
+def test_what_a_check_breaks_is_whole_in_the_next():
+    for _ in range(2):
+        assert run("forked_ranks_worker.leaves_marks") == [((False,) * 3, (True,) * 3)]
+
+
 def test_what_a_rank_raises_is_reported_while_the_others_wait_for_it():
     with pytest.raises(RankError, match=r"rank 1 of 2 raised(.|\n)*did not like it"):
         run("forked_ranks_worker.raises_on_rank_one", ranks=2)

@@ -87,8 +87,13 @@ def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ra
     [
         (Cell(ep=2, layers=2), "float32", 2),
         (Cell(ep=2, tp=2, layers=2, dispatcher="allgather"), "master weights", 2),
-        (Cell(ep=2, layers=2), "distributed", 4),
-        (with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2), "distributed master weights", 4),
+        pytest.param(Cell(ep=2, layers=2), "distributed", 4, marks=pytest.mark.slow),
+        pytest.param(
+            with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2),
+            "distributed master weights",
+            4,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

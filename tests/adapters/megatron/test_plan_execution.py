@@ -1,17 +1,14 @@
 """Plans executed inside Megatron: training goes on as if every expert were at home, and ranks compute what plans say.
 
 One test per split of the model. Four of its 16 variants run by default, each under one kind of plan;
-`make night PART=megatron` runs all of them under all kinds.
+`make night PART=megatron` runs all of them under all kinds, and for a step more.
 """
 
 import itertools
 import os
 
-import numpy as np
 import pytest
 
-from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
-from foreroute.planner import plan
 from tests.adapters.megatron.forked_ranks import checks_of, run
 from tests.adapters.megatron.grid import (
     EXECUTED,
@@ -28,19 +25,11 @@ from tests.adapters.megatron.grid import (
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Planner and schedule, into the cache of their compiler: ranks would compile them in the time of a check."""
-    counts_MLGE = np.ones((1, 1, 2, 8), np.int32) * np.arange(1, 9, dtype=np.int32)
-    topology = Topology(2, 2, 1, Links(4e9, 1e9, 2e9, 1e-5, 5e-5))
-    made = plan(counts_MLGE, topology, PlanOptions(tolerance=0.0, slots="shared"))
-    ExecutionSchedule(made, counts_MLGE, 0).cell(0, 0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXECUTED)
 def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
-    run("plan_execution_checks.check_cases", executions_of(name, EVERY), ranks=EXECUTED[name].ranks, timeout=900)
+    steps, ranks = 3 if EVERY else 2, EXECUTED[name].ranks
+    run("plan_execution_checks.check_cases", executions_of(name, EVERY), steps, ranks=ranks, timeout=900)
 
 
 @pytest.mark.parametrize(

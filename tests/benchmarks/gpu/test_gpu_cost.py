@@ -8,6 +8,8 @@ import pytest
 
 from foreroute.testing.ranks import environment
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):

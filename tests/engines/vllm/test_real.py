@@ -1,6 +1,6 @@
 """vLLM on the CPU against the Hugging Face forward on the same tokens. Experts are compared as sets.
 
-All engines start at once, because each takes a while to load.
+Two engines start at once, because each takes a while to load.
 """
 
 import sys
@@ -31,18 +31,14 @@ TIGHT = {"block_size": 32, "num_gpu_blocks_override": 10, "max_num_batched_token
 
 @pytest.fixture(scope="module")
 def real(vllm_python, tmp_path_factory):
-    """The policy under versions 0 and 1 of its weights, and three engines."""
+    """The policy under versions 0 and 1 of its weights, an engine in float32, and a server."""
     folder = tmp_path_factory.mktemp("server")
     weights = [policy(seed=0), policy(seed=1)]
     with ExitStack() as stack:
         folders = [ModelWriter(w.model).write(folder / f"checkpoint-{n}") for n, w in enumerate(weights)]
         url, process = stack.enter_context(served(vllm_python, folders[0], folder))
-        full, half = (
-            stack.enter_context(
-                vllm.ProcessEngine(ServedModel.of(weights[0]), vllm.ProcessSettings(python=vllm_python, **settings))
-            )
-            for settings in ({"precision": "float32", "options": TIGHT}, {"precision": "bfloat16"})
-        )
+        settings = vllm.ProcessSettings(python=vllm_python, precision="float32", options=TIGHT)
+        full = stack.enter_context(vllm.ProcessEngine(ServedModel.of(weights[0]), settings))
 
         def server():
             wait_for(url, process, folder)
@@ -50,7 +46,7 @@ def real(vllm_python, tmp_path_factory):
                 ServedModel.at(folders[0]), url, weights_folder=folder / "weights", timeout_s=60
             )
 
-        yield SimpleNamespace(weights=weights, folders=folders, full=full, half=half, server=server)
+        yield SimpleNamespace(weights=weights, folders=folders, full=full, server=server)
 
 
 def load(engine, real, version):
@@ -130,11 +126,14 @@ def test_the_server_serves_the_same_routes_and_takes_new_weights(real):
             assert generation.trace.versions == (version,)
 
 
-def test_replay_takes_the_mismatch_of_bfloat16_away(real, capsys):
-    routed = load(real.half, real, 0)
-    generation = real.half.generate(prompts(*[20] * 16), replace(SAMPLING, group_size=8), seeded())
+@pytest.mark.exhaustive
+def test_replay_takes_the_mismatch_of_bfloat16_away(vllm_python, capsys):
+    routed, settings = policy(seed=0), vllm.ProcessSettings(python=vllm_python, precision="bfloat16")
+    with vllm.ProcessEngine(ServedModel.of(routed), settings) as engine:
+        engine.load_weights(routed.model.state_dict(), 0)
+        generation = engine.generate(prompts(*[20] * 16), replace(SAMPLING, group_size=8), seeded())
     config = parse_config({"name": "vllm", "rollout": {"temperature": SAMPLING.temperature}}, source="test")
-    trainer, figures = make_trainer(config, make_task(config), routed, real.half), {}
+    trainer, figures = make_trainer(config, make_task(config), routed, engine), {}
     for replay in (False, True):
         everything = ScheduledPass("recompute", 0, [np.arange(len(generation))])
         passed = trainer.recompute(generation, everything, "replayed" if replay else "native")

@@ -1,15 +1,11 @@
 """The helper that starts a real server: its port is nobody else's, and a server that ends early says why."""
 
 import socket
-import struct
 import sys
 
 import pytest
 
 from tests.engines.vllm.serving import LAST_LINES, reserved_port, served, wait_for
-
-IP_LOCAL_PORT_RANGE = 51
-"""Linux 6.3 on: the ports from which a socket that asks for any is given one."""
 
 
 def sharing(*options):
@@ -18,49 +14,6 @@ def sharing(*options):
     for option in options:
         opened.setsockopt(socket.SOL_SOCKET, option, 1)
     return opened
-
-
-def only_from(opened, port):
-    """The socket, which is given this port or none."""
-    try:
-        opened.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port | port << 16))
-    except OSError:
-        pytest.skip("this kernel does not let a socket choose the range of its ports")
-    return opened
-
-
-@pytest.mark.parametrize("options", [(), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,)])
-def test_nobody_who_asks_for_any_port_is_given_the_reserved_one(options):
-    with (
-        reserved_port() as port,
-        only_from(sharing(*options), port) as other,
-        pytest.raises(OSError, match="in use"),
-    ):
-        other.bind(("127.0.0.1", 0))
-    # the same socket is given it when it is free
-    with only_from(sharing(*options), port) as other:
-        other.bind(("127.0.0.1", 0))
-        assert other.getsockname()[1] == port
-
-
-def test_no_connection_begins_at_the_reserved_port():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as peer,
-        reserved_port() as port,
-        only_from(sharing(), port) as other,
-        pytest.raises(OSError, match=r"assign requested address|in use"),
-    ):
-        other.connect(peer.getsockname())
-
-
-@pytest.mark.parametrize("options", [(), (socket.SO_REUSEPORT,)])
-def test_the_reserved_port_cannot_be_bound_by_its_number(options):
-    with (
-        reserved_port() as port,
-        sharing(*options) as other,
-        pytest.raises(OSError, match="in use"),
-    ):
-        other.bind(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize("options", [(socket.SO_REUSEADDR,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)])

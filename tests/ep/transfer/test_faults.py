@@ -196,9 +196,17 @@ def train_spoilt(rank, plan, options, what):
 @pytest.mark.parametrize(
     ("kind", "paths", "votes"),
     [
-        *(("killed", paths, votes) for paths in ("direct", "host") for votes in (True, False)),
-        ("raises", "direct", False),
-        ("raises", "host", True),
+        ("killed", "direct", True),
+        *(
+            pytest.param(*case, marks=marks)
+            for marks, case in (
+                (pytest.mark.slow, ("killed", "host", False)),
+                (pytest.mark.slow, ("raises", "direct", False)),
+                (pytest.mark.slow, ("raises", "host", True)),
+                (pytest.mark.exhaustive, ("killed", "direct", False)),
+                (pytest.mark.exhaustive, ("killed", "host", True)),
+            )
+        ),
     ],
 )
 def test_a_rank_that_ends_ends_every_other_with_one_message(kind, paths, votes):

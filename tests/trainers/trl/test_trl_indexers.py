@@ -108,8 +108,7 @@ def sparse_by_units(family):
     return build(family, **SPARSE[family], vocab_size=len(tokenizer()), max_position_embeddings=256)
 
 
-@pytest.mark.parametrize("replay", ["R3", "R2"])
-@pytest.mark.parametrize("family", UNITS_AT_SLOTS)
+@pytest.mark.parametrize(("family", "replay"), zip(UNITS_AT_SLOTS, ["R3", "R2"], strict=True))
 def test_units_that_padding_moves_are_refused(folder, family, replay):
     """TRL pads prompts of several lengths on the left."""
     trainer = make(folder, model=sparse_by_units(family), replay=replay, max_steps=1)
@@ -117,6 +116,7 @@ def test_units_that_padding_moves_are_refused(folder, family, replay):
         trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", UNITS_AT_SLOTS)
 def test_prompts_of_one_length_are_followed(folder, family):
     # TRL's auxiliary loss asks for a number of experts by a name that DeepSeek-V4 does not have

@@ -1,41 +1,24 @@
 """Two data-parallel processes: each replays its own sequences, and metrics are those of both."""
 
 import os
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from foreroute.errors import BatchMismatchError, CaptureError
+from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-
-
-def on_two_processes(work):
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, (folder, work), nprocs=2)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-def _process(rank, folder, work):
-    torch.set_num_threads(1)
-    of_this_process = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", **{name: str(value) for name, value in of_this_process.items()}}
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    torch.save(work(rank, folder), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
 
 def train(rank, folder):
     """What a process logs and saw, and how vLLM's answer to the main process is dealt out."""
+    # as torchrun does; accelerate reads it
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+
     from examples.trl.tiny import policy
     from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios, require_followed, watched
     from tests.trainers.trl.trl_runs import make
@@ -79,8 +62,12 @@ def deal_out(rank):
 
 
 @pytest.fixture(scope="module")
-def results():
-    return on_two_processes(train)
+def results(tmp_path_factory):
+    workers = Workers(2, timeout_s=300)
+    try:
+        return workers.run(train, str(tmp_path_factory.mktemp("ranks")))
+    finally:
+        workers.close()
 
 
 def test_routes_metrics_and_weights_on_two_processes(results):

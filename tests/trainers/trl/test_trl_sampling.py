@@ -39,8 +39,10 @@ def configured(**settings):
     ("of_model", "of_call"),
     [
         ({"min_p": 0.3}, None),
-        ({"typical_p": 0.5}, {"top_k": 40}),
-        ({"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}),
+        pytest.param({"typical_p": 0.5}, {"top_k": 40}, marks=pytest.mark.slow),
+        pytest.param(
+            {"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}, marks=pytest.mark.slow
+        ),
         ({}, {"suppress_tokens": list(range(100, 250)), "min_new_tokens": 5}),
     ],
     ids=["min-p", "typical-p", "cutoffs", "suppressed"],

@@ -1,13 +1,10 @@
 """verl where it is installed; elsewhere the tests that need it are skipped by name."""
 
-import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-HAS_VERL = find_spec("verl") is not None
-if HAS_VERL:
+if find_spec("verl") is not None:
     from examples.verl import verl_on_cpu  # noqa: F401  before verl
 
 
@@ -23,18 +20,6 @@ def group(tmp_path_factory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def verl_python():
-    """The interpreter that has verl, for tests that run where TRL is."""
-    if HAS_VERL:
-        pytest.skip("runs where TRL is, which verl does not go with")
-    named = os.environ.get("FOREROUTE_VERL_PYTHON")
-    python = Path(named or ".venv-verl/bin/python").absolute()
-    if not named and not python.exists():
-        pytest.skip("there is no verl environment: run `make verl-env`, or set FOREROUTE_VERL_PYTHON")
-    return python
 
 
 @pytest.fixture(scope="session")

@@ -265,9 +265,9 @@ def test_an_engine_of_others_in_our_place_is_refused(monkeypatch):
 
 
 def test_a_release_that_lacks_a_hook_is_refused_by_name(monkeypatch):
-    from foreroute.trainers.verl.fsdp import register
+    from foreroute.trainers.verl.fsdp import FSDPRoutingReplay, register
 
     register()  # a second time changes nothing
-    monkeypatch.setattr(transformer_impl.FSDPEngineWithLMHead, "forward_step", lambda self, batch: None)
-    with pytest.raises(AttachError, match="forward_step without micro_batch, loss_function, forward_only"):
+    monkeypatch.setattr(FSDPRoutingReplay, "backward_step", lambda self: None, raising=False)
+    with pytest.raises(AttachError, match=r"has no FSDPEngineWithLMHead\.backward_step"):
         register()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate.utils import is_peft_model
 from numpy.typing import NDArray
 from torch import Tensor
@@ -17,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.hf.model import require_no_beams
 from foreroute.capture.sampling_masks import masks_of_steps
-from foreroute.errors import AttachError, ReplayError
+from foreroute.errors import ReplayError
 from foreroute.replay import Recording, overridden
 from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
@@ -36,9 +35,6 @@ class GenerateSource:
         indexers: whether to keep the choices of its indexers.
         temperature: that R3 scores the sampled tokens at, for which the sets that they were drawn from are kept; None
             where they are not scored.
-
-    Raises:
-        AttachError: when this release of transformers has another list of logits processors.
     """
 
     def __init__(self, routed: RoutedTransformer, *, indexers: bool, temperature: float | None) -> None:
@@ -49,11 +45,6 @@ class GenerateSource:
         # PEFT's wrapper hands `generate` on to this one
         model: Any = routed.model
         self._sampler = model.get_base_model() if is_peft_model(model) else model
-        if not callable(getattr(self._sampler, PROCESSORS, None)):
-            raise AttachError(
-                f"transformers {transformers.__version__} has no {PROCESSORS}, by which sampled tokens are watched; "
-                "return routes and log-probs from a rollout_func"
-            )
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
-import trl
 from numpy.typing import NDArray
 from trl.generation import vllm_generation
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import decode
-from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ForerouteError, ReplayError
+from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.swapped import swapped
 from foreroute.trainers.trl.rollout import joined_tokens
 from foreroute.trainers.trl.sampling import cuts_of
 
@@ -40,14 +39,13 @@ def colocated_vllm_returns_decisions(trainer: Any, replay: str) -> Iterator[None
         yield
         return
 
-    def with_routes(make: Any) -> Any:
-        def make_with_routes(*args: Any, **kwargs: Any) -> Any:
-            masks = {"return_sampling_mask": True} if replay == "R3" and cuts_of(trainer) else {}
-            return make(*args, **{"enable_return_routed_experts": True, **masks, **kwargs})
+    make = vllm_generation.LLM
 
-        return make_with_routes
+    def with_routes(*args: Any, **kwargs: Any) -> Any:
+        masks = {"return_sampling_mask": True} if replay == "R3" and cuts_of(trainer) else {}
+        return make(*args, **{"enable_return_routed_experts": True, **masks, **kwargs})
 
-    with swapped(vllm_generation, "LLM", with_routes):
+    with patch.object(vllm_generation, "LLM", with_routes):
         yield
 
 
@@ -58,9 +56,6 @@ class VLLMSource:
         generation: TRL's.
         accelerator: the trainer's.
         model: the policy, as it is served.
-
-    Raises:
-        AttachError: when this release of TRL talks to vLLM in another way.
     """
 
     def __init__(self, generation: Any, accelerator: Any, model: ServedModel) -> None:
@@ -71,11 +66,6 @@ class VLLMSource:
         self._asks = not self._serves or accelerator.is_main_process
         self._holder: Any = (generation.vllm_client if self._serves else generation.llm) if self._asks else None
         self._name = "_post" if self._serves else "generate"
-        if self._asks and not callable(getattr(self._holder, self._name, None)):
-            raise AttachError(
-                f"TRL {trl.__version__} asks vLLM by another way than {type(self._holder).__name__}.{self._name}, so "
-                "that its routes cannot be captured; return them from a rollout_func"
-            )
 
     @contextmanager
     def listening(self) -> Iterator[None]:

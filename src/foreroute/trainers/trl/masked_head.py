@@ -8,31 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-import trl
 from numpy.typing import NDArray
 from torch import Tensor
 from trl.trainer import utils
 
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError
+from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.replay import masked_logprobs, to_device
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
-from foreroute.trainers.swapped import swapped
 
 HEAD = "_ChunkedLogProbFunction"
-
-
-def require_head() -> None:
-    """Raise `AttachError` when this release of TRL makes log-probs in another way."""
-    if not hasattr(getattr(utils, HEAD, None), "apply"):
-        raise AttachError(
-            f"TRL {trl.__version__} has no trl.trainer.utils.{HEAD}, in whose place sampling masks are replayed; "
-            "sample without top_p, top_k and min_p, or install the TRL that this foreroute was tested with"
-        )
 
 
 def masks_at(
@@ -69,16 +58,14 @@ def scored_on_sampling_masks(
         sampled: bool [B · (T - 1)], those of them whose tokens were sampled. The others are not in TRL's loss.
 
     Raises:
-        AttachError: as `require_head`.
+        AttributeError: when this release of TRL makes log-probs in another way.
         ReplayError: when no log-probs were made while it was open.
         TraceContentError, BatchMismatchError: as `masked_logprobs`.
         ConfigError: for a head that is not linear.
     """
-    require_head()
-    calls = 0
+    calls, original = 0, getattr(utils, HEAD)
 
     def apply(
-        original: Any,
         hidden_RH: Tensor,
         head_VH: Tensor,
         bias: Tensor | None,
@@ -115,7 +102,7 @@ def scored_on_sampling_masks(
         rest = original.apply(hidden_RH, head_VH, bias, targets_R, temperature, chunk_size, softcap, scale, outputs)
         return whole, *rest[1:]
 
-    with swapped(utils, HEAD, lambda original: SimpleNamespace(apply=partial(apply, original))):
+    with patch.object(utils, HEAD, SimpleNamespace(apply=apply)):
         yield
     if not calls:
         raise ReplayError("TRL made log-probs past its fused head, so that no sampling mask was replayed in them")

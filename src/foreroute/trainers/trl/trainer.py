@@ -19,22 +19,10 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from foreroute.errors import AttachError, ConfigError
-from foreroute.trainers.checks import require_api
+from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import Replay, TrainerPassController
-from foreroute.trainers.trl.masked_head import require_head
-from foreroute.trainers.trl.sampling import cuts_of, refusals
-
-METHODS = {
-    # method of GRPOTrainer: parameters that are passed to it, or read from it, by name or place
-    "_generate": ("prompts",),
-    "_generate_and_score_completions": ("inputs",),
-    "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
-    "_compute_loss": ("model", "inputs"),
-    "_tokenize_prompts": ("prompts",),
-    "training_step": (),
-    "log": ("logs",),
-}
+from foreroute.trainers.trl.sampling import refusals
 
 
 class RoutingReplay:
@@ -115,17 +103,13 @@ class GRPOTrainer(RoutingReplay, trl.GRPOTrainer):
 
 
 def _require_trl(trainer: type) -> None:
-    """Raise `AttachError` unless a trainer is TRL's, and this release of TRL has what is overridden.
-
-    Args:
-        trainer: a class derived from TRL's `GRPOTrainer`.
-    """
+    """Raise `AttachError` unless a class is derived from TRL's trainer, which has what is overridden."""
     if not issubclass(trainer, trl.GRPOTrainer):
         raise AttachError(
             f"{trainer.__name__} is not derived from trl.GRPOTrainer; write class {trainer.__name__}(RoutingReplay, "
             "trl.GRPOTrainer)"
         )
-    require_api("TRL", trl, trl.GRPOTrainer, METHODS)
+    require_overridden("trl", trl.__version__, RoutingReplay, trl.GRPOTrainer)
 
 
 def require_mode(replay: str) -> None:
@@ -141,17 +125,15 @@ def require_supported(trainer: Any, replay: Replay) -> None:
         trainer: TRL's trainer, after its own set-up.
         replay: what was asked for.
     """
-    of_mode = _in_r2(trainer) if replay == "R2" else _with_rollout(trainer)
     of_sampling = refusals(trainer) if replay == "R3" else []
-    for refused, message in [*_always(trainer), *of_mode, *of_sampling]:
+    for refused, message in [*_refusals(trainer, captures=replay != "R2"), *of_sampling]:
         if refused:
             raise ConfigError(message)
-    if replay == "R3" and cuts_of(trainer):
-        require_head()
 
 
-def _always(trainer: Any) -> list[tuple[bool, str]]:
+def _refusals(trainer: Any, *, captures: bool) -> list[tuple[bool, str]]:
     args = trainer.args
+    tools = bool(getattr(trainer, "tools", None)) or getattr(trainer, "environment_factories", None) is not None
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     prompt_learning = is_peft_model(trainer.model) and any(
         config.is_prompt_learning for config in trainer.model.peft_config.values()
@@ -175,37 +157,14 @@ def _always(trainer: Any) -> list[tuple[bool, str]]:
             "PEFT's prompt and prefix tuning put positions before the sequence that are no tokens, so that routes and "
             "batch cannot be checked to belong together; use LoRA",
         ),
-    ]
-
-
-def _with_rollout(trainer: Any) -> list[tuple[bool, str]]:
-    """What the capture of rollouts does not go with."""
-    tools = bool(getattr(trainer, "tools", None)) or getattr(trainer, "environment_factories", None) is not None
-    return [
         (
-            bool(getattr(trainer, "use_transformers_continuous_batching", False)),
+            captures and bool(getattr(trainer, "use_transformers_continuous_batching", False)),
             "use_transformers_continuous_batching generates over paged batches, whose routes cannot be recorded; leave "
             "it off, sample with vLLM or a rollout_func, or take replay='R2'",
         ),
         (
-            tools,
+            captures and tools,
             "tools and environments sample a sequence in several turns, whose routes TRL does not keep apart; return "
             "them from a rollout_func, or take replay='R2'",
         ),
-    ]
-
-
-def _in_r2(trainer: Any) -> list[tuple[bool, str]]:
-    args = trainer.args
-    every = args.steps_per_generation * trainer.num_iterations
-    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    aligned = args.gradient_accumulation_steps % every == 0 and not corrects
-    return [
-        (
-            aligned,
-            "replay='R2' replays what the old-log-prob pass routed, and with these settings TRL runs none: "
-            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}) is a multiple of steps_per_generation x "
-            f"num_iterations ({every}), so that each generation is used for one update. There is nothing to replay; "
-            "take replay='R3', or raise num_iterations",
-        )
     ]

@@ -22,29 +22,17 @@ from foreroute.adapters.versions import require_peers
 require_peers("torch", "transformers", "verl")
 
 import verl
-from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.checks import require_api
+from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.passes import EnginePasses
 from foreroute.trainers.verl.protocol import FIELD, require_routed, routed_experts, trace_of
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, take_place
 from foreroute.trainers.verl.settings import Replay, replay_of, require_supported
 
-METHODS = {
-    # method of FSDPEngineWithLMHead: parameters that are passed to it, or read from it, by name or place
-    "initialize": (),
-    "forward_backward_batch": ("data", "loss_function", "forward_only"),
-    "forward_step": ("micro_batch", "loss_function", "forward_only"),
-    "disable_adapter": (),
-    "eval_mode": (),
-    "get_data_parallel_group": (),
-    "_get_packed_pad_size": ("packed_length",),
-}
-FIELDS = ("router_replay", "forward_only", "strategy", "ulysses_sequence_parallel_size")
 Step = Callable[..., Any]
 """verl's `forward_step(micro_batch, loss_function, forward_only)`."""
 
@@ -205,7 +193,7 @@ def register() -> None:
     Raises:
         AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
     """
-    require_api("verl", verl, FSDPEngineWithLMHead, METHODS, config=FSDPEngineConfig, fields=FIELDS)
+    require_overridden("verl", verl.__version__, FSDPRoutingReplay, FSDPEngineWithLMHead)
     for strategy in ("fsdp", "fsdp2"):
         take_place(RoutingReplayEngine, FSDPEngineWithLMHead, strategy)
     refuse_what_engines_pass_over()

@@ -16,10 +16,11 @@ when a plan can be made.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from foreroute.adapters.versions import require_peers
 
@@ -27,35 +28,25 @@ require_peers("torch", "megatron-core", "verl")
 
 import verl
 from megatron.core import parallel_state as mpu
-from verl.workers.config import EngineRouterReplayConfig, McoreEngineConfig
+from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.adapters.megatron.schedule import ReplayingStep
-from foreroute.errors import AttachError, ReplayError
+from foreroute.errors import ReplayError
 from foreroute.layout import pack
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.checks import require_api
-from foreroute.trainers.swapped import swapped
+from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.passes import EnginePasses
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
 from foreroute.trainers.verl.protocol import require_routed, trace_of
 from foreroute.trainers.verl.registry import take_place
 from foreroute.trainers.verl.settings import replay_of, require_supported_by_megatron
 
-METHODS = {
-    # method of MegatronEngineWithLMHead: parameters that are passed to it, by name or place
-    "initialize": (),
-    "forward_backward_batch": ("data", "loss_function", "forward_only"),
-    "forward_step": ("batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func"),
-    "eval_mode": (),
-    "get_data_parallel_group": (),
-}
 DEVICE = "cuda"
 """On others verl has an engine of other makers, which keeps its own replay."""
-FIELDS = ("router_replay", "forward_only", "tensor_model_parallel_size", "use_remove_padding")
 Step = Callable[[Iterator[Any], Any], Any]
 """verl's `forward_step(batch_iter, model)`, its other parameters bound."""
 SPLIT = "prepare_micro_batches"
@@ -165,7 +156,7 @@ class MegatronPasses(EnginePasses):
         self._micro_batches, self._num_steps, self._planned = [], 0, None
         self._replaying = self.routed.replaying(_run, routes_of=self._routes_in, telemetry=update)
         with super().batch(data, update=update) as logs:
-            with ExitStack() as executions, swapped(transformer_impl, SPLIT, partial(self._preparing, executions)):
+            with ExitStack() as executions, self._preparing(executions):
                 yield logs
             self._end_batch(data)
             if update:
@@ -187,15 +178,16 @@ class MegatronPasses(EnginePasses):
             self.comparison.add(executed, current.routes, current.data, output.get("log_probs"), update=update)
         return output, loss
 
-    def _preparing(self, executions: ExitStack, split: Callable[..., Any]) -> Callable[..., Any]:
-        """Verl's splitting of a batch, which tells of the micro-batches."""
+    def _preparing(self, executions: ExitStack) -> AbstractContextManager[Any]:
+        """While the context is open, verl's splitting of a batch tells of the micro-batches."""
+        split = getattr(transformer_impl, SPLIT)
 
         def told(*args: Any, **kwargs: Any) -> Any:
             micro_batches, indices = split(*args, **kwargs)
             self._prepare(executions, micro_batches)
             return micro_batches, indices
 
-        return told
+        return patch.object(transformer_impl, SPLIT, told)
 
     def _prepare(self, executions: ExitStack, micro_batches: Sequence[Any]) -> None:
         """Read the routes, when verl has split the batch and nothing of it has run."""
@@ -235,9 +227,7 @@ def register() -> None:
     Raises:
         AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
     """
-    require_api("verl", verl, MegatronEngineWithLMHead, METHODS, config=McoreEngineConfig, fields=FIELDS)
-    if not hasattr(transformer_impl, SPLIT):
-        raise AttachError(f"verl's Megatron engine splits batches elsewhere than in {SPLIT}")
+    require_overridden("verl", verl.__version__, MegatronRoutingReplay, MegatronEngineWithLMHead)
     take_place(MegatronRoutingReplay, MegatronEngineWithLMHead, "megatron", device=DEVICE)
 
 

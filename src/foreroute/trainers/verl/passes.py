@@ -37,7 +37,7 @@ class EnginePasses:
     def __init__(self, engine: Any, routed: RoutedModel, *, judges_weights: bool) -> None:
         self.first_rollout_checked = False
         self.routed: Any = routed
-        self.comparison = RolloutComparison(routed.spec, engine.get_data_parallel_group, judges_weights=judges_weights)
+        self.comparison = RolloutComparison(engine.get_data_parallel_group, judges_weights=judges_weights)
         self._name = type(engine).__name__
         self._num_steps = 0
 

@@ -1,0 +1,58 @@
+"""Rollouts whose engine lacked weights: which are refused, against k3 summed up token by token. verl is not needed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from foreroute.errors import EngineError
+from foreroute.trainers.verl.comparison import K3_LIMIT, WeightsCheck
+
+
+def rollout(log_ratio, *, seed=0, count=60):
+    """Log-probs of sequences by both sides, which differ by so much, and which tokens were sampled: all."""
+    rng = np.random.default_rng(seed)
+    sampled = [rng.normal(-2, 1, n).astype(np.float32) for n in rng.integers(1, 9, count)]
+    return sampled, [logprobs + np.float32(log_ratio) for logprobs in sampled], [np.ones(len(s), bool) for s in sampled]
+
+
+def judged(*parts, reduce=lambda sums: sums):
+    check = WeightsCheck()
+    for part in parts:
+        check.add(*part)
+    check.judge(reduce)
+
+
+def test_a_rollout_far_from_the_trainer_is_refused_with_its_k3():
+    k3 = math.exp(0.6) - 1 - 0.6
+    assert k3 > K3_LIMIT > math.exp(0.4) - 1 - 0.4
+    with pytest.raises(EngineError, match=rf"are {k3:.3g} nats \(k3\) from the trainer's .*Weights did not arrive"):
+        judged(rollout(0.6))
+    judged(rollout(0.4))
+
+
+def test_tokens_that_are_not_known_or_not_counted_are_left_out():
+    sampled, trained, counted = rollout(0.6)
+    judged((sampled, trained, [~one for one in counted]))
+    judged(([s * np.nan for s in sampled], trained, counted))
+
+
+def test_a_few_tokens_far_apart_end_no_run():
+    sampled, trained, counted = rollout(0.0)
+    for ours in trained[:: len(trained) // 5]:
+        ours[0] += 8.0  # a k3 of 2,972 nats
+    judged((sampled, trained, counted))
+
+
+def test_sums_are_of_all_micro_batches_and_processes_and_start_anew():
+    near, far = rollout(0.0, count=50), rollout(0.6, seed=1, count=50)
+    with pytest.raises(EngineError, match="Weights did not arrive"):
+        judged(far, near)
+    judged(far, near, near)
+    with pytest.raises(EngineError, match="Weights did not arrive"):
+        judged(near, reduce=lambda sums: sums + sums.new_tensor([100.0, 100.0]))
+    check = WeightsCheck()
+    check.add(*far)
+    with pytest.raises(EngineError, match="Weights did not arrive"):
+        check.judge(lambda sums: sums)
+    check.judge(lambda sums: sums)  # no token at all, as without log-probs of the rollout
