@@ -47,8 +47,8 @@ def of_function(function):
 @pytest.mark.parametrize(
     ("verb", "python", "shared"),
     [
-        ("plan", of_dataclass(PlanOptions), 9),
-        ("plan", of_function(read_step), 4),
+        ("plan", of_dataclass(PlanOptions), 6),
+        ("plan", of_function(read_step), 3),
         ("convert", of_function(decode), 2),
         ("doctor", of_function(run_doctor), 7),
         ("train", of_function(train), 1),

@@ -13,6 +13,7 @@ import pytest
 
 import foreroute as fr
 from tests.cli.command import foreroute
+from tests.report.report_runs import config, step_line, write_run
 from tests.traces import random_trace
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +74,10 @@ import signal, sys, threading, time
 for number in (signal.SIGHUP, signal.SIGTERM):  # whoever started the tests may ignore them
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from foreroute.cli import main, traces
+from foreroute.cli import main, terminal, traces
 from foreroute.files import write_atomically
+
+terminal.SILENCE_S = 600.0  # this machine may be busy
 
 def hang(path):
     def fill(file):
@@ -195,7 +198,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     (tmp_path / "run.toml").write_text('name = "light"')
     (tmp_path / "cluster.toml").write_text(TOPOLOGY)
     (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 8}")
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    write_run(tmp_path / "run", config(), [step_line(0)])
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     works = {

@@ -84,13 +84,13 @@ PLAN = "plan --counts counts.safetensors --topology cluster.toml --output plan.s
         (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),
         ("simulate simulate.toml", "simulate.simulate", "simulating"),
         ("doctor --trainer t --rollout t", "doctor.load", "reading the rollout"),
-        ("doctor --trainer t --rollout t", "doctor._pass", "reading the trainer's passes"),
+        ("doctor --trainer t --rollout t", "doctor.TrainerPass", "reading the trainer's passes"),
         ("doctor --trainer t --rollout t", "doctor.diagnose", "comparing"),
         ("doctor --model t --rollout t", "doctor._examined", "loading the model"),
         ("doctor --trainer t --rollout t --output p", "doctor.write_diagnosis", "drawing the page"),
         ("train run.toml", "train.train", "slow, preparing the run"),
         ("demo --folder d", "demo.train", "none, preparing the run"),
-        ("report run", "report.write_report", "drawing the page"),
+        ("report run", "records.read_runs", "drawing the page"),
     ],
 )
 def test_a_verb_names_what_it_does_while_it_lasts(command, monkeypatch, words, slow, said):
@@ -100,7 +100,7 @@ def test_a_verb_names_what_it_does_while_it_lasts(command, monkeypatch, words, s
         told.append(str(terminal._under_way[-1]))
         raise ForerouteError("enough")
 
-    room = "foreroute" if slow.startswith("report.") else "foreroute.cli"
+    room = "foreroute" if slow.startswith("records.") else "foreroute.cli"
     monkeypatch.setattr(f"{room}.{slow}", stand_in)
     code, _, err = command(words)
     assert (code, err[-1]) == (1, "error: enough")

@@ -79,12 +79,10 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert again.returncode == 2
     assert "already exists" in again.stderr
     warm = ("--counts", "before.safetensors", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
-    chosen = ("--baseline", "eplb_step", "--threads", "2")
-    result = plan("--topology", "cluster.toml", *warm, *chosen, folder=files)
+    result = plan("--topology", "cluster.toml", *warm, "--no-baselines", "--threads", "2", folder=files)
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
-    assert "EPLB, this step" in result.stdout
-    assert "EPLB, per micro-step" not in result.stdout
+    assert "EPLB" not in result.stdout
     paid = load_plan(tmp_path / "next.safetensors")
     free = ("--no-pay-off", "--no-baselines", "--overwrite")
     result = plan("--topology", "cluster.toml", *warm, *free, folder=files)
@@ -137,10 +135,7 @@ def test_the_step_before_from_traces(files):
         (("--counts", "counts.safetensors", "--token-budget", "40"), "--token-budget is for traces"),
         (("--counts", "counts.safetensors", "--tolerance", "2"), "tolerance is 2.0"),
         (("--counts", "counts.safetensors", "--home-moves", "many"), "Invalid value for '--home-moves'"),
-        (("--counts", "counts.safetensors", "--baseline", "eplp"), "there is no baseline called eplp"),
-        (("--counts", "counts.safetensors", "--baseline", "eplb_previous"), "give it with --previous-step"),
         (("--counts", "counts.safetensors", "--traffic"), "use slots='shared'"),
-        (("--counts", "counts.safetensors", "--baseline", "eplb_step", "--no-baselines"), "contradict each other"),
         (
             ("--counts", "counts.safetensors", "--previous-step", "three.safetensors"),
             "three.safetensors has 3 layers of 8 experts",

@@ -133,16 +133,3 @@ def test_an_error_after_the_first_signal_is_told(ended, capsys):
 
     assert ended(verb) == 1
     assert capsys.readouterr().err == "error: the disk is full\n"
-
-
-def test_a_signal_that_is_ignored_stays_ignored(ended):
-    """As SIGHUP under nohup."""
-
-    def verb():
-        with watching(CONFIG, Console(file=io.StringIO())) as watcher:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not watcher.should_stop()
-
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert ended(verb) == 0
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

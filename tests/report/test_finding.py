@@ -131,7 +131,7 @@ def test_a_collapse_is_in_the_finding_and_other_alarms_are_not(tmp_path):
 @pytest.mark.usefixtures("unpainted")
 def test_the_page_begins_with_the_finding(tmp_path):
     folder = run(tmp_path / "a")
-    page = write_report([folder], tmp_path / "page.html").read_text()
+    page = write_report(read_runs([folder]), tmp_path / "page.html").read_text()
     assert finding(folder) in page
     assert page.index(finding(folder)) < page.index("<table")
 
@@ -166,8 +166,13 @@ def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
     assert layers_of(runs, [(0, 3), (1, 3)]) == spec.layers
     assert layers_of(runs, [(0, 3), (2, 3)]) == ()
     assert layers_of(runs, [(0, 2)]) == ()
-    assert "share of tokens against decoder layer" in write_report(folders[:2], tmp_path / "page.html").read_text()
-    assert "against routed layer, counted from 0" in write_report(folders, tmp_path / "page.html").read_text()
+    assert (
+        "share of tokens against decoder layer"
+        in write_report(read_runs(folders[:2]), tmp_path / "page.html").read_text()
+    )
+    assert (
+        "against routed layer, counted from 0" in write_report(read_runs(folders), tmp_path / "page.html").read_text()
+    )
 
 
 def test_runs_that_learned_nothing_say_so_first(tmp_path):

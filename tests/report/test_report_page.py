@@ -49,7 +49,7 @@ def small_run(folder, name="small", **rl):
 
 
 def page_of(folders, tmp_path):
-    return write_report(folders, tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    return write_report(read_runs(folders), tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on
         "Planning that nothing waited for": "88.2\N{NO-BREAK SPACE}%",
         "Cells that fell back to homes": "6",
     }
-    page = write_report([alone, spread], tmp_path / "report.html").read_text()
+    page = write_report(read_runs([alone, spread]), tmp_path / "report.html").read_text()
     assert "Load of every rank in every cell, step 3 of spread" in page
     assert "every expert at its home" in page
     shown = rows_of(page)
@@ -212,4 +212,4 @@ def test_damaged_loads_are_refused(tmp_path, change, message):
     lines = [step_line(0) | {"execution": execution(0) | change}, step_line(1)]
     run = write_run(tmp_path / "run", config(), lines)
     with pytest.raises(RunFolderError, match=message):
-        write_report([run], tmp_path / "report.html")
+        write_report(read_runs([run]), tmp_path / "report.html")

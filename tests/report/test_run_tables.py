@@ -81,7 +81,7 @@ def run_with(folder, by_step, steps=8, **more):
 
 
 def text_of(folders, target):
-    return write_report(folders, target).read_text()
+    return write_report(read_runs(folders), target).read_text()
 
 
 def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):

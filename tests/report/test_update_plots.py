@@ -43,7 +43,7 @@ def test_everything_that_happened_is_shown(tmp_path):
     folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance})
     expected = ["Effective sample size", "Clipped tokens", "Corrected tokens"]
     assert titles(folders) == expected
-    page = write_report(folders, tmp_path / "page.html").read_text()
+    page = write_report(read_runs(folders), tmp_path / "page.html").read_text()
     assert all(title in page for title in expected)
 
 
@@ -63,4 +63,4 @@ def test_a_run_says_where_it_ran(tmp_path):
     lines = [step_line(step) | {"device": device} for step, device in enumerate(peaks)]
     folder = write_run(tmp_path / "run", config("r"), lines)
     assert facts_of([folder])["device"] == "CPU, x86_64; NVIDIA <H100>, up to 3.00 GB"
-    assert "NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report([folder], tmp_path / "page.html").read_text()
+    assert "NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report(read_runs([folder]), tmp_path / "page.html").read_text()

@@ -94,13 +94,14 @@ def _write_models(folder):
     from foreroute.adapters import hf
     from foreroute.capture import Sampling, save_generation
     from foreroute.engines.embedded import EmbeddedEngine
+    from foreroute.records import read_runs
     from foreroute.report import write_report
     from foreroute.trace import save
     from foreroute.train import load_config, train
 
     logging.disable_progress_bar()
     train(load_config(folder / "train.toml"), folder / "run")
-    write_report([folder / "run"], folder / "run" / "report.html")
+    write_report(read_runs([folder / "run"]), folder / "run" / "report.html")
     model = hf.build_model("qwen3_moe", seed=0, **MODEL)
     model.save_pretrained(folder / "model")
     engine = EmbeddedEngine(model, "float32")

@@ -137,7 +137,7 @@ def verbs(home, steps):
         return ["convert", trace, folder / "out", "--to", "sets"]
 
     def planning(folder):
-        given = ["--topology", topology, "--counts", counts, "--baseline", "static"]
+        given = ["--topology", topology, "--counts", counts, "--no-baselines"]
         return ["plan", *given, "--output", folder / "plan.safetensors", "--overwrite"]
 
     def training(folder):

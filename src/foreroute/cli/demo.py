@@ -23,19 +23,12 @@ from foreroute.train import RunFolder, TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
 
-def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: str, vllm_python: Path | None) -> None:
+def run_demo(folder: Path | None, *, steps: int | None, engine: str, vllm_python: Path | None) -> None:
     """Train twice, print the table, write the report."""
     console = Console()
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{folder} is not text in UTF-8, as a configuration is; name another --folder") from error
     warm = folder / "none" / "checkpoints" / "step-000000.safetensors"
-    configs = [
-        _config("none", steps, precision, engine, vllm_python),
-        _config("R3", steps, precision, engine, vllm_python, begins_at=warm),
-    ]
+    configs = [_config("none", steps, engine, vllm_python), _config("R3", steps, engine, vllm_python, begins_at=warm)]
     for config in configs:  # before the first trains for minutes
         RunFolder(folder / config.name).require_new("Name another --folder")
     for config in configs:
@@ -53,7 +46,7 @@ def run_demo(folder: Path | None, *, steps: int | None, precision: str, engine: 
         "and on the rollout's. The run trains with one of the two; its reward (first → last 10 steps) stands there.",
         highlight=False,
     )
-    write_page(console, lambda: write_report(runs, folder / "report.html"), name=f"{'report':<7}")
+    write_page(console, lambda: write_report(found, folder / "report.html"), name=f"{'report':<7}")
     trace = trace_of(folder / "R3" / "rollouts" / "step-000000.safetensors")
     console.print(f"trace   {trace}   (foreroute inspect shows it)", soft_wrap=True, highlight=False, markup=False)
 
@@ -64,20 +57,14 @@ def demo_values() -> dict[str, Any]:
 
 
 def _config(
-    routing: str,
-    steps: int | None,
-    precision: str,
-    engine: str,
-    vllm_python: Path | None,
-    *,
-    begins_at: Path | None = None,
+    routing: str, steps: int | None, engine: str, vllm_python: Path | None, *, begins_at: Path | None = None
 ) -> TrainConfig:
     values = demo_values()
     values["name"] = routing
     values["rl"]["routing"] = routing
     # the second run begins with the first checkpoint of the first, which must stay
     values["checkpoint"] = {"keep": MOST}
-    values["rollout"] |= {"precision": precision, "engine": engine}
+    values["rollout"]["engine"] = engine
     if vllm_python is not None:
         values["rollout"]["vllm"] = {"python": str(vllm_python)}
     if engine == "vllm":
@@ -92,11 +79,16 @@ def _config(
 
 def run_demo_ep(folder: Path, *, steps: int) -> None:
     """Train once, on as many ranks as torchrun started, write the report, and print what the plans did."""
-    values: dict[str, Any] = demo_values()
+    if (started := num_started()) == 1:
+        raise ConfigError(
+            "demo-ep shows expert parallelism, and 1 process runs; start several: "
+            "torchrun --nproc-per-node 4 -m foreroute.cli demo-ep --folder FOLDER, or make demo-ep"
+        )
+    values = demo_values()
     values["name"] = "R3-expert-parallel"
     values["rl"] |= {"steps": steps, "micro_step_tokens": 512}  # several micro-steps, as a large run has
     values["measure"] = {"compare_every": 5}
-    values["parallel"] = {"expert": _num_ranks()}
+    values["parallel"] = {"expert": started}
     train_and_report(parse_config(values, source="the demo's configuration"), folder)
     if is_first_rank() and (folder / "metrics.jsonl").exists():
         console = console_of_rank()
@@ -106,13 +98,3 @@ def run_demo_ep(folder: Path, *, steps: int) -> None:
             "plan, and as executed. 1 is perfect balance.",
             highlight=False,
         )
-
-
-def _num_ranks() -> int:
-    started = num_started()
-    if started == 1:
-        raise ConfigError(
-            "demo-ep shows expert parallelism, and 1 process runs; start several: "
-            "torchrun --nproc-per-node 4 -m foreroute.cli demo-ep --folder FOLDER, or make demo-ep"
-        )
-    return started

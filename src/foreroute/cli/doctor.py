@@ -7,20 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
 from foreroute.capture import Generation, load_generation
 from foreroute.capture.generation import GENERATION_FILE
 from foreroute.cli.terminal import CommandProgress, Console, shown_table, working
-from foreroute.doctor import Diagnosis, Evidence, Severity, TrainerPass, diagnose
+from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import InputError, RunFolderError, printable
 from foreroute.files import parse_json, read_text
-from foreroute.report import check_page, measure_table, write_diagnosis
+from foreroute.report import check_page, finding_table, measure_table, write_diagnosis
 from foreroute.report.format import quoted
 from foreroute.trace import RoutingTrace, load
-
-STYLES = {Severity.FINE: "green", Severity.NOTE: "blue", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
 
 def run_doctor(
@@ -57,28 +53,28 @@ def run_doctor(
     if model is not None and rollout is None:
         rollout = _last_rollout(model)
     with working("reading the rollout", console):
-        engine = None if rollout is None else _read(rollout)
-    if model is not None and engine is not None:
-        engine = engine.select(np.arange(min(len(engine), max_sequences)))
-    trace = None if engine is None else _trace(engine)
+        trace, generation = (None, None) if rollout is None else _read(rollout, max_sequences if model else None)
     if model is not None:
         with working("loading the model", console) as work:
-            evidence, name = _examined(model, engine, temperature, weight_version, work)
+            evidence, name = _examined(model, trace, generation, temperature, weight_version, work)
     else:
-        assert engine is not None, "checked above"
         assert trainer is not None, "checked above"
         with working("reading the trainer's passes", console):
+            executed, own = _read(trainer)
             evidence = Evidence(
                 engine=trace,
-                engine_logprobs_R=_logprobs(engine),
-                native=_pass(_read(trainer)),
+                engine_logprobs_R=None if generation is None else generation.logprobs_R,
+                native=TrainerPass(executed, None if own is None else own.logprobs_R),
                 replayed=None if replayed is None else _replayed(replayed, trace),
                 expected_version=weight_version,
             )
         name = "none; the trainer's passes were given"
     with working("comparing", console):
         diagnosis = diagnose(evidence, _facts(name, trace))
-    _print(console, diagnosis)
+    console.print(f"{diagnosis.headline}\n", style="bold", highlight=False, markup=False)
+    console.print(shown_table(finding_table(diagnosis)))
+    if (measures := measure_table(diagnosis.measures)).rows:
+        console.print(shown_table(measures))
     commands = _commands(model, rollout, trainer)
     for what, command in commands:
         console.print(f"\n{what}:\n{printable(command)}", soft_wrap=True, highlight=False, markup=False)
@@ -99,21 +95,11 @@ def _check_sides(model: Path | None, rollout: Path | None, trainer: Path | None,
         raise InputError("there is no engine to compare with: give --rollout")
 
 
-def _read(path: Path) -> Generation | RoutingTrace:
-    """Read one side: routes with log-probs, or routes alone."""
-    return load_generation(path) if GENERATION_FILE.is_in(path) else load(path)
-
-
-def _trace(side: Generation | RoutingTrace) -> RoutingTrace:
-    return side.trace if isinstance(side, Generation) else side
-
-
-def _logprobs(side: Generation | RoutingTrace) -> Any:
-    return side.logprobs_R if isinstance(side, Generation) else None
-
-
-def _pass(side: Generation | RoutingTrace) -> TrainerPass:
-    return TrainerPass(_trace(side), _logprobs(side))
+def _read(path: Path, most: int | None = None) -> tuple[RoutingTrace, Generation | None]:
+    """Read one side, the first sequences of it: its routes, and a generation where it has log-probs too."""
+    side = load_generation(path) if GENERATION_FILE.is_in(path) else load(path)
+    side = side if most is None else side.select(np.arange(min(len(side), most)))
+    return (side.trace, side) if isinstance(side, Generation) else (side, None)
 
 
 def _replayed(path: Path, rollout: RoutingTrace | None) -> TrainerPass:
@@ -126,7 +112,8 @@ def _replayed(path: Path, rollout: RoutingTrace | None) -> TrainerPass:
 
 def _examined(
     path: Path,
-    engine: Generation | RoutingTrace | None,
+    trace: RoutingTrace | None,
+    generation: Generation | None,
     temperature: float | None,
     weight_version: int | None,
     work: CommandProgress,
@@ -135,7 +122,6 @@ def _examined(
     from foreroute.adapters.hf.local_models import load_local
     from foreroute.doctor.examine import examine
 
-    trace = None if engine is None else _trace(engine)
     found, step, has_weights = f"{path}", None, True
     if (run := _run_of(path)) is not None:
         model, checkpoint, step, sampled_at = _of_run(run, trace)
@@ -147,7 +133,7 @@ def _examined(
     work.begin("examining the model: quick checks, then passes over the sequences")
     evidence = examine(
         model,
-        engine if isinstance(engine, Generation) else None,
+        generation,
         trace=trace,
         temperature=1.0 if temperature is None else temperature,
         expected_version=weight_version,
@@ -168,16 +154,11 @@ def _last_rollout(model: Path) -> Path | None:
     folder = _run_of(model)
     if folder is None:
         return None
-    rollouts = _by_step(folder / "rollouts")
-    both = rollouts.keys() & _by_step(folder / "checkpoints").keys()
-    return rollouts[max(both)] if both else None
-
-
-def _by_step(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints, or the rollouts, in a folder by their step; none without such a folder."""
     from foreroute.train.folder import files_by_step
 
-    return dict(files_by_step(folder))
+    rollouts, checkpoints = (dict(files_by_step(folder / name)) for name in ("rollouts", "checkpoints"))
+    both = rollouts.keys() & checkpoints.keys()
+    return rollouts[max(both)] if both else None
 
 
 def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, float]:
@@ -190,11 +171,11 @@ def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, f
         ConfigError, DatasetError, RunFolderError: when one of the files cannot be read, or the checkpoint is not there.
     """
     from foreroute.train import load_checkpoint, parse_config
-    from foreroute.train.folder import as_run_folder_error
+    from foreroute.train.folder import as_run_folder_error, files_by_step
     from foreroute.train.policy import make_model
     from foreroute.train.prompts import make_task
 
-    held = _by_step(folder / "checkpoints")
+    held = dict(files_by_step(folder / "checkpoints"))
     if not held:
         raise RunFolderError(f"{folder} holds no checkpoints, so there are no weights to examine")
     known = [version for version in trace.versions if version >= 0] if trace is not None else []
@@ -235,20 +216,3 @@ def _commands(model: Path | None, rollout: Path | None, trainer: Path | None) ->
         command = f"foreroute diff {quoted(trainer)} {quoted(rollout)}"
         commands.append(("The two traces by layer and position", command))
     return commands
-
-
-def _print(console: Console, diagnosis: Diagnosis) -> None:
-    style = STYLES[diagnosis.worst]
-    console.print(f"[{style}]{escape(diagnosis.headline)}[/]\n", highlight=False)
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for finding in sorted(diagnosis.findings, key=lambda finding: -finding.severity):
-        word = f"[{STYLES[finding.severity]}]{finding.severity.name.lower()}[/]"
-        advice = f"\n[dim]{escape(finding.advice)}[/]" if finding.advice else ""
-        table.add_row(word, finding.topic, escape(finding.sentence) + advice)
-    console.print(table)
-    measures = measure_table(diagnosis.measures)
-    if measures.rows:
-        console.print(shown_table(measures))

@@ -38,7 +38,7 @@ EXTRA_OF = {
     "trl": "trl",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
-USAGE_ERROR = typer.BadParameter.__mro__[1]
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Typer brings its own click since 0.26, and used click before."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -167,8 +167,11 @@ def _code_of(error: BaseException) -> int:
             _say(f"there is not enough memory{f' ({error})' if str(error) else ''}")
         case UnicodeEncodeError():
             _say(f"{error.object[max(error.start - 40, 0) : error.end + 40]} is not text in UTF-8; rename it")
-        case _ if isinstance(error, USAGE_ERROR):
-            _say_usage(error)
+        case USAGE_ERROR() if type(error).__name__ == "NoArgsIsHelpError":  # typer has shown the help
+            pass
+        case USAGE_ERROR():
+            path = error.ctx.command_path if error.ctx else "foreroute"
+            _say(f"{error.format_message().strip().rstrip('.')}; {path} --help shows what there is")
         case _:
             with suppress(OSError):
                 sys.stderr.write(printable("".join(traceback.format_exception(error))))
@@ -176,14 +179,6 @@ def _code_of(error: BaseException) -> int:
             _say(f"{summary}\nThis is a bug of foreroute. Please report it, with the lines above: {ISSUES}")
             return 1
     return 2
-
-
-def _say_usage(error: Any) -> None:
-    """Say what typer does not understand of a command line. Without any argument it has shown the help already."""
-    message = error.format_message().strip()
-    if message and type(error).__name__ != "NoArgsIsHelpError":
-        path = error.ctx.command_path if error.ctx else "foreroute"
-        _say(f"{message.rstrip('.')}; {path} --help shows what there is")
 
 
 def _say(message: str, *, kind: str = "error") -> None:

@@ -10,7 +10,6 @@ import typer
 import foreroute
 from foreroute.cli.exit_codes import run
 from foreroute.cli.terminal import Console
-from foreroute.errors import InputError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +44,6 @@ def _root(
 def demo(
     folder: Annotated[Path | None, typer.Option(help="Folder of the runs; a new one in runs/demo by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
-    precision: Annotated[Literal["bfloat16", "fp8", "float32"], typer.Option(help="Of the engine.")] = "bfloat16",
     engine: Annotated[Literal["embedded", "vllm"], typer.Option(help="Rollout engine.")] = "embedded",
     vllm_python: Annotated[
         Path | None, typer.Option(help="For vllm: Python of its environment (docs/engines.md).")
@@ -54,7 +52,7 @@ def demo(
     """Train a tiny MoE without and with replay. A page compares both runs."""
     from foreroute.cli.demo import run_demo
 
-    run_demo(folder, steps=steps, precision=precision, engine=engine, vllm_python=vllm_python)
+    run_demo(folder, steps=steps, engine=engine, vllm_python=vllm_python)
 
 
 @app.command("demo-ep")
@@ -175,9 +173,7 @@ def plan(
         float, typer.Option(help="Stop at 1 + this times the mean load; 0: exact. Traffic may leave more.")
     ] = 0.02,
     home_moves: Annotated[int, typer.Option(min=0, help="Most experts of a layer that change their home.")] = 0,
-    replicas: Annotated[bool, typer.Option(help="Replicate experts in redundant slots.")] = True,
     shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,
-    locality: Annotated[bool, typer.Option(help="Serve tokens near their source.")] = True,
     traffic: Annotated[
         bool | None, typer.Option(help="Also replicate to cut traffic; by default with --shared-slots, where it pays.")
     ] = None,
@@ -191,27 +187,20 @@ def plan(
     token_budget: Annotated[
         int | None, typer.Option(min=1, help="For traces: most tokens of a rank in a micro-step; 16384 by default.")
     ] = None,
-    baseline: Annotated[list[str] | None, typer.Option(help="Compare with this one only; repeat it.")] = None,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
     threads: Annotated[int, typer.Option(min=1, help="Of the planner.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of searches.")] = 0,
 ) -> None:
     """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
     from foreroute.cli.plan import run_plan
     from foreroute.plan import PlanOptions
 
-    if baseline and not baselines:
-        raise InputError("--baseline and --no-baselines contradict each other; leave one of them out")
     options = PlanOptions(
         tolerance=tolerance,
         home_moves=home_moves,
-        replicas=replicas,
         slots="shared" if shared_slots else "layer",
-        locality=locality,
         traffic=traffic,
         pay_off=pay_off,
         threads=threads,
-        seed=seed,
     )
     run_plan(
         topology,
@@ -222,7 +211,7 @@ def plan(
         previous_plan=previous_plan,
         previous_step=previous_step or (),
         token_budget=token_budget,
-        baselines=(baseline or None) if baselines else (),
+        baselines=baselines,
         overwrite=overwrite,
     )
 
@@ -254,8 +243,9 @@ def report(
 
     console = Console()
     with working("drawing the page", console):
-        page = write_report(runs, output or runs[0] / "report.html")
-    console.print(run_finding(read_runs(runs)), highlight=False, markup=False)
+        found = read_runs(runs)
+        page = write_report(found, output or runs[0] / "report.html")
+    console.print(run_finding(found), highlight=False, markup=False)
     console.print(str(page), soft_wrap=True, highlight=False, markup=False)
 
 

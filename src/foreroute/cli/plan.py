@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ import numpy as np
 
 from foreroute.cli.plan_inputs import StepToPlan, read_step
 from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
-from foreroute.errors import ConfigError, InputError, PlanError
+from foreroute.errors import InputError, PlanError
 from foreroute.files import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.planner import plan, start
 from foreroute.report import check_page, plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.report.format import duration
-from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.balancers import Balancer, BalancerInput
 from foreroute.simulate.compare import MethodFigures, compare, facts_of, figures_of
 from foreroute.simulate.methods import BALANCERS
 
@@ -29,8 +29,7 @@ def run_plan(
     options: PlanOptions,
     output: Path,
     *,
-    previous_step: Sequence[Path],
-    baselines: Sequence[str] | None,
+    baselines: bool,
     overwrite: bool,
     **inputs: Any,
 ) -> None:
@@ -40,20 +39,18 @@ def run_plan(
         topology: a TOML file.
         options: of the planner.
         output: the plan file; the page is the same with the suffix .html.
-        previous_step: of `read_step`, from which some baselines plan.
-        baselines: the names of those to compare with; None takes all that can be had.
+        baselines: whether to compare with all other balancers that can be had.
         overwrite: whether a plan and a page that exist may be replaced.
-        **inputs: what to plan: the others of `read_step`.
+        **inputs: of `read_step`: what to plan.
 
     Raises:
         InputError: for everything that a user can mend.
     """
     page = output.with_suffix(".html")
     _check_target(output, page, overwrite)
-    _check_baselines(baselines, previous_step)
     console = Console()
     with working("reading the step", console):
-        step = read_step(topology, previous_step=previous_step, **inputs)
+        step = read_step(topology, **inputs)
     facts = {**step.facts, **_facts(step, options)}
     console.print(shown_facts(facts))
     found, priced_options, planning_s = _planned(step, options, console)
@@ -63,7 +60,7 @@ def run_plan(
         verify(found, step.counts_MLGE, options)
         save_plan(found, output, overwrite=overwrite)
     console.print(f"{'plan':<9} {output}, {output.stat().st_size:,} bytes, verified", soft_wrap=True, markup=False)
-    records = _others(step, baselines, console)
+    records = _others(step, BALANCERS if baselines else {"static": BALANCERS["static"]}, console)
     with working("pricing every cell", console):
         records.append(figures_of(found, step.counts_MLGE, step.costs, label="foreroute", planning_s=planning_s))
         seen = facts_of(found, step.counts_MLGE, step.costs)
@@ -86,14 +83,6 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
         raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
 
 
-def _check_baselines(baselines: Sequence[str] | None, previous_step: Sequence[Path]) -> None:
-    for name in baselines or ():
-        if name not in BALANCERS:
-            raise ConfigError(f"there is no baseline called {name}; expected some of {', '.join(BALANCERS)}")
-        if BALANCERS[name].knows == "previous step" and not previous_step:
-            raise InputError(f"the baseline {name} plans from the step before; give it with --previous-step")
-
-
 def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
     num_micro_steps, num_layers, num_ranks, num_experts = step.counts_MLGE.shape
     topology, costs = step.topology, step.costs
@@ -101,8 +90,6 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         f"stops at {1 + options.tolerance:g} times the mean",
         f"at most {options.home_moves} homes move per layer" if options.home_moves else "homes stay",
         "slots shared by the layers" if options.slots == "shared" else "slots of every layer's own",
-        *([] if options.replicas else ["no replicas"]),
-        *([] if options.locality else ["no locality"]),
     ]
     return {
         "step": f"{num_micro_steps} micro-step{'s' * (num_micro_steps > 1)} of {num_layers} layers, "
@@ -138,10 +125,8 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
     return found, {name.replace("_", "-"): why for name, why in progress.priced_options.items()}, planning_s
 
 
-def _others(step: StepToPlan, baselines: Sequence[str] | None, console: Console) -> list[MethodFigures]:
-    """Compare with the baselines: their records, static first."""
-    chosen = BALANCERS if baselines is None else ["static", *baselines]
-    balancers = {name: BALANCERS[name] for name in chosen}
+def _others(step: StepToPlan, balancers: Mapping[str, Balancer], console: Console) -> list[MethodFigures]:
+    """Compare with other balancers: their records, static first."""
     problem = BalancerInput(step.counts_MLGE, step.topology, step.home_LE, step.previous_LE)
     records = []
     with working("comparing with other balancers", console, total=len(balancers)) as work:

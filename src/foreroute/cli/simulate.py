@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foreroute.cli.terminal import CommandProgress, Console, shown_facts, shown_table, shown_tiles, working, write_page
+from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
 from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files import check_writable, write_atomically, writing_named
@@ -34,7 +34,6 @@ from foreroute.simulate import (
     timeline,
 )
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.simulation import OnProgress
 
 if TYPE_CHECKING:  # it needs scipy
     from foreroute.simulate.fit import FitRecord
@@ -72,7 +71,9 @@ def run_simulation(
             drawn[name] = timeline(name, group)
 
     with working("simulating", console) as work:
-        record = simulate(config, on_progress=_told(work), on_group=draw)
+        record = simulate(
+            config, on_progress=lambda name, done, total: work.advance(done, total, detail=name), on_group=draw
+        )
     _print(record, console)
     timelines = [drawn[name] for name in dict.fromkeys(["static", *(m.name for m in compared_methods(record)[:1])])]
     sweeps = _sweeps(config, record, console)
@@ -137,10 +138,6 @@ def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) 
             found.append(point)
             work.advance(len(found), total)
     return found
-
-
-def _told(work: CommandProgress) -> OnProgress:
-    return lambda name, done, total: work.advance(done, total, detail=name)
 
 
 def _print(record: SimulationRecord, console: Console) -> None:

@@ -29,7 +29,7 @@ from foreroute.errors import how_to_install, printable
 
 if TYPE_CHECKING:  # most verbs show no table of a page
     from foreroute.report.page import Table as PageTable
-    from foreroute.report.page import Tile
+    from foreroute.report.page import Tile, Tone
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
 """What COLUMNS of the environment is brought into."""
@@ -37,6 +37,8 @@ SILENCE_S = 4.5
 """Seconds without a printed line before the heartbeat speaks. Nobody is to wait for 5 s, and the thread may be late."""
 JOIN_S = 1.0
 """Seconds that a command waits for the heartbeat's thread, which writes to a pipe that may be full."""
+TONES: dict[Tone, str] = {"": "", "fine": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
+"""Styles of the tones of a page."""
 DRAWN_WITH = ("jinja2", "matplotlib")
 """The libraries that a page needs, of the extra "report"."""
 
@@ -211,7 +213,9 @@ def shown_table(table: PageTable) -> Table:
         numbers = place > 0 and table.columns[place].kind == "number"
         shown.add_column(table.columns[place].short, justify="right" if numbers else "left", no_wrap=numbers)
     for row in table.rows:
-        shown.add_row(*(Text(row.cells[place]) for place in places), style="bold" if row.strong else "")
+        first, *others = (Text(row.cells[place]) for place in places)
+        first.stylize(TONES[row.tone])
+        shown.add_row(first, *others, style="bold" if row.strong else "")
     return shown
 
 

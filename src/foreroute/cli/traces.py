@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column, Table
 
 from foreroute.capture import refuse_constant_layers
-from foreroute.cli.terminal import Console, working
+from foreroute.cli.terminal import Console, shown_facts, working
 from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain, misplaced_masks, stream_difference
 from foreroute.report.format import quoted
@@ -27,7 +27,6 @@ from foreroute.trace import (
     digest,
     load,
 )
-from foreroute.trace.streams import MOST_CHOICES
 
 POSITION_BINS = 8
 """Rows of the table of overlap by position."""
@@ -42,7 +41,9 @@ def print_trace(path: Path) -> None:
         trace = load(path)
         work.begin(f"counting the routes of {path}")
         facts, layers = _facts(path, trace), _layers(trace)
-    console.print(facts)
+    console.print(_one_line(path), markup=False, highlight=False)
+    console.print(shown_facts(facts))
+    console.print("\nExpert load by layer:")
     console.print(layers)
 
 
@@ -120,13 +121,10 @@ def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) ->
     return sound
 
 
-def _facts(path: Path, trace: RoutingTrace) -> Table:
-    spec = trace.spec
-    table = Table(title=Text(_one_line(path)), show_header=False, title_justify="left")
-    lengths = trace.lengths
+def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
+    spec, lengths, claims = trace.spec, trace.lengths, list(trace.provenance.items())
     versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
-    facts = list(trace.provenance.items())
-    for name, value in {
+    facts = {
         "model": spec.model or "not stated",
         "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
         "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
@@ -138,24 +136,17 @@ def _facts(path: Path, trace: RoutingTrace) -> Table:
         "file": f"{path.stat().st_size:,} bytes",
         "digest": digest(trace),
         # what the file's writer claims; named so that it cannot pass for a fact above
-        **{f"provenance: {_one_line(key)}": value for key, value in facts[:MOST_SHOWN]},
-        **({"provenance": f"{len(facts) - MOST_SHOWN} more facts"} if len(facts) > MOST_SHOWN else {}),
-    }.items():
-        table.add_row(Text(name), Text(_one_line(value)))
-    return table
+        **{f"provenance: {_one_line(key)}": value for key, value in claims[:MOST_SHOWN]},
+        **({"provenance": f"{len(claims) - MOST_SHOWN} more facts"} if len(claims) > MOST_SHOWN else {}),
+    }
+    return {name: _one_line(value) for name, value in facts.items()}
 
 
 def _described(stream: Stream) -> str:
     if not isinstance(stream, DecisionStream):
         return f"{stream}"
-    sets, rows = int((stream.counts_ND > 0).sum()), int(stream.valid_N.sum())
-    layers = f" of {stream.depth} layers" if stream.layers else ""
-    below = f" below {stream.num_choices}" if stream.num_choices < MOST_CHOICES else ""
-    size = stream.valid_N.nbytes + stream.offsets.nbytes + stream.ids.nbytes
-    return (
-        f"{rows} rows{layers}, {len(stream.ids)} ids{below} in {sets} sets; {rows * stream.depth - sets} left nothing "
-        f"out; {size:,} bytes in memory"
-    )
+    rows, sets = int(stream.valid_N.sum()), int((stream.counts_ND > 0).sum())
+    return f"{rows} rows of {stream}, {len(stream.ids)} ids in {sets} sets"
 
 
 def _few(values: list[str]) -> str:
@@ -169,43 +160,36 @@ def _one_line(text: object) -> str:
     return printable(cut).replace("\n", "\\n")
 
 
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*(Column(heading, justify="right") for heading in headings))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _layers(trace: RoutingTrace) -> Table:
-    counts_MLE = count_assignments(trace, np.zeros(len(trace), np.int64))
-    counts_LE = counts_MLE.sum(axis=0)  # zeros where the trace is empty
-    table = Table(title="expert load by layer", title_justify="left")
-    for heading in ("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"):
-        table.add_column(heading, justify="right")
+    counts_LE = count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0)  # zeros where the trace is empty
+    rows = []
     for layer, counts in zip(trace.spec.layers, counts_LE, strict=True):
         total = max(int(counts.sum()), 1)
         share = counts[counts > 0] / total
-        table.add_row(
-            str(layer),
-            str(int(counts.argmax())),
-            f"{counts.max() * trace.spec.num_experts / total:.2f}",
-            str(int((counts == 0).sum())),
-            f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}",
-        )
-    return table
+        busiest = f"{counts.max() * trace.spec.num_experts / total:.2f}"
+        entropy = f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}"
+        rows.append((str(layer), str(int(counts.argmax())), busiest, str(int((counts == 0).sum())), entropy))
+    return _table(("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"), rows)
 
 
 def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:
-    table = Table()
-    table.add_column("layer")
-    table.add_column("share", justify="right")
-    for layer, share in zip(spec.layers, found.overlap_by_layer_L, strict=True):
-        table.add_row(str(layer), f"{share:.2%}")
-    return table
+    shares = zip(spec.layers, found.overlap_by_layer_L, strict=True)
+    return _table(("layer", "share"), [(str(layer), f"{share:.2%}") for layer, share in shares])
 
 
 def _by_position(found: Explanation) -> Table:
-    table = Table()
-    table.add_column("positions")
-    table.add_column("share", justify="right")
-    longest = len(found.overlap_by_position_T)
+    longest, rows = len(found.overlap_by_position_T), []
     edges = np.unique(np.linspace(0, longest, min(POSITION_BINS, longest) + 1, dtype=int))
     for start, stop in pairwise(edges.tolist()):
         shares = found.overlap_by_position_T[start:stop]
         known = shares[~np.isnan(shares)]
         positions = f"{start} to {stop - 1}" if stop - start > 1 else str(start)
-        table.add_row(positions, f"{known.mean():.2%}" if len(known) else "no row in both")
-    return table
+        rows.append((positions, f"{known.mean():.2%}" if len(known) else "no row in both"))
+    return _table(("positions", "share"), rows)

@@ -39,8 +39,9 @@ def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False)
     if (folder / "model").exists():
         console.print(f"model       {folder / 'model'}", soft_wrap=True, highlight=False, markup=False)
     if (folder / "metrics.jsonl").exists():
-        console.print(f"{'finding':<11} {run_finding(read_runs([folder]))}", highlight=False, markup=False)
-        write_page(console, lambda: write_report([folder], folder / "report.html"), name=f"{'report':<11}")
+        found = read_runs([folder])
+        console.print(f"{'finding':<11} {run_finding(found)}", highlight=False, markup=False)
+        write_page(console, lambda: write_report(found, folder / "report.html"), name=f"{'report':<11}")
 
 
 def console_of_rank() -> Console:

@@ -3,7 +3,7 @@
 Importing this room loads neither matplotlib nor jinja2; writing a page does, and says what to install without them.
 """
 
-from foreroute.report.diagnosis import measure_table, write_diagnosis
+from foreroute.report.diagnosis import finding_table, measure_table, write_diagnosis
 from foreroute.report.finding import run_finding
 from foreroute.report.page import check_page
 from foreroute.report.plan import plan_finding, plan_table, plan_tiles, write_plan_page
@@ -25,6 +25,7 @@ __all__ = [
     "check_page",
     "compared_methods",
     "executed",
+    "finding_table",
     "fit_summary",
     "fit_table",
     "load_table",

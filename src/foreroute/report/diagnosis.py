@@ -17,7 +17,12 @@ TONES: dict[Severity, Tone] = {
     Severity.WARNING: "warning",
     Severity.PROBLEM: "problem",
 }
-FINDINGS = (Column(""), Column("Topic", kind="words"), Column("Finding", kind="words"), Column("Advice", kind="words"))
+FINDINGS = (
+    Column("", " "),
+    Column("Topic", "topic", kind="words"),
+    Column("Finding", "finding", kind="words"),
+    Column("Advice", "advice", kind="words"),
+)
 MEASURES = (
     Column("Compared", "compared"),
     Column("k3, nats per token", "k3"),
@@ -25,6 +30,16 @@ MEASURES = (
     Column("Differing decisions", "differing decisions"),
     Column("Differing tokens", "differing tokens"),
 )
+
+
+def finding_table(diagnosis: Diagnosis) -> Table:
+    """The findings, the worst first."""
+    findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
+    rows = [
+        TableRow(cells=(TONES[one.severity], one.topic, one.sentence, one.advice), tone=TONES[one.severity])
+        for one in findings
+    ]
+    return Table(columns=FINDINGS, rows=tuple(rows))
 
 
 def measure_table(measures: Measures) -> Table:
@@ -63,7 +78,7 @@ def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple
 def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
     from foreroute.report.diagnosis_plots import diagnosis_plots
 
-    measures = measure_table(diagnosis.measures)
+    findings, measures = finding_table(diagnosis), measure_table(diagnosis.measures)
     return Page(
         command="foreroute doctor",
         title="Diagnosis",
@@ -71,7 +86,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         tone=TONES[diagnosis.worst],
         facts=diagnosis.facts,
         sections=(
-            *_findings(diagnosis),
+            *([PageSection(heading="Findings", tables=(findings,))] if findings.rows else []),
             *(
                 [
                     PageSection(
@@ -85,13 +100,3 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
             *further(commands),
         ),
     )
-
-
-def _findings(diagnosis: Diagnosis) -> list[PageSection]:
-    """The worst first."""
-    findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
-    rows = [
-        TableRow(cells=(TONES[one.severity], one.topic, one.sentence, one.advice), tone=TONES[one.severity])
-        for one in findings
-    ]
-    return [PageSection(heading="Findings", tables=(Table(columns=FINDINGS, rows=tuple(rows)),))] if rows else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from foreroute.records import Run, read_runs
+from foreroute.records import Run
 from foreroute.report.finding import run_finding
 from foreroute.report.format import quoted
 from foreroute.report.page import Column, Key, Page, PageSection, Table, TableRow, texts, write_page
@@ -24,15 +24,17 @@ KEPT = ("rollouts", "checkpoints")
 """Folders of a run that a diagnosis needs."""
 
 
-def write_report(run_folders: Sequence[Path], target: Path) -> Path:
+def write_report(runs: Sequence[Run], target: Path) -> Path:
     """Write the report of one run, or the comparison of several, to `target`; a report that is there is replaced.
 
+    Args:
+        runs: as `foreroute.records.read_runs` reads them.
+        target: the file to write.
+
     Raises:
-        InputError: when no folder is given, `target` cannot be written or is no page of ours, or the `report` extra is
-            not installed.
-        RunFolderError: when a run folder is missing or damaged.
+        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
     """
-    return write_page(target, lambda: _page(read_runs(run_folders)))
+    return write_page(target, lambda: _page(runs))
 
 
 def _page(runs: Sequence[Run]) -> Page:
