@@ -16,8 +16,7 @@ from foreroute.trace import digest
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.grid import Cell, with_settings
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batch_traces import made_up
-from tests.adapters.megatron.micro_batches import make_batches
+from tests.adapters.megatron.micro_batches import made_up, make_batches
 from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 
