@@ -10,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig
 
+from foreroute.adapters import megatron
 from foreroute.testing import megatron_on_cpu
 from foreroute.testing.ranks import give_up_groups
 from tests.adapters.megatron import grouped_linear
@@ -101,6 +102,13 @@ def build(cell, seed=0, **more):
     if "fused" in cell.experts:
         grouped_linear.fuse(chunks)
     return chunks
+
+
+def attached(cell):
+    """(chunks, the same attached), in process groups for the cell."""
+    initialize(cell)
+    chunks = build(cell)
+    return chunks, megatron.attach(chunks)
 
 
 def _chunk(cell, configured, stage, **more):
