@@ -16,10 +16,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from examples.pipeline import on_cpu, weights
+from examples.pipeline import weights
 from foreroute.adapters import hf, megatron
 from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.adapters.megatron import RoutedMegatron
+from foreroute.testing import megatron_on_cpu as on_cpu
 
 VOCABULARY, WIDTH = 64, 25
 """Tokens; positions of a prompt with its longest response. The last is no input, and tensor ranks share the others."""
@@ -107,7 +108,7 @@ def build_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         recompute_num_layers=1,
     )
     block = get_gpt_decoder_block_spec(settings, use_transformer_engine=False)
-    on_cpu.norms_of_torch(block)
+    on_cpu.use_norm(block, on_cpu.RMSNorm, of_heads=True)
     model = GPTModel(
         settings,
         block,

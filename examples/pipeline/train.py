@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from examples.pipeline import on_cpu
+from foreroute.testing import megatron_on_cpu as on_cpu
 
 on_cpu.install()  # a machine with GPUs needs neither this nor what policy.py takes of it
-on_cpu.checkpoints_without_server()
+on_cpu.write_checkpoints_without_server()
 
 from megatron.core import parallel_state as mpu
 

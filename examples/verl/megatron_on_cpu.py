@@ -14,9 +14,10 @@ import re
 import torch
 from torch.overrides import TorchFunctionMode
 
-from foreroute.testing.megatron_on_cpu import install
+from foreroute.testing import megatron_on_cpu
 
-install()
+megatron_on_cpu.install()
+megatron_on_cpu.name_types_of_cuda()
 
 import mbridge.core.llm_bridge as llm_bridge
 from mbridge.core.bridge import Bridge
@@ -38,19 +39,6 @@ class CudaIsTheCPU(TorchFunctionMode):
 
 
 CudaIsTheCPU().__enter__()
-
-# its optimizers know parameters by the names of their types: "torch.cuda.FloatTensor"
-_type = torch.Tensor.type
-
-
-def type_on_cuda(tensor, *args, **kwargs):
-    answer = _type(tensor, *args, **kwargs)
-    if args or kwargs or "cuda" in answer:
-        return answer
-    return answer.replace("torch.", "torch.cuda.", 1)
-
-
-torch.Tensor.type = type_on_cuda
 
 # their Adam is torch's here, which has no state before its first step, while a checkpoint is read into one that has;
 # and it counts steps by parameter, while a checkpoint has them by group

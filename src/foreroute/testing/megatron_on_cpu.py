@@ -6,7 +6,9 @@ For tests and examples alone. A machine with GPUs needs none of this, and the li
     TransformerConfig(**megatron_on_cpu.CONFIG, ...)
 
 Nothing that routes, dispatches, schedules or differentiates is replaced: streams, events and CUDA's random state are
-stand-ins that do nothing, `device="cuda"` reads "cpu", and two lines that gloo cannot take are put right.
+stand-ins that do nothing, `device="cuda"` reads "cpu", `torch.compile` compiles nothing in this process, and two lines
+that gloo cannot take are put right. Norms of Transformer Engine, types of CUDA and the server of checkpoints have their
+stand-ins here too, for those who ask for them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import queue
 import sys
 import types
 from typing import Any
@@ -126,6 +129,68 @@ def read_cuda_as_cpu(*modules: Any) -> None:
     """Let modules of Megatron that name the device in so many words make their tensors on the CPU."""
     for module in modules:
         module.torch = _Torch()
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Stands where TENorm does: without Transformer Engine, Megatron's newest has no RMSNorm to train with."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps)
+        _share_a_sequence(self, config)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """As `RMSNorm`, for a configuration that says LayerNorm."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps)
+        _share_a_sequence(self, config)
+
+
+def _share_a_sequence(norm: torch.nn.Module, config: Any) -> None:
+    """Tell Megatron that ranks of tensor parallelism each see a share of the rows of a norm."""
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def use_norm(block: Any, norm: type[torch.nn.Module], *, of_heads: bool) -> None:
+    """Have the layer specs of a decoder built with a norm.
+
+    Args:
+        block: the specs, as `get_gpt_decoder_block_spec` gives them.
+        norm: `RMSNorm` or `LayerNorm`.
+        of_heads: whether queries and keys are normed too.
+    """
+    block.layer_norm = norm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        attention = layer.submodules.self_attention.submodules
+        if of_heads:
+            attention.q_layernorm = attention.k_layernorm = norm
+
+
+def name_types_of_cuda() -> None:
+    """Let tensors say types of CUDA: Megatron's optimizers know parameters by the names of their types."""
+    inner = torch.Tensor.type
+    if inner.__name__ == "type_of":
+        return
+
+    def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        said: Any = inner(tensor, *args, **kwargs)
+        return said if args or kwargs or "cuda" in said else said.replace("torch.", "torch.cuda.", 1)
+
+    setattr(torch.Tensor, "type", type_of)  # noqa: B010
+
+
+def write_checkpoints_without_server() -> None:
+    """Let Megatron's writers of checkpoints report to a plain queue, as is enough for a save that is waited for.
+
+    Their server is a process, made by importing the program again: on two cores, in ten seconds. It also outlives a
+    rank that is killed.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _stand_in_for_random_state() -> None:

@@ -1,7 +1,7 @@
-"""An attention and a norm that run on the CPU what Megatron leaves to Transformer Engine, put in through layer specs.
+"""An attention that runs on the CPU what Megatron leaves to Transformer Engine, put in through layer specs.
 
-Packed sequences and context parallelism need an attention, and sequence parallelism a norm, that Megatron has for GPUs
-alone. Neither routes nor dispatches anything, so Megatron's routers, dispatchers and schedules run as they are.
+Packed sequences and context parallelism need one that Megatron has for GPUs alone. It neither routes nor dispatches
+anything, so Megatron's routers, dispatchers and schedules run as they are.
 """
 
 import math
@@ -43,23 +43,6 @@ class PackedAttention(MegatronModule):
         sequence_Q, position_Q = by_rank[rank].T
         sequence_K, position_K = torch.cat(by_rank).T
         return (sequence_Q[:, None] == sequence_K) & (position_Q[:, None] >= position_K)
-
-
-class Norm(torch.nn.LayerNorm):
-    """Stands where TENorm does: per token, so a share of the sequence needs nothing of the others."""
-
-    def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """As `Norm`, where the configuration says RMSNorm: Megatron's newest has none of its own to train with."""
-
-    def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
-        super().__init__(hidden_size, eps)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 def zigzag(lengths, ranks, rank):

@@ -14,7 +14,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as optimizers
 
-from foreroute.testing.megatron_on_cpu import read_cuda_as_cpu
+from foreroute.testing.megatron_on_cpu import name_types_of_cuda, read_cuda_as_cpu
 
 MEGATRON = {
     "float32": {},
@@ -101,13 +101,4 @@ def _all_of(tensors):
 def _install():
     """Let them run in this process."""
     read_cuda_as_cpu(optimizers, distrib_optimizer, clip_grads, param_and_grad_buffer, utils)
-    inner = torch.Tensor.type
-    if inner.__name__ == "type_of":
-        return
-
-    def type_of(tensor, *args, **kwargs):
-        if args or kwargs:
-            return inner(tensor, *args, **kwargs)
-        return inner(tensor).replace("torch.", "torch.cuda.")
-
-    torch.Tensor.type = type_of
+    name_types_of_cuda()

@@ -12,9 +12,7 @@ from tests.traces import weighted
 
 def check_its_own_weights_change_no_bit():
     for name, settings in on.ROUTINGS.items():
-        built, routed = on.attached(**settings)
-        ids = on.tokens()
-        trace, native = recorded(built, routed, ids)
+        built, routed, ids, trace, native = weighed(**settings)
         assert torch.equal(replayed(built, routed, trace, ids), native), name
         # a router's own weights may be rounded otherwise in another order of sequences; those of a trace are constants
         swapped = trace.select([1, 0])
@@ -25,9 +23,7 @@ def check_its_own_weights_change_no_bit():
 
 def check_other_weights_are_obeyed_and_no_gradient_reaches_a_router():
     for recompute in ("none", "uniform", "selective"):
-        built, routed = on.attached(recompute)
-        ids = on.tokens()
-        trace, native = recorded(built, routed, ids)
+        built, routed, ids, trace, native = weighed(recompute)
         other = weighted(trace, trace.gate_weights_NLK / 2)
         with routed.record(gate_weights=True) as recording, torch.no_grad():
             changed = replayed(built, routed, other, ids)
@@ -46,9 +42,7 @@ def check_other_weights_are_obeyed_and_no_gradient_reaches_a_router():
 def check_recomputed_layers_have_the_same_weights():
     steps = []
     for recompute in ("none", "uniform", "block", "selective"):
-        built, routed = on.attached(recompute)
-        ids = on.tokens()
-        trace, _ = recorded(built, routed, ids)
+        built, routed, ids, trace, _ = weighed(recompute)
         with routed.replay(weighted(trace, trace.gate_weights_NLK[::-1].copy()), gate_weights=True):
             loss = on.forward(built, ids)
         built.zero_grad(set_to_none=True)
@@ -75,9 +69,7 @@ def check_padding_and_rows_without_a_route_keep_their_own_weights():
 
 
 def check_what_waits_in_a_queue_brings_its_weights():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace, _ = recorded(built, routed, ids)
+    built, routed, ids, trace, _ = weighed()
     halved = weighted(trace, trace.gate_weights_NLK / 2)
     layout = pad(trace.lengths, side="right", order="sbhd")
     with_them, without = (routed.shard(halved, layout, gate_weights=switch) for switch in (True, False))
@@ -153,15 +145,18 @@ def check_tokens_may_be_overwritten_when_the_forward_is_over():
     assert recording.trace().tokens(0).tolist() == ids[0].tolist()
 
 
-def recorded(built, routed, ids):
+def weighed(recompute="none", **settings):
+    """A model, attached, tokens, the routes and weights that it gives them, and its loss."""
+    built, routed = on.attached(recompute, **settings)
+    ids = on.tokens()
     with routed.record(gate_weights=True) as recording, torch.no_grad():
         loss = on.forward(built, ids)
-    return recording.trace(), loss
+    return built, routed, ids, recording.trace(), loss
 
 
 def replayed(built, routed, routes, ids):
-    with routed.replay(routes, gate_weights=True), torch.no_grad():
-        return on.forward(built, ids)
+    with torch.no_grad():
+        return on.replayed(built, routed, routes, ids, gate_weights=True)
 
 
 def keep_scores(router, into):

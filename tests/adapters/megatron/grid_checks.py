@@ -7,8 +7,7 @@ import pytest
 
 from foreroute import layout
 from foreroute.adapters import megatron
-from tests.adapters.megatron.micro_batch_traces import made_up, put_together, shifted
-from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, make_batches
+from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, made_up, make_batches, put_together, shifted
 from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import Dispatched, forward_step, moe_layers, native_routes, same, step
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import multiprocessing
-import queue
 import shutil
 import tempfile
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -22,6 +20,7 @@ from foreroute.adapters import megatron
 from foreroute.adapters.megatron.expert_placement.checkpoints import ExpertsCheckpoint
 from foreroute.errors import PlacementError
 from foreroute.layout import block_homes
+from foreroute.testing.megatron_on_cpu import write_checkpoints_without_server
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.home_move_checks import whole_experts
@@ -241,13 +240,13 @@ def folder():
 def children_allowed():
     """Megatron writes files with processes of its own, which ranks may not have, since they are daemons.
 
-    They end here: a rank leaves without looking back. A server of theirs, which would outlive one, is not started.
+    They end here: a rank leaves without looking back.
     """
+    write_checkpoints_without_server()
     config = multiprocessing.current_process()._config
     config["daemon"] = False
     try:
-        with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
-            yield
+        yield
     finally:
         config["daemon"] = True
         for child in multiprocessing.active_children():

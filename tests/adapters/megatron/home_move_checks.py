@@ -16,9 +16,8 @@ from foreroute.trace import digest
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.grid import Cell, with_settings
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batch_traces import made_up
-from tests.adapters.megatron.micro_batches import make_batches
-from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.micro_batches import made_up, make_batches
+from tests.adapters.megatron.model_chunks import attached, build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 
 STEPS = 3
@@ -160,9 +159,7 @@ def total(number):
 
 def loads(cell, lengths, routes_GM, home_LE):
     """Tokens that the experts of this rank are given, [M, L], where Megatron puts them and where a plan does."""
-    initialize(cell)
-    chunks = build(cell)
-    routed = megatron.attach(chunks)
+    chunks, routed = attached(cell)
     trained = Trained(chunks, "adamw")
     batches = make_batches(cell, lengths=lengths)
     traces = [

@@ -15,8 +15,7 @@ from foreroute.errors import TraceContentError
 from tests.adapters.megatron import replay_drivers
 from tests.adapters.megatron.grid import Cell, with_settings
 from tests.adapters.megatron.grid_checks import assert_followed, assert_same_step
-from tests.adapters.megatron.micro_batch_traces import made_up
-from tests.adapters.megatron.micro_batches import PACKED_ALIKE, make_batches
+from tests.adapters.megatron.micro_batches import PACKED_ALIKE, made_up, make_batches
 from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import Dispatched, forward_step, native_routes, step
 

@@ -22,10 +22,8 @@ from tests.adapters.megatron.model_chunks import VOCABULARY, build, config, init
 
 def check_layers_are_those_of_the_whole_model_dense_ones_counted():
     for pattern, routed_layers in (([0, 1, 1], [1, 2]), ([1, 0, 1], [0, 2]), (2, [0, 2]), (1, [0, 1, 2])):
-        built, routed = on.attached(moe_layer_freq=pattern)
+        built, routed, ids, trace = on.prepared(moe_layer_freq=pattern)
         assert routed.spec.layers == tuple(map(RoutedLayer, routed_layers))
-        ids = on.tokens()
-        trace = on.foreign(routed.spec, ids)
         with on.maps_given(routed) as maps, routed.replay(trace):
             on.forward(built, ids)
         on.assert_followed(maps, trace)

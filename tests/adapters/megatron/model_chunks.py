@@ -10,10 +10,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig
 
+from foreroute.adapters import megatron
 from foreroute.testing import megatron_on_cpu
 from foreroute.testing.ranks import give_up_groups
 from tests.adapters.megatron import grouped_linear
-from tests.adapters.megatron.cpu_modules import Norm, PackedAttention, RMSNorm
+from tests.adapters.megatron.cpu_modules import PackedAttention
 
 RECOMPUTE_SETTINGS = {
     "none": {},
@@ -103,17 +104,21 @@ def build(cell, seed=0, **more):
     return chunks
 
 
+def attached(cell):
+    """(chunks, the same attached), in process groups for the cell."""
+    initialize(cell)
+    chunks = build(cell)
+    return chunks, megatron.attach(chunks)
+
+
 def _chunk(cell, configured, stage, **more):
     block = get_gpt_decoder_block_spec(configured, use_transformer_engine=False, vp_stage=stage)
     if not cell.as_shipped:
-        norm = RMSNorm if configured.normalization == "RMSNorm" else Norm
-        block.layer_norm = norm
+        megatron_on_cpu.use_norm(
+            block, getattr(megatron_on_cpu, configured.normalization), of_heads=configured.qk_layernorm
+        )
         for layer in block.layer_specs:
-            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-            attention = layer.submodules.self_attention.submodules
-            attention.core_attention = PackedAttention
-            if configured.qk_layernorm:
-                attention.q_layernorm = attention.k_layernorm = norm
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
     if "grouped" in cell.experts:
         for layer in block.layer_specs:
             grouped_linear.use_grouped_experts(layer.submodules.mlp)

@@ -12,6 +12,7 @@ from foreroute.adapters import megatron
 from tests.adapters.megatron import model_chunks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
+from tests.adapters.megatron.training_step import same as same
 
 ROUTINGS = {
     "softmax after": {},
@@ -80,10 +81,6 @@ def step(built, ids, **more):
 
 def gradients(built):
     return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def recorded(routed, ids, **more):

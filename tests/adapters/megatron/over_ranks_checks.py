@@ -7,16 +7,15 @@ from foreroute.adapters import megatron
 from foreroute.errors import AttachError
 from foreroute.trace import digest
 from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, make_batches
-from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.model_chunks import attached, build, initialize
 from tests.adapters.megatron.one_rank import refuses
 from tests.adapters.megatron.training_step import forward_step, native_routes, same, step
 
 
 def check_recording(cell):
     """What is recorded around a training step changes no bit, is what dispatchers were given, and is replayed."""
-    initialize(cell)
-    chunks, batches = build(cell), make_batches(cell)
-    routed = megatron.attach(chunks)
+    chunks, routed = attached(cell)
+    batches = make_batches(cell)
     losses, grads, picks, _ = native_routes(chunks, batches)
     with routed.record(weight_version=3) as recording:
         recorded_losses, recorded_grads = step(chunks, batches)
@@ -45,9 +44,8 @@ def check_recording(cell):
 
 def check_margins_weights_and_rollouts(cell):
     """Every rank puts all of them together alike, and the weights that were recorded change no bit of the losses."""
-    initialize(cell)
-    chunks, batches = build(cell), make_batches(cell)
-    routed = megatron.attach(chunks)
+    chunks, routed = attached(cell)
+    batches = make_batches(cell)
     with routed.record(margins=True, gate_weights=True) as recording:
         losses, _ = step(chunks, batches)
     trace, margins_NL = recording.trace(), recording.margins_NL()

@@ -23,6 +23,7 @@ from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.engines.vllm import ProcessEngine, ProcessSettings
 from foreroute.errors import ConfigError, EngineError
+from foreroute.testing.models import same_bits
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron import qwen3_moe
 from tests.adapters.megatron.home_checkpoint_checks import children_allowed
@@ -140,10 +141,6 @@ def differing(exported, wanted):
         return []
     assert exported.keys() == wanted.keys()
     return [name for name in wanted if not same_bits(exported[name], wanted[name])]
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def check_names_against_another_converter():

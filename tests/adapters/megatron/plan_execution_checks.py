@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foreroute.adapters import megatron
 from foreroute.adapters.megatron.plan_execution import replicas
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
 from foreroute.ep.transfer.replica_weights import GradientReturn
@@ -25,13 +24,11 @@ from tests.adapters.megatron.executed_plans import (
     laid_out,
     make_plan,
     rows_off_plan,
-    skewed,
     trained,
 )
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batches import make_batches
-from tests.adapters.megatron.model_chunks import TOP_K, build, initialize
+from tests.adapters.megatron.model_chunks import TOP_K
 from tests.adapters.megatron.training_step import forward_step, step
 
 FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
@@ -120,16 +117,14 @@ def check_padding_is_spread_by_the_plan():
 
     Padding that is left to the model is in no count, and homes take it beyond what was planned.
     """
-    case = ExecutionCase(Cell(ep=2, layers=2))
-    initialize(case.cell)
-    chunks = build(case.cell)
-    routed = megatron.attach(chunks)
-    batches = make_batches(case.cell)
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)))
+    chunks, routed, batches = at.chunks, at.routed, at.batches
     topology = Topology(2, 2, SLOTS, LINKS)
     options = PlanOptions(tolerance=0.0, slots="shared", home_moves=None)
     for padding in ("spread", "native"):
         shards = [
-            routed.shard(skewed(batch, case, 0, m), laid_out(batch), padding=padding) for m, batch in enumerate(batches)
+            routed.shard(trace, laid_out(batch), padding=padding)
+            for trace, batch in zip(at.traces, batches, strict=True)
         ]
         counts_MLGE = routed.gather_counts(shards)
         made = plan(counts_MLGE, topology, options, home_LE=routed.home_LE)
@@ -153,12 +148,8 @@ def check_padding_is_spread_by_the_plan():
 
 def check_rows_without_a_route_are_spread_by_the_plan():
     """Rows that no counted token depends on: the plan knows them, and what is measured of the others is the same."""
-    case = ExecutionCase(Cell(ep=2, layers=2), complete=False)
-    initialize(case.cell)
-    chunks = build(case.cell)
-    routed = megatron.attach(chunks)
-    batches = make_batches(case.cell)
-    traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2), complete=False))
+    routed, batches, traces = at.routed, at.batches, at.traces
     measured, off_plan = [], []
     for missing in ("native", "spread"):
         cut = [routed.shard(t, laid_out(b), missing=missing) for t, b in zip(traces, batches, strict=True)]
@@ -166,7 +157,7 @@ def check_rows_without_a_route_are_spread_by_the_plan():
         made, counts_MLGE, _ = make_plan(routed, None, "planned", 0, cut, None)
         forward = routed.replaying(forward_step, telemetry=True)
         with routed.execute(made, counts_MLGE, cut) as execution:
-            step(chunks, carrying(batches, cut), forward)
+            step(at.chunks, carrying(batches, cut), forward)
         measured.append(forward.agreement().routing)
         off_plan.append(rows_off_plan(routed, execution, counts_MLGE))
     assert measured[0].rows == measured[1].rows == sum(int(trace.valid_N.sum()) for trace in traces)

@@ -18,7 +18,7 @@ from foreroute.errors import PlacementError, PlanError, TransferError
 from foreroute.trace import RoutedLayer
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.model_chunks import attached, build, initialize
 from tests.adapters.megatron.training_step import moe_layers
 
 CELL = Cell(ep=2, layers=2)
@@ -107,9 +107,7 @@ def of_a_second_attach(routed, chunks):
 
 def check_gathering_of_weights_must_be_over():
     """With overlap_param_gather, weights of other ranks are stale until they are gathered."""
-    initialize(CELL)
-    chunks = build(CELL)
-    routed = megatron.attach(chunks)
+    chunks, routed = attached(CELL)
     trained = Trained(chunks, "distributed", overlap_param_gather=True, overlap_grad_reduce=True)
     refused(TransferError, "disable_forward_pre_hook", routed, swapped(routed), trained)
     for chunk in trained.chunks:
@@ -118,9 +116,7 @@ def check_gathering_of_weights_must_be_over():
 
 
 def check_checkpoints_wait_until_experts_are_back():
-    initialize(CELL)
-    chunks = build(CELL)
-    routed = megatron.attach(chunks)
+    chunks, routed = attached(CELL)
     trained = Trained(chunks, "distributed")
     [block, *_] = moe_layers(chunks).values()
     untouched = set(block.__dict__), set(block.experts.__dict__)

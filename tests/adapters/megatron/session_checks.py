@@ -69,11 +69,9 @@ def check_a_backward_of_native_routes_in_a_session_is_refused():
 
 
 def check_the_model_is_as_before_after_a_session_and_after_an_error():
-    built, routed = on.attached("uniform")
-    ids = on.tokens()
+    built, routed, ids, trace = on.prepared("uniform")
     expected = on.step(built, ids)
     state = attributes(built)
-    trace = on.foreign(routed.spec, ids)
     on.replayed(built, routed, trace, ids)
     assert attributes(built) == state
     broken = built.decoder.layers[2].mlp.experts
@@ -106,10 +104,8 @@ def check_other_models_never_notice():
 
 
 def check_sessions_do_not_nest_and_recording_may_go_around():
-    built, routed = on.attached()
+    built, routed, ids, trace = on.prepared()
     again = megatron.attach(built)
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
     with routed.record() as recording, routed.replay(trace):
         on.forward(built, ids)
         on.refuses(ReplayError, "already replaying", lambda: routed.replay(trace).__enter__())
@@ -264,9 +260,8 @@ def throw(error):
 
 
 def check_arguments_of_the_wrong_kind_are_refused_by_name():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids).with_weight_version(1)
+    built, routed, ids, trace = on.prepared()
+    trace = trace.with_weight_version(1)
     placed = routed.shard(trace, layout_of(trace))
     state = attributes(built)
     for given in (True, 1.0, "1", b"1", [], {}, [None], ["1"], [1.0], [[1]], {1: 2}, object(), -2, range(-3, 0)):
@@ -302,9 +297,8 @@ def entering(make, *args, **options):
 
 
 def check_one_version_or_several_may_be_expected():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids).with_weight_version(1)
+    built, routed, ids, trace = on.prepared()
+    trace = trace.with_weight_version(1)
     for routes in (trace, routed.shard(trace, layout_of(trace))):
         for accepted in (1, np.int64(1), torch.tensor(1), [0, 1], {1}, range(3), np.array([1])):
             with routed.replay(routes, weight_version=accepted):
@@ -359,11 +353,9 @@ def check_sessions_may_close_in_any_order():
 
 
 def check_a_model_attached_twice_has_one_session_at_a_time():
-    built, one = on.attached("uniform")
+    built, one, ids, trace = on.prepared("uniform")
     two = megatron.attach(built)
-    ids = on.tokens()
     state = attributes(built)
-    trace = on.foreign(one.spec, ids)
     with one.replay(trace):
         expected = on.forward(built, ids)
         for session in (two.replay(trace), two.record()):

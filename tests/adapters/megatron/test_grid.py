@@ -1,7 +1,8 @@
 """Replay in every way of training in parallel that runs on the CPU.
 
 One test per split of the model. Two of its 16 variants run by default, so that every pair of values of any two axes
-occurs on some split; `make night PART=megatron` runs all of them.
+occurs on some split; `make night PART=megatron` runs all of them. Then layers that are not simply all of them, every
+score function, and what is left to stand-ins: it really cannot run, for the reason given, so that the list cannot rot.
 """
 
 import itertools
@@ -9,8 +10,8 @@ import os
 
 import pytest
 
-from tests.adapters.megatron.forked_ranks import run
-from tests.adapters.megatron.grid import MOST_RANKS, PARALLEL, variants_of
+from tests.adapters.megatron.forked_ranks import RankError, run
+from tests.adapters.megatron.grid import MOST_RANKS, PARALLEL, SCORES, SHAPES, Cell, variants_of
 
 EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 SPLITS = [cell for cell in PARALLEL if cell.ranks <= MOST_RANKS]
@@ -31,3 +32,58 @@ def test_every_pair_of_values_is_among_the_cells_that_run_by_default():
     for one, other in itertools.combinations(values(True)[0], 2):
         wanted, found = ({(cell[one], cell[other]) for cell in values(every)} for every in (True, False))
         assert found == wanted, (one, other)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_routes_find_their_layers(name):
+    run("grid_checks.check_cells", [SHAPES[name]], ranks=SHAPES[name].ranks)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_routes_are_followed_under_every_score_function(name):
+    run("grid_checks.check_cells", [SCORES[name]], ranks=1)
+
+
+CANNOT_RUN = {
+    "packed sequences with the attention shipped for the CPU": (
+        Cell(packed=True, as_shipped=True),
+        "Packed sequence is not supported by DotProductAttention",
+        "cpu_modules.PackedAttention",
+    ),
+    "context parallelism with the attention shipped for the CPU": (
+        Cell(cp=2, as_shipped=True),
+        "Context parallelism is only supported by TEDotProductAttention",
+        "cpu_modules.PackedAttention; and the cut alone in test_cuts.py",
+    ),
+    "sequence parallelism with the norm shipped for the CPU": (
+        Cell(tp=2, as_shipped=True),
+        "sequence parallel not supported by torch LayerNorm",
+        "cpu_modules.Norm; and the cut alone in test_cuts.py",
+    ),
+    "expert tensor parallelism with the all-to-all dispatcher": (
+        Cell(ep=2, tp=2, etp=2),
+        "ProcessGroupGloo::allgather: invalid tensor size",
+        "the all-gather dispatcher: routers are cut by TP and never by ETP",
+    ),
+}
+"""name: (cell, what Megatron or gloo says, what covers it)."""
+
+TOO_MANY_RANKS = [Cell(tp=2, cp=2, pp=2, vpp=vpp, ep=ep) for vpp in (1, 2) for ep in (1, 2)]
+"""Eight processes: the cut of their routers is in test_cuts.py, and their pipeline in the cells without CP or TP."""
+
+
+@pytest.mark.parametrize("name", CANNOT_RUN)
+def test_megatron_itself_refuses_the_cell_with_this_reason(name):
+    cell, reason, _ = CANNOT_RUN[name]
+    with pytest.raises(RankError) as refused:
+        run("forked_ranks_worker.trains", cell, ranks=cell.ranks)
+    assert reason in str(refused.value)
+
+
+def test_a_shipped_cell_runs():
+    """The control: what fails above fails for the reason given, not because nothing runs."""
+    assert len(run("forked_ranks_worker.trains", Cell(as_shipped=True), ranks=1)[0]) == 3
+
+
+def test_every_split_of_the_grid_runs_or_is_listed():
+    assert [cell for cell in PARALLEL if cell.ranks > MOST_RANKS] == TOO_MANY_RANKS

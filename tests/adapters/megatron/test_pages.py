@@ -18,15 +18,15 @@ def blocks_of(text):
 def test_every_block_of_the_page_runs():
     blocks = blocks_of((ROOT / "docs" / "megatron.md").read_text())
     assert len(blocks) == 8
-    run("page_worker.run_blocks", "docs/megatron.md", blocks)
+    run("page_checks.run_blocks", "docs/megatron.md", blocks)
 
 
 def test_a_block_that_fails_is_seen():
     with pytest.raises(AssertionError, match=r'File "docs/megatron.md", line 3(.|\n)*NameError'):
-        run("page_worker.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
+        run("page_checks.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
 
 
-test_patch_of_megatrons_own_loop = checks_of("rl_loop_checks")
+test_patch_of_megatrons_own_loop = checks_of("page_checks")
 
 
 @pytest.mark.slow
