@@ -27,11 +27,13 @@ SPLIT = [
 
 
 def on_models(cases):
-    """Yield all cases on two ranks, in slow tests all on four and the first on eight, by night the others."""
-    for (family, ranks), marks in zip(MODELS, ((), pytest.mark.slow, pytest.mark.exhaustive), strict=True):
-        for number, each in enumerate(cases):
+    """Give all cases on two ranks; in slow tests every second on four and the first on eight, by night the others."""
+    for number, each in enumerate(cases):
+        for family, ranks in MODELS:
+            is_sample = number % 2 == 0 if ranks == 4 else number == 0
+            marks = () if ranks == 2 else pytest.mark.slow if is_sample else pytest.mark.exhaustive
             case = replace(each, family=family, ranks=ranks)
-            yield pytest.param(case, marks=marks if number or ranks < 8 else pytest.mark.slow, id=case.id)
+            yield pytest.param(case, marks=marks, id=case.id)
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ BY_DAY = [
     Case(routing="crowded", plan=13),
     Case(),
 ]
-"""Every value of every axis, but for eight ranks: each row with one family in all tests, with the next in slow ones,
-and with the third by night. Families alternate, so that each meets most values."""
+"""Every value of every axis, but for eight ranks: each row with one family in all tests, with the next in slow ones
+where there are four ranks, and with the others by night. Families alternate, so that each meets most values."""
 MORE = [
     Case(ranks=1),
     Case(ranks=2, routing="live"),
@@ -46,14 +46,15 @@ MORE = [
     Case(ranks=8, plan=13, use_reentrant=True),
     Case(ranks=8, routing="live", plan=15, weights="shared"),
 ]
-"""With one family in slow tests, and with the others by night."""
+"""With one family in slow tests, where there are four ranks or more, and with the others by night."""
 
 
 def sampled():
     """Give all rows with all families, each marked with when it runs."""
-    for rows, tiers in ((BY_DAY, ((), pytest.mark.slow)), (MORE, (pytest.mark.slow,))):
+    for rows, by_day in ((BY_DAY, [()]), (MORE, [])):
         for number, row in enumerate(rows):
-            for turn, marks in enumerate([*tiers, *[pytest.mark.exhaustive] * (3 - len(tiers))]):
+            seldom = pytest.mark.slow if row.ranks >= 4 else pytest.mark.exhaustive
+            for turn, marks in enumerate([*by_day, seldom, pytest.mark.exhaustive, pytest.mark.exhaustive][:3]):
                 case = replace(row, family=FAMILIES[(number + turn) % 3])
                 yield pytest.param(case, marks=marks, id=case.id)
 
