@@ -4,6 +4,7 @@ import io
 import os
 import re
 import signal
+import threading
 
 import pytest
 
@@ -83,8 +84,10 @@ def test_a_narrow_terminal_has_a_bar_and_cuts_nothing(monkeypatch):
 
 
 @pytest.fixture
-def ended(capsys):
+def ended(monkeypatch):
     """Runs something as a verb, with handlers of signals; its exit code, and those of the tests again."""
+    # workers of pytest have a thread of their own, and a verb that leaves threads behind ends its process at once
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
 
     def run_it(verb):
         with pytest.raises(SystemExit) as end:

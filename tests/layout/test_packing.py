@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, LayoutError
 from foreroute.layout import Packing, pack_sequences, padded_batches
-from foreroute.plan import packed_counts
 from foreroute.simulate.workload import WORKLOADS
 from tests.layout import layout_oracle
-from tests.simulate.drawn_routes import sequence_counts, trace_of
 
 
 def cost(lengths, square):
@@ -139,15 +137,6 @@ def test_attention_is_far_more_even_than_by_longest_first_tokens(lengths):
     assert slowest(packed, cost(lengths, SQUARE)) < 1.03 * ideal
     assert slowest(longest_first, cost(lengths, SQUARE)) > 1.2 * ideal
     assert slowest(packed, lengths) < 1.04 * lengths.sum() / 8
-
-
-def test_counts_of_sequences_come_from_traces():
-    drawn = replace(WORKLOADS["G8"], sequences_per_rank=(1, 1), num_micro_steps=1, num_layers=1, mean_length=40).draw(
-        seed=0
-    )
-    each = Packing(np.arange(8, dtype=np.int32), np.zeros(8, np.int32), 8, 1)
-    counts_SLE = packed_counts(trace_of(drawn), each)[:, :, 0]
-    np.testing.assert_array_equal(counts_SLE[:, 0], sequence_counts(drawn, 0, 0))
 
 
 @pytest.mark.parametrize(
