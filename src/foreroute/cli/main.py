@@ -99,9 +99,9 @@ def doctor(
     ] = None,
     replayed: Annotated[Path | None, typer.Option(help="Without --model: its pass with replay, a generation.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=1e-3, help="Of the engine; the run's, or 1, by default.")
+        float | None, typer.Option(min=1e-3, help="The engine's; the run's, or 1, by default.")
     ] = None,
-    weight_version: Annotated[int | None, typer.Option(help="Of the trainer; the run's by default.")] = None,
+    weight_version: Annotated[int | None, typer.Option(help="The trainer's; the run's by default.")] = None,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences to run.")] = 64,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
@@ -142,7 +142,7 @@ def convert(
     ] = None,
     tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
     start: Annotated[int, typer.Option(help="Position of the first row.")] = 0,
-    weight_version: Annotated[int, typer.Option(help="Of the routes; -1: unknown.")] = -1,
+    weight_version: Annotated[int, typer.Option(help="Weights that made the routes; -1: unknown.")] = -1,
 ) -> None:
     """Convert engine output and traces. Writes a trace."""
     from foreroute.cli.convert import convert_file
@@ -188,7 +188,7 @@ def plan(
         int | None, typer.Option(min=1, help="For traces: most tokens of a rank in a micro-step; 16384 by default.")
     ] = None,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
-    threads: Annotated[int, typer.Option(min=1, help="Of the planner.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the planner.")] = 1,
 ) -> None:
     """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
     from foreroute.cli.plan import run_plan
