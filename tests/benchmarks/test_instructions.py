@@ -41,7 +41,7 @@ def counter():
 
 
 def test_what_this_thread_does_is_counted(counter):
-    counted, before = counter(), faults()
+    before, counted = faults(), counter()  # what the counter sees is inside of what rusage sees
     touch_pages()
     assert PAGES <= counter() - counted <= faults() - before
 

@@ -99,7 +99,7 @@ class Received:
 
 
 received = Received()
-"""Of this process, as signals are."""
+"""The handler of this process, since signals are the process's too."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from foreroute.trace import (
 POSITION_BINS = 8
 """Rows of the table of overlap by position."""
 MOST_SHOWN, MOST_LETTERS = 32, 2000
-"""Of facts, weight versions, and letters of one: a file may hold a mebibyte of them."""
+"""Most facts and weight versions, and most letters of one: a file may hold a mebibyte of them."""
 
 
 def print_trace(path: Path) -> None:

@@ -24,7 +24,7 @@ class TorchModel:
         self.model = model
 
     def gradients(self) -> dict[str, NDArray[Any]]:
-        """Of every parameter that has one."""
+        """Give the gradient of every parameter that has one."""
         named = self.model.named_parameters()
         return {name: _array(weight.grad).copy() for name, weight in named if weight.grad is not None}
 

@@ -72,7 +72,7 @@ def require_grouped_mm() -> None:
 
 
 def row_multiple(weights: Mapping[str, Tensor]) -> int:
-    """Of how many rows a group must be a multiple for the bits of a row not to depend on how many there are."""
+    """Give the number that group sizes must be multiples of, so that a row's bits do not depend on the group's size."""
     weight = weights["down_proj"]
     return ROW_MULTIPLE.get((weight.device.type, weight.dtype), 1)
 
@@ -114,7 +114,7 @@ def _grouped_linear(
     gates_R1: Tensor | None,
     group_rows_S: Sequence[int],
 ) -> Tensor:
-    """Of rows that are weighted already, where there are gate weights: they weight the bias alone."""
+    """Apply one projection to rows that are weighted already; gate weights, where given, weight the bias alone."""
     bias = f"{name}_bias"
     if isinstance(weights, BorrowedWeights):
         rows = rows.to(weights.tensors[name].dtype)

@@ -165,7 +165,7 @@ def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[
 def _prefix_garbage(positions: NDArray[np.int64], differs_RL: NDArray[np.bool_]) -> _Finding | None:
     """A change point: below some position nearly everything differs, above it next to nothing.
 
-    Of all positions, the one that parts differing routers from others best: with fewest on the wrong side.
+    The position is taken that parts differing routers from others best: with fewest on the wrong side.
     """
     longest = int(positions.max()) + 1
     routers = np.cumsum(np.bincount(positions, minlength=longest)) * differs_RL.shape[1]

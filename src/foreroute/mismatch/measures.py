@@ -1,8 +1,8 @@
 """Measures of how far trainer and engine are apart, kept as sums and counts so that batches and ranks can be added.
 
-Of token probabilities (`TokenMismatch`), of routes (`RoutingMismatch`), and of a model's own selection under replay
-(`LiveAgreement`), with how close its decisions were: a margin is the gap between the last expert that is in and the
-first that is out.
+`TokenMismatch` is about token probabilities, `RoutingMismatch` about routes. `LiveAgreement` is about a model's own
+selection under replay, and how close its decisions were: a margin is the gap between the last expert that is in and
+the first that is out.
 """
 
 from __future__ import annotations

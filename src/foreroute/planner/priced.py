@@ -29,7 +29,7 @@ class PricedOptions:
     def __init__(
         self, counts_MLGE: NDArray[np.int32], topology: Topology, options: PlanOptions, costs: CostModel | None
     ) -> None:
-        """Of one step. Options that are left open are on until `refine` has looked at the first cell of a layer."""
+        """Begin a step. Options that are left open are on until `refine` has looked at the first cell of a layer."""
         self._counts_MLGE, self._topology, self._options, self._costs = counts_MLGE, topology, options, costs
         num_layers, num_ranks = counts_MLGE.shape[1:3]
         self._against = _reasons_against(topology, options, costs)

@@ -42,12 +42,12 @@ ATTEMPTS, FEWEST_ATTEMPTS = 1600, 12
 there are; at least `FEWEST_ATTEMPTS`. With 400, exact cells of 8 ranks and one slot are 1.012 of the mean instead of
 1.011, in 40 % of the time."""
 PERTURBED_SHARE = 0.3
-"""Of the replicas of the best state, those that an attempt takes out. 0.6 does as well."""
+"""Share of the best state's replicas that an attempt takes out. 0.6 does as well."""
 THRESHOLD_SPREAD = 0.7
 """An attempt takes replicas that move `1 - THRESHOLD_SPREAD` to 1 of the most that one can move, evenly drawn.
 With 0.2 such cells are 1.014 of the mean."""
 CHOICE_NOISE = 0.3
-"""Of what a replica must move, the most that chance adds to its score in an attempt. With 0 they are 1.014 too."""
+"""Most that chance adds to a replica's score in an attempt, over what it must move. With 0 they are 1.014 too."""
 THINNING_ROUNDS = 6
 """Attempts at a balanced cell with fewer replicas; each takes half of them out. Without, up to 2 % more are fetched."""
 

@@ -193,7 +193,7 @@ class StepRecord:
     expert_load: dict[NumRanks, float] = field(default_factory=dict)
     """By number of ranks: busiest over mean, experts in contiguous blocks."""
     importance: ImportanceRecord | None = None
-    """Of trainer over engine."""
+    """Ratios of trainer over engine."""
     sampling: SamplingRecord | None = None
     """How responses were sampled."""
     execution: ExecutionRecord | None = None

@@ -29,8 +29,8 @@ from foreroute.trace import DecisionStream
 from foreroute.trace.checks import join_ranges
 
 CHUNK_NUMBERS = 1 << 24
-"""Of a gathered chunk, a part of the head, or a tile of logits: 64 MiB in float32. A CPU core takes as long with a
-quarter or four times as much."""
+"""Numbers of a gathered chunk, a part of the head, or a tile of logits: 64 MiB in float32. A CPU core takes as long
+with a quarter or four times as much."""
 GATHERED_SHARE = 64
 """A row gathers the head for sets of up to so small a part of all choices; larger ones are cheaper as a tile. Chosen by
 hand: at H = 512, a CPU core took as long for one gathered logit as for about 90 of a matrix product."""

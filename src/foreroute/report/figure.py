@@ -40,7 +40,7 @@ PART_COLOURS = {
     "output head": "#EEDD88",
     "waiting for the plan": "#332288",
 }
-"""Of what time is spent on: Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
+"""What time is spent on, in Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
 DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """By run, as in SVG; matplotlib takes the numbers."""
@@ -48,7 +48,7 @@ SHADES = (0.0, 0.45, -0.4)
 """By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
 
 INK, GREY = "#3b4550", "#8a94a0"
-"""Of words in a picture, and of lines that only guide the eye."""
+"""Colours of words in a picture, and of lines that only guide the eye."""
 
 INCHES = (5.0, 3.1)
 HEAT_INCHES = (5.0, 4.2)

@@ -33,7 +33,7 @@ SPAN_COLOURS = {
     "waits for weights": PART_COLOURS["exposed transfers"],
 }
 NUM_RANKS = 4
-"""Of a timeline; more lanes than that are too thin to read."""
+"""Lanes of a timeline; more lanes than that are too thin to read."""
 LANE_INCHES = 0.225
 
 

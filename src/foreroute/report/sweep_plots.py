@@ -80,7 +80,7 @@ def _short(value: float) -> str:
 
 
 def _colours(record: SimulationRecord) -> dict[str, str]:
-    """Of the methods that are compared, by name."""
+    """Give the colours of the methods that are compared, by name."""
     names = [method.name for method in compared_methods(record)]
     plans = [name for name in names if is_ours(name)]
     return dict.fromkeys(names, RIVAL) | dict(zip(plans, (PLANNED, PLANNED_OTHERWISE), strict=False))

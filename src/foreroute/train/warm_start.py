@@ -18,7 +18,7 @@ from foreroute.train.folder import as_run_folder_error, load_checkpoint
 from foreroute.train.policy import to_training
 
 SMOOTHING = 0.9
-"""Of the moving average that ends the warm start: it forgets a step within some ten others."""
+"""Decay of the moving average that ends the warm start: it forgets a step within some ten others."""
 
 
 def warm_start(

@@ -31,7 +31,7 @@ from foreroute.planner.homes import check_homes
 from foreroute.replay import is_hooked, overridden, told_apart
 
 NAME = "foreroute"
-"""Of our function in the registry of transformers."""
+"""Name of our function in the registry of transformers."""
 STAND_IN = "_foreroute_experts"
 """Where an experts module keeps what runs in the place of its forward."""
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "_is_expert_parallel")
@@ -41,7 +41,7 @@ EXPERTS = re.compile(r"(?<!Shared)Experts$")
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that have a row for each expert."""
 BYTES_AT_A_TIME = 2**28
-"""Of a tensor, brought to the host for its checksum."""
+"""Bytes of a tensor that are brought to the host for its checksum."""
 
 Found = TypeVar("Found")
 

@@ -26,7 +26,7 @@ READ_BUT_NOT_DECLARED = {"head_dim"}
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MOST_JSON_BYTES = 64 << 20
-"""Of config.json, and of an index, which has a line for each tensor."""
+"""Most bytes of config.json, and of an index, which has a line for each tensor."""
 MOST_LAYERS, MOST_EXPERTS, MOST_LAYER_EXPERTS = 1024, 65_536, 1 << 18
 """transformers makes an object for each layer, and in some families for each expert. Published models have up to about
 100 layers of 512 experts."""

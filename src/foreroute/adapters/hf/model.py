@@ -103,7 +103,7 @@ class RoutedTransformer(RoutedModel):
         return BatchRoutes(trace, layout, policy, self._found_indexers)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
-        """Of one chunk and one rank. See `RoutedModel`."""
+        """Give the rows of one chunk and one rank. See `RoutedModel`."""
         return [_rows_of_pass(recorded, self._found_indexers) for recorded in passes[0]]
 
     def while_recording(self) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from foreroute.replay import LayerObservation, LayerPass, ReplayRows, RouterHook
 from foreroute.trace import RoutedLayer, RoutingSpec
 
 ROWS = 8
-"""Of random hidden states that a router is checked on."""
+"""Random hidden states that a router is checked on."""
 
 
 def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:

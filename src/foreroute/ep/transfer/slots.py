@@ -76,7 +76,7 @@ class SlotSet:
         return bool((self.held_GP[plan.rank_R, plan.slot_R] == plan.expert_R).all())
 
     def lacking(self, moves: CellSchedule, rank: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """Of what this rank lends and of what it serves in a cell, that which slots do not hold yet."""
+        """Give what slots do not hold yet, of what this rank lends and of what it serves in a cell."""
         lent, served = moves.lent, moves.served
         return (
             lent[self.held_GP[lent["peer"], lent["slot"]] != lent["expert"]],

@@ -23,7 +23,7 @@ from foreroute.trainers.trl.rollout import joined_tokens
 from foreroute.trainers.trl.sampling import leaves_out
 
 PROCESSORS = "_get_logits_processor"
-"""Of a model of transformers: makes what changes its scores before a token is drawn. Those of a caller do not come
+"""Method of a transformers model that makes what changes scores before a token is drawn. Those of a caller do not come
 last."""
 
 

@@ -41,7 +41,7 @@ ROWS = "foreroute_rows"
 
 
 CHECKED_SEQUENCES = 16
-"""Of the first rollout. A mix-up on the way concerns every sequence, so that a few show it."""
+"""Sequences of the first rollout that are checked. A mix-up on the way concerns every sequence; a few show it."""
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ WITHOUT_EFFECT = frozenset(
         "temperature",
     ]
 )
-"""Of vLLM's, those that change no probability; the temperature is looked at by itself."""
+"""Settings of vLLM that change no probability; the temperature is looked at by itself."""
 
 LEAVING_OUT = frozenset(
     [
@@ -62,7 +62,7 @@ LEAVING_OUT = frozenset(
         "TypicalLogitsWarper",
     ]
 )
-"""Of transformers' processors, those that put scores to minus infinity and keep the distances of all others."""
+"""Processors of transformers that put scores to minus infinity and keep the distances of all others."""
 NORMALIZING = "LogitNormalization"
 TEMPERATURE = "TemperatureLogitsWarper"
 

@@ -28,7 +28,7 @@ HOMES = "foreroute_homes"
 """Key of the homes that a sharded state dict was made for. It is not stored, and tells what `dist_checkpointing.load`
 filled from state dicts of other formats, whose order nobody knows."""
 RESHARDABLE = "fully_reshardable"
-"""Of the formats of the distributed optimizer, the one that says of each tensor whose it is."""
+"""The format of the distributed optimizer that says of each tensor whose it is."""
 NOT_AT_HOME = (
     "are not where Megatron built them, and this state dict has them in the order of a rank's memory. Save and load "
     "sharded_state_dict() of model and optimizer with megatron.core.dist_checkpointing, or bring the experts back "

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from foreroute.adapters.megatron.discover import ChunkRouter
 
 GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
-"""Of TEGroupedMLP, each followed by the number of the expert."""
+"""Parameters of TEGroupedMLP, each followed by the number of the expert."""
 
 RunReplicas = Callable[[Sequence[Mapping[str, Tensor]], Tensor, Tensor, Sequence[int]], list[Tensor]]
 """`run(weights, rows, probs, sizes)`: name -> tensor of each replica, rows [R, D] and gate weights [R] in their order,

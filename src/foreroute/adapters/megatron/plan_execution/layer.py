@@ -38,7 +38,7 @@ REFUSED_SETTINGS = {
     "quant_recipe": "its scaling factors belong to modules that it names, and a slot is in none",
     "add_bias_linear": "biases of experts are added by their module",
 }
-"""Of TransformerConfig, and why they and replicas exclude each other."""
+"""Settings of TransformerConfig, and why they and replicas exclude each other."""
 
 
 @dataclass(frozen=True, eq=False)
