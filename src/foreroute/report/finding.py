@@ -10,7 +10,7 @@ from foreroute.report.format import percentage, reward, scientific, span_of
 from foreroute.report.run_tables import WINDOW, SummaryRow, planned_steps, summary_rows
 
 FEWEST_RUNS = 4
-"""Runs of each kind. That all 4 of one are above all 4 of the other, chance does once in 35 times; with 3, once in 10."""
+"""Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
 SAME = 1.05
 """k3 is called lower where the other is more than so many times it."""
 
