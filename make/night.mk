@@ -21,12 +21,11 @@ night-processors: $(READY)
 		ATEN_CPU_CAPABILITY=$${each%,*} MKL_CBWR=$${each#*,} $(MAKE) test || failed="$$failed $$each"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-# the oldest releases that pyproject.toml allows, in an environment of its own: those of the base under the rooms that need
-# no more, then those of the extras, of which transformers asks for a newer safetensors. TRL's own tests are the newest's
+# the oldest releases that a base install may have, in an environment of their own, under the rooms that need no more
 OLDEST := .venv-oldest
 LIGHT_ROOMS := trace layout planner costs mismatch capture kernels
 night-oldest:
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil
+	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil pydantic
 	PYTHONPATH=src $(OLDEST)/bin/python -m $(notdir $(PYTEST)) -m "not slow and not exhaustive" $(LIGHT_ROOMS:%=tests/%)
