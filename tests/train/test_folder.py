@@ -93,6 +93,10 @@ DAMAGES = {
         r"config\.json is not a valid configuration",
     ),
     "config without a section": (values(lambda stored: stored.pop("rl")), "keys differ: rl"),
+    "config without an empty table": (
+        values(lambda stored: stored["rollout"]["vllm"].pop("options")),
+        "keys differ: rollout.vllm.options",
+    ),
     "config gone": (removed("config.json"), "holds no run to resume"),
     "checkpoints are a file": (
         lambda folder: (removed("checkpoints")(folder), (folder / "checkpoints").write_text("")),

@@ -269,10 +269,10 @@ def as_run_folder_error(what: str) -> Iterator[None]:
 
 
 def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten tables within tables: their values by their whole key."""
+    """Flatten tables within tables: their values by their whole key; an empty table is a value, and not nothing."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+        flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
     return flat
 
 
