@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.capture import Trajectory
 from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
-from foreroute.trace import NO_VERSION, RoutingTrace
+from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +26,7 @@ class Rollout:
         trace: S sequences, prompt and completion.
         prompt_lengths: int64 [S].
         logprobs: S arrays float32 [R] (NaN where not known), what the tokens were sampled with; None without any.
-        env_masks: S lists [R] of a `rollout_func`, 0 for what was not sampled, such as the answer of a tool; None
-            where all was.
+        env_masks: S lists [R], 0 for what was not sampled, such as the answer of a tool; None where all was.
     """
 
     number: int
@@ -89,20 +89,93 @@ class Rollout:
         return trace.truncated(np.where(masked & drops_truncated, prompts, trace.lengths))
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What one request to an engine brought: a whole rollout, or what is sampled behind the answers of tools.
+
+    Attributes:
+        trace: its sequences, each with all tokens that it began with and those that were sampled.
+        logprobs: of each, float32 [R], what its tokens were sampled with; None where the source has not seen them.
+    """
+
+    trace: RoutingTrace
+    logprobs: Sequence[NDArray[np.float32]] | None = None
+
+
 class RouteSource(Protocol):
-    """Where the routes of a rollout are captured: `generate`, vLLM, or a `rollout_func`."""
+    """Where a turn is sampled and its routes are captured: `generate`, vLLM, or an engine of foreroute."""
 
     def listening(self) -> AbstractContextManager[None]:
-        """Open around the generation."""
+        """Open while a turn is sampled."""
 
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
-        """The routes of these sequences, and the log-probs of their sampled tokens if the source has seen them.
+    ) -> Turn:
+        """The turn that was sampled last.
 
         Raises:
-            CaptureError, BatchMismatchError, ReplayError: when there are none, or they are of other tokens.
+            CaptureError, BatchMismatchError, ReplayError: when it has no routes, or they are of other tokens.
         """
+
+
+def joined_turns(turns: Sequence[Turn], sequences: Sequence[NDArray[np.int32]], prompt_lengths: Sequence[int]) -> Turn:
+    """Join the turns of a rollout: of a row that several of them routed, the first one's routes.
+
+    What stands between two turns, such as the answer of a tool, and the last token of a turn are routed by the turn
+    behind them, of which they are a part of the prompt.
+
+    Args:
+        turns: in order; each has some of the sequences, in their order.
+        sequences: S arrays int32 [T], what is trained on.
+        prompt_lengths: tokens of each before the first sampled one.
+
+    Returns:
+        The S sequences, with log-probs [T - prompt] that are NaN where nothing was sampled.
+
+    Raises:
+        BatchMismatchError: when a turn is the beginning of none of the sequences, or a sequence is without a turn.
+    """
+    if not turns:
+        raise ReplayError("TRL sampled a rollout past _generate_single_turn and rollout_func: its routes are unknown")
+    trajectories = [Trajectory(turns[0].trace.spec) for _ in sequences]
+    logprobs = [np.full(len(tokens), np.nan, np.float32) for tokens in sequences]
+    for turn in turns:
+        for number, s in enumerate(_sequences_of(turn.trace, sequences, trajectories)):
+            trajectories[s].add(turn.trace.select([number]))
+            if turn.logprobs is not None:
+                first = len(turn.trace.tokens(number)) - len(turn.logprobs[number])
+                sampled = logprobs[s][first:][: len(turn.logprobs[number])]
+                sampled[:] = turn.logprobs[number][: len(sampled)]
+    whole = concatenate([each.trace() for each in trajectories])
+    # TRL cuts the last turn of a sequence that is longer than max_completion_length
+    trace = whole.truncated(np.minimum(whole.lengths, [len(tokens) for tokens in sequences]))
+    require_tokens(trace, sequences)
+    if any(turn.logprobs is None for turn in turns):
+        return Turn(trace)
+    return Turn(trace, [each[prompt:] for each, prompt in zip(logprobs, prompt_lengths, strict=True)])
+
+
+def _sequences_of(
+    turn: RoutingTrace, sequences: Sequence[NDArray[np.int32]], trajectories: Sequence[Trajectory]
+) -> list[int]:
+    """The numbers of the sequences that a turn went on with."""
+    found: list[int] = []
+    for number in range(len(turn)):
+        tokens = turn.tokens(number)
+        for s in range(found[-1] + 1 if found else 0, len(sequences)):
+            cut = sequences[s]
+            if len(tokens) > trajectories[s].trace().num_rows and np.array_equal(
+                tokens[: len(cut)], cut[: len(tokens)]
+            ):
+                found.append(s)
+                break
+        else:
+            raise BatchMismatchError(
+                f"sequence {number} of a turn, {len(tokens)} tokens, is the beginning of none of the {len(sequences)} "
+                "sequences that TRL trains on: something between the engine and the trainer reordered, cut or "
+                "retokenised them"
+            )
+    return found
 
 
 def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
