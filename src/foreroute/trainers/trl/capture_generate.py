@@ -18,8 +18,8 @@ from foreroute.adapters.hf.model import require_no_beams
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.errors import ReplayError
 from foreroute.replay import Recording, overridden
-from foreroute.trace import SAMPLING
-from foreroute.trainers.trl.rollout import Turn, joined_tokens
+from foreroute.trace import SAMPLING, RoutingTrace
+from foreroute.trainers.trl.rollout import joined_tokens
 from foreroute.trainers.trl.sampling import leaves_out
 
 PROCESSORS = "_get_logits_processor"
@@ -72,7 +72,7 @@ class GenerateSource:
 
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> Turn:
+    ) -> tuple[RoutingTrace, list[NDArray[np.float32]]]:
         """See `RouteSource`. Log-probs are those of the distribution that was drawn from."""
         if len(self._seen) != 1:
             raise ReplayError(
@@ -86,7 +86,7 @@ class GenerateSource:
         if sampled.masks:
             lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
             trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
-        return Turn(trace, [host[s, : len(completion)] for s, completion in enumerate(completions)])
+        return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
 
 class SampledTokens(LogitsProcessor):

@@ -21,7 +21,7 @@ from foreroute.capture import decode
 from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.trl.rollout import Turn, joined_tokens
+from foreroute.trainers.trl.rollout import joined_tokens
 from foreroute.trainers.trl.sampling import cuts_of
 
 COMPLETIONS = "/v1/completions"
@@ -85,7 +85,7 @@ class VLLMSource:
 
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> Turn:
+    ) -> tuple[RoutingTrace, None]:
         """See `RouteSource`."""
         outcome = self._decoded(weight_version) if self._asks else None
         if self._serves and self._accelerator.num_processes > 1:
@@ -93,7 +93,7 @@ class VLLMSource:
         if isinstance(outcome, ForerouteError):
             raise outcome
         assert outcome is not None, "a process that does not ask is given a share"
-        return Turn(_block_of(outcome, joined_tokens(prompts, completions)))
+        return _block_of(outcome, joined_tokens(prompts, completions)), None
 
     def _decoded(self, weight_version: int) -> RoutingTrace | ForerouteError:
         """What vLLM answered, or what is wrong with it, which other processes have to learn too."""

@@ -40,7 +40,7 @@ from foreroute.trainers.trl.rollout import (
     require_lengths,
     require_version,
 )
-from foreroute.trainers.trl.rollout_func import ROUTES, EngineSource, require_mapping, returned_turn
+from foreroute.trainers.trl.rollout_func import ROUTES, EngineSource, require_mapping, returned_trace
 from foreroute.trainers.trl.sampling import require_masks
 
 Replay = Literal["none", "R2", "R3"]
@@ -125,8 +125,8 @@ class TrainerPassController:
         output = require_mapping(function(prompts, trainer))
         routes = output.pop(ROUTES, None)
         if self._captures and {"prompt_ids", "completion_ids"} <= output.keys():  # TRL says what is missing
-            sequences = output["prompt_ids"], output["completion_ids"]
-            self._turns.append(returned_turn(routes, *sequences, self._served, self._version))
+            prompts, completions = output["prompt_ids"], output["completion_ids"]
+            self._note_turn(prompts, returned_trace(routes, prompts, completions, self._served, self._version))
         return output
 
     def turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
@@ -137,8 +137,11 @@ class TrainerPassController:
             return sample()
         with self._source.listening():
             result = sample()
-        self._turns.append(self._source.captured(prompts, result[0], self._version))
+        self._note_turn(prompts, *self._source.captured(prompts, result[0], self._version))
         return result
+
+    def _note_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:
+        self._turns.append(Turn([len(each) for each in prompts], trace, logprobs))
 
     def capture(self, generate: Callable[[], Any]) -> Any:
         """TRL's `_generate`, whose prompts, completions and routes become the rollout."""
@@ -147,9 +150,9 @@ class TrainerPassController:
         if not self._captures:
             return result
         prompts, completions, env_masks = result[:3]
-        version = self._version
-        whole = joined_turns(self._turns, joined_tokens(prompts, completions), [len(each) for each in prompts])
-        trace, self._turns = whole.trace, []
+        prompt_lengths, version = [len(each) for each in prompts], self._version
+        trace, logprobs = joined_turns(self._turns, joined_tokens(prompts, completions), prompt_lengths)
+        self._turns = []
         self.routed.spec.require_same(trace.spec, what="the rollout's trace")
         require_version(trace, version)
         if self._replay == "R3":
@@ -164,7 +167,7 @@ class TrainerPassController:
             self._warn_of_choices(trace)
             with self.passing(None):
                 self._check_first(trace)
-        self.take(trace, np.array([len(p) for p in prompts]), whole.logprobs, env_masks)
+        self.take(trace, np.array(prompt_lengths), logprobs, env_masks)
         return result
 
     @property

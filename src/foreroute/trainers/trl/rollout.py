@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -94,10 +94,12 @@ class Turn:
     """What one request to an engine brought: a whole rollout, or what is sampled behind the answers of tools.
 
     Attributes:
-        trace: its sequences, each with all tokens that it began with and those that were sampled.
+        prompt_lengths: of each of its sequences, tokens that the engine was given.
+        trace: these, and those that were sampled.
         logprobs: of each, float32 [R], what its tokens were sampled with; None where the source has not seen them.
     """
 
+    prompt_lengths: Sequence[int]
     trace: RoutingTrace
     logprobs: Sequence[NDArray[np.float32]] | None = None
 
@@ -110,15 +112,17 @@ class RouteSource(Protocol):
 
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> Turn:
-        """The turn that was sampled last.
+    ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
+        """The routes of the turn that was sampled last, and its log-probs if the source has seen them.
 
         Raises:
-            CaptureError, BatchMismatchError, ReplayError: when it has no routes, or they are of other tokens.
+            CaptureError, BatchMismatchError, ReplayError: when there are none, or they are of other tokens.
         """
 
 
-def joined_turns(turns: Sequence[Turn], sequences: Sequence[NDArray[np.int32]], prompt_lengths: Sequence[int]) -> Turn:
+def joined_turns(
+    turns: Sequence[Turn], sequences: Sequence[NDArray[np.int32]], prompt_lengths: Sequence[int]
+) -> tuple[RoutingTrace, list[NDArray[np.float32]] | None]:
     """Join the turns of a rollout: of a row that several of them routed, the first one's routes.
 
     What stands between two turns, such as the answer of a tool, and the last token of a turn are routed by the turn
@@ -130,52 +134,50 @@ def joined_turns(turns: Sequence[Turn], sequences: Sequence[NDArray[np.int32]], 
         prompt_lengths: tokens of each before the first sampled one.
 
     Returns:
-        The S sequences, with log-probs [T - prompt] that are NaN where nothing was sampled.
+        The S sequences, and their log-probs [T - prompt], NaN where nothing was sampled; None where a turn has none.
 
     Raises:
-        BatchMismatchError: when a turn is the beginning of none of the sequences, or a sequence is without a turn.
+        BatchMismatchError: when a turn is the beginning of none of the sequences, or they are of other tokens.
+        ReplayError: when there was no turn.
     """
     if not turns:
         raise ReplayError("TRL sampled a rollout past _generate_single_turn and rollout_func: its routes are unknown")
     trajectories = [Trajectory(turns[0].trace.spec) for _ in sequences]
     logprobs = [np.full(len(tokens), np.nan, np.float32) for tokens in sequences]
     for turn in turns:
-        for number, s in enumerate(_sequences_of(turn.trace, sequences, trajectories)):
+        for number, s in enumerate(_sequences_of(turn, sequences)):
             trajectories[s].add(turn.trace.select([number]))
             if turn.logprobs is not None:
-                first = len(turn.trace.tokens(number)) - len(turn.logprobs[number])
-                sampled = logprobs[s][first:][: len(turn.logprobs[number])]
-                sampled[:] = turn.logprobs[number][: len(sampled)]
+                behind = logprobs[s][turn.prompt_lengths[number] :]
+                behind[: len(turn.logprobs[number])] = turn.logprobs[number][: len(behind)]
     whole = concatenate([each.trace() for each in trajectories])
     # TRL cuts the last turn of a sequence that is longer than max_completion_length
     trace = whole.truncated(np.minimum(whole.lengths, [len(tokens) for tokens in sequences]))
     require_tokens(trace, sequences)
     if any(turn.logprobs is None for turn in turns):
-        return Turn(trace)
-    return Turn(trace, [each[prompt:] for each, prompt in zip(logprobs, prompt_lengths, strict=True)])
+        return trace, None
+    return trace, [each[prompt:] for each, prompt in zip(logprobs, prompt_lengths, strict=True)]
 
 
-def _sequences_of(
-    turn: RoutingTrace, sequences: Sequence[NDArray[np.int32]], trajectories: Sequence[Trajectory]
-) -> list[int]:
-    """The numbers of the sequences that a turn went on with."""
-    found: list[int] = []
-    for number in range(len(turn)):
-        tokens = turn.tokens(number)
-        for s in range(found[-1] + 1 if found else 0, len(sequences)):
-            cut = sequences[s]
-            if len(tokens) > trajectories[s].trace().num_rows and np.array_equal(
-                tokens[: len(cut)], cut[: len(tokens)]
-            ):
-                found.append(s)
+def _sequences_of(turn: Turn, sequences: Sequence[NDArray[np.int32]]) -> Iterator[int]:
+    """The numbers of the sequences that a turn went on with: those that hold its prompt, and what it sampled or a part.
+
+    Equal turns of equal prompts are told apart by their order alone, which TRL keeps.
+    """
+    numbers = iter(range(len(sequences)))
+    for place, prompt_length in enumerate(turn.prompt_lengths):
+        tokens = turn.trace.tokens(place)
+        for s in numbers:
+            own = sequences[s]
+            if len(own) >= prompt_length and np.array_equal(tokens[: len(own)], own[: len(tokens)]):
+                yield s
                 break
         else:
             raise BatchMismatchError(
-                f"sequence {number} of a turn, {len(tokens)} tokens, is the beginning of none of the {len(sequences)} "
+                f"sequence {place} of a turn, {len(tokens)} tokens, is the beginning of none of the {len(sequences)} "
                 "sequences that TRL trains on: something between the engine and the trainer reordered, cut or "
                 "retokenised them"
             )
-    return found
 
 
 def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:

@@ -16,7 +16,7 @@ from foreroute.capture import Generation, Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.trl.rollout import Turn, joined_tokens, require_tokens
+from foreroute.trainers.trl.rollout import joined_tokens, require_tokens
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
@@ -92,12 +92,12 @@ class EngineSource:
 
     def captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> Turn:
+    ) -> tuple[RoutingTrace, None]:
         """See `RouteSource`."""
         assert self._sampled is not None, "a turn is captured when it was sampled"
         trace, self._sampled = self._sampled.trace, None
         require_tokens(trace, joined_tokens(prompts, completions))
-        return Turn(trace)
+        return trace, None
 
     def _generation(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Generation:
         _require_plain(trainer)
@@ -128,13 +128,13 @@ def require_mapping(returned: object) -> dict[str, Any]:
     return dict(returned)
 
 
-def returned_turn(
+def returned_trace(
     routes: object,
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     model: ServedModel,
     weight_version: int,
-) -> Turn:
+) -> RoutingTrace:
     """The routes that a `rollout_func` returned, each a `RoutingTrace` of one sequence or what `capture.decode` reads.
 
     Raises:
@@ -164,7 +164,7 @@ def returned_turn(
     ]
     trace = concatenate(traces)
     require_tokens(trace, sequences)
-    return Turn(trace)
+    return trace
 
 
 def _require_plain(trainer: Any) -> None:
