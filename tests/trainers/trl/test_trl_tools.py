@@ -1,6 +1,6 @@
 """A tool in the loop: every turn's routes reach the experts in their places, and exactly sampled tokens carry loss.
 
-The oracle is the Hugging Face model in float64, its selection forced by hand, under the loss of TRL on sampled tokens.
+Oracles: `tools_runs.oracle`, and what each turn of an engine is written down to have routed.
 """
 
 import copy
@@ -8,45 +8,22 @@ import copy
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
-from examples.trl.tiny import agent, answers, chat_tokenizer, look_up
-from foreroute.capture import Generation, Sampling, Trajectory
+from examples.trl.tiny import agent, look_up
+from foreroute.capture import Generation, Sampling
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import SAMPLING, RoutingTrace, concatenate
-from foreroute.trainers.trl import GRPOTrainer, rollout_output, rollout_with
+from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl import trainer as adapter
 from foreroute.trainers.trl.rollout import Turn, joined_turns
 from tests.trainers.trl.routes_book import native, require_followed, watched
-from tests.trainers.trl.trl_runs import config, logged
+from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of
+from tests.trainers.trl.trl_runs import logged
 from tests.trainers.trl.vllm_fakes import colocated, served
 
-PROMPTS = [[{"role": "user", "content": f"{'very ' * (i % 3)}many {i}"}] for i in range(32)]
-ONE_STEP = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 1,
-    "num_iterations": 1,
-    "num_generations": 4,
-    "max_steps": 1,
-    "router_aux_loss_coef": 0.0,
-}
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
-
-
-class Noting(GRPOTrainer):
-    """Keeps the batch of the last rollout, and the gradients of the last step."""
-
-    def _generate_and_score_completions(self, inputs):
-        self.batch = super()._generate_and_score_completions(inputs)
-        return self.batch
-
-    def training_step(self, *args, **kwargs):
-        loss = super().training_step(*args, **kwargs)
-        self.gradients = {name: each.grad.double().clone() for name, each in self.model.named_parameters()}
-        return loss
 
 
 class Counter:
@@ -102,90 +79,9 @@ class Drawn(EmbeddedEngine):
         return rows[: len(tokens)]
 
 
-def make(folder, *, model=None, kind=Noting, tools=(look_up,), rollout_func=None, factory=None, **settings):
-    own = {"replay": settings.pop("replay")} if "replay" in settings else {}
-    return kind(
-        model=model or agent(),
-        processing_class=chat_tokenizer(),
-        reward_funcs=answers,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
-        args=config(folder, **{"max_completion_length": 60, "max_grad_norm": 0.0, **ONE_STEP, **settings}),
-        tools=list(tools),
-        rollout_func=rollout_func,
-        environment_factory=factory,
-        **own,
-    )
-
-
-def sequences_of(trainer):
-    """(tokens, which of them were sampled, advantage) of each sequence of TRL's own batch."""
-    batch = trainer.batch
-    for s, completed in enumerate(batch["completion_mask"].bool()):
-        prompt = batch["prompt_ids"][s][batch["prompt_mask"][s].bool()].tolist()
-        sampled = batch["tool_mask"][s][completed].bool().tolist()
-        tokens = prompt + batch["completion_ids"][s][completed].tolist()
-        yield tokens, np.array([False] * len(prompt) + sampled), float(batch["advantages"][s])
-
-
-def oracle(model, sequences, routes_of):
-    """Gradients, float64, of minus advantage times log-prob, over sampled tokens alone, per sampled token."""
-    model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")  # grouped matrix products have no float64
-    total = 0.0
-    for tokens, sampled, advantage in sequences:
-        for layer, block in enumerate(model.model.layers):
-            block.mlp.gate.forward = forced(block.mlp.gate, torch.from_numpy(routes_of(tokens)[:, layer]))
-        logits = model(input_ids=torch.tensor([tokens[:-1]]), use_cache=False).logits[0]
-        logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
-        total = total - advantage * logprobs[torch.from_numpy(sampled[1:])].sum()
-    (total / sum(sampled.sum() for _, sampled, _ in sequences)).backward()
-    return {name: each.grad for name, each in model.named_parameters()}
-
-
-def forced(gate, ids_TK):
-    def forward(hidden):
-        logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T
-        given = logits.softmax(-1).gather(-1, ids_TK)
-        return logits, given / given.sum(-1, keepdim=True), ids_TK
-
-    return forward
-
-
-def branching(engine):
-    """A `rollout_func` of an agent that forks and compacts: of each four sequences, what they train is theirs alone.
-
-    A first turn and what follows a tool; another continuation of the first turn, which is trained in the first
-    sequence; a turn on a summary in the place of the conversation; and a conversation of one turn.
-    """
-
-    def roll_out(prompts, trainer):
-        sampling, generator = Sampling(12, 1), torch.Generator().manual_seed(3)
-        parts = []
-
-        def turn(tokens):
-            return engine.generate([np.array(tokens, np.int32)], sampling, generator)
-
-        for prompt in trainer._tokenize_prompts(prompts)[0][::4]:
-            first = turn(prompt)
-            whole = first.trace.tokens(0).tolist()
-            for tool in ([40, 41, 42], [50]):
-                second = turn(whole + tool)
-                trace = Trajectory(first.trace.spec).add(first.trace).add(second.trace).trace()
-                sampled = np.arange(trace.num_rows) >= len(whole) + len(tool)
-                logprobs = [second.logprobs_R]
-                if tool == [40, 41, 42]:
-                    sampled[len(prompt) : len(whole)] = True
-                    logprobs = [first.logprobs_R, second.logprobs_R]
-                prompts_of = np.array([int(np.flatnonzero(sampled)[0])])
-                parts.append(Generation(trace, prompts_of, np.concatenate(logprobs), sampled))
-            parts += [turn([60, 61, *prompt[-3:]]), turn(prompt)]
-        return rollout_output(Generation.concatenate(parts))
-
-    return roll_out
-
-
-@pytest.mark.parametrize("source", ["generate", "environment", "engine", "branches"])
+@pytest.mark.parametrize(
+    "source", ["generate", pytest.param("environment", marks=pytest.mark.slow), "engine", "branches"]
+)
 def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(source, folder):
     model = agent()
     before, engine = copy.deepcopy(model), Drawn(model)
@@ -221,6 +117,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     assert len(require_followed(update, book)) == len(sequences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fake", "settings"), [(colocated, COLOCATE), (served, SERVER)], ids=["colocate", "server"])
 def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monkeypatch):
     """On stand-ins with the fields of vLLM's answers, sampled in bfloat16; a real one is in test_trl_real_vllm.py."""
@@ -236,6 +133,7 @@ def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monke
     assert disagreement["none"] > 0.005
 
 
+@pytest.mark.slow
 def test_sampling_masks_of_all_turns_are_scored_on(folder):
     k3 = {}
     for replay in ("R3", "none"):
@@ -248,6 +146,7 @@ def test_sampling_masks_of_all_turns_are_scored_on(folder):
     assert SAMPLING not in trace.streams
 
 
+@pytest.mark.slow
 def test_r2_and_evaluation_need_nothing_of_a_turn(folder):
     trainer = make(folder, replay="R2", num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=1)
     trainer.train()
