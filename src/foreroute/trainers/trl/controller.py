@@ -33,8 +33,8 @@ from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.masked_head import masks_at, scored_on_sampling_masks
 from foreroute.trainers.trl.rollout import (
     Rollout,
-    RouteSource,
     Turn,
+    TurnSource,
     joined_tokens,
     joined_turns,
     require_lengths,
@@ -99,11 +99,12 @@ class TrainerPassController:
         self._num_updates = 0
         self._has_old_pass = False
 
-    def _make_source(self) -> RouteSource:
+    def _make_source(self) -> TurnSource:
         trainer, replays = self._trainer, self._replay == "R3"
         if isinstance(trainer.rollout_func, EngineSource):
             # a turn is sampled where TRL samples one, so that tools are TRL's to call
             source, trainer.rollout_func = trainer.rollout_func, None
+            source.trainer = trainer
             return source
         if trainer.rollout_func is not None:
             trainer.rollout_func = partial(self._roll_out, trainer.rollout_func)
@@ -131,13 +132,11 @@ class TrainerPassController:
 
     def turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
         """TRL's `_generate_single_turn`: the prompts of a rollout, or what it begins again with behind tools."""
-        if isinstance(self._source, EngineSource):
-            sample = partial(self._source.sample, prompts, self._trainer)
-        if not self._captures:
+        if not (self._captures or isinstance(self._source, EngineSource)):
             return sample()
-        with self._source.listening():
-            result = sample()
-        self._note_turn(prompts, *self._source.captured(prompts, result[0], self._version))
+        result, trace, logprobs = self._source.turn(sample, prompts, self._version)
+        if self._captures:
+            self._note_turn(prompts, trace, logprobs)
         return result
 
     def _note_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:

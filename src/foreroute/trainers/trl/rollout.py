@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -104,19 +103,16 @@ class Turn:
     logprobs: Sequence[NDArray[np.float32]] | None = None
 
 
-class RouteSource(Protocol):
+class TurnSource(Protocol):
     """Where a turn is sampled and its routes are captured: `generate`, vLLM, or an engine of foreroute."""
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Open while a turn is sampled."""
-
-    def captured(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
-        """The routes of the turn that was sampled last, and its log-probs if the source has seen them.
+    def turn(
+        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[Any, RoutingTrace, Sequence[NDArray[np.float32]] | None]:
+        """What TRL's `sample` returns, completions first; their routes; and log-probs if the source has seen them.
 
         Raises:
-            CaptureError, BatchMismatchError, ReplayError: when there are none, or they are of other tokens.
+            CaptureError, ReplayError: when there are no routes, or they cannot be true.
         """
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from foreroute.capture import Generation, Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.trl.rollout import joined_tokens, require_tokens
+from foreroute.trainers.trl.rollout import joined_tokens
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
@@ -69,37 +68,33 @@ def rollout_output(generation: Generation) -> dict[str, Any]:
 
 
 class EngineSource:
-    """Turns that an engine of foreroute samples; see `rollout_with`."""
+    """Turns that an engine of foreroute samples; see `rollout_with`.
+
+    Attributes:
+        trainer: TRL's, whose weights and settings they are sampled with.
+    """
+
+    trainer: Any
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._turns_of: Counter[int] = Counter()
-        self._sampled: Generation | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """One turn for each prompt, as a `rollout_func` returns it."""
-        return rollout_output(self._generation(trainer._tokenize_prompts(prompts)[0], trainer))
+        self.trainer = trainer
+        return rollout_output(self._generation(trainer._tokenize_prompts(prompts)[0]))
 
-    def sample(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probs of one turn, as TRL's `_generate_single_turn` returns them."""
-        self._sampled = self._generation(prompt_ids, trainer)
-        output = rollout_output(self._sampled)
-        return output["completion_ids"], output["logprobs"]
+    def turn(
+        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[Any, RoutingTrace, None]:
+        """See `TurnSource`: tokens and log-probs as TRL's own engines return them, in the place of those."""
+        generation = self._generation(prompts)
+        output = rollout_output(generation)
+        return (output["completion_ids"], output["logprobs"]), generation.trace, None
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Nothing: it samples by itself."""
-        return nullcontext()
-
-    def captured(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, None]:
-        """See `RouteSource`."""
-        assert self._sampled is not None, "a turn is captured when it was sampled"
-        trace, self._sampled = self._sampled.trace, None
-        require_tokens(trace, joined_tokens(prompts, completions))
-        return trace, None
-
-    def _generation(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Generation:
+    def _generation(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
+        trainer = self.trainer
         _require_plain(trainer)
         step = int(trainer.state.global_step)
         if self._engine.weight_version != step:
@@ -139,7 +134,7 @@ def returned_trace(
 
     Raises:
         ReplayError: when there is not one entry for each sequence.
-        CaptureError, BatchMismatchError: when routes are not those of these tokens.
+        CaptureError: when they cannot be those of these tokens.
     """
     is_list = isinstance(routes, Collection) and not isinstance(routes, str | bytes | Mapping)
     if not is_list or len(routes) != len(prompts):
@@ -148,8 +143,7 @@ def returned_trace(
             f"the rollout_func returned {found} {ROUTES!r} for {len(prompts)} sequences; expected a list of as "
             "many, each a RoutingTrace or what foreroute.capture.decode reads"
         )
-    sequences = joined_tokens(prompts, completions)
-    traces = [
+    return concatenate(
         each
         if isinstance(each, RoutingTrace)
         else decode(
@@ -160,11 +154,8 @@ def returned_trace(
             indexers=model.indexers,
             weight_version=weight_version,
         )
-        for each, tokens in zip(routes, sequences, strict=True)
-    ]
-    trace = concatenate(traces)
-    require_tokens(trace, sequences)
-    return trace
+        for each, tokens in zip(routes, joined_tokens(prompts, completions), strict=True)
+    )
 
 
 def _require_plain(trainer: Any) -> None:
