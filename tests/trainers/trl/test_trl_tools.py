@@ -97,6 +97,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     sequences = list(sequences_of(trainer))
     turns = [np.diff(sampled.astype(int)).clip(0).sum() for _, sampled, _ in sequences]
     assert max(turns) > 1
+    assert min(np.abs([advantage for *_, advantage in sequences])) > 0
     assert any(not sampled[np.flatnonzero(sampled)[0] :].all() for _, sampled, _ in sequences)
     own = source in ("generate", "environment")
     routes_of = (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from examples.trl.tiny import agent, answers, chat_tokenizer, look_up
+from examples.trl.tiny import agent, chat_tokenizer, look_up
 from foreroute.capture import Generation, Sampling, Trajectory
 from foreroute.trainers.trl import GRPOTrainer, rollout_output
 from tests.trainers.trl.trl_runs import config
@@ -39,12 +39,17 @@ class Noting(GRPOTrainer):
         return loss
 
 
+def told_apart(completion_ids, **_):
+    """A reward by the tokens, so that hardly two sequences have the same and each has an advantage."""
+    return [float(sum(ids) % 101) for ids in completion_ids]
+
+
 def make(folder, *, model=None, kind=Noting, tools=(look_up,), rollout_func=None, factory=None, **settings):
     own = {"replay": settings.pop("replay")} if "replay" in settings else {}
     return kind(
         model=model or agent(),
         processing_class=chat_tokenizer(),
-        reward_funcs=answers,
+        reward_funcs=told_apart,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
         args=config(folder, **{"max_completion_length": 100, "max_grad_norm": 0.0, **ONE_STEP, **settings}),
