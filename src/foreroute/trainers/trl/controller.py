@@ -370,8 +370,13 @@ class TrainerPassController:
         if self._replay != "R2":
             self.metrics.compare_routes(rollout.trace.select(sequences), concatenate(seen.executed))
         if rollout.logprobs is not None and seen.logprobs_BR is not None:
-            sampled_BR = batch["completion_mask"] * batch.get("tool_mask", 1)
-            self.metrics.compare_tokens([rollout.logprobs[s] for s in sequences], seen.logprobs_BR, sampled_BR)
+            sampled = [rollout.logprobs[s] for s in sequences]
+            trained_BR = seen.logprobs_BR.float().cpu().numpy()
+            counted_BR = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool().cpu().numpy()
+            parts = [
+                [row[: len(own)] for row, own in zip(each, sampled, strict=True)] for each in (trained_BR, counted_BR)
+            ]
+            self.metrics.compare_tokens(sampled, *parts)
 
     def _current(self) -> Rollout:
         if self.rollout is None:

@@ -124,7 +124,7 @@ def require_mapping(returned: object) -> dict[str, Any]:
 
 
 def returned_trace(
-    routes: object,
+    routes: Any,
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     model: ServedModel,

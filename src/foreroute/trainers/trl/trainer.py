@@ -19,7 +19,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from foreroute.errors import AttachError, ConfigError
-from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.checks import refuse_first, require_overridden
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import Replay, TrainerPassController
 from foreroute.trainers.trl.rollout_func import EngineSource
@@ -129,13 +129,12 @@ def require_supported(trainer: Any, replay: Replay) -> None:
         trainer: TRL's trainer, after its own set-up.
         replay: what was asked for.
     """
-    of_sampling = refusals(trainer) if replay == "R3" else []
-    for refused, message in [*_refusals(trainer, captures=replay != "R2"), *of_sampling]:
-        if refused:
-            raise ConfigError(message)
+    refuse_first(_refusals(trainer, captures=replay != "R2"))
+    if replay == "R3":
+        refuse_first(refusals(trainer))
 
 
-def _refusals(trainer: Any, *, captures: bool) -> list[tuple[bool, str]]:
+def _refusals(trainer: Any, *, captures: bool) -> list[tuple[object, str]]:
     args = trainer.args
     turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -144,7 +143,7 @@ def _refusals(trainer: Any, *, captures: bool) -> list[tuple[bool, str]]:
     )
     return [
         (
-            bool(getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False)),
+            getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False),
             "use_liger_kernel replaces modules of the model when training starts, after replay was proven on it; "
             "leave it off",
         ),
@@ -162,7 +161,7 @@ def _refusals(trainer: Any, *, captures: bool) -> list[tuple[bool, str]]:
             "batch cannot be checked to belong together; use LoRA",
         ),
         (
-            captures and bool(getattr(trainer, "use_transformers_continuous_batching", False)),
+            captures and getattr(trainer, "use_transformers_continuous_batching", False),
             "use_transformers_continuous_batching generates over paged batches, whose routes cannot be recorded; leave "
             "it off, sample with vLLM or a rollout_func, or take replay='R2'",
         ),
