@@ -99,19 +99,19 @@ def expected_of(answers, response_length):
 
 
 @pytest.mark.parametrize(
-    ("texts", "response_length", "requests"),
+    ("texts", "response_length", "requests", "is_cut"),
     [
-        (["no call"], 400, 1),
-        ([CALL, "and so"], 400, 2),
-        ([CALL, CALL, CALL, "and so"], 400, 4),
-        ([CALL, "a long text"], 100, 2),
-        ([CALL, "unused"], 80, 1),
-        ([CALL * 2, "unused"], 90, 1),
+        (["no call"], 400, 1, False),
+        ([CALL, "and so"], 400, 2, False),
+        ([CALL, CALL, CALL, "and so"], 400, 4, False),
+        ([CALL, "a long text"], 95, 2, True),
+        ([CALL, "unused"], 80, 1, False),
+        ([CALL * 2, "unused"], 90, 1, True),
     ],
     ids=["one-turn", "two-turns", "four-turns", "cut-in-a-turn", "no-room-for-the-answer", "cut-in-the-first-turn"],
 )
 def test_every_row_is_that_of_its_token_in_the_last_request_and_sampled_tokens_alone_are_trained(
-    texts, response_length, requests
+    texts, response_length, requests, is_cut
 ):
     server = Server(texts)
     output, batch = asyncio.run(looped(server, response_length=response_length))
@@ -120,6 +120,7 @@ def test_every_row_is_that_of_its_token_in_the_last_request_and_sampled_tokens_a
     whole = [token for turn in server.answers[-1:] for part in turn for token in part]
     rows = routes_of(whole, requests - 1)[: len(tokens), 1:]
     assert output.response_logprobs == logprobs[prompt:]
+    assert (len(rows) == len(tokens)) == is_cut
     for form in (batch, left_right_2_no_padding(batch.to_tensordict())):
         trace = trace_of(form, model=SPEC)
         assert trace.tokens(0).tolist() == tokens
