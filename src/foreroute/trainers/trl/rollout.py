@@ -137,7 +137,10 @@ def joined_turns(
         ReplayError: when there was no turn.
     """
     if not turns:
-        raise ReplayError("TRL sampled a rollout past _generate_single_turn and rollout_func: its routes are unknown")
+        raise ReplayError(
+            "TRL sampled a rollout past _generate_single_turn and rollout_func, so that its routes are unknown; return "
+            "them from a rollout_func, or take replay='R2'"
+        )
     trajectories = [Trajectory(turns[0].trace.spec) for _ in sequences]
     logprobs = [np.full(len(tokens), np.nan, np.float32) for tokens in sequences]
     for turn in turns:
@@ -147,9 +150,14 @@ def joined_turns(
                 behind = logprobs[s][turn.prompt_lengths[number] :]
                 behind[: len(turn.logprobs[number])] = turn.logprobs[number][: len(behind)]
     whole = concatenate([each.trace() for each in trajectories])
+    lengths = np.array([len(tokens) for tokens in sequences])
+    if len(short := np.flatnonzero(whole.lengths < lengths)):
+        raise BatchMismatchError(
+            f"TRL trains on {lengths[short[0]]} tokens of sequence {short[0]}, and the turns that were captured end at "
+            f"{whole.lengths[short[0]]}: something between the engine and the trainer added tokens"
+        )
     # TRL cuts the last turn of a sequence that is longer than max_completion_length
-    trace = whole.truncated(np.minimum(whole.lengths, [len(tokens) for tokens in sequences]))
-    require_tokens(trace, sequences)
+    trace = whole.truncated(lengths)
     if any(turn.logprobs is None for turn in turns):
         return trace, None
     return trace, [each[prompt:] for each, prompt in zip(logprobs, prompt_lengths, strict=True)]
@@ -179,19 +187,6 @@ def _sequences_of(turn: Turn, sequences: Sequence[NDArray[np.int32]]) -> Iterato
 def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
     """S arrays int32 [T], prompt and completion."""
     return [np.array([*p, *c], np.int32) for p, c in zip(prompts, completions, strict=True)]
-
-
-def require_tokens(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) -> None:
-    """Raise `BatchMismatchError` unless the trace holds exactly these sequences, in this order."""
-    if len(trace) != len(sequences):
-        raise BatchMismatchError(f"routes of {len(trace)} sequences were captured and TRL has {len(sequences)}")
-    for s, tokens in enumerate(sequences):
-        captured = trace.tokens(s)
-        if not np.array_equal(captured, tokens):
-            raise BatchMismatchError(
-                f"the routes captured for sequence {s} belong to {len(captured)} other tokens than the {len(tokens)} "
-                "that TRL trains on: something between the engine and the trainer reordered, cut or retokenised them"
-            )
 
 
 def require_lengths(env_masks: Sequence[Sequence[int]] | None, completions: Sequence[Sequence[int]]) -> None:
