@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import isfunction
 
 import numpy as np
 import torch
 
 from foreroute.adapters.versions import PEERS
-from foreroute.errors import AttachError, ReplayError
+from foreroute.errors import AttachError, ConfigError, ReplayError
 from foreroute.mismatch import Defect, explain
 from foreroute.replay import RoutedModel
 from foreroute.trace import RoutingTrace
@@ -39,6 +39,13 @@ def require_overridden(peer: str, version: str, ours: type, theirs: type) -> Non
             f"{peer} {version} has no {theirs.__name__}.{lacks[0]}, which routing replay stands on; this foreroute was "
             f"tested with {peer} {PEERS[peer].newest}. Install that, or a newer foreroute"
         )
+
+
+def refuse_first(refusals: Iterable[tuple[object, str]]) -> None:
+    """Raise `ConfigError` with the first message whose condition holds."""
+    for refused, message in refusals:
+        if refused:
+            raise ConfigError(message)
 
 
 def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Callable[[], object]) -> None:

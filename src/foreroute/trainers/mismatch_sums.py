@@ -40,22 +40,28 @@ class MismatchSums:
         self._mine = dict.fromkeys(NAMES, 0.0)
         self._all = dict.fromkeys(NAMES, 0.0)
 
-    def compare_tokens(self, sampled: Sequence[NDArray[np.float32]], trained_BR: Tensor, counted_BR: Tensor) -> None:
-        """Probabilities of sampled tokens.
+    def compare_tokens(
+        self,
+        sampled: Sequence[NDArray[np.float32]],
+        trained: Sequence[NDArray[np.float32]],
+        counted: Sequence[NDArray[np.bool_]],
+    ) -> NDArray[np.float64]:
+        """Add probabilities of sampled tokens.
 
         Args:
-            sampled: B arrays [R], log-probs that the rollout sampled with, NaN where not known.
-            trained_BR: the trainer's, padded on the right.
-            counted_BR: 1 for tokens that were sampled and are trained on.
+            sampled: S arrays [R], log-probs that the rollout sampled with, NaN where not known.
+            trained: S arrays [R], the trainer's.
+            counted: S arrays [R], True for tokens that were sampled and are trained on.
+
+        Returns:
+            log_r_C: float64 [C], trainer's less rollout's, of those that count and are known.
         """
-        trained, counted = trained_BR.float().cpu().numpy(), counted_BR.bool().cpu().numpy()
-        sampled_BR = np.full(trained.shape, np.nan, np.float32)
-        for row, logprobs in enumerate(sampled):
-            sampled_BR[row, : len(logprobs)] = logprobs
-        known = counted & ~np.isnan(sampled_BR)
-        tokens = token_mismatch(trained[known], sampled_BR[known])
+        by_rollout, by_trainer = np.concatenate(sampled), np.concatenate(trained)
+        known = np.concatenate(counted) & ~np.isnan(by_rollout)
+        tokens = token_mismatch(by_trainer[known], by_rollout[known])
         above = tokens.above[THRESHOLDS.index(2.0)]
         self._add(tokens=tokens.count, k3=tokens.k3_sum, above_2=above)
+        return by_trainer[known].astype(np.float64) - by_rollout[known]
 
     def compare_routes(self, rollout: RoutingTrace, executed: RoutingTrace) -> None:
         """Routes of the rollout beside those that the trainer executed, whose sequences may end earlier."""

@@ -3,17 +3,42 @@
 import re
 from pathlib import Path
 
+import numpy as np
+import torch
 from datasets import Dataset
 
-from examples.trl.tiny import policy, tokenizer, vowels
+from examples.trl.tiny import agent, answers, chat_tokenizer, look_up, policy, tokenizer, vowels
+from foreroute.capture import Sampling
+from foreroute.engines.embedded import EmbeddedEngine
+from tests.trainers.trl.tools_runs import PROMPTS as CONVERSATIONS
 from tests.trainers.trl.trl_runs import PROMPTS, SETTINGS
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+def agent_of(model):
+    """An agent of one turn, by an engine that is made before the trainer, as the page says."""
+    engine = EmbeddedEngine(model)
+
+    def run_agent(prompts, trainer):
+        engine.load_weights(trainer.model.state_dict(), trainer.state.global_step)
+        asked = [np.array(ids, np.int32) for ids in trainer._tokenize_prompts(prompts)[0]]
+        return engine.generate(asked, Sampling(8, 1), torch.Generator())
+
+    return run_agent
+
+
 def a_users_things():
+    new_model = policy(seed=2)
     return {
+        "new_model": new_model,
+        "agent": agent(),
+        "chat_tokenizer": chat_tokenizer(),
+        "answers": answers,
+        "look_up": look_up,
+        "conversations": Dataset.from_dict({"prompt": CONVERSATIONS}),
+        "run_agent": agent_of(new_model),
         "model": policy(),
         "fresh_model": policy(seed=1),
         "tokenizer": tokenizer(),
@@ -27,7 +52,7 @@ def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "trl.md").read_text()
     blocks = [(page[: found.start(1)].count("\n"), found.group(1)) for found in FENCE.finditer(page)]
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     namespace = a_users_things()
     for line, code in blocks:
         exec(compile("\n" * line + code, "docs/trl.md", "exec"), namespace)

@@ -194,8 +194,6 @@ def sharded(version):
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        ("tools", [print], "several turns"),
-        ("environment_factories", {"one": object}, "several turns"),
         ("is_deepspeed_enabled", True, "DeepSpeed"),
         ("accelerator", sharded(1), "fsdp_version: 2"),
     ],

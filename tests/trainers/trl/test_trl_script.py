@@ -47,6 +47,12 @@ def test_trl_alone_runs_the_script_before(folder, monkeypatch):
     assert not logged(trainer, "mismatch/k3")
 
 
+def test_the_script_with_a_tool_calls_it_and_replays_every_turn(folder, monkeypatch):
+    trainer = run("grpo_tools.py", folder, monkeypatch)
+    assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
+    assert min(logged(trainer, "tools/call_frequency")) > 0
+
+
 def test_mismatch_with_a_bfloat16_rollout_falls_and_routes_no_longer_differ(runs):
     with_replay, without = ({m: logged(runs[r], f"mismatch/{m}") for m in MISMATCH} for r in ("R3", "none"))
     assert set(with_replay["disagreement"]) == set(with_replay["disagreement_tokens"]) == {0.0}

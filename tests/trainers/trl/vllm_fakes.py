@@ -73,7 +73,8 @@ def colocated(monkeypatch, change):
             self._sampler = Sampler(change)
             runner = SimpleNamespace(model=SimpleNamespace(load_weights=self._sampler.load_weights))
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-            self.llm_engine = SimpleNamespace(model_executor=executor)
+            lengths = SimpleNamespace(max_model_len=256)
+            self.llm_engine = SimpleNamespace(model_executor=executor, model_config=lengths)
 
         def reset_prefix_cache(self):
             pass

@@ -102,10 +102,10 @@ def test_the_wire_of_each_engine_arrives_through_verls_agent_loop(engine):
     require_told(trace_of(left_right_2_no_padding(batch.to_tensordict()), model=SPEC), pairs)
 
 
-async def agent_loop_batch(outputs):
+async def agent_loop_batch(outputs, widths=(PROMPT, RESPONSE)):
     """verl's own padding and stacking, on a worker that has no servers."""
     worker = object.__new__(AgentLoopWorker)
-    worker.rollout_config = SimpleNamespace(prompt_length=PROMPT, response_length=RESPONSE)
+    worker.rollout_config = SimpleNamespace(prompt_length=widths[0], response_length=widths[1])
     worker.tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel()), pad_token="<pad>")
     nothing = lambda *_, **__: none()  # noqa: E731
     worker._compute_multi_modal_inputs = lambda *_: {}
@@ -116,8 +116,9 @@ async def agent_loop_batch(outputs):
     worker.distillation_enabled = False
     inner = [await worker._agent_loop_postprocess(output, False, raw_prompt=[]) for output in outputs]
     fields = ("input_ids", "attention_mask", "position_ids", "response_mask", "routed_experts")
-    batch = {name: torch.cat([getattr(one, name) for one in inner]) for name in fields}
-    batch |= {"prompts": batch["input_ids"][:, :PROMPT], "responses": batch["input_ids"][:, PROMPT:]}
+    stacked = {name: [getattr(one, name) for one in inner] for name in fields}
+    batch = {name: torch.cat(parts) for name, parts in stacked.items() if parts[0] is not None}
+    batch |= {"prompts": batch["input_ids"][:, : widths[0]], "responses": batch["input_ids"][:, widths[0] :]}
     return DataProto.from_single_dict(batch)
 
 

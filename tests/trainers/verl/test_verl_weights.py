@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 
 from foreroute.errors import EngineError
+from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.verl.comparison import K3_LIMIT, WeightsCheck
 
 
 def rollout(log_ratio, *, seed=0, count=60):
     """Log-probs of sequences by both sides, which differ by so much, and which tokens were sampled: all."""
     rng = np.random.default_rng(seed)
-    sampled = [rng.normal(-2, 1, n).astype(np.float32) for n in rng.integers(1, 9, count)]
+    sampled = [rng.normal(-20, 1, n).astype(np.float32) for n in rng.integers(1, 9, count)]
     return sampled, [logprobs + np.float32(log_ratio) for logprobs in sampled], [np.ones(len(s), bool) for s in sampled]
 
 
 def judged(*parts, reduce=lambda sums: sums):
     check = WeightsCheck()
     for part in parts:
-        check.add(*part)
+        check.add(MismatchSums().compare_tokens(*part))
     check.judge(reduce)
 
 
@@ -52,7 +53,7 @@ def test_sums_are_of_all_micro_batches_and_processes_and_start_anew():
     with pytest.raises(EngineError, match="Weights did not arrive"):
         judged(near, reduce=lambda sums: sums + sums.new_tensor([100.0, 100.0]))
     check = WeightsCheck()
-    check.add(*far)
+    check.add(MismatchSums().compare_tokens(*far))
     with pytest.raises(EngineError, match="Weights did not arrive"):
         check.judge(lambda sums: sums)
     check.judge(lambda sums: sums)  # no token at all, as without log-probs of the rollout

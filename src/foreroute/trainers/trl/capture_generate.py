@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,12 +45,26 @@ class GenerateSource:
         model: Any = routed.model
         self._sampler = model.get_base_model() if is_peft_model(model) else model
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Stand before the model's `generate`."""
+    def turn(
+        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[Any, RoutingTrace, list[NDArray[np.float32]]]:
+        """See `TurnSource`. Log-probs are those of the distribution that was drawn from."""
         self._seen = []
         with overridden(self._routed.model, "generate", self._generate):
-            yield
+            result = sample()
+        if len(self._seen) != 1:
+            raise ReplayError(
+                f"the model's generate() ran {len(self._seen)} times in one turn, expected once; this way of "
+                "sampling is not known. Return the routes from a rollout_func, or take replay='R2'"
+            )
+        ((recording, sampled, sequences),) = self._seen
+        self._seen, completions = [], result[0]
+        trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
+        host = sampled.logprobs_of(sequences).cpu().numpy()
+        if sampled.masks:
+            lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
+            trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
+        return result, trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
     def _generate(self, generate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         require_no_beams(self._routed.model, args, kwargs)
@@ -69,24 +82,6 @@ class GenerateSource:
             sequences = generate(*args, **kwargs)
         self._seen.append((recording, sampled, sequences))
         return sequences
-
-    def captured(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, list[NDArray[np.float32]]]:
-        """See `RouteSource`. Log-probs are those of the distribution that was drawn from."""
-        if len(self._seen) != 1:
-            raise ReplayError(
-                f"the model's generate() ran {len(self._seen)} times in one rollout, expected once; this way of "
-                "sampling is not known. Return the routes from a rollout_func, or take replay='R2'"
-            )
-        ((recording, sampled, sequences),) = self._seen
-        self._seen = []
-        trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
-        host = sampled.logprobs_of(sequences).cpu().numpy()
-        if sampled.masks:
-            lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
-            trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
-        return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
 
 class SampledTokens(LogitsProcessor):

@@ -7,13 +7,12 @@ object, or the client's request, returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
 from trl.generation import vllm_generation
 
 from foreroute.adapters.checkpoint import ServedModel
@@ -21,7 +20,6 @@ from foreroute.capture import decode
 from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.replay import overridden
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.trl.rollout import joined_tokens
 from foreroute.trainers.trl.sampling import cuts_of
 
 COMPLETIONS = "/v1/completions"
@@ -59,48 +57,45 @@ class VLLMSource:
     """
 
     def __init__(self, generation: Any, accelerator: Any, model: ServedModel) -> None:
+        self._generation = generation
         self._accelerator = accelerator
         self._model = model
         self._serves = generation.mode == "server"
-        self._answers: list[Any] = []
-        self._asks = not self._serves or accelerator.is_main_process
-        self._holder: Any = (generation.vllm_client if self._serves else generation.llm) if self._asks else None
-        self._name = "_post" if self._serves else "generate"
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Stand before the engine."""
-        self._answers = []
-        if not self._asks:
-            yield
-            return
-        with overridden(self._holder, self._name, self._note):
-            yield
+    def turn(
+        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[Any, RoutingTrace, None]:
+        """See `TurnSource`."""
+        answers: list[Any] = []
 
-    def _note(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        answer = ask(*args, **kwargs)
-        if not self._serves or str(args[0]).endswith(COMPLETIONS):
-            self._answers.append(answer)
-        return answer
+        def note(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            answer = ask(*args, **kwargs)
+            if not self._serves or str(args[0]).endswith(COMPLETIONS):
+                answers.append(answer)
+            return answer
 
-    def captured(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, None]:
-        """See `RouteSource`."""
-        outcome = self._decoded(weight_version) if self._asks else None
+        asks = not self._serves or self._accelerator.is_main_process
+        with ExitStack() as stack:
+            if asks:
+                holder = self._generation.vllm_client if self._serves else self._generation.llm
+                stack.enter_context(overridden(holder, "_post" if self._serves else "generate", note))
+            result = sample()
+        outcome = self._decoded(answers, weight_version) if asks else None
         if self._serves and self._accelerator.num_processes > 1:
             outcome = self._share(outcome, len(prompts))
         if isinstance(outcome, ForerouteError):
             raise outcome
         assert outcome is not None, "a process that does not ask is given a share"
-        return _block_of(outcome, joined_tokens(prompts, completions)), None
+        if not self._serves and self._generation.tensor_parallel_size > 1:
+            # ranks that share an engine are answered alike, and take their sequences in blocks
+            outcome = _block(outcome, dist.get_rank(group=self._generation.tp_group), len(prompts))
+        return result, outcome, None
 
-    def _decoded(self, weight_version: int) -> RoutingTrace | ForerouteError:
+    def _decoded(self, answers: list[Any], weight_version: int) -> RoutingTrace | ForerouteError:
         """What vLLM answered, or what is wrong with it, which other processes have to learn too."""
-        answers, self._answers = self._answers, []
         if len(answers) != 1:
             return ReplayError(
-                f"vLLM was asked {len(answers)} times in one rollout, expected once; this way of sampling is not "
+                f"vLLM was asked {len(answers)} times in one turn, expected once; this way of sampling is not "
                 "known. Return the routes from a rollout_func, or take replay='R2'"
             )
         try:
@@ -123,7 +118,7 @@ class VLLMSource:
         if isinstance(outcome, RoutingTrace) and len(outcome) != size * count:
             outcome = BatchMismatchError(f"vLLM returned {len(outcome)} sequences for {size} processes of {count}")
         if isinstance(outcome, RoutingTrace):
-            parts = [outcome.select(np.arange(rank * count, (rank + 1) * count)) for rank in range(size)]
+            parts = [_block(outcome, rank, count) for rank in range(size)]
         elif outcome is not None:
             parts = [outcome] * size
         received: list[Any] = [None]
@@ -132,14 +127,5 @@ class VLLMSource:
         return mine
 
 
-def _block_of(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) -> RoutingTrace:
-    """These sequences, which are all of the trace, or a block of it where tensor-parallel ranks share an engine."""
-    count = len(sequences)
-    for first in range(0, len(trace) - count + 1, max(count, 1)):
-        block = np.arange(first, first + count)
-        if all(np.array_equal(trace.tokens(int(s)), t) for s, t in zip(block, sequences, strict=True)):
-            return trace.select(block)
-    raise BatchMismatchError(
-        f"vLLM returned {len(trace)} sequences, and no block of {count} holds the tokens that TRL trains on: something "
-        "between the engine and the trainer reordered, cut or retokenised them"
-    )
+def _block(trace: RoutingTrace, number: int, count: int) -> RoutingTrace:
+    return trace.select(np.arange(number * count, (number + 1) * count))

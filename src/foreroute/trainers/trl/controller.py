@@ -9,9 +9,10 @@ the batch beside TRL's own; the routes stay here, in one trace.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -30,8 +31,16 @@ from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.masked_head import masks_at, scored_on_sampling_masks
-from foreroute.trainers.trl.rollout import Rollout, RouteSource, require_lengths, require_version
-from foreroute.trainers.trl.rollout_func import FunctionSource
+from foreroute.trainers.trl.rollout import (
+    Rollout,
+    Turn,
+    TurnSource,
+    joined_tokens,
+    joined_turns,
+    require_lengths,
+    require_version,
+)
+from foreroute.trainers.trl.rollout_func import ROUTES, EngineSource, require_mapping, returned_trace
 from foreroute.trainers.trl.sampling import require_masks
 
 Replay = Literal["none", "R2", "R3"]
@@ -82,35 +91,67 @@ class TrainerPassController:
         self._policy = trainer.accelerator.unwrap_model(trainer.model)
         self._is_reference = _is_reference(self._policy)
         self.routed = hf.attach(self._policy)
+        self._served = ServedModel.of(self.routed)
         self._source = self._make_source()
+        self._turns: list[Turn] = []
         self._now: LogprobPass | None = None
         self._num_rollouts = 0
         self._num_updates = 0
         self._has_old_pass = False
 
-    def _make_source(self) -> RouteSource:
-        trainer, served = self._trainer, ServedModel.of(self.routed)
-        if trainer.rollout_func is not None:
-            trainer.rollout_func = source = FunctionSource(trainer.rollout_func, served)
+    def _make_source(self) -> TurnSource:
+        trainer, replays = self._trainer, self._replay == "R3"
+        if isinstance(trainer.rollout_func, EngineSource):
+            # a turn is sampled where TRL samples one, so that tools are TRL's to call
+            source, trainer.rollout_func = trainer.rollout_func, None
+            source.trainer = trainer
             return source
-        if trainer.use_vllm and self._replay != "R2":
-            return VLLMSource(trainer.vllm_generation, trainer.accelerator, served)
-        replays = self._replay == "R3"
+        if trainer.rollout_func is not None:
+            trainer.rollout_func = partial(self._roll_out, trainer.rollout_func)
+        elif trainer.use_vllm and self._replay != "R2":
+            return VLLMSource(trainer.vllm_generation, trainer.accelerator, self._served)
         return GenerateSource(
             self.routed,
             indexers=replays and self.routed.indexers is not None,
             temperature=trainer.temperature if replays else None,
         )
 
+    @property
+    def _captures(self) -> bool:
+        """Whether what is sampled now is trained on with its routes; R2 needs none of a rollout."""
+        return bool(self._trainer.model.training) and self._replay != "R2"
+
+    def _roll_out(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """A user's `rollout_func`. TRL never sees the routes, which it would hand to reward functions."""
+        output = require_mapping(function(prompts, trainer))
+        routes = output.pop(ROUTES, None)
+        if self._captures and {"prompt_ids", "completion_ids"} <= output.keys():  # TRL says what is missing
+            prompts, completions = output["prompt_ids"], output["completion_ids"]
+            self._note_turn(prompts, returned_trace(routes, prompts, completions, self._served, self._version))
+        return output
+
+    def turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
+        """TRL's `_generate_single_turn`: the prompts of a rollout, or what it begins again with behind tools."""
+        if not (self._captures or isinstance(self._source, EngineSource)):
+            return sample()
+        result, trace, logprobs = self._source.turn(sample, prompts, self._version)
+        if self._captures:
+            self._note_turn(prompts, trace, logprobs)
+        return result
+
+    def _note_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:
+        self._turns.append(Turn([len(each) for each in prompts], trace, logprobs))
+
     def capture(self, generate: Callable[[], Any]) -> Any:
-        """TRL's `_generate`, whose prompts, completions and routes become the rollout. R2 needs none of it."""
-        if self._replay == "R2":
-            return generate()
-        with self._source.listening():
-            result = generate()
+        """TRL's `_generate`, whose prompts, completions and routes become the rollout."""
+        self._turns = []
+        result = generate()
+        if not self._captures:
+            return result
         prompts, completions, env_masks = result[:3]
-        version = int(self._trainer.state.global_step)
-        trace, logprobs = self._source.captured(prompts, completions, version)
+        prompt_lengths, version = [len(each) for each in prompts], self._version
+        trace, logprobs = joined_turns(self._turns, joined_tokens(prompts, completions), prompt_lengths)
+        self._turns = []
         self.routed.spec.require_same(trace.spec, what="the rollout's trace")
         require_version(trace, version)
         if self._replay == "R3":
@@ -125,8 +166,13 @@ class TrainerPassController:
             self._warn_of_choices(trace)
             with self.passing(None):
                 self._check_first(trace)
-        self.take(trace, np.array([len(p) for p in prompts]), logprobs, env_masks)
+        self.take(trace, np.array(prompt_lengths), logprobs, env_masks)
         return result
+
+    @property
+    def _version(self) -> int:
+        """What rollouts of the weights of now are stamped with."""
+        return int(self._trainer.state.global_step)
 
     def _warn_of_choices(self, trace: RoutingTrace) -> None:
         if self._replay == "R3" and self.routed.indexers is not None and INDEXER not in trace.streams:
@@ -324,8 +370,13 @@ class TrainerPassController:
         if self._replay != "R2":
             self.metrics.compare_routes(rollout.trace.select(sequences), concatenate(seen.executed))
         if rollout.logprobs is not None and seen.logprobs_BR is not None:
-            sampled_BR = batch["completion_mask"] * batch.get("tool_mask", 1)
-            self.metrics.compare_tokens([rollout.logprobs[s] for s in sequences], seen.logprobs_BR, sampled_BR)
+            sampled = [rollout.logprobs[s] for s in sequences]
+            trained_BR = seen.logprobs_BR.float().cpu().numpy()
+            counted_BR = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool().cpu().numpy()
+            parts = [
+                [row[: len(own)] for row, own in zip(each, sampled, strict=True)] for each in (trained_BR, counted_BR)
+            ]
+            self.metrics.compare_tokens(sampled, *parts)
 
     def _current(self) -> Rollout:
         if self.rollout is None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.capture import Trajectory
 from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
-from foreroute.trace import NO_VERSION, RoutingTrace
+from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +25,7 @@ class Rollout:
         trace: S sequences, prompt and completion.
         prompt_lengths: int64 [S].
         logprobs: S arrays float32 [R] (NaN where not known), what the tokens were sampled with; None without any.
-        env_masks: S lists [R] of a `rollout_func`, 0 for what was not sampled, such as the answer of a tool; None
-            where all was.
+        env_masks: S lists [R], 0 for what was not sampled, such as the answer of a tool; None where all was.
     """
 
     number: int
@@ -89,38 +88,105 @@ class Rollout:
         return trace.truncated(np.where(masked & drops_truncated, prompts, trace.lengths))
 
 
-class RouteSource(Protocol):
-    """Where the routes of a rollout are captured: `generate`, vLLM, or a `rollout_func`."""
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What one request to an engine brought: a whole rollout, or what is sampled behind the answers of tools.
 
-    def listening(self) -> AbstractContextManager[None]:
-        """Open around the generation."""
+    Attributes:
+        prompt_lengths: of each of its sequences, tokens that the engine was given.
+        trace: these, and those that were sampled.
+        logprobs: of each, float32 [R], what its tokens were sampled with; None where the source has not seen them.
+    """
 
-    def captured(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
-        """The routes of these sequences, and the log-probs of their sampled tokens if the source has seen them.
+    prompt_lengths: Sequence[int]
+    trace: RoutingTrace
+    logprobs: Sequence[NDArray[np.float32]] | None = None
+
+
+class TurnSource(Protocol):
+    """Where a turn is sampled and its routes are captured: `generate`, vLLM, or an engine of foreroute."""
+
+    def turn(
+        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[Any, RoutingTrace, Sequence[NDArray[np.float32]] | None]:
+        """What TRL's `sample` returns, completions first; their routes; and log-probs if the source has seen them.
 
         Raises:
-            CaptureError, BatchMismatchError, ReplayError: when there are none, or they are of other tokens.
+            CaptureError, ReplayError: when there are no routes, or they cannot be true.
         """
+
+
+def joined_turns(
+    turns: Sequence[Turn], sequences: Sequence[NDArray[np.int32]], prompt_lengths: Sequence[int]
+) -> tuple[RoutingTrace, list[NDArray[np.float32]] | None]:
+    """Join the turns of a rollout: of a row that several of them routed, the first one's routes.
+
+    What stands between two turns, such as the answer of a tool, and the last token of a turn are routed by the turn
+    behind them, of which they are a part of the prompt.
+
+    Args:
+        turns: in order; each has some of the sequences, in their order.
+        sequences: S arrays int32 [T], what is trained on.
+        prompt_lengths: tokens of each before the first sampled one.
+
+    Returns:
+        The S sequences, and their log-probs [T - prompt], NaN where nothing was sampled; None where a turn has none.
+
+    Raises:
+        BatchMismatchError: when a turn is the beginning of none of the sequences, or they are of other tokens.
+        ReplayError: when there was no turn.
+    """
+    if not turns:
+        raise ReplayError(
+            "TRL sampled a rollout past _generate_single_turn and rollout_func, so that its routes are unknown; return "
+            "them from a rollout_func, or take replay='R2'"
+        )
+    trajectories = [Trajectory(turns[0].trace.spec) for _ in sequences]
+    logprobs = [np.full(len(tokens), np.nan, np.float32) for tokens in sequences]
+    for turn in turns:
+        for number, s in enumerate(_sequences_of(turn, sequences)):
+            trajectories[s].add(turn.trace.select([number]))
+            if turn.logprobs is not None:
+                behind = logprobs[s][turn.prompt_lengths[number] :]
+                behind[: len(turn.logprobs[number])] = turn.logprobs[number][: len(behind)]
+    whole = concatenate([each.trace() for each in trajectories])
+    lengths = np.array([len(tokens) for tokens in sequences])
+    if len(short := np.flatnonzero(whole.lengths < lengths)):
+        raise BatchMismatchError(
+            f"TRL trains on {lengths[short[0]]} tokens of sequence {short[0]}, and the turns that were captured end at "
+            f"{whole.lengths[short[0]]}: something between the engine and the trainer added tokens"
+        )
+    # TRL cuts the last turn of a sequence that is longer than max_completion_length
+    trace = whole.truncated(lengths)
+    if any(turn.logprobs is None for turn in turns):
+        return trace, None
+    return trace, [each[prompt:] for each, prompt in zip(logprobs, prompt_lengths, strict=True)]
+
+
+def _sequences_of(turn: Turn, sequences: Sequence[NDArray[np.int32]]) -> Iterator[int]:
+    """The numbers of the sequences that a turn went on with: those that hold its prompt, and what it sampled or a part.
+
+    Equal turns of equal prompts are told apart by their order alone, which TRL keeps.
+    """
+    numbers = iter(range(len(sequences)))
+    for place, prompt_length in enumerate(turn.prompt_lengths):
+        tokens = turn.trace.tokens(place)
+        for s in numbers:
+            own = sequences[s]
+            if len(own) >= prompt_length and np.array_equal(tokens[: len(own)], own[: len(tokens)]):
+                yield s
+                break
+        else:
+            raise BatchMismatchError(
+                f"sequence {place} of a turn, {len(tokens)} tokens, is the beginning of none of the {len(sequences)} "
+                "sequences that TRL trains on: something between the engine and the trainer reordered, cut or "
+                "retokenised them"
+            )
 
 
 def joined_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
     """S arrays int32 [T], prompt and completion."""
     return [np.array([*p, *c], np.int32) for p, c in zip(prompts, completions, strict=True)]
-
-
-def require_tokens(trace: RoutingTrace, sequences: Sequence[NDArray[np.int32]]) -> None:
-    """Raise `BatchMismatchError` unless the trace holds exactly these sequences, in this order."""
-    if len(trace) != len(sequences):
-        raise BatchMismatchError(f"routes of {len(trace)} sequences were captured and TRL has {len(sequences)}")
-    for s, tokens in enumerate(sequences):
-        captured = trace.tokens(s)
-        if not np.array_equal(captured, tokens):
-            raise BatchMismatchError(
-                f"the routes captured for sequence {s} belong to {len(captured)} other tokens than the {len(tokens)} "
-                "that TRL trains on: something between the engine and the trainer reordered, cut or retokenised them"
-            )
 
 
 def require_lengths(env_masks: Sequence[Sequence[int]] | None, completions: Sequence[Sequence[int]]) -> None:

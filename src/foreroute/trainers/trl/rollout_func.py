@@ -1,10 +1,9 @@
-"""TRL's own door for engines, `rollout_func`: foreroute's engines behind it, and routes that any function returns."""
+"""TRL's own door for rollouts, `rollout_func`: foreroute's engines, and what any function returns with routes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,42 +11,98 @@ import torch
 from accelerate.utils import is_peft_model
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Sampling, decode
+from foreroute.capture import Generation, Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.trl.rollout import joined_tokens, require_tokens
+from foreroute.trainers.trl.rollout import joined_tokens
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
 
 
-def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
-    """A `rollout_func` that samples with an engine of foreroute, and returns its routes.
+def rollout_with(engine: Engine) -> EngineSource:
+    """Sample with an engine of foreroute: what `GRPOTrainer(..., rollout_func=...)` takes, with or without tools.
 
     The engine gets the policy's weights before the first rollout and after every optimizer step. Random numbers come
-    from the trainer's seed, the process, the step, and the number of the rollout in it.
+    from the trainer's seed, the process, the step, and the number of the turn in it.
 
     Args:
         engine: one of the policy's model. It stays the caller's to close.
 
     Returns:
-        What `GRPOTrainer(..., rollout_func=...)` takes. Calling it raises `ConfigError` when the trainer's sampling
-        settings are not the engine's: engines know no penalty, and not all of them top_p, top_k and min_p.
+        A source of turns for our trainer, and a function (prompts, trainer) for a `rollout_func` of your own. Sampling
+        raises `ConfigError` when the trainer's sampling settings are not the engine's: engines know no penalty, and not
+        all of them top_p, top_k and min_p.
     """
-    rollouts_of: Counter[int] = Counter()
+    return EngineSource(engine)
 
-    def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+
+def rollout_output(generation: Generation) -> dict[str, Any]:
+    """What a `rollout_func` returns for sequences of an engine or of an agent's records.
+
+    Exactly the sampled tokens have a part in the loss. TRL takes one sequence for each prompt that it gave, so that a
+    rollout of several branches fills several places of its group.
+
+    Args:
+        generation: S sequences, in the order of TRL's prompts.
+
+    Returns:
+        Lists of S entries: prompt_ids, completion_ids, logprobs (0 where nothing was sampled), env_mask and
+        routed_experts.
+    """
+    trace, sampled_N = generation.trace, generation.sampled_N
+    logprobs_N = np.zeros(len(sampled_N), np.float32)
+    logprobs_N[sampled_N] = generation.logprobs_R
+    output: dict[str, list[Any]] = {
+        name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", ROUTES)
+    }
+    for s, prompt in enumerate(generation.prompt_lengths.tolist()):
+        behind = slice(int(trace.offsets[s]) + prompt, int(trace.offsets[s + 1]))
+        output["prompt_ids"].append(trace.tokens(s)[:prompt].tolist())
+        output["completion_ids"].append(trace.tokens(s)[prompt:].tolist())
+        output["logprobs"].append(logprobs_N[behind].tolist())
+        output["env_mask"].append(sampled_N[behind].astype(int).tolist())
+        output[ROUTES].append(trace.select([s]))
+    return output
+
+
+class EngineSource:
+    """Turns that an engine of foreroute samples; see `rollout_with`.
+
+    Attributes:
+        trainer: TRL's, whose weights and settings they are sampled with.
+    """
+
+    trainer: Any
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._turns_of: Counter[int] = Counter()
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """One turn for each prompt, as a `rollout_func` returns it."""
+        self.trainer = trainer
+        return rollout_output(self._generation(trainer._tokenize_prompts(prompts)[0]))
+
+    def turn(
+        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[Any, RoutingTrace, None]:
+        """See `TurnSource`: tokens and log-probs as TRL's own engines return them, in the place of those."""
+        generation = self._generation(prompts)
+        output = rollout_output(generation)
+        return (output["completion_ids"], output["logprobs"]), generation.trace, None
+
+    def _generation(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
+        trainer = self.trainer
         _require_plain(trainer)
         step = int(trainer.state.global_step)
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        if engine.weight_version != step:
-            engine.load_weights(policy.state_dict(), step)
-        # a run that is resumed draws what it would have drawn at its step; a step may have several rollouts
-        place = (trainer.args.seed, trainer.accelerator.process_index, step, rollouts_of[step])
-        rollouts_of[step] += 1
+        if self._engine.weight_version != step:
+            self._engine.load_weights(trainer.accelerator.unwrap_model(trainer.model).state_dict(), step)
+        # a run that is resumed draws what it would have drawn at its step; a step may have several turns
+        place = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
+        self._turns_of[step] += 1
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
-        prompt_ids = trainer._tokenize_prompts(prompts)[0]
         sampling = Sampling(
             trainer.max_completion_length,
             trainer.eos_token_ids[0],
@@ -56,78 +111,51 @@ def rollout_with(engine: Engine) -> Callable[[list[Any], Any], dict[str, Any]]:
             top_p=trainer.top_p,
             min_p=trainer.min_p or 0.0,
         )
-        generation = engine.generate([np.array(ids, np.int32) for ids in prompt_ids], sampling, generator)
-        ends = np.cumsum(generation.response_lengths)[:-1]
-        return {
-            "prompt_ids": [list(ids) for ids in prompt_ids],
-            "completion_ids": [generation.response(s).tolist() for s in range(len(generation))],
-            "logprobs": [part.tolist() for part in np.split(generation.logprobs_R, ends)],
-            ROUTES: [generation.trace.select([s]) for s in range(len(generation))],
-        }
-
-    return roll_out
+        return self._engine.generate([np.array(ids, np.int32) for ids in prompt_ids], sampling, generator)
 
 
-class FunctionSource:
-    """A `rollout_func` that returns its routes beside what TRL asks for.
-
-    Args:
-        function: the user's.
-        model: the policy, as it is served.
-    """
-
-    def __init__(self, function: Callable[..., Any], model: ServedModel) -> None:
-        self._function = function
-        self._model = model
-        self._routes: Any = None
-
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """What TRL calls; it never sees the routes, which it would hand to reward functions."""
-        returned = self._function(prompts, trainer)
-        if not isinstance(returned, Mapping):
-            raise ReplayError(
-                f"the rollout_func returned a {type(returned).__name__}; expected a dictionary, as TRL asks for"
-            )
-        output = dict(returned)
-        self._routes = output.pop(ROUTES, None)
-        return output
-
-    def listening(self) -> AbstractContextManager[None]:
-        """Nothing: TRL calls the function by itself."""
-        self._routes = None
-        return nullcontext()
-
-    def captured(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, None]:
-        """The routes that came back, each a `RoutingTrace` of one sequence or what `capture.decode` reads."""
-        routes = self._routes
-        count = (
-            len(routes) if isinstance(routes, Collection) and not isinstance(routes, str | bytes | Mapping) else None
+def require_mapping(returned: object) -> dict[str, Any]:
+    """Give what a `rollout_func` returned as a dictionary of our own; raise `ReplayError` for anything else."""
+    if not isinstance(returned, Mapping):
+        raise ReplayError(
+            f"the rollout_func returned a {type(returned).__name__}; expected a dictionary, as TRL asks for"
         )
-        if count is None or count != len(prompts):
-            found = "no" if routes is None else f"a {type(routes).__name__} as" if count is None else count
-            raise ReplayError(
-                f"the rollout_func returned {found} {ROUTES!r} for {len(prompts)} sequences; expected a list of as "
-                "many, each a RoutingTrace or what foreroute.capture.decode reads"
-            )
-        sequences = joined_tokens(prompts, completions)
-        traces = [
-            each
-            if isinstance(each, RoutingTrace)
-            else decode(
-                each,
-                model=self._model.spec,
-                token_ids=[tokens],
-                vocabulary_size=self._model.vocabulary_size,
-                indexers=self._model.indexers,
-                weight_version=weight_version,
-            )
-            for each, tokens in zip(routes, sequences, strict=True)
-        ]
-        trace = concatenate(traces)
-        require_tokens(trace, sequences)
-        return trace, None
+    return dict(returned)
+
+
+def returned_trace(
+    routes: Any,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    model: ServedModel,
+    weight_version: int,
+) -> RoutingTrace:
+    """The routes that a `rollout_func` returned, each a `RoutingTrace` of one sequence or what `capture.decode` reads.
+
+    Raises:
+        ReplayError: when there is not one entry for each sequence.
+        CaptureError: when they cannot be those of these tokens.
+    """
+    is_list = isinstance(routes, Collection) and not isinstance(routes, str | bytes | Mapping)
+    if not is_list or len(routes) != len(prompts):
+        found = "no" if routes is None else len(routes) if is_list else f"a {type(routes).__name__} as"
+        raise ReplayError(
+            f"the rollout_func returned {found} {ROUTES!r} for {len(prompts)} sequences; expected a list of as "
+            "many, each a RoutingTrace or what foreroute.capture.decode reads"
+        )
+    return concatenate(
+        each
+        if isinstance(each, RoutingTrace)
+        else decode(
+            each,
+            model=model.spec,
+            token_ids=[tokens],
+            vocabulary_size=model.vocabulary_size,
+            indexers=model.indexers,
+            weight_version=weight_version,
+        )
+        for each, tokens in zip(routes, joined_tokens(prompts, completions), strict=True)
+    )
 
 
 def _require_plain(trainer: Any) -> None:

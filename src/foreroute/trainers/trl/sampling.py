@@ -96,7 +96,7 @@ def require_masks(trainer: Any, trace: RoutingTrace) -> None:
         )
 
 
-def refusals(trainer: Any) -> list[tuple[bool, str]]:
+def refusals(trainer: Any) -> list[tuple[object, str]]:
     """List what scoring under R3 does not go with: whether it is so, and the message.
 
     Args:
@@ -111,15 +111,15 @@ def refusals(trainer: Any) -> list[tuple[bool, str]]:
     }
     temperature = settings.get("temperature")
     return [
-        (bool(moving), _moves(_listed(moving))),
+        (moving, _moves(_listed(moving))),
         (temperature != trainer.temperature, _another_temperature(temperature, trainer.temperature)),
         (
-            bool(served and cuts and trainer.vllm_mode == "server"),
+            served and cuts and trainer.vllm_mode == "server",
             f"{cuts} leave tokens out, and the answers that TRL asks a vLLM server for have no sampling masks; take "
             "vllm_mode='colocate' or a rollout_func, or leave them out",
         ),
         (
-            bool(served and cuts and "top_k" not in settings),
+            served and cuts and "top_k" not in settings,
             f"{cuts} leave tokens out, and vLLM returns sampling masks of requests with a top_k alone; set it, to the "
             "size of the vocabulary where it should leave nothing out",
         ),

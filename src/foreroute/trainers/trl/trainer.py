@@ -3,7 +3,7 @@
 TRL sends old, reference and current log-probs through one method, shuffles and splits whatever tensors a generation
 batch holds, and has a public door for other rollout engines. Replay stands at those three places:
 
-    _generate                                  the rollout's routes are captured
+    _generate, _generate_single_turn           the routes of each turn are captured, and joined
     _generate_and_score_completions            each sequence gets its row number, which TRL then shuffles and splits
     _get_per_token_logps_and_entropies         replayed in old and update passes of the policy, in no other
     _compute_loss, training_step, log          the update, the proof that it was replayed, and the metrics
@@ -19,9 +19,10 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from foreroute.errors import AttachError, ConfigError
-from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.checks import refuse_first, require_overridden
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import Replay, TrainerPassController
+from foreroute.trainers.trl.rollout_func import EngineSource
 from foreroute.trainers.trl.sampling import refusals
 
 
@@ -57,8 +58,11 @@ class RoutingReplay:
         self.routing = TrainerPassController(self, replay)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        generate = partial(super()._generate, prompts)  # type: ignore[misc]
-        return self.routing.capture(generate) if self.model.training else generate()
+        return self.routing.capture(partial(super()._generate, prompts))  # type: ignore[misc]
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **options: Any) -> Any:
+        sample = partial(super()._generate_single_turn, prompt_ids, *args, **options)  # type: ignore[misc]
+        return self.routing.turn(sample, prompt_ids)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         generate = partial(super()._generate_and_score_completions, inputs)  # type: ignore[misc]
@@ -125,22 +129,21 @@ def require_supported(trainer: Any, replay: Replay) -> None:
         trainer: TRL's trainer, after its own set-up.
         replay: what was asked for.
     """
-    of_sampling = refusals(trainer) if replay == "R3" else []
-    for refused, message in [*_refusals(trainer, captures=replay != "R2"), *of_sampling]:
-        if refused:
-            raise ConfigError(message)
+    refuse_first(_refusals(trainer, captures=replay != "R2"))
+    if replay == "R3":
+        refuse_first(refusals(trainer))
 
 
-def _refusals(trainer: Any, *, captures: bool) -> list[tuple[bool, str]]:
+def _refusals(trainer: Any, *, captures: bool) -> list[tuple[object, str]]:
     args = trainer.args
-    tools = bool(getattr(trainer, "tools", None)) or getattr(trainer, "environment_factories", None) is not None
+    turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     prompt_learning = is_peft_model(trainer.model) and any(
         config.is_prompt_learning for config in trainer.model.peft_config.values()
     )
     return [
         (
-            bool(getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False)),
+            getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False),
             "use_liger_kernel replaces modules of the model when training starts, after replay was proven on it; "
             "leave it off",
         ),
@@ -158,13 +161,21 @@ def _refusals(trainer: Any, *, captures: bool) -> list[tuple[bool, str]]:
             "batch cannot be checked to belong together; use LoRA",
         ),
         (
-            captures and bool(getattr(trainer, "use_transformers_continuous_batching", False)),
+            captures and getattr(trainer, "use_transformers_continuous_batching", False),
             "use_transformers_continuous_batching generates over paged batches, whose routes cannot be recorded; leave "
             "it off, sample with vLLM or a rollout_func, or take replay='R2'",
         ),
         (
-            captures and tools,
-            "tools and environments sample a sequence in several turns, whose routes TRL does not keep apart; return "
-            "them from a rollout_func, or take replay='R2'",
+            turns and trainer.rollout_func is not None,
+            "TRL samples what follows a tool's answer with its own engine, not with the rollout_func; call the tools "
+            "in the rollout_func and return env_mask, or take rollout_with(engine)",
+        ),
+        (
+            turns
+            and trainer.use_vllm
+            and trainer.accelerator.num_processes > 1
+            and (trainer.vllm_mode == "server" or trainer.vllm_tensor_parallel_size > 1),
+            "TRL deals the answers of a vLLM that serves several processes out in equal shares, and with tools the "
+            "processes ask for unequal numbers; take vllm_mode='colocate' with a tensor_parallel_size of 1",
         ),
     ]

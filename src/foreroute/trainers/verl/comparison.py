@@ -6,7 +6,7 @@ What is left of k3 is their precisions. Weights that arrived nowhere, or in wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,10 +99,9 @@ class RolloutComparison:
             return
         lengths = response_lengths(micro_batch)
         trained, counted = of_responses(log_probs, lengths), sampled_mask(micro_batch)
-        by_rollout = parts_of(sampled, lengths)
-        self.metrics.compare_tokens(by_rollout, _padded(trained), _padded(counted))
+        log_r = self.metrics.compare_tokens(parts_of(sampled, lengths), trained, counted)
         if self._weights_check is not None and not update:
-            self._weights_check.add(by_rollout, trained, counted)
+            self._weights_check.add(log_r)
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         from verl.utils.device import get_device_id  # all else here needs no verl
@@ -118,23 +117,10 @@ class WeightsCheck:
     def __init__(self) -> None:
         self._k3, self._tokens = 0.0, 0
 
-    def add(
-        self,
-        sampled: Sequence[NDArray[np.float32]],
-        trained: Sequence[NDArray[np.float32]],
-        counted: Sequence[NDArray[np.bool_]],
-    ) -> None:
-        """Tokens of responses.
-
-        Args:
-            sampled: S arrays [R], log-probs that the rollout sampled with, NaN where not known.
-            trained: S arrays [R], the trainer's.
-            counted: S arrays [R], True where a token was sampled.
-        """
-        log_r = np.concatenate(trained).astype(np.float64) - np.concatenate(sampled)
-        log_r = log_r[np.concatenate(counted) & ~np.isnan(log_r)]
-        self._k3 += float(np.minimum(np.expm1(log_r) - log_r, MOST_OF_A_TOKEN).sum())
-        self._tokens += len(log_r)
+    def add(self, log_r_C: NDArray[np.float64]) -> None:
+        """Sampled tokens, by their log-probs of the trainer less those of the rollout, float64 [C]."""
+        self._k3 += float(np.minimum(np.expm1(log_r_C) - log_r_C, MOST_OF_A_TOKEN).sum())
+        self._tokens += len(log_r_C)
 
     def judge(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Judge the tokens of all processes since the last call. A collective: every process calls it.
@@ -155,8 +141,3 @@ class WeightsCheck:
             "it samples from another distribution than it reports (temperature, top_p, top_k). Compare its log-probs "
             "of a fixed text with those of a checkpoint"
         )
-
-
-def _padded(rows: list[Any]) -> Tensor:
-    parts = [torch.from_numpy(np.asarray(row, np.float32)) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

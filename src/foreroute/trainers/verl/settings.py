@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from foreroute.errors import ConfigError
+from foreroute.trainers.checks import refuse_first
 
 Replay = Literal["disabled", "R2", "R3"]
 KEY = "router_replay.mode"
@@ -45,14 +46,12 @@ def require_supported(engine: Any) -> None:
             "cut yet; leave it at 1",
         ),
         (
-            bool(model.use_fused_kernels),
+            model.use_fused_kernels,
             "use_fused_kernels replaces the forward of the model by one that returns no logits, on which replay cannot "
             "be proven; leave it off",
         ),
     ]
-    for is_set, message in refused:
-        if is_set:
-            raise ConfigError(f"{KEY} is set, and {message}")
+    refuse_first((is_set, f"{KEY} is set, and {message}") for is_set, message in refused)
 
 
 def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, plans: bool) -> None:
@@ -87,12 +86,10 @@ def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, pla
         (not config.use_remove_padding, "use_remove_padding is off, under which it was never tested; switch it on"),
         (config.pad_to_length, "pad_to_length appends tokens that no route is for; switch it off"),
         (
-            bool(model.use_fused_kernels or config.use_fused_kernels),
+            model.use_fused_kernels or config.use_fused_kernels,
             "use_fused_kernels replaces the forward of the model; leave it off",
         ),
-        (bool(model.mtp.enable), "mtp is on: its routers have no routes of the rollout; switch it off"),
-        (bool((model.lora or {}).get("rank", 0)), "LoRA is on, under which it was never tested; leave lora.rank at 0"),
+        (model.mtp.enable, "mtp is on: its routers have no routes of the rollout; switch it off"),
+        ((model.lora or {}).get("rank", 0), "LoRA is on, under which it was never tested; leave lora.rank at 0"),
     ]
-    for is_set, message in refused:
-        if is_set:
-            raise ConfigError(f"{KEY} is set, and {message}")
+    refuse_first((is_set, f"{KEY} is set, and {message}") for is_set, message in refused)

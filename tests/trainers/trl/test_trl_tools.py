@@ -1,0 +1,234 @@
+"""A tool in the loop: every turn's routes reach the experts in their places, and exactly sampled tokens carry loss.
+
+Oracles: `tools_runs.oracle`, and what each turn of an engine is written down to have routed.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from examples.trl.tiny import agent, look_up
+from foreroute.capture import Generation, Sampling
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
+from foreroute.trace import SAMPLING, RoutingTrace, concatenate
+from foreroute.trainers.trl import GRPOTrainer, rollout_with
+from foreroute.trainers.trl import trainer as adapter
+from foreroute.trainers.trl.rollout import Turn, joined_turns
+from tests.trainers.trl.routes_book import native, require_followed, watched
+from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of
+from tests.trainers.trl.trl_runs import logged
+from tests.trainers.trl.vllm_fakes import colocated, served
+
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
+
+
+class Counter:
+    """An environment of TRL whose method is the tool of the tokenizer's template."""
+
+    def reset(self, **_):
+        self.calls = 0
+
+    def look_up(self, text: str) -> str:
+        """Count.
+
+        Args:
+            text: any.
+
+        Returns:
+            How often it was called.
+        """
+        self.calls += 1
+        return f"{self.calls}"
+
+
+class Drawn(EmbeddedEngine):
+    """Routes that no model would take: a tenth of the cells of each turn is drawn anew, by what its tokens are.
+
+    Attributes:
+        turns: tokens and routes int64 [T - 1, L, K] of each sequence that was sampled, in order.
+    """
+
+    def __init__(self, model):
+        super().__init__(model, "float32")
+        self.turns = []
+
+    def generate(self, prompts, sampling, generator):
+        generation = super().generate(prompts, sampling, generator)
+        traces = [self._drawn(generation.trace.select([s])) for s in range(len(generation))]
+        return Generation(concatenate(traces), generation.prompt_lengths, generation.logprobs_R)
+
+    def _drawn(self, trace):
+        tokens, rows = trace.tokens(0).tolist(), trace.expert_ids_NLK.astype(np.int64)
+        rng = np.random.default_rng(tokens)
+        cells = rng.random(rows.shape[:2]) < 0.1
+        rows[cells] = np.argsort(rng.random((*rows.shape[:2], 8)), axis=-1)[..., : rows.shape[2]][cells]
+        self.turns.append((tokens, rows[:-1]))
+        versions = [trace.weight_versions_N]
+        return RoutingTrace.from_rows(trace.spec, [tokens], [rows], valid=[trace.valid_N], weight_versions=versions)
+
+    def routes_of(self, tokens):
+        """Rows [R, L, K] of a sequence: of each the first turn that it was an input of."""
+        rows = np.zeros((0, 3, 2), np.int64)
+        for turn, routes in self.turns:
+            if tokens[: len(turn)] == turn[: len(tokens)]:
+                rows = np.concatenate([rows, routes[len(rows) :]])
+        return rows[: len(tokens)]
+
+
+@pytest.mark.parametrize(
+    "source", ["generate", pytest.param("environment", marks=pytest.mark.slow), "engine", "branches"]
+)
+def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(source, folder):
+    model = agent()
+    before, engine = copy.deepcopy(model), Drawn(model)
+    chosen = {
+        "generate": {},
+        "environment": {"tools": (), "factory": Counter},
+        "engine": {"rollout_func": rollout_with(engine)},
+        "branches": {"rollout_func": branching(engine), "tools": ()},
+    }[source]
+    trainer = make(folder, model=model, **chosen)
+    with watched(model) as batches:
+        trainer.train()
+    sequences = list(sequences_of(trainer))
+    turns = [np.diff(sampled.astype(int)).clip(0).sum() for _, sampled, _ in sequences]
+    assert max(turns) > 1
+    assert min(np.abs([advantage for *_, advantage in sequences])) > 0
+    assert any(not sampled[np.flatnonzero(sampled)[0] :].all() for _, sampled, _ in sequences)
+    own = source in ("generate", "environment")
+    routes_of = (
+        (lambda tokens: native(before, tokens)[0][:-1])
+        if own
+        else lambda tokens: engine.routes_of(tokens)[: len(tokens) - 1]
+    )
+    expected = oracle(before, sequences, routes_of)
+    assert trainer.gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(trainer.gradients[name], gradient, rtol=1e-3, atol=2e-5)
+    assert logged(trainer, "mismatch/disagreement") == [0.0]
+    if own:
+        assert logged(trainer, "mismatch/k3")[0] < 1e-9
+        return
+    book = type("Book", (), {"routes": {tuple(tokens): engine.routes_of(tokens) for tokens, *_ in sequences}})
+    (update,) = [batch for batch in batches if batch.grad]
+    assert len(require_followed(update, book)) == len(sequences)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fake", "settings"), [(colocated, COLOCATE), (served, SERVER)], ids=["colocate", "server"])
+def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monkeypatch):
+    """On stand-ins with the fields of vLLM's answers, sampled in bfloat16; a real one is in test_trl_real_vllm.py."""
+    disagreement = {}
+    for replay in ("R3", "none"):
+        with monkeypatch.context() as patch:
+            fake(patch, lambda routes: routes)
+            trainer = make(folder, replay=replay, **settings)
+            trainer.train()
+            (disagreement[replay],) = logged(trainer, "mismatch/disagreement")
+            assert sum(not sampled[20:].all() for _, sampled, _ in sequences_of(trainer)) > 1
+    assert disagreement["R3"] == 0
+    assert disagreement["none"] > 0.005
+
+
+@pytest.mark.slow
+def test_sampling_masks_of_all_turns_are_scored_on(folder):
+    k3 = {}
+    for replay in ("R3", "none"):
+        trainer = make(folder, replay=replay, top_p=0.8)
+        trainer.train()
+        (k3[replay],) = logged(trainer, "mismatch/k3")
+    assert k3["R3"] < 1e-9
+    assert k3["none"] > 1e-2  # the control
+    trace = trainer.routing.rollout.trace
+    assert SAMPLING not in trace.streams
+
+
+@pytest.mark.slow
+def test_r2_and_evaluation_need_nothing_of_a_turn(folder):
+    trainer = make(folder, replay="R2", num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert len(logged(trainer, "eval_loss")) == 2
+    assert logged(trainer, "mismatch/native_disagreement")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_func": lambda prompts, trainer: {}}, "call the tools in the rollout_func"),
+        ({"processes": 2, **SERVER}, "in equal shares"),
+        ({"processes": 2, **COLOCATE, "vllm_tensor_parallel_size": 2}, "in equal shares"),
+    ],
+    ids=["rollout-func", "server-of-two", "tensor-parallel"],
+)
+def test_turns_that_trl_would_sample_or_deal_out_otherwise(settings, message, folder, monkeypatch):
+    processes = settings.pop("processes", 1)
+    changes = {name: settings.pop(name) for name in tuple(settings) if "vllm" in name}
+    trainer = make(folder, kind=GRPOTrainer, tools=(), **settings)
+    state = trainer.accelerator.state
+    stand_in = type("Accelerator", (), {"state": state, "num_processes": processes})
+    for name, value in {**changes, "accelerator": stand_in}.items():
+        monkeypatch.setattr(trainer, name, value, raising=False)
+    monkeypatch.setattr(trainer, "rollout_func", settings.get("rollout_func"))
+    adapter.require_supported(trainer, "R3")  # the control: without tools
+    monkeypatch.setattr(trainer, "tools", [look_up])
+    adapter.require_supported(trainer, "R2")
+    with pytest.raises(ConfigError, match=message):
+        adapter.require_supported(trainer, "R3")
+
+
+def turn_of(spec, number, prompts, responses):
+    """A turn whose rows hold its number, as the first expert, and their position."""
+    sequences = [p + r for p, r in zip(prompts, responses, strict=True)]
+    others = [e for e in range(8) if e != number]
+    rows = [np.array([[[number, others[p % 7]]] * 3 for p in range(len(t))]) for t in sequences]
+    valid = [np.arange(len(t)) < len(t) - 1 for t in sequences]
+    versions = [np.zeros(len(t), np.int64) for t in sequences]
+    trace = RoutingTrace.from_rows(spec, sequences, rows, valid=valid, weight_versions=versions)
+    return Turn([len(p) for p in prompts], trace, [np.full(len(r), -1.0 - number, np.float32) for r in responses])
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return EmbeddedEngine(agent()).generate([np.array([5, 6], np.int32)], Sampling(1, 1), torch.Generator()).trace.spec
+
+
+def test_rows_log_probs_and_cuts_of_turns_by_hand(spec):
+    """Two sequences alike in their first turn, of which the second goes on; one that is cut; one that ends at once."""
+    one = turn_of(spec, 0, [[5, 6], [5, 6], [5], [5]], [[7], [7], [8, 9], [1]])
+    two = turn_of(spec, 1, [[5, 6, 7, 20, 21], [5, 8, 9, 22]], [[30, 31], [32, 33, 34]])
+    final = [[5, 6, 7], [5, 6, 7, 20, 21, 30, 31], [5, 8, 9, 22, 32], [5, 1]]
+    trace, logprobs = joined_turns([one, two], [np.array(t, np.int32) for t in final], [2, 2, 1, 1])
+    of_turn = trace.expert_ids_NLK[:, 0, 0].tolist()
+    valid = trace.valid_N.tolist()
+    assert [int(t) if v else None for t, v in zip(of_turn, valid, strict=True)] == [
+        *(0, 0, None),
+        *(0, 0, 1, 1, 1, 1, None),
+        *(0, 0, 1, 1, 1),
+        *(0, None),
+    ]
+    nan = np.nan
+    expected = [[-1], [-1, nan, nan, -2, -2], [-1, -1, nan, -2], [-1]]
+    for found, own in zip(logprobs, expected, strict=True):
+        np.testing.assert_array_equal(found, np.array(own, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("second", "final", "error", "message"),
+    [
+        ([[5, 6, 8, 20, 30]], [5, 6, 7, 20, 30], BatchMismatchError, "the beginning of none of the 1 sequences"),
+        ([[5, 6, 7, 20, 30]] * 2, [5, 6, 7, 20, 30], BatchMismatchError, "sequence 1 of a turn"),
+        ([], [5, 6, 7, 20, 30], BatchMismatchError, "trains on 5 tokens of sequence 0, and .* end at 3"),
+        (None, [5, 6, 7], ReplayError, "past _generate_single_turn"),
+    ],
+    ids=["other-tokens", "twice", "missing", "no-turn"],
+)
+def test_turns_of_other_tokens_are_refused(second, final, error, message, spec):
+    turns = [] if second is None else [turn_of(spec, 0, [[5, 6]], [[7]])]
+    if second:
+        turns.append(turn_of(spec, 1, [tokens[:-1] for tokens in second], [tokens[-1:] for tokens in second]))
+    with pytest.raises(error, match=message):
+        joined_turns(turns, [np.array(final, np.int32)], [2])

@@ -1,0 +1,99 @@
+"""Runs in vLLM's Python, with TRL beside it: one step of TRL with a tool, sampled by its own vLLM ("colocate").
+
+    python -m tests.trainers.trl.tools_on_vllm FOLDER tools|branches REPLAY DTYPE
+
+Two things of TRL do not work on a CPU. vLLM compiles there unless it is told not to, and its routes are then all zero.
+And weights that are pushed into its model, as TRL does, are not packed for the CPU's kernels: they go through a folder.
+"""
+
+import copy
+import json
+import os
+import sys
+
+os.environ.update(
+    TRL_EXPERIMENTAL_SILENCE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+
+
+def stand_in(dtype: str) -> None:
+    from trl.generation import vllm_generation
+
+    from foreroute.engines.vllm.worker_plugin import WorkerExtension
+
+    start = vllm_generation.LLM
+    vllm_generation.LLM = lambda **options: start(**{**options, "enforce_eager": True, "dtype": dtype})
+
+    def sync_weights(self):
+        self.model.save_pretrained(f"{self.model.name_or_path}/pushed")
+        WorkerExtension.foreroute_load(
+            self.llm.llm_engine.model_executor.driver_worker, f"{self.model.name_or_path}/pushed"
+        )
+        self.llm.reset_prefix_cache()
+
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
+
+
+class TurnsOfTRL:
+    """An engine for a `rollout_func`: the vLLM that TRL has started, and keeps the weights of."""
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def generate(self, prompts, sampling, generator):
+        import numpy as np
+        from vllm import SamplingParams
+
+        from foreroute.capture import Generation, decode
+
+        (prompt,) = prompts
+        options = SamplingParams(max_tokens=sampling.max_new_tokens, logprobs=0, stop_token_ids=[sampling.end_token])
+        (answer,) = self._trainer.vllm_generation.llm.generate(
+            [{"prompt_token_ids": prompt.tolist()}], sampling_params=options, use_tqdm=False
+        )
+        trace = decode(answer, model=self._trainer.routing.routed.spec)
+        sampled = answer.outputs[0]
+        logprobs = [step[token].logprob for step, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
+        return Generation(trace, np.array([len(prompt)]), np.array(logprobs, np.float32))
+
+
+def main(folder: str, source: str, replay: str, dtype: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    stand_in(dtype)
+    from examples.trl.tiny import agent, chat_tokenizer
+    from tests.trainers.trl.routes_book import native
+    from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of
+    from tests.trainers.trl.trl_runs import logged
+
+    agent().save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    model = type(agent()).from_pretrained(folder, dtype=torch.float32)
+    before = copy.deepcopy(model)
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
+    if source == "branches":
+        settings |= {
+            "tools": (),
+            "rollout_func": lambda prompts, trainer: branching(TurnsOfTRL(trainer))(prompts, trainer),
+        }
+    trainer = make(f"{folder}/run", model=model, replay=replay, **settings)
+    trainer.train()
+    sequences = list(sequences_of(trainer))
+    expected = oracle(before, sequences, lambda tokens: native(before, tokens)[0][:-1])
+    worst = max(
+        float((trainer.gradients[name] - gradient).abs().max() / gradient.abs().max())
+        for name, gradient in expected.items()
+    )
+    turns = [int((sampled[1:] & ~sampled[:-1]).sum()) for _, sampled, _ in sequences]
+    found = {name: logged(trainer, f"mismatch/{name}") for name in ("k3", "disagreement")}
+    sys.stdout.write(f"\n{json.dumps({**found, 'turns': turns, 'gradients': worst})}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
