@@ -1,5 +1,7 @@
 """Records of agents, read back: every row, log-prob, mask and weight version against the engine that was scripted."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -45,8 +47,12 @@ def check_gym(folder, seed):
     entries = [scripted.gym_entry(call, "0-0", int(rng.integers(4))) for call in made]
     order = rng.permutation(len(entries))
     path = scripted.write_gym(folder, [entries[i] for i in order])
-    read = read_nemo_gym(path, model=SPEC, weight_version=by_time(made, "created_at"))
-    return made, read
+    return made, read_gym(path, made)
+
+
+def read_gym(path, made):
+    """A rollout of these calls."""
+    return read_nemo_gym(path, model=SPEC, weight_version=by_time(made, "created_at"))
 
 
 def expect_gym(made, read):
@@ -134,6 +140,7 @@ def expect_skycap(made, graph, read):
         assert any(sentence.startswith(f"the path to node {leaf} is left out") for sentence in read.left_out)
 
 
+RECORDED = Path(__file__).parent / "recorded"
 FORMS = {"nemo-gym": (check_gym, expect_gym), "skycap": (check_skycap, expect_skycap)}
 
 
@@ -143,3 +150,10 @@ def test_scripted_rollouts_come_back(tmp_path, form, seeds):
     write_and_read, expect_all = FORMS[form]
     for seed in seeds:
         expect_all(*write_and_read(tmp_path, seed))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_records_that_gyms_own_code_wrote_come_back(seed):
+    """`tests/capture/record_gym.py` made them, and compares each entry with the writer of the other tests."""
+    made = scripted.script(seed)
+    expect_gym(made, read_gym(RECORDED / f"{seed}-0.tokens.jsonl", made))
