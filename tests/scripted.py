@@ -381,3 +381,8 @@ def write_skycap(folder, document, arrays, *, states_size=True):
     text = json.dumps({"sidecars": sidecars, **document}).encode()
     path.write_bytes(compressed(text, states_size=states_size))
     return path
+
+
+def content(frame):
+    """What a frame of this module holds."""
+    return zstandard.ZstdDecompressor().decompressobj().decompress(frame)

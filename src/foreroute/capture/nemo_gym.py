@@ -83,11 +83,11 @@ def read_nemo_gym(
     path = FilePath(entries)
     if not path.name.endswith(SUFFIX):
         raise CaptureError(f"{path} is named otherwise than <rollout>{SUFFIX}; pass that file of NeMo Gym's capture")
-    lines = [line for line in read_file(path, CaptureError).split(b"\n") if line.strip()]
+    content = read_file(path, CaptureError)
     state_path = path.with_name(path.name.removesuffix("jsonl") + "state.json")
     state = parse_text(read_file(state_path, CaptureError), name=str(state_path))
     with naming(path):
-        records = _records(lines, state, path.name.removesuffix(SUFFIX))
+        records = _records(content, state, path.name.removesuffix(SUFFIX))
         left_out = _unfinished(path, state, records)
         if left_out:
             return rollout_of([], left_out)
@@ -98,13 +98,16 @@ def read_nemo_gym(
         return rollout_of([path for path in paths if path is not None], [*dict.fromkeys(left_out)])
 
 
-def _records(lines: list[bytes], state: object, rollout: str) -> dict[str, Mapping[str, Any]]:
+def _records(content: bytes, state: object, rollout: str) -> dict[str, Mapping[str, Any]]:
     """Return the line of each call, as the index of the store has it."""
     index = state.get("entry_digests") if isinstance(state, Mapping) else None
-    if not isinstance(index, Mapping):
-        raise CaptureError(f"its state is {shown(state)}; expected an object with entry_digests")
+    if not isinstance(index, Mapping) or state.get("indexed_size") != len(content):
+        raise CaptureError(
+            f"it has {len(content)} bytes, and its state is {shown(state)}; expected the entry_digests of a file of "
+            "indexed_size bytes. Was it cut, or is the rollout going on?"
+        )
     records: dict[str, Mapping[str, Any]] = {}
-    for number, line in enumerate(lines):
+    for number, line in enumerate(content.splitlines()):
         record = parse_text(line, name=f"line {number + 1}")
         name = record.get("model_call_id") if isinstance(record, Mapping) else None
         schema = record.get("schema_version", 1) if isinstance(record, Mapping) else None
