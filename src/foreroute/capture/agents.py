@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from foreroute.capture.arrays import MAX_INT32
 from foreroute.capture.decode import decode
 from foreroute.capture.generation import Generation
-from foreroute.errors import CaptureError, TraceError
+from foreroute.errors import CaptureError, TraceError, shown
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
 from foreroute.trace.spec import whole_number
 
@@ -108,13 +108,13 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise CaptureError(f"{path}: {error}") from error
 
 
-def entries_of(record: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> list[Any]:
-    """Return a list of a JSON object, all of one type.
+def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
+    """Return a list of a JSON object, whose entries are of these types and of none derived from them.
 
     Raises:
         CaptureError: when it is something else.
     """
     values = record.get(name)
-    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        raise CaptureError(f"{name} is a {type(values).__name__}; expected a list of entries of the record's format")
+    if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
+        raise CaptureError(f"{name} is {shown(values)}; expected a list of {' or '.join(k.__name__ for k in kinds)}")
     return values

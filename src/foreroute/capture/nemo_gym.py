@@ -282,7 +282,7 @@ def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion, lef
 
 
 def _logprobs(call: _Call) -> NDArray[np.float64]:
-    values = entries_of(call.record, "generation_log_probs", int | float)
+    values = entries_of(call.record, "generation_log_probs", int, float)
     if len(values) != len(call.tokens_T) - call.prompt:
         raise CaptureError(
             f"call {call.name:.40} has {len(values)} log-probs for {len(call.tokens_T) - call.prompt} tokens"

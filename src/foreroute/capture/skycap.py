@@ -262,7 +262,7 @@ class _Paths:
 def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[int, list[int]]]:
     """Return the last node of each path that is trained, and the nodes that it trains."""
     status, samples = record.get("status"), record.get("samples")
-    count = len(entries_of(record, "nodes", Mapping))
+    count = len(entries_of(record, "nodes", dict))
     if status != "finished" or samples is None:
         left_out.append(
             f"the record is left out: its status is {shown(status)}, and it has {'no ' * (samples is None)}samples; "
@@ -270,7 +270,7 @@ def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[in
         )
         return []
     found = []
-    for row in entries_of(_object(samples, "samples"), "rows", Mapping):
+    for row in entries_of(_object(samples, "samples"), "rows", dict):
         numbers = [row.get("leaf"), *entries_of(row, "targets", int)]
         if len(numbers) == 1:
             continue  # it trains nothing
@@ -279,6 +279,8 @@ def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[in
             for number in numbers
         )
         found.append((leaf, targets))
+    if not found:
+        left_out.append("the record is left out: its samples train no reply")
     return found
 
 
@@ -299,7 +301,7 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
         used[kind] = first + count
         return slice(first, first + count)
 
-    for number, entry in enumerate(entries_of(record, "nodes", Mapping)):
+    for number, entry in enumerate(entries_of(record, "nodes", dict)):
         parent, author, held = entry.get("parent"), entry.get("author"), entry.get("tokens")
         if parent is not None:
             parent = whole_number(
@@ -312,7 +314,7 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
             )
         is_model, calls = author == "model", [{}]
         if is_model:
-            calls = entries_of(entry, "calls", Mapping)
+            calls = entries_of(entry, "calls", dict)
         if not calls:
             raise CaptureError(f"node {number} is a reply without a call")
         tokens = experts = masks = None
