@@ -59,6 +59,7 @@ def test_the_record_is_what_the_cases_take_it_for(tmp_path):
     assert scripted.Skycap(MADE).samples()["rows"] == PATHS
     for masks in (False, True):
         read = skycap(tmp_path, masks=masks)
+        assert list(read.generation.trace.streams) == ["sampling"] * masks
         assert read.ends == ("4", "5")
         assert read.left_out == ()
     read = gym(tmp_path)
@@ -191,6 +192,20 @@ def test_a_copied_row_is_absent_unless_a_later_call_replaced_it(tmp_path):
     read = skycap(tmp_path, change_arrays=copy)
     assert read.generation.trace.valid_N[: len(TOOL.tokens)].tolist() == [True] * 6 + [False]
     assert sum("a copy of the row before" in each for each in read.left_out) == 2
+
+
+def test_a_row_that_cannot_be_compared_with_the_one_before_is_absent(tmp_path):
+    first = scripted.Call("c0", None, [5, 6, 7, 8], [10], 1, at=100.0)
+    second = scripted.Call("c1", first, [*first.tokens, 20], [13], 1, at=101.0)
+    graph = scripted.Skycap([first, second])
+    reply = graph.nodes[graph.node_of["c0"]]
+    reply.tokens, reply.sampled_start, reply.logprobs = [10], 0, reply.logprobs[1:]
+    graph.nodes[1].tokens, reply.rows = [*graph.nodes[1].tokens, 8], reply.rows[-1:]
+    path = scripted.write_skycap(tmp_path, graph.document(), graph.arrays())
+    read = read_skycap(path, model=SPEC, weight_version=1)
+    # the message before the reply lost its rows, so that nothing says whether the reply's only row is a copy
+    assert read.generation.trace.token_ids_N.tolist() == [5, 6, 7, 8, 10, 20, 13]
+    assert read.generation.trace.valid_N.tolist() == [True] + [False] * 4 + [True, False]
 
 
 def test_weights_are_those_of_the_call_that_computed_a_row(tmp_path):

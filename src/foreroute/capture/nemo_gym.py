@@ -101,7 +101,8 @@ def read_nemo_gym(
 def _records(content: bytes, state: object, rollout: str) -> dict[str, Mapping[str, Any]]:
     """Return the line of each call, as the index of the store has it."""
     index = state.get("entry_digests") if isinstance(state, Mapping) else None
-    if not isinstance(index, Mapping) or state.get("indexed_size") != len(content):
+    size = state.get("indexed_size") if isinstance(state, Mapping) else None
+    if not isinstance(index, Mapping) or size != len(content):
         raise CaptureError(
             f"it has {len(content)} bytes, and its state is {shown(state)}; expected the entry_digests of a file of "
             "indexed_size bytes. Was it cut, or is the rollout going on?"

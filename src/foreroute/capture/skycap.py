@@ -119,8 +119,8 @@ class _Paths:
     ) -> None:
         self.nodes, self.arrays, self.model, self.left_out = _nodes_of(record, arrays), arrays, model, left_out
         self.capture, self.weight_version = _object(record.get("capture"), "capture"), weight_version
-        self.vocabulary_size = vocabulary_size
-        if vocabulary_size is None and any(node.masks for node in self.nodes):
+        self.vocabulary_size = vocabulary_size if any(node.masks for node in self.nodes) else 0
+        if self.vocabulary_size is None:
             raise CaptureError("it has sampling masks, and the vocabulary is not known; pass vocabulary_size=")
         self.trained: set[int] = set()
         self.room = MOST_BYTES
@@ -213,8 +213,9 @@ class _Paths:
                 rows_TAK[start:end], routed_T[start:end] = routes[node.experts], True
             if node.is_model and end > start:
                 versions_T[end - 1] = self._version(self.next_callers[number])
-                copied_T[end - 1] = end < 2 or bool((rows_TAK[end - 1] == rows_TAK[end - 2]).all())
-                copied_T[end - 1] |= not self.next_callers[number]
+                # it is the true one where it differs from the row before, which therefore must be there
+                is_compared = bool(self.next_callers[number]) and end > 1 and routed_T[end - 2]
+                copied_T[end - 1] = not is_compared or bool((rows_TAK[end - 1] == rows_TAK[end - 2]).all())
             if number in kept:
                 first = end - (span.stop - node.sampled)
                 sampled_T[first:end] = True
@@ -240,7 +241,7 @@ class _Paths:
         trace = trace_of(self.model, tokens_T, rows_TAK, routed_T & ~copied_T)
         versions_N = np.where(trace.valid_N, versions_T, np.int32(NO_VERSION))
         trace = replace(trace, weight_versions_N=versions_N).with_provenance(wire="skycap")
-        if self.vocabulary_size is not None:
+        if self.vocabulary_size:
             stream = mask_stream(self.vocabulary_size, masked_T, counts_T, np.concatenate(ids), np.roll(tokens_T, -1))
             trace = trace.with_stream(SAMPLING, stream)
         return Path(trace, sampled_T, np.concatenate(logprobs), end_name)
@@ -312,9 +313,8 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
                 f"node {number} has the id {shown(entry.get('id'))} and the author {shown(author)}; expected its "
                 "number, and client or model"
             )
-        is_model, calls = author == "model", [{}]
-        if is_model:
-            calls = entries_of(entry, "calls", dict)
+        is_model = author == "model"
+        calls: list[Any] = entries_of(entry, "calls", dict) if is_model else [{}]
         if not calls:
             raise CaptureError(f"node {number} is a reply without a call")
         tokens = experts = masks = None
