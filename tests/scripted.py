@@ -129,10 +129,12 @@ def gym_digest(tokens):
 
 
 def gym_entry(call, rollout, form=0):
-    """The line of a call, as an object; `form` 0 to 3 chooses how routes and prompt are written."""
+    """The line of a call, as an object; `form` 0 to 4 chooses how routes and prompt are written."""
     rows = routes(call.tokens, call.version)[:-1]
     if form == 1:
         rows = np.concatenate([rows, np.full((1, *rows.shape[1:]), -1)])
+    if form == 4:
+        rows = np.concatenate([rows, rows[:1]])  # what some engine has there: the last token was never an input
     is_delta = form == 3 and call.parent is not None
     return {
         "schema_version": 1,

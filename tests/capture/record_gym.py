@@ -35,7 +35,7 @@ def write(code, folder, seed):
     sink = store.TokenCaptureStore(folder)
     for number in rng.permutation(len(made)):
         call = made[number]
-        ours = scripted.gym_entry(call, rollout, int(rng.integers(4)))
+        ours = scripted.gym_entry(call, rollout, int(rng.integers(5)))
         entry = records.TokenEntry(**{**ours, "digest": None, "cum_len": None})
         records.stamp_lineage(
             entry, entry.parent_call_id, parent_resolution=entry.parent_resolution, cumulative=call.tokens

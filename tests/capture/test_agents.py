@@ -44,7 +44,7 @@ def expect(generation, sequence, tokens, sampled, versions):
 def check_gym(folder, seed):
     """One scripted rollout through the record of NeMo Gym."""
     rng, made = np.random.default_rng([seed, 1]), scripted.script(seed)
-    entries = [scripted.gym_entry(call, "0-0", int(rng.integers(4))) for call in made]
+    entries = [scripted.gym_entry(call, "0-0", int(rng.integers(5))) for call in made]
     order = rng.permutation(len(entries))
     path = scripted.write_gym(folder, [entries[i] for i in order])
     return made, read_gym(path, made)
