@@ -96,7 +96,7 @@ def version_of(call: Mapping[str, Any], weight_version: WeightVersion) -> int:
         CaptureError: when the caller states none that can be.
     """
     stated: object = weight_version(call) if callable(weight_version) else weight_version
-    return whole_number(stated, name="the weight version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
+    return number_of(stated, "the weight version", MAX_INT32, least=NO_VERSION)
 
 
 @contextmanager
@@ -106,6 +106,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except TraceError as error:
         raise CaptureError(f"{path}: {error}") from error
+
+
+def number_of(value: object, name: str, most: int, *, least: int = 0) -> int:
+    """Return a whole number of a record.
+
+    Raises:
+        CaptureError: when it is something else, or out of range.
+    """
+    return whole_number(value, name=name, least=least, most=most, kind=CaptureError)
 
 
 def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:

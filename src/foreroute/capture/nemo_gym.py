@@ -84,7 +84,7 @@ def read_nemo_gym(
     if not path.name.endswith(SUFFIX):
         raise CaptureError(f"{path} is named otherwise than <rollout>{SUFFIX}; pass that file of NeMo Gym's capture")
     content = read_file(path, CaptureError)
-    state_path = path.with_name(path.name.removesuffix("jsonl") + "state.json")
+    state_path = path.with_suffix(".state.json")
     state = parse_text(read_file(state_path, CaptureError), name=str(state_path))
     with naming(path):
         records = _records(content, state, path.name.removesuffix(SUFFIX))
@@ -127,10 +127,7 @@ def _records(content: bytes, state: object, rollout: str) -> dict[str, Mapping[s
 
 def _unfinished(path: FilePath, state: Mapping[str, Any], records: Mapping[str, Any]) -> list[str]:
     """Say why the rollout cannot be trained on, if it cannot."""
-    begun, marker = (
-        path.with_name(path.name.removesuffix("jsonl") + "intents"),
-        path.with_name(path.name.removesuffix("jsonl") + "incomplete"),
-    )
+    begun, marker = (path.with_suffix(suffix) for suffix in (".intents", ".incomplete"))
     intents = read_file(begun, CaptureError).decode(errors="replace").split() if begun.exists() else []
     lost = [name for name in intents if name not in records]
     reasons = [

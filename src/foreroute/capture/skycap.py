@@ -31,6 +31,7 @@ from foreroute.capture.agents import (
     WeightVersion,
     entries_of,
     naming,
+    number_of,
     rollout_of,
     trace_of,
     version_of,
@@ -42,7 +43,7 @@ from foreroute.files import read_file
 from foreroute.files.regular import MOST_BYTES
 from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec
 from foreroute.trace.checks import as_tokens, ascending
-from foreroute.trace.spec import is_whole, whole_number
+from foreroute.trace.spec import is_whole
 
 TYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int16", "int32", "int64", "float64")}
 READ = {
@@ -275,10 +276,7 @@ def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[in
         numbers = [row.get("leaf"), *entries_of(row, "targets", int)]
         if len(numbers) == 1:
             continue  # it trains nothing
-        leaf, *targets = (
-            whole_number(number, name="a node of samples", least=0, most=count - 1, kind=CaptureError)
-            for number in numbers
-        )
+        leaf, *targets = (number_of(number, "a node of samples", count - 1) for number in numbers)
         found.append((leaf, targets))
     if not found:
         left_out.append("the record is left out: its samples train no reply")
@@ -297,17 +295,15 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
 
     def part(number: int, held: Mapping[str, Any], kind: str, start: object, size: object) -> slice:
         what = f"the {kind} of node {number}"
-        first = whole_number(start, name=f"the start of {what}", least=used[kind], most=most[kind], kind=CaptureError)
-        count = whole_number(size, name=f"the length of {what}", least=0, most=most[kind] - first, kind=CaptureError)
+        first = number_of(start, f"the start of {what}", most[kind], least=used[kind])
+        count = number_of(size, f"the length of {what}", most[kind] - first)
         used[kind] = first + count
         return slice(first, first + count)
 
     for number, entry in enumerate(entries_of(record, "nodes", dict)):
         parent, author, held = entry.get("parent"), entry.get("author"), entry.get("tokens")
         if parent is not None:
-            parent = whole_number(
-                parent, name=f"the parent of node {number}", least=0, most=number - 1, kind=CaptureError
-            )
+            parent = number_of(parent, f"the parent of node {number}", number - 1)
         if author not in ("client", "model") or entry.get("id") != number:
             raise CaptureError(
                 f"node {number} has the id {shown(entry.get('id'))} and the author {shown(author)}; expected its "
@@ -328,13 +324,8 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
             if held.get("mask_offset") is not None and held.get("mask_rows") != 0:
                 masks = part(number, held, "mask", held["mask_offset"], held.get("mask_rows"))
             if is_model:
-                sampled = tokens.start + whole_number(
-                    held.get("sampled_start"),
-                    name=f"sampled_start of node {number}",
-                    least=0,
-                    most=_size(tokens),
-                    kind=CaptureError,
-                )
+                before = number_of(held.get("sampled_start"), f"sampled_start of node {number}", _size(tokens))
+                sampled = tokens.start + before
             has_logprobs, has_media = held.get("has_logprobs") is True, bool(held.get("media"))
         nodes.append(_Node(parent, is_model, calls[0], tokens, sampled, has_logprobs, experts, masks, has_media))
     return nodes
@@ -375,8 +366,8 @@ def _place_of(name: str, stated: object) -> tuple[np.dtype[Any], tuple[int, ...]
         raise CaptureError(
             f"the array {name:.40} is {shown(dtype)} of shape {shown(shape)}; expected {', '.join(TYPES)}"
         )
-    sizes = [whole_number(size, name="an axis", least=0, most=MOST_BYTES, kind=CaptureError) for size in shape]
-    first = whole_number(start, name=f"the offset of {name:.40}", least=0, most=MOST_BYTES, kind=CaptureError)
+    sizes = [number_of(size, "an axis", MOST_BYTES) for size in shape]
+    first = number_of(start, f"the offset of {name:.40}", MOST_BYTES)
     if first % 8:
         raise CaptureError(f"{name:.40} begins at byte {first}; expected a multiple of 8")
     return TYPES[dtype], tuple(sizes), first
