@@ -138,6 +138,14 @@ def test_log_probs_that_are_no_array_of_reals_are_refused(generation, make):
         Generation(generation.trace, generation.prompt_lengths, make(generation.logprobs_R))
 
 
+def test_what_is_no_trace_and_no_mask_is_named(generation):
+    with pytest.raises(TraceContentError, match="the trace is None; expected a RoutingTrace"):
+        Generation(None, generation.prompt_lengths, generation.logprobs_R)
+    for sampled in (generation.sampled_N.tolist(), "x", 3, generation.sampled_N[1:]):
+        with pytest.raises(TraceContentError, match=r"the sampled tokens are given as .* expected bool"):
+            Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled)
+
+
 def test_a_file_with_log_probs_that_cannot_be_is_refused(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
     metadata, tensors = GENERATION_FILE.read(path)

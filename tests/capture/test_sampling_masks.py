@@ -103,7 +103,7 @@ REFUSED = {
     "too many": (lambda sets: [*sets, sets[0]], "6 sampling masks, 12 tokens and 5 of them generated"),
     "shifted": (lambda sets: sets[-1:] + sets[:-1], "was sampled and is not in its mask"),
     "one lacks its token": (changed(1, [3, 4]), r"is not in its mask \(1 such tokens\)"),
-    "empty": (changed(1, []), "the mask of generated token 1 of sequence 0 is empty"),
+    "empty": (changed(1, []), "the sampling mask of the token behind row 7 is empty"),
     "an id twice": (lambda sets: changed(1, [sets[1][0], *sets[1]])(sets), "twice"),
     "an id of no token": (lambda sets: changed(1, [VOCABULARY, *sets[1]])(sets), "expected 0 to 49999"),
     "a negative id": (lambda sets: changed(1, [-1, *sets[1]])(sets), "ids go from -1"),

@@ -6,7 +6,7 @@ the model. Then `RoutingTrace.from_rows` checks every id, and what looks like a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from foreroute.capture.arrays import (
     MAX_INT32,
     as_array,
     as_integers,
+    field_of,
     is_array,
     items_of,
     read_base64,
@@ -29,7 +30,7 @@ from foreroute.capture.sampling_masks import decode_masks
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_tokens
-from foreroute.trace.spec import whole_number
+from foreroute.trace.spec import is_whole, whole_number
 
 
 def decode(
@@ -39,7 +40,7 @@ def decode(
     token_ids: Any = None,
     valid: Any = None,
     start: int = 0,
-    weight_version: int = NO_VERSION,
+    weight_version: int | Callable[[str], int] = NO_VERSION,
     vocabulary_size: int | None = None,
     indexers: IndexerSpec | None = None,
 ) -> RoutingTrace:
@@ -56,7 +57,9 @@ def decode(
         valid: for routes alone: bool [rows] for one sequence or S of them, False where a row was never routed.
         start: the position of the first row, where the request skipped a known prefix
             (`routed_experts_prompt_start`, `routed_experts_start_len`). Earlier rows are absent.
-        weight_version: the weights that computed the routes.
+        weight_version: the weights that computed the routes; or a function, such as `int`, that makes a version of the
+            name that vLLM (0.32 and newer) gives the weights of each span of generated tokens. The rows that produced
+            these tokens are then stamped, and rows of the prompt are not.
         vocabulary_size: tokens of the model; needed where the output has sampling masks.
         indexers: of the model's sparse attention, such as `hf.attach(model).indexers`; needed where the output has
             their choices.
@@ -70,11 +73,14 @@ def decode(
             be trusted.
     """
     _require_decoder_layers(model)
-    version = whole_number(weight_version, name="weight_version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
     start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
     form, sequences = read_output(output)
     tokens = _tokens_of(sequences, token_ids)
     masks = _valid_of(sequences, valid, form)
+    versions = [
+        _versions(raw, len(own), weight_version, f"sequence {s}")
+        for s, (raw, own) in enumerate(zip(sequences, tokens, strict=True))
+    ]
     placed = [
         _place(raw, len(own), mask, form, model, start, f"sequence {s}")
         for s, (raw, own, mask) in enumerate(zip(sequences, tokens, masks, strict=True))
@@ -91,7 +97,7 @@ def decode(
             tokens,
             rows,
             valid=valid_S,
-            weight_versions=[np.full(len(each), version) for each in tokens],
+            weight_versions=versions,
             provenance={"wire": form.value},
         )
     except TraceContentError as error:
@@ -147,6 +153,57 @@ def _place(
     here = slice(start, start + len(rows_RLK))
     placed_TLK[here], valid_T[here] = rows_RLK, valid_R
     return placed_TLK, valid_T
+
+
+def _versions(
+    raw: RawSequence, num_tokens: int, weight_version: int | Callable[[str], int], what: str
+) -> NDArray[np.int32]:
+    """Return the version of each row, int32 [T]: row P - 1 + j produced generated token j, after P of the prompt."""
+    spans = [] if raw.weight_versions is None else items_of(raw.weight_versions, "weight_versions")
+    if not callable(weight_version):
+        version = _as_version(weight_version)
+        names = {shown(field_of(span, "version")) for span in spans}
+        if version != NO_VERSION and len(names) > 1:
+            raise CaptureError(
+                f"{what} was generated under the weights {', '.join(sorted(names)[:8])}, and weight_version is "
+                f"{version} for all of it; pass a function of these names, such as weight_version=int"
+            )
+        return np.full(num_tokens, version, np.int32)
+    generated = None if raw.response_token_ids is None else len(items_of(raw.response_token_ids, "the response"))
+    if generated is None or generated > num_tokens or raw.weight_versions is None:
+        raise CaptureError(
+            f"{what} does not say which weights produced its tokens; pass weight_version as a number, or ask a vLLM "
+            "that returns weight_versions (/inference/v1/generate of 0.32)"
+        )
+    versions_T, done = np.full(num_tokens, NO_VERSION, np.int32), 0
+    first = num_tokens - generated - 1
+    for span in spans:
+        name, start, end = (field_of(span, each) for each in ("version", "start", "end"))
+        if (
+            not isinstance(name, str)
+            or not is_whole(start)
+            or not is_whole(end)
+            or not done == start < end <= generated
+        ):
+            raise CaptureError(
+                f"{what} has the span {shown(span)} of weights behind token {done}; expected names of weights, and "
+                f"spans that follow each other from 0 to {generated}"
+            )
+        try:
+            version = weight_version(name)
+        except ValueError as error:
+            raise CaptureError(
+                f"the weights {shown(name)} have no number ({error}); pass a function that gives one"
+            ) from error
+        versions_T[max(first + start, 0) : first + end] = _as_version(version)
+        done = end
+    if done != generated:
+        raise CaptureError(f"{what} states the weights of {done} of {generated} generated tokens; was the answer cut?")
+    return versions_T
+
+
+def _as_version(value: object) -> int:
+    return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
 
 
 def _rows(raw: RawSequence, form: Form, expected: int, spec: RoutingSpec, what: str) -> NDArray[Any]:

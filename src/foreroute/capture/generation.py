@@ -115,6 +115,8 @@ class Generation:
     sampled_N: NDArray[np.bool_] = field(default=None)  # type: ignore[arg-type]  # filled in below
 
     def __post_init__(self) -> None:
+        if not isinstance(cast(Any, self.trace), RoutingTrace):
+            raise TraceContentError(f"the trace is {shown(self.trace)}; expected a RoutingTrace")
         lengths = self.trace.lengths
         prompts = as_array(self.prompt_lengths, name="prompt_lengths")
         whole = prompts.shape == (len(self.trace),) and (prompts.dtype.kind in "iu" or not prompts.size)
@@ -199,10 +201,11 @@ class Generation:
             )
 
     def _check_sampled(self, behind_prompts_N: NDArray[np.bool_]) -> None:
-        sampled_N = self.sampled_N
-        if sampled_N.shape != behind_prompts_N.shape or sampled_N.dtype != np.bool_:
+        sampled_N: Any = self.sampled_N
+        dtype, shape = getattr(sampled_N, "dtype", None), np.shape(sampled_N)
+        if not isinstance(sampled_N, np.ndarray) or dtype != np.bool_ or shape != behind_prompts_N.shape:
             raise TraceContentError(
-                f"the sampled tokens are given as {sampled_N.dtype} of shape {sampled_N.shape}; expected bool "
+                f"the sampled tokens are given as {shown(sampled_N)}, {dtype} of shape {shape}; expected bool "
                 f"{behind_prompts_N.shape}, one for each token of the trace"
             )
         must_be_N = np.zeros_like(sampled_N)

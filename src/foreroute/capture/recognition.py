@@ -38,6 +38,7 @@ class RawSequence:
         token_ids: all tokens, where the output does not tell prompt and response apart.
         sampling_mask: the sets that its tokens were drawn from, where the output has them.
         indexer_topk: what its sparse-attention indexers chose, where the output has that.
+        weight_versions: spans of generated tokens and the weights that produced them, where the output has them.
     """
 
     routes: Any
@@ -47,6 +48,7 @@ class RawSequence:
     token_ids: Any = None
     sampling_mask: Any = None
     indexer_topk: Any = None
+    weight_versions: Any = None
 
 
 def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
@@ -119,6 +121,7 @@ def _vllm(choice: Any, record: Any) -> RawSequence:
         prompt_token_ids=_first(field_of(choice, "prompt_token_ids"), field_of(record, "prompt_token_ids")),
         response_token_ids=field_of(choice, "token_ids"),
         sampling_mask=field_of(choice, "sampling_mask"),
+        weight_versions=field_of(choice, "weight_versions"),
     )
 
 

@@ -50,11 +50,36 @@ def decode_masks(
         valid_N[first:after], counts_N[first:after], next_ids_N[start:after] = True, counts_R, own[1:]
         ids.append(flat)
         start += len(own)
+    return mask_stream(vocabulary_size, valid_N, counts_N, np.concatenate(ids), next_ids_N)
+
+
+def mask_stream(
+    vocabulary_size: int,
+    valid_N: NDArray[np.bool_],
+    counts_N: NDArray[np.int64],
+    ids: NDArray[Any],
+    next_ids_N: NDArray[Any],
+) -> DecisionStream:
+    """Make the stream of masks of the rows that have one.
+
+    Args:
+        vocabulary_size: tokens of the model.
+        valid_N: bool [N], the rows before a sampled token.
+        counts_N: int64 [N], ids of each set, 0 elsewhere.
+        ids: integers, those of all sets joined.
+        next_ids_N: integers [N], the token behind each row.
+
+    Raises:
+        CaptureError: when an id is no token, twice in a set, or the token that was sampled is not in its set.
+    """
+    empty_N = valid_N & (counts_N == 0)
+    if empty_N.any():
+        raise CaptureError(f"the sampling mask of the token behind row {int(empty_N.argmax())} is empty")
     try:
-        stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, np.concatenate(ids))
+        stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, ids)
     except TraceContentError as error:
         raise CaptureError(f"the sampling masks cannot be true: {error}") from error
-    outside_N = valid_N & ~stream.contains(next_ids_N)
+    outside_N = valid_N & ~stream.contains(next_ids_N.astype(np.int64))
     if outside_N.any():
         row = int(outside_N.argmax())
         raise CaptureError(
@@ -110,10 +135,7 @@ def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.
             f"{'' if generated is None else f' and {generated} of them generated'}; expected a mask for each generated "
             "token, and a prompt of one token at least"
         )
-    counts_R, flat = _joined(masks, sequence)
-    if not counts_R.all():
-        raise CaptureError(f"the mask of generated token {int(counts_R.argmin())} of sequence {sequence} is empty")
-    return counts_R, flat
+    return _joined(masks, sequence)
 
 
 def _joined(masks: list[Any], sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

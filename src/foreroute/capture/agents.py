@@ -1,0 +1,129 @@
+"""What a reader of an agent's record gives: sequences to train on, and what was left out.
+
+    record ── every path of calls is one conversation ──▶ sequence: tokens, routes, which tokens were sampled for it
+           └─ a call that two paths share was sampled once: it is trained on the first of them
+
+The tokens of every path stand as the engine saw them. Rows that the record does not have are absent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.capture.arrays import MAX_INT32
+from foreroute.capture.decode import decode
+from foreroute.capture.generation import Generation
+from foreroute.errors import CaptureError, TraceError, shown
+from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
+from foreroute.trace.spec import whole_number
+
+WeightVersion = int | Callable[[Mapping[str, Any]], int]
+"""The weights of a rollout: one version, or a function of a call as the record has it."""
+
+
+@dataclass(frozen=True, eq=False)
+class AgentRollout:
+    """What one record of an agent's calls has to train on.
+
+    Attributes:
+        generation: S sequences; None where nothing can be trained on.
+        ends: of each sequence, what it ends in: the id of a node of skycap, or of a call of NeMo Gym.
+        left_out: one sentence for each part of the record that is not in the generation, or is there without routes.
+    """
+
+    generation: Generation | None
+    ends: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Path:
+    """One conversation of T tokens, of which R were sampled and are trained on here.
+
+    Attributes:
+        trace: one sequence.
+        sampled_T: bool [T].
+        logprobs_R: float [R].
+        end: what it ends in.
+    """
+
+    trace: RoutingTrace
+    sampled_T: NDArray[np.bool_]
+    logprobs_R: NDArray[Any]
+    end: str
+
+
+def rollout_of(paths: Sequence[Path], left_out: Sequence[str]) -> AgentRollout:
+    """Join the paths of a record, each behind the first sampled token of which stands a prompt."""
+    if not paths:
+        return AgentRollout(None, (), tuple(left_out))
+    logprobs_R = np.concatenate([path.logprobs_R for path in paths])
+    with np.errstate(over="ignore"):  # what float32 cannot hold is no log-prob, and refused as such
+        generation = Generation(
+            concatenate([path.trace for path in paths]),
+            np.array([int(path.sampled_T.argmax()) for path in paths], np.int64),
+            logprobs_R.astype(np.float32),
+            np.concatenate([path.sampled_T for path in paths]),
+        )
+    return AgentRollout(generation, tuple(path.end for path in paths), tuple(left_out))
+
+
+def trace_of(spec: RoutingSpec, tokens_T: NDArray[np.int32], rows: Any, valid: NDArray[np.bool_]) -> RoutingTrace:
+    """Return one sequence as `decode` checks it, without weight versions; absent rows where nothing was routed.
+
+    Args:
+        spec: of the model.
+        tokens_T: int32 [T].
+        rows: integers [T or T - 1, layers, K].
+        valid: bool, one for each of the rows.
+    """
+    if not valid.any():
+        return RoutingTrace.unrouted(spec, [tokens_T])
+    return decode(rows, model=spec, token_ids=tokens_T, valid=valid)
+
+
+def version_of(call: Mapping[str, Any], weight_version: WeightVersion) -> int:
+    """Return the weights that made a call.
+
+    Raises:
+        CaptureError: when the caller states none that can be.
+    """
+    stated: object = weight_version(call) if callable(weight_version) else weight_version
+    return number_of(stated, "the weight version", MAX_INT32, least=NO_VERSION)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file of a record in what is refused."""
+    try:
+        yield
+    except TraceError as error:
+        raise CaptureError(f"{path}: {error}") from error
+
+
+def number_of(value: object, name: str, most: int, *, least: int = 0) -> int:
+    """Return a whole number of a record.
+
+    Raises:
+        CaptureError: when it is something else, or out of range.
+    """
+    return whole_number(value, name=name, least=least, most=most, kind=CaptureError)
+
+
+def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
+    """Return a list of a JSON object, whose entries are of these types and of none derived from them.
+
+    Raises:
+        CaptureError: when it is something else.
+    """
+    values = record.get(name)
+    if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
+        raise CaptureError(f"{name} is {shown(values)}; expected a list of {' or '.join(k.__name__ for k in kinds)}")
+    return values

@@ -1,0 +1,81 @@
+"""Spans of weights in vLLM's answer: the row that produced a token is of the weights that the engine names for it."""
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from foreroute.capture import decode
+from foreroute.errors import CaptureError
+from foreroute.trace import NO_VERSION
+from tests import wires
+
+R = wires.rollout(np.random.default_rng(9), prompt=4, response=6)
+
+
+def answer(spans, r=R, start=0):
+    """Of vLLM over HTTP, as an object, with the spans of its only choice."""
+    parsed = json.loads(wires.vllm_http(r, start))
+    parsed["choices"][0]["weight_versions"] = spans
+    return parsed
+
+
+def spans(*bounds, names="3458"):
+    pairs = pairwise(bounds)
+    return [{"version": names[i], "start": start, "end": end} for i, (start, end) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize("bounds", [(0, 6), (0, 2, 6), (0, 1, 5, 6), (0, 1, 2, 3, 6)])
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_each_row_has_the_weights_of_the_token_that_it_produced(bounds, start):
+    trace = decode(answer(spans(*bounds), start=start), model=R.spec, start=start, weight_version=int)
+    of_token = [int("3458"[np.searchsorted(bounds, j, side="right") - 1]) for j in range(6)]
+    # position p produced generated token p - 3; the prompt's other rows are not stated, and the last is absent
+    expected = [of_token[p - 3] if p >= 3 and p >= start else NO_VERSION for p in range(9)] + [NO_VERSION]
+    assert trace.weight_versions_N.tolist() == expected
+
+
+def test_spans_of_an_answer_in_process_and_of_several_choices():
+    output = wires.vllm_narrow(R)
+    output.outputs[0].weight_versions = [SimpleNamespace(version="step-7", start=0, end=6)]
+    trace = decode([output, output], model=R.spec, weight_version=lambda name: int(name.removeprefix("step-")))
+    assert trace.weight_versions_N.reshape(2, -1).tolist() == [[-1] * 3 + [7] * 6 + [-1]] * 2
+
+
+def test_a_number_stamps_all_rows_of_one_version_and_no_answer_of_two():
+    assert decode(answer(spans(0, 6)), model=R.spec, weight_version=5).versions == (5,)
+    assert decode(answer(spans(0, 2, 6)), model=R.spec).versions == (NO_VERSION,)
+    with pytest.raises(CaptureError, match="generated under the weights '3', '4', and weight_version is 5"):
+        decode(answer(spans(0, 2, 6)), model=R.spec, weight_version=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "does not say which weights"),
+        (5, "weight_versions cannot be read"),
+        ([], "states the weights of 0 of 6"),
+        (spans(0, 5), "states the weights of 5 of 6"),
+        (spans(0, 7), "spans that follow each other"),
+        (spans(1, 6), "spans that follow each other"),
+        (spans(0, 3, 3, 6), "spans that follow each other"),
+        (spans(0, 4, 2, 6), "spans that follow each other"),
+        ([{"version": 3, "start": 0, "end": 6}], "expected names of weights"),
+        ([{"version": "3", "start": 0.0, "end": 6}], "spans that follow each other"),
+        ([{"version": "3", "start": False, "end": 6}], "spans that follow each other"),
+        ([None], "spans that follow each other"),
+        (spans(0, 6, names=["default"]), "have no number"),
+        (spans(0, 6, names=["-2"]), "weight_version is -2"),
+        (spans(0, 6, names=[str(2**40)]), "weight_version is 1099511627776"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(given, message):
+    with pytest.raises(CaptureError, match=message):
+        decode(answer(given), model=R.spec, weight_version=int)
+
+
+def test_a_form_without_spans_is_refused_where_they_are_asked_for():
+    with pytest.raises(CaptureError, match="does not say which weights"):
+        decode(wires.sglang(R), model=R.spec, token_ids=R.tokens, weight_version=int)
