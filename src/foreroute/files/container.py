@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few
-from foreroute.files.regular import open_regular, parse_json, reason
+from foreroute.files.places import as_place, open_ranged, write_at
+from foreroute.files.regular import parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
@@ -147,14 +148,17 @@ class FileFormat:
         tensors: Mapping[str, NDArray[Any]],
         *,
         overwrite: bool,
-    ) -> Path:
-        """Write a file: the whole file or nothing.
+    ) -> Path | str:
+        """Write a file to a path or a URL: the whole file or nothing. Return which.
 
         Raises:
             kind: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
                 the tensors are not those of the format.
         """
-        target, complete = Path(path), self._complete(metadata, tensors)
+        target, complete = as_place(path), self._complete(metadata, tensors)
+        if isinstance(target, str):
+            write_at(target, lambda file: _write_tensors(file, complete, tensors), self.kind, overwrite=overwrite)
+            return target
         with writing_named(target, self.kind):
             if target.exists() and not overwrite:
                 raise self.kind(f"{target} already exists; pass another path, or overwrite=True to replace it")
@@ -191,7 +195,7 @@ def objection(
 
 
 class SeekableFile(Protocol):
-    """What is asked of an opened binary file, of Python (`io.BytesIO`) or of fsspec (for a URL)."""
+    """What is asked of an opened binary file, such as `io.BytesIO`."""
 
     def seek(self, offset: int, whence: int = ..., /) -> int:
         """Go to a byte, and return its number."""
@@ -221,7 +225,7 @@ class TensorFile:
     """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
 
     Args:
-        source: the path of a regular file, or an opened file, which this does not close.
+        source: the path of a regular file, a URL, or an opened file, which this does not close.
         kind: the error to raise.
         most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
 
@@ -241,7 +245,7 @@ class TensorFile:
         *,
         most_header_bytes: int = MOST_HEADER_BYTES,
     ) -> None:
-        self._opened = open_regular(source, kind) if isinstance(source, str | os.PathLike) else None
+        self._opened = open_ranged(source, kind) if isinstance(source, str | os.PathLike) else None
         self._file: SeekableFile = source if self._opened is None else self._opened  # type: ignore[assignment]
         self._kind = kind
         self.name = str(getattr(source, "name", "the opened file") if self._opened is None else source)

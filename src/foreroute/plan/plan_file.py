@@ -34,12 +34,12 @@ PLAN_FILE = FileFormat(
 )
 
 
-def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:
     """Write `plan` to `path`: the whole file or nothing. The same plan is the same bytes.
 
     Args:
         plan: what to write.
-        path: where to.
+        path: where to, a path or a URL.
         overwrite: whether an existing file may be replaced.
 
     Raises:
