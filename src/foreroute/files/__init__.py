@@ -16,7 +16,7 @@ from foreroute.files.container import (
     objection,
     tensors_to_bytes,
 )
-from foreroute.files.places import names_in, within
+from foreroute.files.places import as_place, names_in, within
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
@@ -26,6 +26,7 @@ __all__ = [
     "StoredTensor",
     "TensorFile",
     "TensorSchema",
+    "as_place",
     "blake2b_hex",
     "blake2b_int64",
     "check_writable",

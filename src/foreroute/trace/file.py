@@ -338,9 +338,7 @@ def read_trace(
             trace = _read_chunks(file, header, chunks, spec, positions, wanted)
         except TraceContentError as error:
             raise _damage(file, error) from error
-    if rows is None:
-        return replace(trace, offsets=header.offsets)
-    return trace.take_rows(rows, lengths)
+    return replace(trace, offsets=as_offsets(lengths)) if rows is None else trace.take_rows(rows, lengths)
 
 
 def _damage(file: TensorFile, error: TraceContentError) -> TraceFileError:
@@ -416,7 +414,7 @@ def _rows_of(
 
     Returns:
         chunks: int64 [C'], their numbers, ascending.
-        rows: int64, the rows of the sequences among those of these chunks, joined; None for all of them, in order.
+        rows: int64, the rows of the sequences among those of these chunks, joined; None where they are all, in order.
         lengths: int64 [S'], the rows of each sequence.
     """
     lengths = np.diff(header.offsets)
@@ -432,7 +430,8 @@ def _rows_of(
     # A sequence lies within chunks that are all read, so that its rows stay neighbours.
     rows_before = as_offsets(np.where(touched, np.diff(header.chunk_starts), 0))
     starts_read = rows_before[first] + starts - header.chunk_starts[first]
-    return np.flatnonzero(touched), join_ranges(starts_read, ends - starts), lengths
+    in_order = np.array_equal(np.append(starts_read, rows_before[-1]), as_offsets(ends - starts))
+    return np.flatnonzero(touched), None if in_order else join_ranges(starts_read, ends - starts), lengths
 
 
 def _read_chunks(

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from foreroute.errors import TraceContentError, TraceFileError, few, shown
-from foreroute.files import names_in, within
+from foreroute.files import as_place, names_in, within
 from foreroute.trace.checks import as_offsets, as_sequence_numbers
 from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.file import FORMAT, Encoding, encode, read_trace
@@ -35,7 +35,7 @@ NAME = re.compile(r"part-([0-9]{5})-of-([0-9]{5})-([0-9]{1,9})\.safetensors")
 CHUNK_ROWS = 256
 """Rows from which a sequence has a chunk of its own. Smaller ones take more bytes, by the tables of a frame."""
 READERS = 8
-"""Parts that a reader reads at a time: a store answers in tens of milliseconds."""
+"""Parts that are read at a time from a URL, which answers in tens of milliseconds. Files are read one by one."""
 LOOK_AGAIN_S = 0.5
 
 
@@ -94,23 +94,21 @@ def load_parts(
     names, counts = _parts_of(folder, wait_s)
     starts = as_offsets(np.array(counts, np.int64))
     chosen = np.arange(starts[-1]) if sequences is None else as_sequence_numbers(sequences, int(starts[-1]))
-    part_of = np.searchsorted(starts, chosen, side="right") - 1
+    order = np.argsort(chosen, kind="stable")  # as they lie in the parts, so that nothing is copied while it is read
+    part_of = np.searchsorted(starts, chosen[order], side="right") - 1
     touched = np.unique(part_of).tolist() or [0]  # without a sequence, for the model alone
     table, wanted = None if layers is None else tuple(layers), None if streams is None else tuple(streams)
 
     def read(part: int) -> RoutingTrace:
-        numbers = chosen[part_of == part] - starts[part]
+        numbers = chosen[order][part_of == part] - starts[part]
         return read_trace(within(folder, names[part]), numbers, table, wanted, num_sequences=counts[part])
 
-    with ThreadPoolExecutor(min(READERS, len(touched))) as readers:
+    with ThreadPoolExecutor(READERS if isinstance(as_place(folder), str) else 1) as readers:
         traces = list(readers.map(read, touched))
     for part, trace in zip(touched, traces, strict=True):
         traces[0].spec.require_same(trace.spec, what=names[part])
     joined = concatenate(traces) if len(traces) > 1 else traces[0]
-    by_part = np.argsort(part_of, kind="stable")  # the sequence asked for that each one of `joined` is
-    if (by_part[1:] > by_part[:-1]).all():
-        return joined
-    return joined.select(np.argsort(by_part))
+    return joined if (np.diff(order) == 1).all() else joined.select(np.argsort(order))
 
 
 def _parts_of(folder: str | os.PathLike[str], wait_s: float) -> tuple[list[str], list[int]]:
