@@ -58,6 +58,8 @@ class RangedFile:
         """Fill a buffer with what follows, or a part of it; return its bytes."""
         start, end = self._place, self._begin + len(self._read)
         stop = min(self._size, start + len(buffer), start + MOST_BYTES)
+        if start >= stop:
+            return 0
         if not self._begin <= start < end:
             ahead = min(self._size, start + AHEAD_BYTES) if start == end else 0
             self._begin, self._read = start, memoryview(self._fetch(start, max(stop, ahead)))

@@ -1,0 +1,84 @@
+"""Files at paths and URLs: what is asked of whoever has the bytes, and what is said when it has none."""
+
+import io
+import os
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foreroute.errors import TraceFileError
+from foreroute.files import as_place, names_in, within
+from foreroute.files.places import AHEAD_BYTES, RangedFile, open_ranged, write_at
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.integers(0, 3 * AHEAD_BYTES),
+    reads=st.lists(st.tuples(st.integers(0, 3 * AHEAD_BYTES), st.integers(0, 2 * AHEAD_BYTES)), max_size=8),
+    in_order=st.booleans(),
+)
+def test_ranges_are_those_of_a_file(size, reads, in_order):
+    content, asked = os.urandom(size), []
+
+    def fetch(start, stop):
+        assert 0 <= start < stop <= size
+        asked.append(stop - start)
+        return content[start:stop]
+
+    ours, file, wanted = RangedFile(fetch, size, lambda: None), io.BytesIO(content), 0
+    assert ours.seek(0, os.SEEK_END) == size
+    file.seek(0, os.SEEK_END)
+    for place, length in reads:
+        if not in_order:
+            assert ours.seek(place) == file.seek(place)
+        expected, read = file.read(length), b""
+        while len(read) < length and (count := ours.readinto(buffer := bytearray(length - len(read)))):
+            read += buffer[:count]
+        assert read == expected
+        wanted += length
+    # what lies behind is read with less than was asked for, and at no other place
+    assert sum(asked) <= wanted + AHEAD_BYTES * len(asked)
+
+
+def test_small_reads_one_after_another_are_one_request_and_others_are_exact():
+    asked = []
+
+    def fetch(start, stop):
+        asked.append((start, stop))
+        return bytes(stop - start)
+
+    file = RangedFile(fetch, 1 << 30, lambda: None)
+    for _ in range(100):
+        file.readinto(bytearray(100))
+    assert asked == [(0, AHEAD_BYTES)]
+    for place, length in ((1 << 20, 10), (1 << 21, 1 << 20)):
+        file.seek(place)
+        file.readinto(bytearray(length))
+        assert asked.pop() == (place, place + length)
+
+
+def test_a_place_is_a_path_or_a_url(tmp_path):
+    assert as_place(f"file://{tmp_path}/a") == as_place(tmp_path / "a") == as_place(f"{tmp_path}/a") == tmp_path / "a"
+    assert as_place("s3://bucket/a") == "s3://bucket/a"
+    assert within("s3://bucket/a/", "b") == "s3://bucket/a/b"
+    assert within(f"file://{tmp_path}", "b") == within(tmp_path, "b") == tmp_path / "b"
+    assert names_in(tmp_path / "none", TraceFileError) == names_in("memory://none", TraceFileError) == []
+
+
+def test_what_fails_leaves_nothing_and_is_one_error():
+    def interrupted(file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_at("memory://a/b", interrupted, TraceFileError, overwrite=True)
+    assert names_in("memory://a", TraceFileError) == []
+    with pytest.raises(TraceFileError, match="memory://a/b does not exist"):
+        open_ranged("memory://a/b", TraceFileError)
+    write_at("memory://a/b", lambda file: file.write(b"whole"), TraceFileError, overwrite=False)
+    file = open_ranged("memory://a/b", TraceFileError)
+    MemoryFileSystem.store.clear()
+    with pytest.raises(TraceFileError, match="memory://a/b does not exist"):
+        file.readinto(bytearray(5))
