@@ -109,7 +109,8 @@ def write(folder: Path, whole: Path) -> tuple[NDArray[np.int64], dict[str, float
 
 def dealt(lengths: NDArray[np.int64], ranks: int) -> list[Share]:
     """Deal sequences, the longest first, each to the rank that has the fewest tokens."""
-    tokens, shares = np.zeros(ranks, np.int64), [[] for _ in range(ranks)]
+    tokens = np.zeros(ranks, np.int64)
+    shares: list[Share] = [[] for _ in range(ranks)]
     for sequence in np.argsort(-lengths, kind="stable").tolist():
         rank = int(tokens.argmin())
         tokens[rank] += lengths[sequence]
@@ -169,7 +170,7 @@ def _received(rank: int, whole: Path, shares: list[Share], lengths: NDArray[np.i
             dist.recv(tensor, 0)
             kept += [tensor] * keep
         return kept
-    trace, sent = fr.load(whole), []
+    trace, sent = fr.load(whole), list[Any]()
     for i, share in enumerate(shares):
         tensor = torch.from_numpy(trace.select(share).expert_ids_NLK.astype(np.int16))
         sent.append((dist.isend(tensor, 1 + i % READERS), tensor))

@@ -256,7 +256,7 @@ INDEXES = {
     "fewer sequences": ([part(0, 2, 3), part(1, 2, 4)], "is damaged: it has 4 sequences; expected 3"),
     "a part twice": ([part(0, 2, 4), part(0, 2, 5), part(1, 2, 4)], "expected each part once"),
     "a number twice": ([part(0, 2, 4), part(0, 2, "04"), part(1, 2, 4)], "expected each part once"),
-    "two totals": ([part(0, 1, 4), part(0, 2, 4)], "of one number of parts"),
+    "two totals": ([part(0, 2, 4), part(1, 3, 4)], "of one number of parts"),
     "beyond the last": ([part(0, 1, 4), part(1, 1, 4)], "numbered from 0"),
     "no part at all": ([part(0, 0, 4)], "numbered from 0"),
     "other names": (

@@ -6,7 +6,6 @@ several rooms have, are read and checked by `config_file`.
 
 from foreroute.files.container import (
     FileFormat,
-    SeekableFile,
     StoredTensor,
     TensorFile,
     TensorSchema,
@@ -16,13 +15,13 @@ from foreroute.files.container import (
     objection,
     tensors_to_bytes,
 )
-from foreroute.files.places import as_place, names_in, within
+from foreroute.files.places import RangedFile, as_place, names_in, within
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 __all__ = [
     "FileFormat",
-    "SeekableFile",
+    "RangedFile",
     "StoredTensor",
     "TensorFile",
     "TensorSchema",

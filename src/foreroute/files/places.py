@@ -14,6 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from foreroute.errors import ForerouteError, InputError, how_to_install
 from foreroute.files.regular import open_regular, reason
 
@@ -36,37 +39,35 @@ def within(folder: str | os.PathLike[str], name: str) -> Path | str:
 
 
 class RangedFile:
-    """A file that is read by ranges of bytes, and no others. Few that follow those before are read with some behind.
+    """A file that is read by ranges of bytes. Few that follow those before are read with some that are behind.
 
     Args:
-        fetch: the bytes from one to another, which are there.
-        size: of the file, bytes.
-        close: lets go of it.
+        name: of the file, for messages.
+        size: its bytes.
+        fetch: the bytes from one place to another, or fewer when they are not there any more.
+        close: lets go of the file.
     """
 
-    def __init__(self, fetch: Callable[[int, int], bytes], size: int, close: Callable[[], object]) -> None:
-        self._fetch, self._size, self.close = fetch, size, close
-        self._place = self._begin = 0
-        self._read = memoryview(b"")
+    def __init__(
+        self, name: str, size: int, fetch: Callable[[int, int], Any], close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name, self.size, self.close, self._fetch = name, size, close, fetch
+        self._begin, self._held = 0, memoryview(b"")
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Go to a byte, from the beginning or from the end of the file."""
-        self._place = offset + (self._size if whence == os.SEEK_END else 0)
-        return self._place
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer with what follows, or a part of it; return its bytes."""
-        start, end = self._place, self._begin + len(self._read)
-        stop = min(self._size, start + len(buffer), start + MOST_BYTES)
-        if start >= stop:
-            return 0
-        if not self._begin <= start < end:
-            ahead = min(self._size, start + AHEAD_BYTES) if start == end else 0
-            self._begin, self._read = start, memoryview(self._fetch(start, max(stop, ahead)))
-        part = self._read[start - self._begin : stop - self._begin]
-        buffer[: len(part)] = part
-        self._place += len(part)
-        return len(part)
+    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes from `start` to `stop`, or fewer when they are not there any more. The array is the caller's."""
+        content, place = np.empty(stop - start, np.uint8), start
+        while place < stop:
+            end = self._begin + len(self._held)
+            if not self._begin <= place < end:
+                most, ahead = min(stop, place + MOST_BYTES), place + AHEAD_BYTES if place == end else 0
+                self._begin, self._held = place, memoryview(self._fetch(place, max(most, min(ahead, self.size))))
+                if not self._held:
+                    break
+            part = self._held[place - self._begin :][: stop - place]
+            content[place - start :][: len(part)] = part
+            place += len(part)
+        return content[: place - start]
 
 
 def open_ranged(place: str | os.PathLike[str], kind: type[InputError]) -> RangedFile:
@@ -75,23 +76,21 @@ def open_ranged(place: str | os.PathLike[str], kind: type[InputError]) -> Ranged
     Raises:
         kind: when it is missing, or cannot be opened; of a path also when it is no regular file.
     """
-    place = as_place(place)
-    if isinstance(place, Path):
-        file = open_regular(place, kind)
-        descriptor = file.fileno()
-        return RangedFile(
-            lambda start, stop: os.pread(descriptor, stop - start, start), os.fstat(descriptor).st_size, file.close
-        )
-    with _asking(place, "read", kind):
-        store, path = _store_of(place, kind)
+    where = as_place(place)
+    if isinstance(where, Path):
+        file = open_regular(where, kind)
+        number = file.fileno()
+        size = os.fstat(number).st_size
+        return RangedFile(str(place), size, lambda start, stop: os.pread(number, stop - start, start), file.close)
+    with _asking(where, "read", kind):
+        store, path = _store_of(where, kind)
         size = int(store.info(path)["size"])
 
-    def fetch(start: int, stop: int) -> bytes:
-        with _asking(place, "read", kind):
-            content: bytes = store.cat_file(path, start=start, end=stop)
-        return content
+    def fetch(start: int, stop: int) -> Any:
+        with _asking(where, "read", kind):
+            return store.cat_file(path, start=start, end=stop)
 
-    return RangedFile(fetch, size, lambda: None)
+    return RangedFile(where, size, fetch)
 
 
 def write_at(url: str, content: Callable[[IO[bytes]], None], kind: type[InputError], *, overwrite: bool) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import FileFormat, SeekableFile, TensorFile, TensorSchema, parse_json
+from foreroute.files import FileFormat, RangedFile, TensorFile, TensorSchema, parse_json
 from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
@@ -281,7 +281,7 @@ class TraceHeader:
 
 
 def load(
-    source: str | os.PathLike[str] | SeekableFile,
+    source: str | os.PathLike[str] | RangedFile,
     *,
     sequences: ArrayLike | None = None,
     layers: Iterable[RoutedLayer] | None = None,
@@ -293,7 +293,7 @@ def load(
     hold those sequences, in those layers alone.
 
     Args:
-        source: the path or the URL of a file that `save` wrote, or one that is open, such as `io.BytesIO`.
+        source: the path or the URL of a file that `save` wrote, or one that is read by ranges of bytes.
         sequences: integers [S'], each from 0 to S - 1; all in order when left out.
         layers: members of the file's layer table; all in order when left out.
         streams: names of those wanted beside the routes; all when left out. Others are not read.
@@ -307,7 +307,7 @@ def load(
 
 
 def read_trace(
-    source: str | os.PathLike[str] | SeekableFile,
+    source: str | os.PathLike[str] | RangedFile,
     sequences: ArrayLike | None,
     layers: Iterable[RoutedLayer] | None,
     streams: Iterable[str] | None,
