@@ -12,6 +12,7 @@ ranks, over what it held when foreroute was imported: compiled kernels and their
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,9 +50,9 @@ def run(quick: bool) -> dict[str, Any]:
             as_stages = [(share, stage) for share in stages for stage in range(STAGES)]
             read = [(share, None) for share in shares]
             before_mb = workers.run(warm_up, folder)[0]
-            metrics = {
-                f"{kind}bytes_over_one_copy": round(sum(workers.run(read_shares, folder, asked)) / one_copy, 4)
-                for kind, asked in (("", read), ("stage_", as_stages))
+            outcomes = {
+                "": workers.run(read_shares, folder, read),
+                "stage_": workers.run(read_shares, folder, as_stages),
             }
             assert all(workers.run(receives_the_same, folder, whole, shares[:4], lengths))
             timed = compare(
@@ -63,12 +64,15 @@ def run(quick: bool) -> dict[str, Any]:
         finally:
             workers.close()
         memory = [fresh_rank(folder, share, stage) for share, stage in [*read[:fresh], *as_stages[:fresh]]]
+    alone = [seconds_of for _, ranks in outcomes[""] for seconds_of in ranks]
     return {
         "metrics": {
-            **metrics,
+            **{f"{kind}bytes_over_one_copy": bytes_over(one_copy, found) for kind, found in outcomes.items()},
             "rank_peak_mb": round(max(peak for peak, _ in memory), 1),
             "rank_peak_without_libraries_mb": round(max(peak - libraries for peak, libraries in memory), 1),
             "seconds_over_driver": timed.shown(),
+            "slowest_rank_over_driver": round(max(alone) / timed.baseline_ms * 1000, 4),
+            "rank_seconds": round(statistics.median(alone), 4),
             "seconds": round(timed.ratio * timed.baseline_ms / 1000, 3),
             "stored_over_one_file": round(one_copy / seconds.pop("whole_bytes"), 4),
             "bytes_per_token": round(one_copy / TOKENS, 2),
@@ -118,6 +122,11 @@ def dealt(lengths: NDArray[np.int64], ranks: int) -> list[Share]:
     return shares
 
 
+def bytes_over(one_copy: int, outcomes: list[tuple[int, list[float]]]) -> float:
+    """The bytes that all ranks read over those that are stored."""
+    return round(sum(read for read, _ in outcomes) / one_copy, 4)
+
+
 def layers_of(stage: int | None) -> tuple[fr.RoutedLayer, ...] | None:
     """The layers of a pipeline stage; all without one."""
     size = NUM_LAYERS // STAGES
@@ -138,12 +147,14 @@ def most_held(rank: int) -> float:
     return _count("status", "VmHWM") / 1e3
 
 
-def read_shares(rank: int, folder: Path, asked: list[tuple[Share, int | None]]) -> int:
-    """Read for every second rank; return the bytes that were read."""
-    before = _count("io", "rchar")
+def read_shares(rank: int, folder: Path, asked: list[tuple[Share, int | None]]) -> tuple[int, list[float]]:
+    """Read for every second rank; return the bytes that were read, and the seconds of each."""
+    before, seconds = _count("io", "rchar"), []
     for share, stage in asked[rank - 1 :: READERS] if rank else []:
+        begin = time.perf_counter()
         load_parts(folder, sequences=share, layers=layers_of(stage))
-    return _count("io", "rchar") - before
+        seconds.append(time.perf_counter() - begin)
+    return _count("io", "rchar") - before, seconds
 
 
 def scatter(rank: int, whole: Path, shares: list[Share], lengths: NDArray[np.int64]) -> None:

@@ -157,6 +157,22 @@ def test_little_more_than_its_frames_is_read_in_few_requests(monkeypatch, sequen
     MemoryFileSystem.store.clear()
 
 
+def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
+    """A store takes tens of milliseconds for each answer."""
+    traces = part_traces()
+    save_parts(traces, "memory://slow")
+    together, read = threading.Barrier(3), MemoryFileSystem.cat_file
+
+    def waiting(store, path, start=None, end=None):
+        if start == 0:
+            together.wait(60)
+        return read(store, path, start, end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", waiting)
+    assert load_parts("memory://slow").equals(fr.concatenate(traces).without_pick_order())
+    MemoryFileSystem.store.clear()
+
+
 def test_a_reader_waits_for_writers_who_share_nothing(step):
     traces, read = part_traces(), []
     reader = threading.Thread(target=lambda: read.append(load_parts(step, sequences=[10, 0], wait_s=60)))
