@@ -1,13 +1,12 @@
 """What follows from the declaration of a format: reading, refusing and writing, the same for every kind of file."""
 
-import io
 import os
 
 import numpy as np
 import pytest
 
 from foreroute.errors import PlanError
-from foreroute.files import FileFormat, TensorSchema, checksum, tensors_to_bytes
+from foreroute.files import FileFormat, RangedFile, TensorSchema, checksum, tensors_to_bytes
 
 FORMAT = FileFormat(
     name="song",
@@ -23,9 +22,7 @@ TENSORS = {"pitch_NV": np.arange(6, dtype=np.uint8).reshape(3, 2), "length_N": n
 
 
 def opened(content):
-    file = io.BytesIO(content)
-    file.name = "it"
-    return file
+    return RangedFile("it", len(content), lambda start, stop: content[start:stop])
 
 
 def forged(metadata=(), tensors=(), without=()):

@@ -36,7 +36,9 @@ def choices_of(spec, lengths, rng):
             for p in position_N
         ]
         ids = [[u * spec.heads + head for u, head in each] for each in sets]
-        layers.append((np.array([len(i) for i in ids]), np.array([i for each in ids for i in each], np.int32)))
+        layers.append(
+            (np.array([len(i) for i in ids], np.int64), np.array([i for each in ids for i in each], np.int32))
+        )
         expected.append(
             [each if len(visible(spec, p)) > spec.top_k else [] for each, p in zip(sets, position_N, strict=True)]
         )

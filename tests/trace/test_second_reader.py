@@ -10,7 +10,7 @@ import struct
 import numpy as np
 import zstandard
 
-TYPES = {"I64": "<i8", "U8": "u1"}
+TYPES = {"I64": "<i8", "U32": "<u4", "U16": "<u2", "U8": "u1"}
 
 
 def opened(raw):

@@ -16,13 +16,14 @@ from hashlib import blake2b
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few
-from foreroute.files.regular import open_regular, parse_json, reason
+from foreroute.files.places import RangedFile, as_place, open_ranged, write_at
+from foreroute.files.regular import parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
@@ -82,7 +83,7 @@ class FileFormat:
     apart: tuple[str, ...] = ()
     most_header_bytes: int = 1 << 20
 
-    def read(self, source: str | os.PathLike[str] | SeekableFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    def read(self, source: str | os.PathLike[str] | RangedFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """Metadata by their keys in `metadata`, and tensors, once they are known to be what was written.
 
         Raises:
@@ -147,14 +148,17 @@ class FileFormat:
         tensors: Mapping[str, NDArray[Any]],
         *,
         overwrite: bool,
-    ) -> Path:
-        """Write a file: the whole file or nothing.
+    ) -> Path | str:
+        """Write a file to a path or a URL: the whole file or nothing. Return which.
 
         Raises:
             kind: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
                 the tensors are not those of the format.
         """
-        target, complete = Path(path), self._complete(metadata, tensors)
+        target, complete = as_place(path), self._complete(metadata, tensors)
+        if isinstance(target, str):
+            write_at(target, lambda file: _write_tensors(file, complete, tensors), self.kind, overwrite=overwrite)
+            return target
         with writing_named(target, self.kind):
             if target.exists() and not overwrite:
                 raise self.kind(f"{target} already exists; pass another path, or overwrite=True to replace it")
@@ -190,18 +194,6 @@ def objection(
     return None
 
 
-class SeekableFile(Protocol):
-    """What is asked of an opened binary file, of Python (`io.BytesIO`) or of fsspec (for a URL)."""
-
-    def seek(self, offset: int, whence: int = ..., /) -> int:
-        """Go to a byte, and return its number."""
-        ...
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        """Fill a buffer with what follows, or a part of it; return its bytes."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """What the header says of one tensor.
@@ -221,7 +213,7 @@ class TensorFile:
     """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
 
     Args:
-        source: the path of a regular file, or an opened file, which this does not close.
+        source: the path of a regular file, or a URL, which are closed with this; or an opened file.
         kind: the error to raise.
         most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
 
@@ -236,17 +228,15 @@ class TensorFile:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | SeekableFile,
+        source: str | os.PathLike[str] | RangedFile,
         kind: type[InputError],
         *,
         most_header_bytes: int = MOST_HEADER_BYTES,
     ) -> None:
-        self._opened = open_regular(source, kind) if isinstance(source, str | os.PathLike) else None
-        self._file: SeekableFile = source if self._opened is None else self._opened  # type: ignore[assignment]
-        self._kind = kind
-        self.name = str(getattr(source, "name", "the opened file") if self._opened is None else source)
+        self._file = source if isinstance(source, RangedFile) else open_ranged(source, kind)
+        self._is_ours = self._file is not source
+        self._kind, self.name, self._size = kind, self._file.name, self._file.size
         try:
-            self._size = self._file.seek(0, os.SEEK_END)
             length = int.from_bytes(self._bytes(0, 8).data, "little") if self._size >= 8 else self._size
             if length > self._size - 8:
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")
@@ -278,8 +268,8 @@ class TensorFile:
 
     def close(self) -> None:
         """Let go of the file that this opened."""
-        if self._opened is not None:
-            self._opened.close()
+        if self._is_ours:
+            self._file.close()
 
     def __enter__(self) -> TensorFile:
         return self
@@ -289,16 +279,12 @@ class TensorFile:
 
     def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Exactly `size` bytes from `start`, which the file had when it was opened."""
-        content, done = np.empty(size, np.uint8), 0
         try:
-            self._file.seek(start)
-            while done < size:
-                count = self._file.readinto(content[done:].data)
-                if not count:
-                    raise self._kind(f"{self.name} was cut while it was read; copy it again")
-                done += count
+            content = self._file.read(start, start + size)
         except OSError as error:
             raise self._kind(f"{self.name} cannot be read ({reason(error)})") from error
+        if len(content) < size:
+            raise self._kind(f"{self.name} was cut while it was read; copy it again")
         return content
 
     def _described(self, header: Any, begin: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:

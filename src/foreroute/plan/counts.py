@@ -209,12 +209,12 @@ def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float
     return float((loads_CG.max(axis=1) / loads_CG.mean(axis=1)).mean()) if len(loads_CG) else 1.0
 
 
-def save_counts(counts_MLGE: ArrayLike, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def save_counts(counts_MLGE: ArrayLike, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:
     """Write counts to `path`: the whole file or nothing.
 
     Args:
         counts_MLGE: integers [M, L, G, E].
-        path: where to.
+        path: where to, a path or a URL.
         overwrite: whether an existing file may be replaced.
 
     Raises:

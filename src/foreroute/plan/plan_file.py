@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from io import BytesIO
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
-from foreroute.files import FileFormat, SeekableFile, TensorSchema, parse_json
+from foreroute.files import FileFormat, RangedFile, TensorSchema, parse_json
 from foreroute.layout import Packing
 from foreroute.plan.checker import check_structure
 from foreroute.plan.hosts import Hosts
@@ -34,12 +33,12 @@ PLAN_FILE = FileFormat(
 )
 
 
-def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:
     """Write `plan` to `path`: the whole file or nothing. The same plan is the same bytes.
 
     Args:
         plan: what to write.
-        path: where to.
+        path: where to, a path or a URL.
         overwrite: whether an existing file may be replaced.
 
     Raises:
@@ -73,9 +72,8 @@ def plan_from_bytes(content: bytes) -> StepPlan:
     Raises:
         PlanError: when it cannot be right.
     """
-    source = BytesIO(content)
-    source.name = "a plan from another rank"
-    return _read(source, "a plan from another rank")
+    name = "a plan from another rank"
+    return _read(RangedFile(name, len(content), lambda start, stop: content[start:stop]), name)
 
 
 def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -96,7 +94,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
     return metadata, {**plan.tensors, "tokens_RG": plan.hosts.tokens_RG.astype(narrowest)}
 
 
-def _read(source: str | os.PathLike[str] | SeekableFile, name: str) -> StepPlan:
+def _read(source: str | os.PathLike[str] | RangedFile, name: str) -> StepPlan:
     metadata, tensors = PLAN_FILE.read(source)
     try:
         plan = _decoded(metadata, tensors)

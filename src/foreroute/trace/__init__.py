@@ -7,7 +7,8 @@ gate_weights  the stream that follows the routes               GateWeights, GATE
 indexers      what indexers of sparse attention may choose     IndexerSpec, INDEXER
 operations    what is done with whole traces                   extended, overlap, count_assignments
 checks        arrays from outside: dtypes, ranges, offsets
-file          a trace on disk                                  save, load
+file          a trace on disk, or at a URL                     save, load
+parts         a step that several write and many read in part  save_part, load_parts
 kernels       loops over all picks, compiled
 """
 
@@ -23,6 +24,7 @@ from foreroute.trace.operations import (
     overlap,
     shared_picks,
 )
+from foreroute.trace.parts import load_parts, save_part
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.streams import SAMPLING, DecisionStream, Stream
 
@@ -48,7 +50,9 @@ __all__ = [
     "digest",
     "extended",
     "load",
+    "load_parts",
     "overlap",
     "save",
+    "save_part",
     "shared_picks",
 ]

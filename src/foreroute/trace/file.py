@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd, prod
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import FileFormat, SeekableFile, TensorFile, TensorSchema, parse_json
+from foreroute.files import FileFormat, RangedFile, TensorFile, TensorSchema, parse_json
 from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
@@ -49,8 +49,8 @@ FORMAT = FileFormat(
     tensors={
         "lengths": TensorSchema("I64", "S", sizes=True),
         "chunk_rows": TensorSchema("I64", "C", sizes=True),
-        "frame_bytes": TensorSchema("I64", "CF", sizes=True),
-        "content_bytes": TensorSchema("I64", "CF", sizes=True),
+        "frame_bytes": TensorSchema("U16 U32 I64", "CF", sizes=True),
+        "content_bytes": TensorSchema("U16 U32 I64", "CF", sizes=True),
         FRAMES: TensorSchema("U8", "Z"),
     },
     made_by="foreroute.save writes traces; what an earlier foreroute wrote must be recorded again",
@@ -61,6 +61,8 @@ CHUNK_ROWS, MOST_CHUNK_ROWS = 1 << 14, 1 << 16
 """Rows that a chunk aims at, and has at most. From 4,096 to 32,768 the size of a file changes by less than a
 hundredth. With fewer rows frames cost more time each, with more a reader of few sequences decodes more that it does not
 need. A plane of 65,536 bytes and all of its frame lie within zstd's window."""
+READ_BYTES = 1 << 22
+"""Frames of small chunks are read together, up to about so many bytes."""
 CHUNK_MEMORY = 1 << 26
 """Bytes that the rows of a chunk take in memory, if that is less: choices of indexers take half a megabyte for each."""
 ROW_BYTES, MOST_STREAMS = 9, 16
@@ -72,15 +74,18 @@ allocate without bound."""
 
 def save(
     trace: RoutingTrace, path: str | os.PathLike[str], *, encoding: Encoding = "sets", overwrite: bool = False
-) -> Path:
+) -> Path | str:
     """Write `trace` to `path`: the whole file or nothing. Equal traces give equal bytes.
 
     Args:
         trace: what to write.
-        path: where to.
+        path: where to, a path or a URL that fsspec knows, such as "s3://bucket/step-000007".
         encoding: "sets" keeps which experts were picked, and gate weights with them, and drops the order of picks:
             the ids of a row ascend when they are read. "ordered" keeps the order, at about a fifth more bytes.
         overwrite: whether an existing file may be replaced.
+
+    Returns:
+        The path, or the URL.
 
     Raises:
         TraceFileError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole.
@@ -89,8 +94,13 @@ def save(
     return FORMAT.write(path, *encode(trace, encoding), overwrite=overwrite)
 
 
-def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Return metadata and tensors of the file of a trace, as `FORMAT` takes them. Arguments and errors as in `save`."""
+def encode(
+    trace: RoutingTrace, encoding: Encoding, *, chunk_rows: int | None = None
+) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    """Return metadata and tensors of the file of a trace, as `FORMAT` takes them.
+
+    Arguments and errors are those of `save`, and `chunk_rows` as in `cut_chunks`.
+    """
     import zstandard  # an engine's worker imports this room, and has numpy alone
 
     if encoding not in ENCODINGS:
@@ -102,7 +112,7 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     as_sets = encoding == "sets" or not trace.pick_order_kept
     if not as_sets:
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
-    chunks = cut_chunks(trace)
+    chunks = cut_chunks(trace, chunk_rows)
     frames, ends, sizes = bytearray(), [0], []
     scratch = np.empty(spec.num_layers * spec.top_k * int(chunks.max(initial=0)), spec.id_dtype)
     compress = zstandard.ZstdCompressor(level=1, write_checksum=True).compress
@@ -132,10 +142,16 @@ def encode(trace: RoutingTrace, encoding: Encoding) -> tuple[dict[str, str], dic
     return metadata, {
         "lengths": np.diff(trace.offsets),
         "chunk_rows": chunks,
-        "frame_bytes": np.diff(ends).reshape(shape),
-        "content_bytes": np.array(sizes, np.int64).reshape(shape),
+        "frame_bytes": _narrow(np.diff(ends).reshape(shape)),
+        "content_bytes": _narrow(np.array(sizes, np.int64).reshape(shape)),
         FRAMES: np.frombuffer(frames, np.uint8),
     }
+
+
+def _narrow(sizes: NDArray[np.int64]) -> NDArray[Any]:
+    """Return the sizes in 16 or 32 bits, if those hold them: every reader of a part reads all of this table."""
+    most = int(sizes.max(initial=0))
+    return sizes.astype(np.uint16 if most < 1 << 16 else np.uint32 if most < 1 << 32 else np.int64)
 
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
@@ -181,12 +197,13 @@ def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
         raise TraceContentError(f"{stored_bytes} bytes of frames would become {decoded_bytes} bytes")
 
 
-def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
+def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np.int64]:
     """Return the rows of each chunk, int64 [C].
 
     A chunk has whole sequences, so that they are read alone: up to `CHUNK_ROWS` rows, or `MOST_CHUNK_ROWS` while each
-    begins as the one before, by a quarter of the shorter: only within a frame does zstd find a prompt again. A
-    sequence that is longer still is cut into about even chunks.
+    begins as the one before, by a quarter of the shorter: only within a frame does zstd find a prompt again. With
+    `chunk_rows`, a chunk ends with the sequence that brings it to so many, however the next begins. A sequence that is
+    longer than `MOST_CHUNK_ROWS` is cut into about even chunks.
     """
     offsets, tokens = trace.offsets.tolist(), trace.token_ids_N
     arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]
@@ -194,7 +211,9 @@ def cut_chunks(trace: RoutingTrace) -> NDArray[np.int64]:
     most = min(MOST_CHUNK_ROWS, max(1, CHUNK_MEMORY // row_bytes))
     cuts = [0]
     for before, start, stop in zip([0, *offsets], offsets, offsets[1:], strict=False):
-        if start > cuts[-1] and stop - cuts[-1] > min(CHUNK_ROWS, most):
+        if chunk_rows is not None and start - cuts[-1] >= chunk_rows:
+            cuts.append(start)
+        elif start > cuts[-1] and stop - cuts[-1] > min(CHUNK_ROWS, most):
             alike = min(start - before, stop - start) // 4
             grouped = alike and np.array_equal(tokens[before : before + alike], tokens[start : start + alike])
             if not grouped or stop - cuts[-1] > most:
@@ -262,7 +281,7 @@ class TraceHeader:
 
 
 def load(
-    source: str | os.PathLike[str] | SeekableFile,
+    source: str | os.PathLike[str] | RangedFile,
     *,
     sequences: ArrayLike | None = None,
     layers: Iterable[RoutedLayer] | None = None,
@@ -274,7 +293,7 @@ def load(
     hold those sequences, in those layers alone.
 
     Args:
-        source: the path of a file written by `save`, or one that is open, such as `fsspec.open(url).open()`.
+        source: the path or the URL of a file that `save` wrote, or one that is read by ranges of bytes.
         sequences: integers [S'], each from 0 to S - 1; all in order when left out.
         layers: members of the file's layer table; all in order when left out.
         streams: names of those wanted beside the routes; all when left out. Others are not read.
@@ -284,6 +303,18 @@ def load(
         TraceContentError: when a sequence or a stream is not in the file, or no layer is asked for.
         SpecMismatchError: when a layer is not in the file.
     """
+    return read_trace(source, sequences, layers, streams)
+
+
+def read_trace(
+    source: str | os.PathLike[str] | RangedFile,
+    sequences: ArrayLike | None,
+    layers: Iterable[RoutedLayer] | None,
+    streams: Iterable[str] | None,
+    *,
+    num_sequences: int | None = None,
+) -> RoutingTrace:
+    """As `load`. A file of another number of sequences than `num_sequences` is refused."""
     with TensorFile(source, TraceFileError, most_header_bytes=FORMAT.most_header_bytes) as file:
         if "foreroute.generation" in file.metadata:
             beside = file.metadata.get("foreroute.trace", "")
@@ -291,6 +322,8 @@ def load(
         metadata, tables = FORMAT.read_opened(file)
         try:
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])
+            if num_sequences not in (None, len(header.offsets) - 1):
+                raise TraceContentError(f"it has {len(header.offsets) - 1} sequences; expected {num_sequences}")
         except TraceContentError as error:
             raise _damage(file, error) from error
         spec = header.spec if layers is None else replace(header.spec, layers=as_layers(layers))
@@ -305,9 +338,7 @@ def load(
             trace = _read_chunks(file, header, chunks, spec, positions, wanted)
         except TraceContentError as error:
             raise _damage(file, error) from error
-    if rows is None:
-        return replace(trace, offsets=header.offsets)
-    return trace.take_rows(rows, lengths)
+    return replace(trace, offsets=as_offsets(lengths)) if rows is None else trace.take_rows(rows, lengths)
 
 
 def _damage(file: TensorFile, error: TraceContentError) -> TraceFileError:
@@ -327,7 +358,8 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
     spec = spec_from(table, metadata["model"])
     _refuse_no_texts(spec.model, provenance)
-    rows, frame_bytes, content_bytes = tables["chunk_rows"], tables["frame_bytes"], tables["content_bytes"]
+    rows = tables["chunk_rows"]
+    frame_bytes, content_bytes = (tables[name].astype(np.int64) for name in ("frame_bytes", "content_bytes"))
     # what is known of the sizes is compared before anything is read or memory is taken for it
     check_memory(int(content_bytes.sum()), stored_bytes)
     offsets, chunk_starts = np.append(0, np.cumsum(tables["lengths"])), np.append(0, np.cumsum(rows))
@@ -382,7 +414,7 @@ def _rows_of(
 
     Returns:
         chunks: int64 [C'], their numbers, ascending.
-        rows: int64, the rows of the sequences among those of these chunks, joined; None for all of them, in order.
+        rows: int64, the rows of the sequences among those of these chunks, joined; None where they are all, in order.
         lengths: int64 [S'], the rows of each sequence.
     """
     lengths = np.diff(header.offsets)
@@ -398,7 +430,8 @@ def _rows_of(
     # A sequence lies within chunks that are all read, so that its rows stay neighbours.
     rows_before = as_offsets(np.where(touched, np.diff(header.chunk_starts), 0))
     starts_read = rows_before[first] + starts - header.chunk_starts[first]
-    return np.flatnonzero(touched), join_ranges(starts_read, ends - starts), lengths
+    in_order = np.array_equal(np.append(starts_read, rows_before[-1]), as_offsets(ends - starts))
+    return np.flatnonzero(touched), None if in_order else join_ranges(starts_read, ends - starts), lengths
 
 
 def _read_chunks(
@@ -435,8 +468,8 @@ def _read_chunks(
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
     # One buffer for the routes of all chunks: fresh memory for each would cost about as much as decoding into it.
     routes = np.empty(spec.num_layers * size * int(np.diff(edges).max(initial=0)), np.uint8)
-    for chunk, (a, b) in zip(chunks.tolist(), pairwise(edges.tolist()), strict=True):
-        contents = _read_frames(file, header, chunk, needed)
+    all_contents = _read_frames(file, header, chunks, needed)
+    for contents, (a, b) in zip(all_contents, pairwise(edges.tolist()), strict=True):
         numbers, validity = np.split(contents[0], [8 * (b - a)])
         tokens[a:b], versions[a:b] = _numbers(numbers.reshape(2, -1), np.int32)
         if validity.max() > 1:
@@ -461,28 +494,41 @@ def _read_chunks(
     return RoutingTrace(spec, ids_NLK, valid, tokens, versions, bounds, header.provenance, order_kept, joined)
 
 
-def _read_frames(file: TensorFile, header: TraceHeader, chunk: int, needed: NDArray[np.int64]) -> dict[int, Any]:
-    """Read some frames of a chunk, neighbours at once, and return what each of them holds."""
+def _read_frames(
+    file: TensorFile, header: TraceHeader, chunks: NDArray[np.int64], needed: NDArray[np.int64]
+) -> Iterator[dict[int, NDArray[np.uint8]]]:
+    """Read some frames of chunks, and yield what each of them holds, chunk by chunk. Neighbours are read at once."""
     import zstandard
 
-    bounds = header.frame_bounds[chunk * header.content_bytes.shape[1] :]
-    decompressor, contents = zstandard.ZstdDecompressor(), {}
-    for group in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1):
-        begin = int(bounds[group[0]])
-        together = file.read(FRAMES, begin, int(bounds[group[-1] + 1])).data
-        for frame in group.tolist():
-            stored = together[bounds[frame] - begin : bounds[frame + 1] - begin]
-            size = int(header.content_bytes[chunk, frame])
-            try:
-                # The size that a frame states is compared before it is believed.
-                stated = zstandard.get_frame_parameters(stored)
-                if not size or stated.content_size != size or not stated.has_checksum:
-                    raise zstandard.ZstdError(f"it states {stated.content_size} bytes, expected {size} and a checksum")
-                content = decompressor.decompress(stored, max_output_size=size, allow_extra_data=False)
-            except zstandard.ZstdError as error:
-                raise TraceContentError(f"frame {frame} of chunk {chunk} is not what was written ({error})") from error
-            contents[frame] = np.frombuffer(content, np.uint8)
-    return contents
+    decompressor, frames = zstandard.ZstdDecompressor(), header.content_bytes.shape[1]
+    numbers = chunks[:, None] * frames + needed
+    begins, ends = header.frame_bounds[numbers], header.frame_bounds[numbers + 1]
+    together = np.cumsum((ends - begins).sum(axis=1)) // READ_BYTES
+    for some in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(together)) + 1):
+        stored: list[Any] = []
+        bounds = list(zip(begins[some].reshape(-1).tolist(), ends[some].reshape(-1).tolist(), strict=True))
+        apart = [i for i in range(1, len(bounds)) if bounds[i][0] != bounds[i - 1][1]]
+        for first, after in pairwise([0, *apart, len(bounds)]):
+            if first < after:
+                start = bounds[first][0]
+                read = file.read(FRAMES, start, bounds[after - 1][1]).data
+                stored += [read[begin - start : end - start] for begin, end in bounds[first:after]]
+        for i, chunk in enumerate(chunks[some].tolist()):
+            contents = {}
+            for frame, each in zip(needed.tolist(), stored[i * len(needed) :], strict=False):
+                size = int(header.content_bytes[chunk, frame])
+                try:
+                    # The size that a frame states is compared before it is believed.
+                    stated = zstandard.get_frame_parameters(each)
+                    if not size or stated.content_size != size or not stated.has_checksum:
+                        why = f"it states {stated.content_size} bytes, expected {size} and a checksum"
+                        raise zstandard.ZstdError(why)
+                    content = decompressor.decompress(each, max_output_size=size, allow_extra_data=False)
+                except zstandard.ZstdError as error:
+                    why = f"frame {frame} of chunk {chunk} is not what was written ({error})"
+                    raise TraceContentError(why) from error
+                contents[frame] = np.frombuffer(content, np.uint8)
+            yield contents
 
 
 def _columns(content: NDArray[np.uint8], stream: Stream, rows: int) -> list[NDArray[Any]]:

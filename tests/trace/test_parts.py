@@ -1,0 +1,349 @@
+"""A step in parts: what every rank reads of it, who writes it, what is asked of the store, and what is not accepted."""
+
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import foreroute as fr
+from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
+from foreroute.files import TensorFile
+from foreroute.files.places import AHEAD_BYTES
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import load_parts, save_part
+from foreroute.trace.file import FORMAT, encode
+from foreroute.trace.parts import CHUNK_ROWS
+from tests.traces import random_trace, spec_of, with_decisions
+
+LENGTHS = [[3, 40, 0, 7], [], [25, 1], [300, 6, 270, 12, 9]]
+
+
+def part_traces(*, decisions=True):
+    """Four parts of 4, 0, 2 and 5 sequences, of several weight versions."""
+    traces = [synthetic_trace(spec_of(), each, seed=i, weight_version=i) for i, each in enumerate(LENGTHS)]
+    return [with_decisions(each, i) if decisions else each for i, each in enumerate(traces)]
+
+
+@pytest.fixture(params=["folder", "file", "local", "memory"])
+def step(request, tmp_path):
+    """The folder of a step: a path, a URL that is one, and URLs of stores, with files and without."""
+    yield {
+        "folder": tmp_path / "step-7",
+        "file": f"file://{tmp_path}/step-7",
+        "local": f"local://{tmp_path}/step-7/",
+        "memory": "memory://run/step-7",
+    }[request.param]
+    MemoryFileSystem.store.clear()
+
+
+def save_parts(traces, folder):
+    return [save_part(trace, folder, i, len(traces)) for i, trace in enumerate(traces)]
+
+
+def rows_of(trace, sequence, layers=None):
+    """All that a trace says of a sequence, row by row, in plain Python: what a reader of a part is held against."""
+    streams = {name: each.arrays() for name, each in trace.streams.items()}
+    rows = []
+    for n in range(int(trace.offsets[sequence]), int(trace.offsets[sequence + 1])):
+        beside = {}
+        for name, arrays in streams.items():
+            if "values_NLK" in arrays:
+                beside[name] = [arrays["values_NLK"][n, i].tolist() for i in layers or range(trace.spec.num_layers)]
+            else:
+                depth = (len(arrays["offsets"]) - 1) // trace.num_rows
+                bounds = arrays["offsets"][n * depth : (n + 1) * depth + 1].tolist()
+                sets = [arrays["ids"][a:b].tolist() for a, b in pairwise(bounds)]
+                beside[name] = (bool(arrays["valid_N"][n]), sets)
+        ids_LK = [trace.expert_ids_NLK[n, i].tolist() for i in layers or range(trace.spec.num_layers)]
+        rows.append(
+            (int(trace.token_ids_N[n]), int(trace.weight_versions_N[n]), bool(trace.valid_N[n]), ids_LK, beside)
+        )
+    return rows
+
+
+def test_every_rank_reads_its_rows_and_layers(step):
+    traces = part_traces()
+    save_parts(traces, step)
+    stored = [each.without_pick_order() for each in traces]
+    everything = [(trace, s) for trace in stored for s in range(len(trace))]
+    assert load_parts(step).equals(fr.concatenate(stored))
+    rng = np.random.default_rng(0)
+    for ranks in (1, 3, 11):  # of several sequences each that are no neighbours, and of none
+        for numbers in np.array_split(rng.permutation(len(everything)), ranks):
+            for layers in (None, [2], [1, 0]):
+                chosen = None if layers is None else [spec_of().layers[i] for i in layers]
+                part = load_parts(step, sequences=numbers, layers=chosen)
+                assert len(part) == len(numbers)
+                for s, number in enumerate(numbers.tolist()):
+                    assert rows_of(part, s) == rows_of(*everything[number], layers)
+    twice = load_parts(step, sequences=[10, 0, 10], streams=["sampling"])
+    assert [rows_of(twice, s) for s in range(3)] == [
+        rows_of(everything[n][0].without_streams("gate_weights", "indexer"), everything[n][1]) for n in (10, 0, 10)
+    ]
+    nothing = load_parts(step, sequences=[])
+    assert (len(nothing), nothing.spec) == (0, traces[0].spec)
+
+
+def test_a_trace_at_a_url(step):
+    trace, place = with_decisions(random_trace(3), 3), f"{step}/trace" if isinstance(step, str) else step / "trace"
+    saved = fr.save(trace, place, encoding="ordered")
+    assert str(saved) == str(place).removeprefix("file://")
+    assert fr.load(saved).equals(trace)
+    with pytest.raises(TraceFileError, match="already exists; pass another path"):
+        fr.save(trace.select([0]), place)
+    assert fr.load(place).equals(trace)
+    with pytest.raises(TraceFileError, match="none does not exist"):
+        fr.load(f"{place}-none")
+    fr.save(trace.select([0]), place, overwrite=True)
+    assert fr.load(place).equals(trace.select([0]).without_pick_order())
+
+
+def test_a_prompt_and_a_short_sequence_do_not_bring_others_with_them():
+    """A sequence of 256 rows is read alone, whatever the next begins with; shorter ones lie together."""
+    group = synthetic_trace(spec_of(), [300, 256, 9, 9, 300, 4], seed=0).without_pick_order()
+    for first, after in ((0, 1), (4, 5)):
+        tokens = group.token_ids_N
+        tokens[group.offsets[after] :][:4] = tokens[group.offsets[first] :][:4]
+    save_part(group, "memory://chunks", 0, 1)
+    part = fr.load(only_file("memory://chunks"))
+    assert part.equals(group)
+    with TensorFile(only_file("memory://chunks"), TraceFileError) as file:
+        assert file.read("chunk_rows").tolist() == [300, 256, 318, 4]
+        assert file.tensors["frame_bytes"].dtype == file.tensors["content_bytes"].dtype == np.uint16
+    MemoryFileSystem.store.clear()
+
+
+def only_file(folder):
+    """The only file of a folder in memory."""
+    (name,) = MemoryFileSystem().ls(folder, detail=False)
+    return f"memory:/{name}"
+
+
+def wide_trace():
+    """Sequences whose frames are larger than what is read ahead."""
+    spec, lengths = spec_of(num_experts=128, top_k=8, num_layers=40), [500] * 6
+    ids = np.random.default_rng(0).integers(0, 16, (3000, 40, 1)) + np.arange(8) * 16
+    tokens, routes = [np.arange(n) for n in lengths], np.split(ids, 6)
+    return fr.RoutingTrace.from_sequences(spec, tokens, routes).without_pick_order()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "layers", "requests"),
+    [([1, 2, 3], slice(None), 2), ([5, 1, 3], slice(None), 4), ([2], slice(0, 20), 2), ([2, 4], slice(20, 40), 5)],
+)
+def test_little_more_than_its_frames_is_read_in_few_requests(monkeypatch, sequences, layers, requests):
+    trace, asked = wide_trace(), []
+    stored = FORMAT.to_bytes(*encode(trace, "sets", chunk_rows=CHUNK_ROWS))
+    MemoryFileSystem().pipe_file("/few/part-00000-of-00001-6.safetensors", stored)
+    read = MemoryFileSystem.cat_file
+
+    def counted(store, path, start=None, end=None, **options):
+        asked.append(end - start)
+        return read(store, path, start, end, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    wanted = trace.spec.layers[layers]
+    part = load_parts("memory://few", sequences=sequences, layers=wanted)
+    assert part.equals(trace.select(sequences).select_layers(wanted))
+    sizes = encode(trace, "sets", chunk_rows=CHUNK_ROWS)[1]["frame_bytes"][sequences].astype(int)
+    needed = sizes[:, 0].sum() + sizes[:, 1:][:, layers].sum()
+    assert (len(asked), needed <= sum(asked) <= needed + 2 * AHEAD_BYTES) == (requests, True)
+    MemoryFileSystem.store.clear()
+
+
+def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
+    """A store takes tens of milliseconds for each answer."""
+    traces = part_traces()
+    save_parts(traces, "memory://slow")
+    together, read = threading.Barrier(3), MemoryFileSystem.cat_file
+
+    def waiting(store, path, start=None, end=None):
+        if start == 0:
+            together.wait(60)
+        return read(store, path, start, end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", waiting)
+    assert load_parts("memory://slow").equals(fr.concatenate(traces).without_pick_order())
+    MemoryFileSystem.store.clear()
+
+
+def test_a_reader_waits_for_writers_who_share_nothing(step):
+    traces, read = part_traces(), []
+    reader = threading.Thread(target=lambda: read.append(load_parts(step, sequences=[10, 0], wait_s=60)))
+    reader.start()
+    writers = [threading.Thread(target=save_part, args=(trace, step, i, len(traces))) for i, trace in enumerate(traces)]
+    for writer in reversed(writers):
+        time.sleep(0.05)
+        assert not read
+        writer.start()
+    for thread in (*writers, reader):
+        thread.join(60)
+    assert read[0].equals(fr.concatenate(traces).without_pick_order().select([10, 0]))
+
+
+def test_a_part_is_written_once(step):
+    traces = part_traces()
+    save_part(traces[0], step, 0, 1)
+    for again in (traces[0], traces[3]):
+        with pytest.raises(TraceFileError, match="has part 0 already, part-00000-of-00001-4"):
+            save_part(again, step, 0, 1)
+    assert load_parts(step).equals(traces[0].without_pick_order())
+
+
+KILLED = """
+import sys, time
+import foreroute.files.container as container
+from foreroute.trace import save_part
+from tests.traces import random_trace
+
+def half(file, metadata, tensors):
+    file.write(bytes(1 << 20))
+    file.flush()
+    print("half", flush=True)
+    time.sleep(600)
+
+container._write_tensors = half
+save_part(random_trace(1), sys.argv[1], 1, 2)
+"""
+
+
+@pytest.mark.parametrize("scheme", ["", "local://"])
+def test_nothing_is_seen_of_a_writer_that_was_killed(tmp_path, scheme):
+    step = f"{scheme}{tmp_path}/step"
+    save_part(random_trace(0), step, 0, 2)
+    writer = subprocess.Popen([sys.executable, "-c", KILLED, step], stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout.readline() == "half\n"
+    finally:
+        writer.kill()
+        writer.wait(60)
+    left = [path.name for path in (tmp_path / "step").iterdir()]
+    assert len(left) == (2 if scheme else 1)  # under a name that no reader takes, or without any
+    with pytest.raises(TraceFileError, match="has 1 of 2 parts after 0 s; it lacks 00001"):
+        load_parts(step)
+    save_part(random_trace(1), step, 1, 2)
+    assert load_parts(step).equals(fr.concatenate([random_trace(0), random_trace(1)]).without_pick_order())
+
+
+def test_a_store_that_refuses_leaves_what_was_there(monkeypatch):
+    trace, place = random_trace(0), "memory://full/trace"
+    fr.save(trace, place)
+
+    def refused(*_, **__):
+        raise PermissionError("no")
+
+    for what in ("mv", "open"):
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryFileSystem, what, refused)
+            with pytest.raises(TraceFileError, match=r"cannot be written \(PermissionError: no"):
+                fr.save(random_trace(1), place, overwrite=True)
+    assert list(MemoryFileSystem.store) == ["/full/trace"]
+    assert fr.load(place).equals(trace.without_pick_order())
+    MemoryFileSystem.store.clear()
+
+
+def test_a_bit_that_is_another_is_refused():
+    save_part(with_decisions(random_trace(5), 5), "memory://bits", 0, 1)
+    (name,) = MemoryFileSystem.store
+    content, rng = MemoryFileSystem.store[name].getvalue(), np.random.default_rng(0)
+    for place in [*range(0, len(content), 7), *rng.integers(0, len(content), 200).tolist()]:
+        wrong = bytearray(content)
+        wrong[place] ^= 1 << int(rng.integers(8))
+        MemoryFileSystem().pipe_file(name, bytes(wrong))
+        with pytest.raises(TraceFileError):
+            load_parts("memory://bits")
+    MemoryFileSystem.store.clear()
+
+
+def part(number, of, count):
+    return f"part-{number:05d}-of-{of:05d}-{count}.safetensors"
+
+
+INDEXES = {
+    "nothing": ([], "has 0 of 0 parts"),
+    "a part of three": ([part(0, 3, 4), part(2, 3, 4)], "has 2 of 3 parts after 0 s; it lacks 00001"),
+    "more sequences": ([part(0, 2, 4), part(1, 2, 5)], "is damaged: it has 4 sequences; expected 5"),
+    "fewer sequences": ([part(0, 2, 3), part(1, 2, 4)], "is damaged: it has 4 sequences; expected 3"),
+    "a part twice": ([part(0, 2, 4), part(0, 2, 5), part(1, 2, 4)], "expected each part once"),
+    "a number twice": ([part(0, 2, 4), part(0, 2, "04"), part(1, 2, 4)], "expected each part once"),
+    "two totals": ([part(0, 2, 4), part(1, 3, 4)], "of one number of parts"),
+    "beyond the last": ([part(0, 1, 4), part(1, 1, 4)], "numbered from 0"),
+    "no part at all": ([part(0, 0, 4)], "numbered from 0"),
+    "other names": (
+        [part(0, 100_000, 4), part(0, 1, 10**9), "part-0-of-1-4", ".part-00000-of-00001-4"],
+        "0 of 0 parts",
+    ),
+}
+
+
+@pytest.mark.parametrize(("names", "message"), INDEXES.values(), ids=INDEXES)
+def test_an_index_that_lies_is_refused(tmp_path, names, message):
+    trace = part_traces(decisions=False)[0]
+    (tmp_path / "other").mkdir()
+    for name in names:
+        fr.save(trace, tmp_path / name)
+    with pytest.raises(TraceFileError, match=message):
+        load_parts(tmp_path)
+
+
+def test_parts_of_different_models_or_streams_are_refused(tmp_path):
+    trace = part_traces(decisions=False)[0]
+    for name, other, error, message in (
+        (
+            "model",
+            random_trace(0, num_experts=9),
+            SpecMismatchError,
+            "part-00001-of-00002-[0-9].safetensors belongs to",
+        ),
+        ("streams", with_decisions(trace, 0), TraceContentError, "some of the traces have the stream"),
+    ):
+        save_part(trace, tmp_path / name, 0, 2)
+        save_part(other, tmp_path / name, 1, 2)
+        assert load_parts(tmp_path / name, sequences=[0]).equals(trace.select([0]).without_pick_order())
+        with pytest.raises(error, match=message):
+            load_parts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"sequences": [11]}, "sequence 11 was selected from 11"),
+        ({"sequences": [True]}, "expected integers"),
+        ({"layers": []}, "layer table is empty"),
+        ({"layers": [fr.RoutedLayer(7)]}, "no routes of decoder 7"),
+        ({"streams": ["masks"]}, "has no stream 'masks'"),
+        *[({"wait_s": wait_s}, "expected seconds from 0") for wait_s in (-1, np.inf, np.nan, "1")],
+    ],
+)
+def test_what_is_not_there_is_refused(tmp_path, asked, message):
+    save_parts(part_traces(), tmp_path)
+    with pytest.raises((TraceContentError, SpecMismatchError), match=message):
+        load_parts(tmp_path, **asked)
+
+
+def test_what_can_be_no_part_is_refused(tmp_path):
+    trace = random_trace(0)
+    for number, of in ((-1, 2), (2, 2), (0, 0), (0, 100_000), (True, 2), (0.0, 2)):
+        with pytest.raises(TraceContentError, match="expected a whole number"):
+            save_part(trace, tmp_path, number, of)
+    with pytest.raises(TraceContentError, match="picked twice"):
+        save_part(replace(trace, expert_ids_NLK=trace.expert_ids_NLK * 0), tmp_path, 0, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stores_that_are_not_there_are_named(monkeypatch, tmp_path):
+    with pytest.raises(TraceFileError, match=r"nonsense://x cannot be looked into .*Protocol not known"):
+        load_parts("nonsense://x")
+    (tmp_path / "file").touch()
+    with pytest.raises(TraceFileError, match="file cannot be looked into"):
+        load_parts(tmp_path / "file")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    for ask in (fr.load, load_parts, lambda url: fr.save(random_trace(0), url)):
+        with pytest.raises(TraceFileError, match=r"memory://x needs fsspec, which is not installed; pip install"):
+            ask("memory://x")
