@@ -160,6 +160,7 @@ def test_a_run_that_is_not_whole_is_refused(run, tmp_path, spoil):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_and_that_of_its_diagnosis_name_each_other_in_commands_that_run(tmp_path):
     values = small_values(rl={"steps": 3, "micro_step_tokens": 64, "warmup_steps": 2})
     train(parse_config(values, source="test"), tmp_path / "a run")
