@@ -1,7 +1,6 @@
-"""`foreroute convert` at its doors: whatever the files are, one message and exit code 2, and nothing is touched."""
+"""`foreroute convert`: options and contents; `tests/robustness/test_doors.py` has files that are none."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -39,94 +38,6 @@ def refused(folder, message, *args, **kwargs):
     assert result.returncode == 2, result.stdout
     assert message in result.stderr
     return result
-
-
-def special(folder, kind):
-    path = folder / "special"
-    match kind:
-        case "folder":
-            path.mkdir()
-        case "FIFO":
-            os.mkfifo(path)
-        case "device":
-            path.symlink_to("/dev/zero")
-        case "missing":
-            pass
-        case "dangling":
-            path.symlink_to(folder / "nothing")
-        case "not UTF-8":
-            path.write_bytes(b'{"\xff\xfe": 1}')
-        case "deep":
-            path.write_text("[" * 60_000)
-        case "digits":
-            path.write_text("[" + "1" * 5000 + "]")
-        case "empty":
-            path.write_bytes(b"")
-        case "cut trace":
-            path.write_bytes((folder / "trace").read_bytes()[:-3])
-        case "cut header":
-            path.write_bytes((folder / "trace").read_bytes()[:40])
-    return path
-
-
-KINDS = [
-    "folder",
-    "FIFO",
-    "device",
-    "missing",
-    "dangling",
-    "not UTF-8",
-    "deep",
-    "digits",
-    "empty",
-    "cut trace",
-    "cut header",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["source", "model", "config.json", "tokens"])
-def test_every_input_may_be_anything(folder, kind, place):
-    path = special(folder, kind)
-    if place == "config.json":
-        (folder / "below").mkdir()
-        below = folder / "below" / "config.json"
-        path = path.rename(below) if os.path.lexists(path) else below
-    names = {"source": (path, "out"), "tokens": ("answer.json", "out", "--tokens", path)}
-    model = {"model": path, "config.json": path.parent}.get(place, "model")
-    result = refused(folder, "error: ", *names.get(place, ()), model=model)
-    assert path.name in result.stderr or kind in ("deep", "digits", "not UTF-8", "empty", "cut header")
-
-
-@pytest.mark.parametrize("to", ["sets", "ordered"])
-@pytest.mark.parametrize("target", ["below", "folder", "FIFO", "device", "long", "there"])
-def test_what_cannot_be_written_is_one_message(folder, to, target):
-    path = {
-        "below": folder / "answer.json" / "out",
-        "folder": folder / "made",
-        "FIFO": folder / "fifo",
-        "device": folder / "full",
-        "long": folder / ("x" * 300),
-        "there": folder / "config.json",
-    }[target]
-    if target == "folder":
-        path.mkdir()
-    elif target == "FIFO":
-        os.mkfifo(path)
-    elif target == "device":
-        path.symlink_to("/dev/full")
-    content = (folder / "config.json").read_bytes()
-    result = refused(folder, "error: ", "answer.json", path, "--to", to)
-    assert path.name[:100] in result.stderr
-    assert (folder / "config.json").read_bytes() == content
-
-
-def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    refused(folder, "No space left", "answer.json", "out")
 
 
 @pytest.mark.parametrize(

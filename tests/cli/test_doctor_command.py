@@ -2,7 +2,6 @@
 
 import html
 import json
-import os
 import re
 import shlex
 import shutil
@@ -161,6 +160,7 @@ def test_a_run_that_is_not_whole_is_refused(run, tmp_path, spoil):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_and_that_of_its_diagnosis_name_each_other_in_commands_that_run(tmp_path):
     values = small_values(rl={"steps": 3, "micro_step_tokens": 64, "warmup_steps": 2})
     train(parse_config(values, source="test"), tmp_path / "a run")
@@ -276,44 +276,6 @@ def test_wrong_input_is_one_message_and_exit_code_2(files, given, message):
     assert result.returncode == 2, result.stdout
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
-
-
-def missing(folder):
-    return folder / "nothing"
-
-
-def fifo(folder):
-    os.mkfifo(folder / "fifo")
-    return folder / "fifo"
-
-
-def device(folder):
-    return "/dev/zero"
-
-
-def cut(folder):
-    path = folder / "cut"
-    save_generation(generation(tiny("qwen3_moe"), sequences=2), path)
-    path.write_bytes(path.read_bytes()[:-9])
-    return path
-
-
-def hostile(folder):
-    (folder / HOSTILE).write_bytes(b"\x93NUMPY")
-    return folder / HOSTILE
-
-
-@pytest.mark.parametrize("option", ["model", "rollout", "trainer", "replayed"])
-@pytest.mark.parametrize("kind", [missing, fifo, device, cut, hostile])
-def test_a_path_to_nothing_that_can_be_read_is_one_message(option, kind, files, tmp_path):
-    """`tests/robustness/test_doors.py` has more kinds of them, which no option may wait for."""
-    given = {"trainer": files / "native.generation", "rollout": files / "bf16.generation"}
-    given = {"model": kind(tmp_path)} if option == "model" else {**given, option: kind(tmp_path)}
-    result = doctor(*(f"--{name}={path}" for name, path in given.items()))
-    assert result.returncode == 2, (result.stdout, result.stderr)
-    assert result.stderr.count("error") >= 1
-    assert "Traceback" not in result.stderr
-    assert not set(result.stderr + result.stdout) & set("\x1b\x07\u202e")
 
 
 def test_the_name_of_a_model_is_never_printed_raw(files, tmp_path):

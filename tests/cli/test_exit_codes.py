@@ -74,10 +74,8 @@ import signal, sys, threading, time
 for number in (signal.SIGHUP, signal.SIGTERM):  # whoever started the tests may ignore them
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from foreroute.cli import main, terminal, traces
+from foreroute.cli import main, traces
 from foreroute.files import write_atomically
-
-terminal.SILENCE_S = 600.0  # this machine may be busy
 
 def hang(path):
     def fill(file):

@@ -1,33 +1,156 @@
-"""What someone who watches a run is shown, on a terminal and elsewhere."""
+"""What someone who watches a command is shown, on a terminal and elsewhere."""
 
 import io
 import os
+import pty
 import re
 import signal
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 
+import numpy as np
 import pytest
 
+import foreroute as fr
 from foreroute.cli import terminal
 from foreroute.cli.exit_codes import ENDING, run
-from foreroute.cli.terminal import Console
+from foreroute.cli.terminal import CommandProgress, Console
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
 from foreroute.mismatch.alarm_rules import ADVICE
+from foreroute.plan import save_counts
 from foreroute.train import parse_config
+from tests.cli.command import foreroute
+from tests.traces import random_trace
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
 ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}
+TOPOLOGY = """
+topology = {num_ranks = 4, redundant_slots = 1}
+hardware = {preset = "h100"}
+model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
+"""
 
 
-def shown(monkeypatch, steps, *, is_terminal=False, mismatch=None):
-    """Everything that is printed while steps end 2.5 s apart, and what the heartbeat would say after each call."""
+@pytest.fixture
+def works(monkeypatch):
+    """Every piece of work that is named, the last one last."""
+    made = []
+
+    class Kept(CommandProgress):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(terminal, "CommandProgress", Kept)
+    return made
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
+    save_counts(np.ones((2, 3, 4, 8), np.int32), tmp_path / "counts.safetensors")
+    (tmp_path / "cluster.toml").write_text(TOPOLOGY)
+    (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 4}")
+    (tmp_path / "run.toml").write_text('name = "slow"')
+    monkeypatch.chdir(tmp_path)
+
+
+PLAN = "plan --counts counts.safetensors --topology cluster.toml --output plan.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("words", "slow", "said"),
+    [
+        ("inspect t", "traces.load", "reading t"),
+        ("inspect t", "traces.digest", "counting the routes of t"),
+        ("validate t u", "traces.load", "reading t: 0 of 2 files"),
+        ("diff t t", "traces.load", "reading t and t"),
+        ("diff t t", "traces.explain", "comparing"),
+        ("convert t u", "convert.load", "reading t"),
+        ("convert t u", "convert.save", "writing u"),
+        (PLAN, "plan.read_step", "reading the step"),
+        (PLAN, "plan.plan", "planning the first micro-step, which compiles once on a machine"),
+        (PLAN, "plan.verify", "verifying and writing the plan"),
+        (PLAN, "plan.compare", r"comparing with other balancers: 0 of \d+"),
+        (f"{PLAN} --no-baselines", "plan.figures_of", "pricing every cell"),
+        (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),
+        ("simulate simulate.toml", "simulate.simulate", "simulating"),
+        ("doctor --trainer t --rollout t", "doctor.load", "reading the rollout"),
+        ("doctor --trainer t --rollout t", "doctor.TrainerPass", "reading the trainer's passes"),
+        ("doctor --trainer t --rollout t", "doctor.diagnose", "comparing"),
+        ("doctor --model t --rollout t", "doctor._examined", "loading the model"),
+        ("doctor --trainer t --rollout t --output p", "doctor.write_diagnosis", "drawing the page"),
+        ("train run.toml", "train.train", "slow, preparing the run"),
+        ("demo --folder d", "demo.train", "none, preparing the run"),
+        ("report run", "records.read_runs", "drawing the page"),
+    ],
+)
+def test_a_verb_names_what_it_does_while_it_lasts(files, works, monkeypatch, words, slow, said):
+    told = []
+
+    def stand_in(*_, **__):
+        told.append(str(works[-1]))
+        raise ForerouteError("enough")
+
+    room = "foreroute" if slow.startswith("records.") else "foreroute.cli"
+    monkeypatch.setattr(f"{room}.{slow}", stand_in)
+    result = foreroute(*words.split())
+    assert (result.returncode, result.stderr) == (1, "error: enough\n")
+    assert re.fullmatch(rf"{said}, \d+ s", told[0]), told
+
+
+def test_a_line_says_how_much_is_done_how_long_the_rest_takes_and_obeys_no_name(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
+    work = CommandProgress("planning", total=9216, unit="cells")
+    now[0] = 1112.4
+    assert str(work) == "planning: 0 of 9,216 cells, 1,012 s"
+    work.advance(1234, 9216, "static")
+    assert str(work) == "planning: static, 1,234 of 9,216 cells, 1,012 s", "the pace is not known yet"
+    now[0] += 10
+    work.advance(2234, 9216)
+    assert str(work) == "planning: 2,234 of 9,216 cells, 1,022 s, 0:01:10 left"
+    work.begin("a\x1b[2J\nb")
+    assert str(work) == r"a\x1b[2J\nb, 0 s"
+
+
+SLOW = """
+import time
+from foreroute.cli.terminal import Console, working
+
+with working("planning", Console(), total=9216, unit="cells") as work:
+    work.done = 1234
+    time.sleep(1.3)
+"""
+
+
+@pytest.mark.parametrize("on_a_terminal", [True, False])
+def test_a_real_terminal_has_a_bar_that_moves_and_a_pipe_has_nothing(on_a_terminal):
+    main_end, end = pty.openpty() if on_a_terminal else os.pipe()
+    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen([sys.executable, "-c", SLOW], env=variables, stdout=end, stderr=end) as process:
+        os.close(end)
+        shown = b""
+        with suppress(OSError):  # what a terminal answers that nobody writes to any more
+            while more := os.read(main_end, 4096):
+                shown += more
+    os.close(main_end)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert process.returncode == 0
+    assert ("planning: 1,234 of 9,216 cells, 1 s" in text, "━" in text) == (on_a_terminal, on_a_terminal), text
+
+
+def shown(monkeypatch, works, steps, *, is_terminal=False, mismatch=None):
+    """Everything that is printed while steps end 2.5 s apart, and what a terminal would say after each call."""
     now, text, said = [0.0], io.StringIO(), []
     monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
     console = Console(file=text, force_terminal=is_terminal, width=80, color_system=None)
 
     def heard():
-        said.append(str(terminal._under_way[-1]))
+        said.append(str(works[-1]))
 
     with watching(CONFIG, console) as watcher:
         heard()
@@ -43,8 +166,8 @@ def shown(monkeypatch, steps, *, is_terminal=False, mismatch=None):
     return text.getvalue(), said
 
 
-def test_elsewhere_a_line_now_and_then_says_the_time_left(monkeypatch):
-    lines = shown(monkeypatch, range(41))[0].splitlines()
+def test_elsewhere_a_line_now_and_then_says_the_time_left(monkeypatch, works):
+    lines = shown(monkeypatch, works, range(41))[0].splitlines()
     assert lines == [
         "watched: warm start, step 0, loss 1.50",
         "watched: step 0, reward 0.50, 0:01:40 left",
@@ -55,14 +178,14 @@ def test_elsewhere_a_line_now_and_then_says_the_time_left(monkeypatch):
     ]
 
 
-def test_a_resumed_run_is_not_taken_for_a_fast_one(monkeypatch):
-    printed, said = shown(monkeypatch, range(36, 39))
+def test_a_resumed_run_is_not_taken_for_a_fast_one(monkeypatch, works):
+    printed, said = shown(monkeypatch, works, range(36, 39))
     assert printed.splitlines() == ["watched: warm start, step 0, loss 1.50"]
     assert said[-1] == "watched, GRPO: saving what is due, reward 0.50, 39 of 41 steps, 8 s, 0:00:05 left"
 
 
-def test_the_heartbeat_knows_the_step_and_its_phase(monkeypatch):
-    _, said = shown(monkeypatch, range(2))
+def test_a_terminal_knows_the_step_and_its_phase(monkeypatch, works):
+    _, said = shown(monkeypatch, works, range(2))
     assert said == [
         "watched, preparing the run, 0 s",
         "watched, warm start: loss 1.50, until 0.3, 1 of 800 steps at most, 0 s",
@@ -72,9 +195,9 @@ def test_the_heartbeat_knows_the_step_and_its_phase(monkeypatch):
     ]
 
 
-def test_a_narrow_terminal_has_a_bar_and_cuts_nothing(monkeypatch):
+def test_a_narrow_terminal_has_a_bar_and_cuts_nothing(monkeypatch, works):
     mismatch = {"native": {"k3": 3.1e-5}, "replayed": {"k3": 2.1e-5}}
-    text, _ = shown(monkeypatch, range(21), is_terminal=True, mismatch=mismatch)
+    text, _ = shown(monkeypatch, works, range(21), is_terminal=True, mismatch=mismatch)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     words = re.sub(r"[\s━╸╺]+", " ", text)
     assert "reward 0.50, k3 without replay 3.1e-05, k3 with 2.1e-05, 21 of 41 steps, 52 s, 0:00:50 left" in words

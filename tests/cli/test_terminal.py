@@ -15,7 +15,6 @@ from rich.text import Text
 import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
-from tests.cli.command import foreroute
 from tests.traces import random_trace
 
 SOURCE = Path(fr.__file__).parent
@@ -71,35 +70,6 @@ def test_no_verb_prints_through_another_door():
     assert found == []
 
 
-@pytest.mark.parametrize("name", [HOSTILE, NOT_UTF8], ids=["hostile", "not UTF-8"])
-def test_names_of_files_are_shown_and_not_obeyed(tmp_path, name):
-    trace = fr.save(random_trace(0, num_experts=64, top_k=3), tmp_path / name)
-    results = [
-        foreroute("inspect", trace),
-        foreroute("validate", trace, tmp_path / f"{name}-missing"),
-        foreroute("convert", trace, tmp_path / f"{name}-2", "--to", "ordered"),
-        foreroute("diff", trace, trace),
-        foreroute("report", trace),
-        foreroute("inspect", tmp_path / f"{name}-missing"),
-        foreroute("simulate", tmp_path / f"{name}.toml"),
-        foreroute("plan", "--topology", tmp_path / f"{name}.toml", trace),
-        foreroute("plan", f"--{name}"),
-        foreroute(name),
-    ]
-    assert [result.returncode for result in results] == [0, 2, 0, 0, 2, 2, 2, 2, 2, 2]
-    for result in results:
-        assert plain(result.stdout + result.stderr)
-        assert "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize("columns", ["0", "1", "7", "-3", "\N{SUPERSCRIPT TWO}", "wide", "9" * 12, "1" * 30])
-def test_any_width_of_the_terminal_shows_the_message(tmp_path, columns):
-    trace = fr.save(random_trace(0), tmp_path / "trace")
-    assert "top-2" in foreroute("inspect", trace, columns=columns).stdout
-    assert foreroute("inspect", tmp_path / "no", columns=columns).stderr.startswith("error: ")
-    assert "validate" in foreroute("--help", columns=columns).stdout
-
-
 def shell(command, folder, **variables):
     """The command line in a shell, where streams can be redirected; `@` is the command."""
     ours = f"'{sys.executable}' -m foreroute.cli"
@@ -121,21 +91,15 @@ def shell(command, folder, **variables):
         ("@ --version >/dev/full", 2, "error: standard output: No space left on device\n"),
         ("@ --help >/dev/full", 2, "error: standard output: No space left on device\n"),
         ("@ --version >&-", 2, "error: standard output is closed; open it, or send it to /dev/null\n"),
-        ("@ nothing 2>&-", 2, ""),
-        ("@ nothing 2>/dev/full", 2, ""),
         ("@ --version >/dev/full 2>&1", 2, ""),
-        ("@ --version >/dev/null <&-", 0, ""),
-        ("@ --version >/dev/null <&- 2>&-", 0, ""),
         ("set -o pipefail; @ --version | (exec <&-; sleep 2)", 2, ""),
-        ("PYTHONIOENCODING=ascii @ inspect trace >/dev/null", 0, ""),
     ],
 )
 def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):
+    """`tests/robustness/test_doors.py` has more of them, names and widths that are hostile, for every verb."""
     fr.save(random_trace(0), tmp_path / "trace")
     result = shell(command, tmp_path)
-    # on a busy machine the heartbeat may have spoken before
-    said = "".join(line for line in result.stderr.splitlines(keepends=True) if not re.search(r", [\d,]+ s$", line))
-    assert (result.returncode, said) == (code, message)
+    assert (result.returncode, result.stderr) == (code, message)
 
 
 def test_letters_that_standard_output_lacks_are_escaped(tmp_path):

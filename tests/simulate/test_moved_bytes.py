@@ -34,12 +34,12 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths):
     model, record = cluster.costs.model, simulate(config)
     totals = []
     for step in group_steps(config, cluster.topology, model):
-        planned = serve(METHODS["ours_traffic"], step.problem, cluster.costs)
+        planned = serve(METHODS["ours_traffic"], step, cluster.costs)
         assert planned.slots == "shared"
         rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)
         for c, cell in enumerate(planned.cells):
             layer = c % LAYERS
-            one = CellHosts.of(cell, step.problem.counts_MLGE[divmod(c, LAYERS)])
+            one = CellHosts.of(cell, step.counts_MLGE[divmod(c, LAYERS)])
             times = sum(model_layer % LAYERS == layer for model_layer in range(48))
             for expert, host, tokens_G in zip(one.expert_H, one.rank_H, one.tokens_HG, strict=True):
                 for source, tokens in enumerate(tokens_G):

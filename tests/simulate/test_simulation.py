@@ -15,7 +15,7 @@ from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup, plan_ready
 from foreroute.simulate.methods import METHODS, ServedStep, all_at_home, forced_balance, serve
-from foreroute.simulate.steps import GroupStep, group_steps
+from foreroute.simulate.steps import group_steps
 from tests.simulate.simulate_cases import small_config
 
 
@@ -23,10 +23,8 @@ def group_of(config, counts, planned=None, *, squares=None):
     """A group that serves these counts at home, or as it is told."""
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
-    step = GroupStep(
-        replace(step.problem, counts_MLGE=counts, home_LE=step.problem.home_LE[: counts.shape[1]]), squares
-    )
-    return EPGroup.of(planned or all_at_home(step.problem), step, cluster.costs, overlap=0.0), cluster
+    step = replace(step, counts_MLGE=counts, home_LE=step.home_LE[: counts.shape[1]], squares_MG=squares)
+    return EPGroup.of(planned or all_at_home(step), step, cluster.costs, overlap=0.0), cluster
 
 
 def by_hand(cluster, tokens, load, leg_s, one=FORWARD):
@@ -82,7 +80,7 @@ def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"])
     cluster = config.described()
     step = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
-    at_home = all_at_home(step.problem)
+    at_home = all_at_home(step)
     replica = {name: np.array([value], np.int16) for name, value in (("expert_R", 7), ("rank_R", 0), ("slot_R", 0))}
     cells = [
         cell._replace(**replica, fetched_R=np.array([True]), tokens_RG=np.zeros((1, 4), np.int32))
@@ -108,17 +106,17 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
         costs={"dispatcher": dispatcher, "sequence_tokens": 500.0}, gpus=16, expert_parallel=16, experts=32
     )
     cluster = config.described()
-    step = GroupStep(next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem, None)
-    planned = serve(METHODS[method], step.problem, cluster.costs)
+    step = replace(next(iter(group_steps(config, cluster.topology, cluster.costs.model))), squares_MG=None)
+    planned = serve(METHODS[method], step, cluster.costs)
     group = EPGroup.of(planned, step, cluster.costs, overlap=0.0)
     group = replace(group, recompute=without_cost(group.recompute), update=without_cost(group.update))
     parts = np.zeros((2, 4))
-    for cell, (_, counts_GE) in zip(planned.cells, step.problem.cells(), strict=True):
+    for cell, (_, counts_GE) in zip(planned.cells, step.cells(), strict=True):
         parts += price_cell(cell, counts_GE, cluster.topology, cluster.costs).parts_SP[:, :4]
     for run, expected in zip(group.run(), parts, strict=True):
         assert run.parts_X[:4] == pytest.approx(2 * expected)  # two layers stand for four
     head_s = sum(float(run.parts_X[PARTS.index("output head")]) for run in group.run())
-    least_s = least_seconds(step.problem.counts_MLGE, cluster.topology, cluster.costs).sum()
+    least_s = least_seconds(step.counts_MLGE, cluster.topology, cluster.costs).sum()
     bound = group.bound().run()
     assert sum(run.end_s for run in bound) == pytest.approx(2 * least_s + head_s)
 
@@ -169,7 +167,7 @@ def test_more_bandwidth_never_slows_a_method(everything, link):
 def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
     config = small_config(gpus=16, expert_parallel=16, experts=32)
     cluster = config.described()
-    problem = next(iter(group_steps(config, cluster.topology, cluster.costs.model))).problem
+    problem = next(iter(group_steps(config, cluster.topology, cluster.costs.model)))
     forced = forced_balance(problem)
     assert all(len(cell.expert_R) == 0 for cell in forced.cells)
     for even_GE, (_, counts_GE) in zip(forced.counts_MLGE.reshape(-1, 16, 32), problem.cells(), strict=True):

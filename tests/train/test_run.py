@@ -10,7 +10,7 @@ import torch
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.testing.models import FAMILIES
-from foreroute.train import RunFolder, Watcher, folder, load_checkpoint, load_config, loop, parse_config, train
+from foreroute.train import RunFolder, Watcher, folder, load_checkpoint, loop, parse_config, train
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
 from foreroute.train.policy import Alone, make_policy
@@ -54,16 +54,6 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, min
 def same_run(one, other):
     assert records(one.path) == records(other.path)
     assert same_state(load_checkpoint(one.last_checkpoint()), load_checkpoint(other.last_checkpoint()))
-
-
-def test_a_killed_run_resumes_from_its_last_checkpoint(whole, copied):
-    """Metrics beyond the checkpoint, a torn line and a half-written checkpoint are left by a kill."""
-    for name in ("step-000004.safetensors", "step-000005.safetensors"):
-        (copied.path / "checkpoints" / name).unlink()
-    (copied.path / "checkpoints" / ".step-000004.safetensors.x1").write_bytes(b"half")
-    lines = (copied.path / "metrics.jsonl").read_text().splitlines()
-    (copied.path / "metrics.jsonl").write_text("\n".join(lines[:4]) + '\n{"step": 4, "rew')
-    same_run(train(small_config(), copied.path, resume=True), whole)
 
 
 def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(whole, tmp_path):
@@ -204,16 +194,6 @@ def test_wrong_configurations_are_explained(sections, message):
     values.update({k: v for k, v in sections.items() if k not in values})
     with pytest.raises(ConfigError, match=message):
         parse_config(values, source="test.toml")
-
-
-def test_a_missing_key_and_an_unreadable_file_are_explained(tmp_path):
-    with pytest.raises(ConfigError, match="name: required"):
-        parse_config({}, source="test.toml")
-    with pytest.raises(ConfigError, match="does not exist"):
-        load_config(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("name = ")
-    with pytest.raises(ConfigError, match="not a readable TOML"):
-        load_config(tmp_path / "bad.toml")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TextIO
 
 import typer
 
-from foreroute.cli.terminal import Console, heartbeat, prepare_streams
+from foreroute.cli.terminal import Console, prepare_streams
 from foreroute.errors import AttachError, ForerouteError, InputError, how_to_install, printable
 
 EXTRA_OF = {
@@ -58,8 +58,7 @@ def run(command: Callable[[], Any]) -> NoReturn:
         sys.exit(2)
     with _plain_records(), _signals() as received:
         try:
-            with heartbeat():
-                code = int(command() or 0)
+            code = int(command() or 0)
             sys.stdout.flush()
         except BaseException as error:
             # a library may make another exception of the one that the handler raised: numba a SystemError

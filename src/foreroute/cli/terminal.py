@@ -1,23 +1,17 @@
-"""What every verb shows: a console that escapes what it prints, a heartbeat, and the page beside the figures.
-
-The heartbeat is a line on standard error, every few seconds in which a command prints nothing, that says what it is
-doing. What a verb prints on standard output stays what it was. A terminal on which a bar moves needs none, and what is
-quicker than a few seconds says nothing.
-"""
+"""What every verb shows: a console that escapes what it prints, progress on a terminal, tables, and where a page is."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import rich.console
 from rich.progress_bar import ProgressBar
@@ -33,10 +27,6 @@ if TYPE_CHECKING:  # most verbs show no table of a page
 
 FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
 """What COLUMNS of the environment is brought into."""
-SILENCE_S = 4.5
-"""Seconds without a printed line before the heartbeat speaks. Nobody is to wait for 5 s, and the thread may be late."""
-JOIN_S = 1.0
-"""Seconds that a command waits for the heartbeat's thread, which writes to a pipe that may be full."""
 TONES: dict[Tone, str] = {"": "", "fine": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 """Styles of the tones of a page."""
 DRAWN_WITH = ("jinja2", "matplotlib")
@@ -48,17 +38,7 @@ class Console(rich.console.Console):
 
     Names of files and models, and whatever else comes from outside, may hold such characters. What Rich itself sends
     to a terminal, colours and the moves of a progress bar, is left alone.
-
-    Attributes:
-        printed_at: when any console of this process last printed, by `time.monotonic`.
     """
-
-    printed_at: ClassVar[float] = 0.0
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print as Rich does, and note when."""
-        super().print(*objects, **options)
-        Console.printed_at = monotonic()
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
@@ -100,7 +80,7 @@ def is_first_rank() -> bool:
 
 
 class CommandProgress:
-    """What a command is doing, for people. Any thread may change it, and none waits for another.
+    """What a command is doing, for people.
 
     Attributes:
         what: its name.
@@ -149,13 +129,9 @@ class CommandProgress:
         return row
 
 
-_under_way = [CommandProgress("foreroute")]
-"""What this process is doing, the innermost last. The first stands where nothing better is known."""
-
-
 @contextmanager
 def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[CommandProgress]:
-    """Name a piece of work that may last, while the context is open; shown on a terminal, and by the heartbeat.
+    """Name a piece of work that may last, while the context is open; a terminal shows it.
 
     Args:
         what: its name, which may hold names of files.
@@ -164,44 +140,8 @@ def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> I
         unit: plural noun for `total`, such as "cells".
     """
     work = CommandProgress(what, total=total, unit=unit)
-    _under_way.append(work)
-    try:
-        with console.status(work) if console.is_terminal else nullcontext():
-            yield work
-    finally:
-        _under_way.remove(work)
-
-
-@contextmanager
-def heartbeat() -> Iterator[None]:
-    """Whenever nothing was printed for `SILENCE_S` seconds, say what is under way. Only the first rank does."""
-    if not is_first_rank():
-        yield
-        return
-    _under_way[0].begin("foreroute")
-    over = threading.Event()
-    thread = threading.Thread(target=_beat, args=(over,), name="foreroute heartbeat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(JOIN_S)
-
-
-def _beat(over: threading.Event) -> None:
-    said = monotonic()
-    while not over.wait(max(0.0, said + SILENCE_S - monotonic())):
-        said = max(said, Console.printed_at)
-        if monotonic() >= said + SILENCE_S:
-            _write(f"{_under_way[-1]}\n")
-            said = monotonic()
-
-
-def _write(line: str) -> None:
-    """Bypass the stream's lock, so that a blocked reader or a fork cannot deadlock."""
-    with suppress(OSError, ValueError, AttributeError):  # nobody reads: the command meets that when it prints itself
-        os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
+    with console.status(work) if console.is_terminal else nullcontext():
+        yield work
 
 
 def shown_table(table: PageTable) -> Table:

@@ -3,8 +3,7 @@
 Importing this room loads no torch; `doctor.examine`, which gathers evidence from a model, does.
 """
 
-from foreroute.doctor.evidence import Evidence, Measures, TrainerPass
-from foreroute.doctor.finding import Finding, Severity
+from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, TrainerPass
 from foreroute.doctor.findings import Diagnosis, diagnose
 
 __all__ = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from foreroute.doctor.evidence import Evidence, Measures
-from foreroute.doctor.finding import Finding, Severity, many
+from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many
 from foreroute.trace import INDEXER, SAMPLING
 
 RECORD_CHOICES = (

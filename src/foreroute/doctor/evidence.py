@@ -1,14 +1,16 @@
-"""What is known about a trainer and an engine, and what is measured of it. No torch."""
+"""What is known about a trainer and an engine, what is measured of it, and the form of what is found. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance import ConformanceReport
+from foreroute.errors import printable
 from foreroute.mismatch import (
     Defect,
     Explanation,
@@ -136,6 +138,42 @@ class Measures:
     def floor(self) -> float:
         """The k3 that no replay undercuts: what the trainer shows against itself, packed differently."""
         return max(3 * self.repacked.k3, 1e-9) if self.repacked is not None else 1e-9
+
+
+class Severity(IntEnum):
+    """How bad a finding is."""
+
+    FINE = 0
+    NOTE = 1
+    WARNING = 2
+    PROBLEM = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        severity: how bad it is.
+        topic: "wiring", "weights", "routes", "masks", "indexers", "probabilities", "replay" or "trainer".
+        sentence: what was seen, in plain words and whole sentences.
+        advice: what to do, likewise; empty when there is nothing to do.
+    """
+
+    severity: Severity
+    topic: str
+    sentence: str
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        """Paths, names of models and errors are quoted: on one line, and as a terminal shows and does not obey them."""
+        object.__setattr__(self, "sentence", " ".join(printable(self.sentence).split()))
+        object.__setattr__(self, "advice", " ".join(printable(self.advice).split()))
+
+
+def many(count: int, unit: str) -> str:
+    """Say how many of a unit there are."""
+    return f"{count:,} {unit}{'' if count == 1 else 's'}"
 
 
 def measure(evidence: Evidence) -> Measures:

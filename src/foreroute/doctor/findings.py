@@ -9,8 +9,7 @@ import numpy as np
 
 from foreroute.conformance import Outcome
 from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
-from foreroute.doctor.evidence import Evidence, Measures, measure
-from foreroute.doctor.finding import Finding, Severity, many
+from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
 from foreroute.errors import InputError
 from foreroute.mismatch import Defect, Explanation, TokenMismatch
 

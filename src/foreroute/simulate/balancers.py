@@ -25,6 +25,8 @@ class BalancerInput:
         home_LE: int16 [L, E], where the experts are when the step begins.
         previous_LE: int64 [L, E], assignments of the step before, or None where nothing is known of it.
         costs: the cost model, for methods that weigh seconds.
+        squares_MG: int64 [M, G], sums of squared lengths of sequences, or None where lengths are not known. The cost of
+            attention grows with them.
     """
 
     counts_MLGE: NDArray[np.integer]
@@ -32,6 +34,7 @@ class BalancerInput:
     home_LE: NDArray[np.int16]
     previous_LE: NDArray[np.int64] | None = None
     costs: CostModel | None = None
+    squares_MG: NDArray[np.int64] | None = None
 
     @property
     def num_experts(self) -> int:

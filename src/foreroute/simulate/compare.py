@@ -111,9 +111,7 @@ def figures_of(
     expected = (num_micro_steps, num_layers, plan.topology.num_ranks, num_experts)
     if counts_MLGE.shape != expected:
         raise CountsError(f"counts are {list(counts_MLGE.shape)}; the plan is for {list(expected)}")
-    cells = [plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2])]
-    served = ServedStep(counts_MLGE, plan.previous_home_LE, plan.slots, cells, planning_s)
-    return _figures(served, plan.topology, costs, label, label)
+    return _figures(ServedStep.of(plan, counts_MLGE, planning_s), plan.topology, costs, label, label)
 
 
 def _figures(served: ServedStep, topology: Topology, costs: CostModel, name: str, label: str) -> MethodFigures:

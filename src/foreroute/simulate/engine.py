@@ -41,7 +41,8 @@ PARTS = (
     "waiting for the plan",
 )
 """Parts of the time of recompute and update, in this order."""
-ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = range(len(PARTS))
+ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = map(np.int64, range(len(PARTS)))
+"""Their places. Of a plain number numba would make a type, and compile what takes it once for each."""
 FETCHING, ATTENDED, ENDED = range(3)
 """Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
 BEGIN, FIRST, SECOND, THIRD, END = range(5)
@@ -111,7 +112,7 @@ def _run(passes_KF: Any, ready_M: Any, work: Any, model: Any) -> Any:
     """Go through all places. `passes_KF`: forward and backward passes over each cell, on the way forward and back."""
     kinds, (num_micro_steps, layers) = len(passes_KF), work.all_to_all_ML.shape
     state = _initial_state(num_micro_steps * kinds * layers, work.head_MG.shape[1])
-    place = 0
+    place = np.int64(0)
     for m in range(num_micro_steps):
         head_s = work.head_MG[m].max()
         for kind in range(kinds):

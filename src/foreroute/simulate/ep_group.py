@@ -12,10 +12,10 @@ from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.topology import Topology
 from foreroute.planner.progress import block_ends
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.cell_costs import Compute, Transfers, compute_of, transfers_of, without_cost
 from foreroute.simulate.engine import ExecutionModel, Floats, GroupRun, run
 from foreroute.simulate.methods import ServedStep
-from foreroute.simulate.steps import GroupStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class EPGroup:
     """What a group is to do, by one method, with all layers of the model.
 
     Attributes:
-        step: the tokens.
+        step: the tokens of the group.
         topology: ranks and links.
         costs: the cost model.
         compute: of all cells.
@@ -31,7 +31,7 @@ class EPGroup:
         model: how the cluster executes.
     """
 
-    step: GroupStep
+    step: BalancerInput
     topology: Topology
     costs: CostModel
     compute: Compute
@@ -40,7 +40,7 @@ class EPGroup:
     model: ExecutionModel
 
     @classmethod
-    def of(cls, served: ServedStep, step: GroupStep, costs: CostModel, *, overlap: float) -> EPGroup:
+    def of(cls, served: ServedStep, step: BalancerInput, costs: CostModel, *, overlap: float) -> EPGroup:
         """Price a served step. Layers that were drawn stand in turn for those of the model.
 
         Args:
@@ -49,8 +49,8 @@ class EPGroup:
             costs: the cost model; its links take the place of those of the step's topology.
             overlap: of the `ExecutionModel`.
         """
-        topology = replace(step.problem.topology, links=costs.hardware.links)
-        layers = np.arange(costs.model.num_layers) % step.problem.counts_MLGE.shape[1]
+        topology = replace(step.topology, links=costs.hardware.links)
+        layers = np.arange(costs.model.num_layers) % step.counts_MLGE.shape[1]
         compute = compute_of(served, step.squares_MG, layers, topology, costs)
         recompute, update = transfers_of(served, layers, topology, costs)
         model = ExecutionModel(overlap, costs.prefetch, served.slots == "layer")
@@ -62,7 +62,7 @@ class EPGroup:
         The experts' whole work in one piece, spread evenly over all ranks; all-to-alls that take their latency alone;
         free transfers. It is `costs.pricing.least_seconds`, cell by cell.
         """
-        loads_MLE = self.step.problem.counts_MLGE.sum(axis=2, dtype=np.int64)
+        loads_MLE = self.step.counts_MLGE.sum(axis=2, dtype=np.int64)
         layers = np.arange(self.compute.all_to_all_ML.shape[1]) % loads_MLE.shape[1]
         experts = [
             self.costs.expert_seconds(loads_MLE, one).sum(axis=2)[:, layers] / self.topology.num_ranks

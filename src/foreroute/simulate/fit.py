@@ -37,7 +37,6 @@ from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import ServedStep, all_at_home
-from foreroute.simulate.steps import GroupStep
 
 Floats = NDArray[np.float64]
 SECONDS = ("layer_s", "node_latency_s", "cluster_latency_s")
@@ -78,7 +77,7 @@ class Measurement:
     """
 
     name: str
-    step: GroupStep
+    step: BalancerInput
     served: ServedStep
     stage: int
     seconds: float
@@ -107,9 +106,8 @@ class Measurement:
             served = all_at_home(problem)
         else:
             verify(plan, counts_MLGE)
-            cells = [plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2])]
-            served = ServedStep(counts_MLGE, plan.previous_home_LE, plan.slots, cells)
-        return cls(name, GroupStep(problem, None), served, ("recompute", "update").index(stage), seconds)
+            served = ServedStep.of(plan, counts_MLGE)
+        return cls(name, problem, served, ("recompute", "update").index(stage), seconds)
 
 
 class _Line(Section):

@@ -16,6 +16,7 @@ from foreroute.costs.model import CostModel
 from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PlanOptions, SlotSharing
+from foreroute.plan.step_plan import StepPlan
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
@@ -93,6 +94,12 @@ class ServedStep:
     slots: SlotSharing
     cells: list[CellPlan]
     planning_s: float = 0.0
+
+    @classmethod
+    def of(cls, plan: StepPlan, counts_MLGE: NDArray[np.integer], planning_s: float = 0.0) -> ServedStep:
+        """As a plan of these counts serves it."""
+        cells = [plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2])]
+        return cls(counts_MLGE, plan.previous_home_LE, plan.slots, cells, planning_s)
 
     @property
     def home_LE(self) -> NDArray[np.int64]:

@@ -55,19 +55,19 @@ def simulate(
     """
     cluster, overlap = config.described(), config.execution.overlap
     steps = list(group_steps(config, cluster.topology, cluster.costs.model))
-    methods = _methods(config, dict(balancers or {}), has_previous=steps[0].problem.previous_LE is not None)
+    methods = _methods(config, dict(balancers or {}), has_previous=steps[0].previous_LE is not None)
     forced: list[Runs] = []
     bound: list[Runs] = []
     served: dict[str, list[_ServedGroup]] = {name: [] for name in methods}
     done, total = 0, len(steps) * len(methods)
     for step in steps:
-        level = EPGroup.of(forced_balance(step.problem), step, cluster.costs, overlap=overlap)
+        level = EPGroup.of(forced_balance(step), step, cluster.costs, overlap=overlap)
         forced.append(level.run())
         bound.append(level.bound().run())
         for name, method in methods.items():
             if on_progress is not None:
                 on_progress(method.label, done, total)
-            planned = serve(method, step.problem, cluster.costs)
+            planned = serve(method, step, cluster.costs)
             group = EPGroup.of(planned, step, cluster.costs, overlap=overlap)
             served[name].append(_ServedGroup.of(group, planned, config))
             if on_group is not None:
@@ -80,7 +80,7 @@ def simulate(
     for name, method in methods.items():
         static = records[0] if records else None
         records.append(_method(name, method, served[name], limits, static, config, cluster))
-    counts = np.concatenate([step.problem.counts_MLGE[:, 0] for step in steps])
+    counts = np.concatenate([step.counts_MLGE[:, 0] for step in steps])
     return SimulationRecord(
         facts=_facts(config, cluster.costs),
         gpus=config.cluster.gpus,
@@ -88,7 +88,7 @@ def simulate(
         groups=config.cluster.groups,
         groups_simulated=len(steps),
         tokens_per_rank=float(counts.sum(axis=2).mean() / cluster.costs.model.top_k),
-        cells_per_group=len(steps[0].problem.counts_MLGE) * cluster.costs.model.num_layers,
+        cells_per_group=len(steps[0].counts_MLGE) * cluster.costs.model.num_layers,
         forced_balance_s=limits[0],
         bound_s=limits[1],
         rollout_s=config.execution.rollout_s,
@@ -152,7 +152,7 @@ class _ServedGroup(NamedTuple):
         planning_s = served.planning_s * scale if execution.planning_s is None else execution.planning_s
         ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)
         ratios, fetches = [], 0
-        for cell, (_, counts_GE) in zip(served.cells, group.step.problem.cells(), strict=True):
+        for cell, (_, counts_GE) in zip(served.cells, group.step.cells(), strict=True):
             total = int(counts_GE.sum())
             ratios.append(int(cell.loads_G(counts_GE).max()) / total * len(counts_GE) if total else 1.0)
             fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())

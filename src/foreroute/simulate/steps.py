@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foreroute.costs.model import ModelShape
 from foreroute.errors import ConfigError, CountsError
 from foreroute.plan.counts import check_counts, load_counts
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
+from foreroute.simulate.workload import WORKLOADS, Workload
 
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig, WorkloadConfig
@@ -24,20 +23,7 @@ MOST_MEMORY = 2 << 30
 """Bytes. 32 micro-steps of all layers of DeepSeek-V3 on 64 ranks take half of it."""
 
 
-@dataclass(frozen=True, eq=False)
-class GroupStep:
-    """The tokens of one expert-parallel group in a step.
-
-    Attributes:
-        problem: counts, homes, and what is known of the step before.
-        squares_MG: int64 [M, G], sums of squared lengths of sequences, or None where lengths are not known.
-    """
-
-    problem: BalancerInput
-    squares_MG: NDArray[np.int64] | None
-
-
-def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -> Iterator[GroupStep]:
+def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -> Iterator[BalancerInput]:
     """One for each group that is looked at; they stand in turn for all groups of the cluster.
 
     Raises:
@@ -51,13 +37,13 @@ def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -
     groups = _groups(config)
     workload = drawn_workload(load, topology.num_ranks, model, groups)
     step, before = (workload.draw(seed=load.seed, step=number) for number in (1, 0))
-    counts, squares_MG = step.counts(), squares_of(step)
+    counts, squares_MG = step.counts(), np.zeros((workload.num_micro_steps, workload.num_ranks), np.int64)
+    np.add.at(squares_MG, (step.micro_step_S, step.rank_S), step.rows_S.astype(np.int64) ** 2)
     previous_LE = before.counts().sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(model.num_experts), (workload.num_layers, 1))
     for group in range(groups):
         part = slice(group * load.micro_steps, (group + 1) * load.micro_steps)
-        problem = BalancerInput(counts[part], topology, home_LE, previous_LE)
-        yield GroupStep(problem, squares_MG[part])
+        yield BalancerInput(counts[part], topology, home_LE, previous_LE, squares_MG=squares_MG[part])
 
 
 def require_drawable(config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str) -> None:
@@ -115,11 +101,10 @@ def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, grou
         layer_evenness=base.layer_evenness / load.skew,
         micro_step_evenness=base.micro_step_evenness / load.skew,
     )
-    return workload if load.tokens_per_rank is None else evenly(workload, load.tokens_per_rank)
-
-
-def evenly(workload: Workload, tokens: int) -> Workload:
-    """Draw four or five sequences a rank, dealt so that ranks have about so many tokens each: from 512 on, 5 % more."""
+    tokens = load.tokens_per_rank
+    if tokens is None:
+        return workload
+    # four or five sequences a rank, dealt so that ranks have about so many tokens each: from 512 on, 5 % more
     return replace(
         workload,
         even_sources=True,
@@ -127,14 +112,6 @@ def evenly(workload: Workload, tokens: int) -> Workload:
         mean_length=tokens * 10 // 42,
         longest=max(tokens, 2048),
     )
-
-
-def squares_of(step: DrawnStep) -> NDArray[np.int64]:
-    """int64 [M, G], sums of squared lengths of the sequences on each rank."""
-    load = step.workload
-    squares_MG = np.zeros((load.num_micro_steps, load.num_ranks), np.int64)
-    np.add.at(squares_MG, (step.micro_step_S, step.rank_S), step.rows_S.astype(np.int64) ** 2)
-    return squares_MG
 
 
 def _preset_for(num_ranks: int, num_experts: int) -> str:
@@ -149,7 +126,7 @@ def _groups(config: SimulateConfig) -> int:
     return config.cluster.groups if most is None else min(most, config.cluster.groups)
 
 
-def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> GroupStep:
+def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> BalancerInput:
     load = config.workload
     assert load.counts is not None, "checked by the caller"
     counts = check_counts(load_counts(Path(load.counts)), num_ranks=topology.num_ranks, top_k=model.top_k)
@@ -170,4 +147,4 @@ def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> Grou
             )
         previous_LE = before.sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(experts), (layers, 1))
-    return GroupStep(BalancerInput(counts, topology, home_LE, previous_LE), None)
+    return BalancerInput(counts, topology, home_LE, previous_LE)

@@ -12,6 +12,7 @@ What cannot be written, on a full disk for one, is a `RunFolderError`; what was 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -29,7 +30,6 @@ from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFold
 from foreroute.files import FileFormat, parse_json, read_file, read_text, write_atomically
 from foreroute.files.container import MOST_HEADER_BYTES
 from foreroute.train.config import TrainConfig, parse_config
-from foreroute.train.record import not_finite
 
 CHECKPOINT_FILE = FileFormat(
     name="checkpoint",
@@ -145,7 +145,8 @@ class RunFolder:
         Raises:
             DivergedError: when a metric is not finite.
         """
-        if wrong := list(not_finite(record)):
+        flat = by_key(record)
+        if wrong := [key for key, value in flat.items() if isinstance(value, float) and not math.isfinite(value)]:
             raise DivergedError(
                 f"{', '.join(wrong)} of step {record['step']} {'is' if len(wrong) == 1 else 'are'} not finite; lower "
                 "rl.learning_rate"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -210,15 +209,6 @@ def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchR
         differing_tokens_share=routes.differing_tokens_share,
         differing_share_by_layer=routes.differing_share_L.tolist(),
     )
-
-
-def not_finite(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Name the metrics of a record that are no finite numbers, such as "mismatch/native/k3"."""
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            yield from not_finite(value, f"{prefix}{key}/")
-        elif isinstance(value, float) and not math.isfinite(value):
-            yield prefix + key
 
 
 @dataclass(eq=False)

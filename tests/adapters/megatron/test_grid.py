@@ -34,12 +34,27 @@ def test_every_pair_of_values_is_among_the_cells_that_run_by_default():
         assert found == wanted, (one, other)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+SHAPES_AT_ONCE = (
+    "a short first stage",
+    "dense first, on two stages",
+    "short first virtual stages",
+    "multi-token prediction on the last stage",
+)
+SCORES_AT_ONCE = ("softmax before top-k", "sigmoid with expert bias", "limited to groups")
+"""Without the mark `slow`: what names layers, and what makes gates, in another way each."""
+
+
+def all_of(names, at_once):
+    assert set(at_once) <= set(names)
+    return [name if name in at_once else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", all_of(SHAPES, SHAPES_AT_ONCE))
 def test_routes_find_their_layers(name):
     run("grid_checks.check_cells", [SHAPES[name]], ranks=SHAPES[name].ranks)
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", all_of(SCORES, SCORES_AT_ONCE))
 def test_routes_are_followed_under_every_score_function(name):
     run("grid_checks.check_cells", [SCORES[name]], ranks=1)
 

@@ -27,13 +27,16 @@ CASES = {
 """By ranks: how the model is split, its optimizer, and whether routes are replayed."""
 
 
-def test_losses_weights_state_and_routes_are_equal_bit_for_bit():
-    run("home_move_checks.check_cases", CASES[2], ranks=2, timeout=300)
-
-
-@pytest.mark.parametrize("case", CASES[4], ids=lambda case: f"{case[0]} {case[1]}")
-def test_so_they_are_on_four_ranks(case):
-    run("home_move_checks.check_cases", [case], ranks=4)
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        pytest.param(ranks, case, marks=() if number == 1 else pytest.mark.slow, id=f"{ranks} {case[0]} {case[1]}")
+        for ranks, cases in CASES.items()
+        for number, case in enumerate(cases)
+    ],
+)
+def test_losses_weights_state_and_routes_are_equal_bit_for_bit(ranks, case):
+    run("home_move_checks.check_cases", [case], ranks=ranks)
 
 
 def test_the_comparison_sees_what_stays_behind():
@@ -74,7 +77,9 @@ def count(routes):
     ("settings", "cell", "ranks"),
     [
         ({"moe_router_topk": 4}, {"ep": 2, "layers": 2}, 2),
-        ({}, {"ep": 2, "tp": 2, "etp": 2, "layers": 1, "dispatcher": "allgather"}, 4),
+        pytest.param(
+            *({}, {"ep": 2, "tp": 2, "etp": 2, "layers": 1, "dispatcher": "allgather"}, 4), marks=pytest.mark.slow
+        ),
     ],
     ids=["more picks", "parts of experts"],
 )
@@ -86,7 +91,7 @@ def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ra
     ("cell", "kind", "ranks"),
     [
         (Cell(ep=2, layers=2), "float32", 2),
-        (Cell(ep=2, tp=2, layers=2, dispatcher="allgather"), "master weights", 2),
+        pytest.param(Cell(ep=2, tp=2, layers=2, dispatcher="allgather"), "master weights", 2, marks=pytest.mark.slow),
         pytest.param(Cell(ep=2, layers=2), "distributed", 4, marks=pytest.mark.slow),
         pytest.param(
             with_settings({"moe_layer_freq": [0, 1]}, ep=2, layers=2),
@@ -101,12 +106,13 @@ def test_distributed_checkpoints_are_in_logical_order(cell, kind, ranks):
     run("home_checkpoint_checks.check_round_trips", cell, kind, ranks=ranks)
 
 
+@pytest.mark.slow
 def test_so_they_are_with_keys_for_each_expert():
     more = {"singleton_local_shards": True}
     run("home_checkpoint_checks.check_round_trips", Cell(ep=2, layers=2), "float32", more, ranks=2)
 
 
-@pytest.mark.parametrize("kind", ["float32", "distributed"])
+@pytest.mark.parametrize("kind", ["float32", pytest.param("distributed", marks=pytest.mark.slow)])
 def test_the_comparison_of_checkpoints_sees_slots_that_are_taken_for_experts(kind):
     cell = Cell(ep=2, layers=2)
     run("home_checkpoint_checks.check_slots_that_are_taken_for_experts_are_seen", cell, kind, ranks=2)

@@ -35,7 +35,7 @@ def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "grouped",
+        pytest.param("grouped", marks=pytest.mark.slow),
         "grouped, fused",
         pytest.param("grouped, distributed", marks=pytest.mark.exhaustive),
         pytest.param("grouped, fused, distributed", marks=pytest.mark.slow),
@@ -86,9 +86,11 @@ def test_every_pair_of_values_is_among_the_ordinary_cases():
 @pytest.mark.parametrize(
     "check",
     [
-        "check_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled",
-        "check_fused_gradients_and_those_sent_through_autograd",
-        "check_experts_in_one_module",
+        pytest.param(
+            "check_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled", marks=pytest.mark.slow
+        ),
+        pytest.param("check_fused_gradients_and_those_sent_through_autograd", marks=pytest.mark.slow),
+        pytest.param("check_experts_in_one_module", marks=pytest.mark.slow),
         "check_an_expert_that_is_looked_for_in_the_slot_of_another",
     ],
 )
