@@ -95,7 +95,7 @@ def read_nemo_gym(
         calls = _joined(records, left_out)
         _drop_retries(calls, left_out)
         chains = _Chains(model, weight_version, left_out)
-        paths = [path for end in _ends(calls) if (path := chains.to(end)) is not None]
+        paths = [found for end in _ends(calls) if (found := chains.to(end)) is not None]
         return rollout_of(paths, left_out)
 
 
