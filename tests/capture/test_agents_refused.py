@@ -345,6 +345,15 @@ def test_a_parent_is_not_believed_but_compared(tmp_path):
     assert read.generation is None
 
 
+def test_a_call_is_trained_on_the_first_chain_that_has_routes(tmp_path):
+    entries = [scripted.gym_entry(call, "0-0") for call in MADE]
+    entries[0]["routed_experts"] = entries[1]["routed_experts"] = None
+    read = read_nemo_gym(scripted.write_gym(tmp_path, entries), model=SPEC, weight_version=1)
+    assert read.ends == ("c2",)
+    assert read.generation.response(0).tolist() == [*TOOL.generated, *OTHER.generated]
+    assert read.left_out == ("the chain to call c1 is left out: it has no routes",)
+
+
 def test_a_retry_is_trained_where_a_later_call_goes_on_from_it(tmp_path):
     retry = scripted.Call("r0", None, TOOL.prompt, [90, 91], 1, at=99.0)
     read = gym(tmp_path, made=[retry, *MADE])
@@ -359,6 +368,9 @@ def test_many_paths_of_a_small_record_are_refused_before_they_are_built(tmp_path
     monkeypatch.setattr("foreroute.capture.skycap.MOST_BYTES", 2000)
     with pytest.raises(CaptureError, match="its paths take more than 2000 bytes"):
         skycap(tmp_path)
+    monkeypatch.setattr("foreroute.capture.nemo_gym.MOST_BYTES", 100)
+    with pytest.raises(CaptureError, match="its chains take more than 100 bytes"):
+        gym(tmp_path)
     monkeypatch.setattr("foreroute.capture.nemo_gym.MOST_TOKENS", 20)
     with pytest.raises(CaptureError, match="more than 20 tokens together"):
         gym(tmp_path)

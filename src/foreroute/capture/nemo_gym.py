@@ -39,6 +39,7 @@ from foreroute.capture.arrays import as_integers, parse_text, read_base64
 from foreroute.capture.trajectory import Trajectory
 from foreroute.errors import CaptureError, TraceError, shown
 from foreroute.files import read_file
+from foreroute.files.regular import MOST_BYTES
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_tokens
 from foreroute.trace.spec import is_whole
@@ -93,9 +94,9 @@ def read_nemo_gym(
             return rollout_of([], left_out)
         calls = _joined(records, left_out)
         _drop_retries(calls, left_out)
-        trained: set[str] = set()
-        paths = [_path(end, trained, model, weight_version, left_out) for end in _ends(calls)]
-        return rollout_of([path for path in paths if path is not None], [*dict.fromkeys(left_out)])
+        chains = _Chains(model, weight_version, left_out)
+        paths = [found for end in _ends(calls) if (found := chains.to(end)) is not None]
+        return rollout_of(paths, left_out)
 
 
 def _records(content: bytes, state: object, rollout: str) -> dict[str, Mapping[str, Any]]:
@@ -234,35 +235,56 @@ def _ends(calls: list[_Call]) -> list[_Call]:
     return sorted(ends, key=lambda call: call.name)
 
 
-def _path(
-    end: _Call, trained: set[str], model: RoutingSpec, weight_version: WeightVersion, left_out: list[str]
-) -> Path | None:
-    """Join the calls of a chain: a row that an earlier call brought stays, with its weights."""
-    chain: list[_Call] = []
-    at: _Call | None = end
-    while at is not None:
-        chain.append(at)
-        at = at.parent
-    trajectory, sampled_T = Trajectory(model), np.zeros(len(end.tokens_T), np.bool_)
-    logprobs = [np.zeros(0)]
-    for call in reversed(chain):
-        trajectory.add(_capture(call, model, weight_version, left_out))
-        if call.name in trained or call.dropped:
-            continue
-        trained.add(call.name)
-        sampled_T[call.prompt : len(call.tokens_T)] = True
-        logprobs.append(_logprobs(call))
-    trace = trajectory.trace()
-    missing = int((~trace.valid_N[:-1]).sum())
-    if missing == len(trace.valid_N) - 1:
-        left_out.append(f"the chain to call {end.name:.40} is left out: it has no routes")
-        return None
-    if missing:
-        left_out.append(f"the chain to call {end.name:.40} has {missing} rows without routes: no call has them")
-    return Path(trace.with_provenance(wire="nemo-gym"), sampled_T, np.concatenate(logprobs), end.name)
+class _Chains:
+    """Joins the calls of chains: a row that an earlier call brought stays, with its weights."""
+
+    def __init__(self, model: RoutingSpec, weight_version: WeightVersion, left_out: list[str]) -> None:
+        self.model, self.weight_version, self.left_out = model, weight_version, left_out
+        self.shared: dict[str, RoutingTrace] = {}  # up to a call that several go on from, so that each is read once
+        self.trained: set[str] = set()
+        self.room = MOST_BYTES
+
+    def to(self, end: _Call) -> Path | None:
+        """Return the chain that ends in a call; None with a statement where it has no routes."""
+        chain: list[_Call] = []
+        at: _Call | None = end
+        while at is not None:
+            chain.append(at)
+            at = at.parent
+        new = next((i for i, call in enumerate(chain) if call.name in self.shared), len(chain))
+        trajectory = Trajectory(self.model)
+        if new < len(chain):
+            trajectory.add(self.shared[chain[new].name])
+        for call in reversed(chain[:new]):
+            trajectory.add(_capture(call, self.model, self.weight_version))
+            if len(call.children) > 1:
+                self._take(call)
+                self.shared[call.name] = trajectory.trace()
+        self._take(end)
+        trace, sampled_T = trajectory.trace(), np.zeros(len(end.tokens_T), np.bool_)
+        missing = int((~trace.valid_N[:-1]).sum())
+        if missing == len(trace.valid_N) - 1:
+            self.left_out.append(f"the chain to call {end.name:.40} is left out: it has no routes")
+            return None
+        if missing:
+            why = "no call has them"
+            self.left_out.append(f"the chain to call {end.name:.40} has {missing} rows without routes: {why}")
+        logprobs = [np.zeros(0)]
+        for call in reversed(chain):
+            if call.name not in self.trained and not call.dropped:
+                self.trained.add(call.name)
+                sampled_T[call.prompt : len(call.tokens_T)] = True
+                logprobs.append(_logprobs(call))
+        return Path(trace.with_provenance(wire="nemo-gym"), sampled_T, np.concatenate(logprobs), end.name)
+
+    def _take(self, call: _Call) -> None:
+        """Count what is kept of all chains together, before it is taken."""
+        self.room -= len(call.tokens_T) * self.model.num_layers * self.model.top_k
+        if self.room < 0:
+            raise CaptureError(f"its chains take more than {MOST_BYTES} bytes; expected those of one rollout")
 
 
-def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion, left_out: list[str]) -> RoutingTrace:
+def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion) -> RoutingTrace:
     """Return the routes of one call."""
     routes, length = call.record.get("routed_experts"), len(call.tokens_T)
     if routes is None:
