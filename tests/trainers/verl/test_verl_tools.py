@@ -27,6 +27,8 @@ from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.protocol import require_routed, sampled_mask
 from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.verl_batches import SPEC, telling_routes
+from tests.trainers.verl.verl_book import Book, followed, watched
+from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict
 
 CALL = 'hm <tool_call>{"name": "look_up", "arguments": {"text": "abc"}}</tool_call>'
 WIDTHS = (16, 400)
@@ -45,14 +47,14 @@ class Server:
         answers: (prompt, response) of each request.
     """
 
-    def __init__(self, texts, *, routed=lambda request: True):
-        self.answers, self._texts, self._routed = [], texts, routed
+    def __init__(self, texts, *, routes=routes_of):
+        self.answers, self._texts, self._routes = [], texts, routes
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
         request = len(self.answers)
         response = [*chat_tokenizer()(self._texts[request])["input_ids"], END]
         self.answers.append((list(prompt_ids), response))
-        routes = routes_of([*prompt_ids, *response], request) if self._routed(request) else None
+        routes = self._routes([*prompt_ids, *response], request)
         return TokenOutput(token_ids=response, log_probs=[-1.0 - request] * len(response), routed_experts=routes)
 
 
@@ -140,10 +142,41 @@ def test_every_row_is_that_of_its_token_in_the_last_request_and_sampled_tokens_a
     ids=["last-turn-without", "no-turn-with"],
 )
 def test_turns_without_routes_are_refused(routed, error, message):
-    server = Server([CALL, CALL, "and so"], routed=routed)
+    server = Server(
+        [CALL, CALL, "and so"], routes=lambda tokens, request: routes_of(tokens, request) if routed(request) else None
+    )
     _, batch = asyncio.run(looped(server, response_length=400))
     with pytest.raises(error, match=message):
         require_routed(trace_of(batch, model=SPEC), batch)
+
+
+def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
+    """Of which a part is drawn at random, so that the model would not take them by itself."""
+    book, rng = Book(folder, count=1), np.random.default_rng(5)
+
+    def drawn(tokens, request):
+        rows = book.native_of(np.array(tokens))[0][:-1].copy()
+        cells = rng.random(rows.shape[:2]) < 0.1
+        rows[cells] = np.argsort(rng.random((*rows.shape[:2], 8)), axis=-1)[cells][:, :2]
+        book.routes.append(rows)
+        return np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1).astype(np.uint8)
+
+    outputs, chosen = [], []
+    book.pairs, book.routes = [], []
+    for texts in (["no call"], [CALL, CALL, "and so"]):
+        output, _ = asyncio.run(looped(Server(texts, routes=drawn), response_length=300))
+        outputs.append(output)
+        book.pairs.append((np.array(output.prompt_ids), np.array(output.response_ids)))
+        chosen.append(book.routes[-1])
+    book.routes = chosen
+    batch = asyncio.run(agent_loop_batch(outputs, (WIDTHS[0], 300)))
+    engine = make(folder, "R3", lr=0.0)
+    with watched(engine.module) as forwards:
+        old_log_probs(engine, tensordict(batch.batch, max_token_len_per_gpu=400))
+    own, *replayed = [followed(forward, book) for forward in forwards]
+    assert own[1] > 0  # the first is held against the model's own routes
+    assert sorted(s for *_, sequences in replayed for s in sequences) == [0, 1]
+    assert all((yes, no) == (2, 0) for yes, no, _ in replayed)
 
 
 def test_a_resumed_request_keeps_the_rows_that_its_tokens_were_sampled_with(monkeypatch):

@@ -31,7 +31,7 @@ class Book:
         self.routed = hf.attach(self.model)
         lengths = [(int(rng.integers(2, PROMPT + 1)), int(rng.integers(3, RESPONSE + 1))) for _ in range(count)]
         self.pairs = [tuple(rng.integers(2, 200, n) for n in pair) for pair in lengths]
-        self.native = [self._native(np.concatenate(pair)) for pair in self.pairs]
+        self.native = [self.native_of(np.concatenate(pair)) for pair in self.pairs]
         self.routes, noise = [], []
         for (_, response), (ids, _) in zip(self.pairs, self.native, strict=True):
             drawn = ids[:-1].copy()
@@ -64,7 +64,8 @@ class Book:
         return found
 
     @torch.no_grad()
-    def _native(self, tokens):
+    def native_of(self, tokens):
+        """int64 [T, 2, 2] and float32 [T - 1]: what the model picks and expects by itself."""
         with self.routed.record() as recording:
             logprobs = logprobs_of(self.model, tokens)
         return recording.trace().expert_ids_NLK.astype(np.int64), logprobs.numpy()
