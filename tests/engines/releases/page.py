@@ -14,13 +14,13 @@ What each release answers, asked over HTTP on a CPU. `{command}` starts the rele
 table.
 
 - *equal*: in each row and routed layer the set of experts is that of an unpatched Hugging Face model in float32 on the
-  same tokens, and each sampled token's log-probability lies within 0.001 of that model's.
+  same tokens, and each sampled token's log-probability lies within 0.0001 of that model's.
 - *refused*: the release's own words.
 - *absent*: an answer without routes.
 
 The model is a Qwen3-MoE of three layers, 16 experts and top-4, with random weights in float32. The server has {flags}:
-a longer prompt comes in chunks, and eight requests do not fit into the cache. Temperature is 0.8. Requests have no seeds
-unless the case says so.
+a longer prompt comes in chunks, and eight requests do not fit into the cache. Temperature is 0.8. Requests have no
+seeds unless the case says so.
 """
 TAIL = """
 - **Stand-ins.** From 0.31 on, routes need vLLM's second model runner; sampling masks need it in every release. Without

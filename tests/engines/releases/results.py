@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
-from tests.engines.releases.cases import LAUNCHES, Case, NoRoutesError, Setting
+from tests.engines.releases.cases import LAUNCHES, MASKS_FLAG, Case, Launch, NoRoutesError, Setting
 from tests.engines.releases.reference import Reference
 from tests.engines.releases.server import RefusedError, serving
 
 KEPT = Path("runs/engine-releases")
-SECOND_RUNNER = (0, 31)
-"""The first release whose routes need the model runner that needs a GPU, or its stand-ins."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +63,14 @@ def kept() -> list[Results]:
 def run(python: Path) -> Results:
     """Start a release as each of `LAUNCHES` says, and ask everything."""
     release, torch = installed(python)
-    default = 2 if numbers(release) >= SECOND_RUNNER else 1
     outcomes: dict[str, Outcome] = {}
     old, new = Reference(0), Reference(1)
     with tempfile.TemporaryDirectory() as name:
         folders = [model.write(Path(name) / part) for model, part in ((old, "old"), (new, "new"))]
         for launch in LAUNCHES:
-            stand_ins = (launch.runner or default) == 2
+            stand_ins, flags = needs(numbers(release), launch)
             try:
-                with serving(python, folders[0], *launch.flags, stand_ins=stand_ins) as server:
+                with serving(python, folders[0], *flags, stand_ins=stand_ins) as server:
                     at = Setting(server, old, new, folders[1])
                     outcomes |= {case: outcome(ask, at) for case, ask in launch.cases.items()}
             except RefusedError as refused:
@@ -81,6 +78,15 @@ def run(python: Path) -> Results:
             except RuntimeError as error:
                 outcomes |= dict.fromkeys(launch.cases, Outcome("failed", str(error)))
     return Results(release, torch, date.today().isoformat(), outcomes)
+
+
+def needs(release: tuple[int, ...], launch: Launch) -> tuple[str, list[str]]:
+    """The stand-ins and the flags of a server of this release."""
+    # 0.28 has the endpoint of tokens in, tokens out without being asked for it, and no flag
+    flags = ["--enable-scale-out"] * (release >= (0, 29))
+    runner = release >= (0, 31) or MASKS_FLAG in launch.flags
+    words = ["runner"] * runner + ["experts"] * (release < (0, 29))
+    return " ".join(words) * launch.stand_ins, [*flags, *launch.flags]
 
 
 def outcome(ask: Case, at: Setting) -> Outcome:

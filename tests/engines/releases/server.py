@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,11 +21,13 @@ FLAGS = [
     *("--dtype", "float32", "--max-model-len", str(LENGTH), "--block-size", str(BLOCK), "--max-num-seqs", "8"),
     *("--num-gpu-blocks-override", str(BLOCKS), "--max-num-batched-tokens", str(STEP_TOKENS)),
     *("--enable-chunked-prefill", "--enable-prefix-caching", "--enforce-eager", "--skip-tokenizer-init"),
-    *("--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+    *("--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"),
     *("--worker-extension-cls", "foreroute.engines.vllm.worker_plugin.WorkerExtension"),
 ]
 START_S, ANSWER_S = 1200, 300
 LAST_LINES = 40
+REFUSAL = r"^  Value error, (.*?) \[type=value_error|Worker failed with error '(.*?)', please"
+"""How a server says in its log that it will not start: its configuration does not, or its worker."""
 NAME = "tiny"
 
 
@@ -52,14 +55,15 @@ class Server:
         """The JSON of an answer, None where it is empty, or `RefusedError`."""
         return _read(self.client.post(path, json=body or {}))
 
-    def stream(self, path: str, body: dict) -> list[dict]:
-        """The chunks of a streamed answer, or `RefusedError`."""
+    def stream(self, path: str, body: dict) -> Iterator[dict]:
+        """The choice in each chunk of a streamed answer, as it comes; or `RefusedError`."""
         with self.client.stream("POST", path, json=body | {"stream": True}) as answer:
             if not answer.is_success:
                 answer.read()
                 _read(answer)
-            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
-        return [json.loads(line) for line in lines if line != "[DONE]"]
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    yield from json.loads(line.removeprefix("data: "))["choices"]
 
     def metric(self, name: str) -> float:
         """The sum of a Prometheus metric over its labels; 0 before anything was counted."""
@@ -80,14 +84,14 @@ def _read(answer: httpx.Response):
 
 
 @contextmanager
-def serving(python: Path, checkpoint: Path, *more: str, stand_ins: bool):
+def serving(python: Path, checkpoint: Path, *more: str, stand_ins: str):
     """A server that answers, ended when the context is.
 
     Args:
         python: an interpreter that has vLLM.
         checkpoint: a folder in the Hugging Face layout.
         more: flags beside `FLAGS`.
-        stand_ins: whether the kernels of a GPU have those of `stand_ins`.
+        stand_ins: which of those of `stand_ins` it has, in words; none where it is empty.
 
     Raises:
         RefusedError: when it ends because its flags do not go together.
@@ -106,6 +110,7 @@ def serving(python: Path, checkpoint: Path, *more: str, stand_ins: bool):
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "PYTHONPATH": str(folder / "path"),
+            "STAND_INS": stand_ins,
         }
         socket, log = folder / "socket", folder / "log"
         wrapper = [str(Path(__file__).with_name("stand_ins.py"))] if stand_ins else []
@@ -140,7 +145,7 @@ def _wait(client: httpx.Client, process: subprocess.Popen, log: Path) -> None:
     code = process.poll()
     why = f"did not answer within {START_S} s" if code is None else f"ended with code {code} before it answered"
     said = log.read_text(errors="replace")
-    if refused := re.search(r"^  Value error, (.*?) \[type=value_error", said, re.M | re.S):
-        raise RefusedError(refused[1])
+    if refused := re.search(REFUSAL, said, re.M):
+        raise RefusedError(refused[1] or refused[2])
     lines = said.splitlines()[-LAST_LINES:]
     raise RuntimeError("\n".join([f"the vLLM server {why}; the last lines of its log:", *lines]))

@@ -1,11 +1,15 @@
-"""Runs in vLLM's Python, as `python stand_ins.py -m MODULE ...`: the module, on a second runner that needs no GPU.
+"""Runs in vLLM's Python, as `python stand_ins.py -m MODULE ...`: the module, on a vLLM with what a CPU lacks.
 
-From 0.31 on routes need Model Runner V2, and in every release sampling masks do. Its kernels are Triton's, which run in
-Triton's interpreter where there is no GPU. One of them fails there, the filter of top-k and top-p: vLLM's own filter in
-torch takes its place. Before 0.31 two more fail, which draw a token and gather the masks; they are written out here.
+STAND_INS in the environment says what:
+
+runner   Model Runner V2: routes need it from 0.31 on, sampling masks in every release. Its kernels are Triton's, which
+         run in Triton's interpreter where there is no GPU. The filter of top-k and top-p fails there: vLLM's own filter
+         in torch takes its place. Before 0.31 two more fail, which draw a token and gather the masks.
+experts  The kernel of 0.28 for experts on a CPU selects them itself and does not say which: here it does.
+
 All else is vLLM's own: scheduler, caches, routes, the order of filters, log-probs, transport.
 
-The engine has a process of its own, which imports this file too before it does anything else.
+The engine and its worker have processes of their own, which import this file too before they do anything else.
 """
 
 import importlib.metadata
@@ -13,7 +17,9 @@ import os
 import runpy
 import sys
 
-os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+WANTED = os.environ["STAND_INS"].split()
+if "runner" in WANTED:
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
 
 
 def pretend_a_backend():
@@ -54,7 +60,7 @@ def replace_drawing_and_masks():
         noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log()
         return (logits.float() - noise).argmax(-1)
 
-    def compact(logits, num_sampled, most_kept):
+    def compact(logits, num_sampled, most_kept=0):
         width = min(most_kept, logits.shape[1])
         kept = torch.isfinite(logits) & (num_sampled > 0)[:, None]
         ids = torch.zeros(len(logits), width, dtype=torch.int32)
@@ -62,17 +68,45 @@ def replace_drawing_and_masks():
             own = keep.nonzero().flatten()[:width]
             ids[row, : len(own)] = own.int()
         bits = torch.from_numpy(np.packbits(kept.numpy(), axis=1, bitorder="little"))
-        return made(ids, bits, kept.sum(1).int(), logits.shape[1])
+        found = {"token_ids": ids, "packed_mask": bits, "counts": kept.sum(1).int(), "vocab_size": logits.shape[1]}
+        return made(**{name: found[name] for name in made._fields})  # 0.28 has bits alone
 
     sampler.gumbel_sample = draw
     made.from_logits = staticmethod(compact)
 
 
-pretend_a_backend()
+def say_which_experts():
+    """The kernel hands what it selected to whoever keeps routes."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    kernel, select, selected = cpu_moe.CPUUnquantizedExperts, cpu_moe.select_experts, []
+    apply = kernel.apply
+
+    def noted(*args, **options):
+        found = select(*args, **options)
+        selected.append(found[1])
+        return found
+
+    def applied(self, *args, **options):
+        output = apply(self, *args, **options)
+        ids = selected.pop()
+        if self.routing_replay_capture_fn is not None:
+            self.routing_replay_capture_fn(ids)
+        return output
+
+    cpu_moe.select_experts, kernel.apply = noted, applied
+    kernel.supports_routing_replay_capture = lambda self: True
+
+
+if "runner" in WANTED:
+    pretend_a_backend()
 
 import vllm  # noqa: E402, F401
 
-replace_kernels()
+if "runner" in WANTED:
+    replace_kernels()
+if "experts" in WANTED:
+    say_which_experts()
 
 if __name__ == "__main__":
     _, flag, module, *_ = sys.argv
