@@ -201,10 +201,15 @@ def preempted(at: Setting) -> str:
 
 
 def prompt_start(at: Setting) -> str:
-    """Rows of the prompt are left out: some, a cached block and more, all."""
+    """Rows of the prompt are left out: some, and a cached block and more."""
     tokens = prompt(2 * BLOCK + 6, 61)
-    starts = (6, BLOCK + 3, len(tokens))
-    return equal(at.old, [each for start in starts for each in ask(at.server, tokens, 6, start)])
+    return equal(at.old, [each for start in (6, BLOCK + 3) for each in ask(at.server, tokens, 6, start)])
+
+
+def start_at_the_end(at: Setting) -> str:
+    """All rows of the prompt are left out, with the one that gave the first token."""
+    tokens = prompt(20, 68)
+    return equal(at.old, ask(at.server, tokens, 6, len(tokens)))
 
 
 def start_beyond_the_prompt(at: Setting) -> str:
@@ -228,6 +233,11 @@ def streamed_completion(at: Setting) -> str:
     if not any(choice.get("routed_experts") for choice in choices):
         raise NoRoutesError(f"none of {len(choices)} chunks has routed_experts")
     raise AssertionError("a chunk has routes, which this case does not read")
+
+
+def seeded_in_chunks(at: Setting) -> str:
+    """A request with a seed whose prompt comes in chunks."""
+    return equal(at.old, ask(at.server, prompt(130, 67), 6, seed=7))
 
 
 def updated(at: Setting) -> str:
@@ -280,14 +290,6 @@ def masked(at: Setting) -> str:
     return f"{equal(at.old, [found], logprobs=False)}, {len(rows)} sets"
 
 
-def seeded_in_chunks(at: Setting) -> str:
-    """A request with a seed whose prompt comes in chunks, by the weights that `updated` left.
-
-    Ends some releases: the last case of a server.
-    """
-    return equal(at.new, ask(at.server, prompt(130, 67), 6, seed=7))
-
-
 @dataclass(frozen=True)
 class Launch:
     """A server, and what it is asked.
@@ -314,12 +316,13 @@ LAUNCHES = (
             "abort": aborted,
             "preemption": preempted,
             "prompt start": prompt_start,
+            "prompt start at the prompt's length": start_at_the_end,
             "prompt start beyond the prompt": start_beyond_the_prompt,
             "`/inference/v1/generate`": generate_endpoint,
             "streaming, `/inference/v1/generate`": streamed,
             "streaming, `/v1/completions`": streamed_completion,
-            "weights updated in mid-request": updated,
             "a seed, and chunked prefill": seeded_in_chunks,
+            "weights updated in mid-request": updated,
         }
     ),
     Launch({"sampling masks": masked}, (MASKS_FLAG,)),

@@ -23,10 +23,11 @@ a longer prompt comes in chunks, and eight requests do not fit into the cache. T
 seeds unless the case says so.
 """
 TAIL = """
-- **Stand-ins.** From 0.31 on, routes need vLLM's second model runner; sampling masks need it in every release. Without
-  a GPU its Triton kernels run in Triton's interpreter, and vLLM's own filter in torch replaces the kernel of top-k and
-  top-p. Before 0.31 the kernels that draw a token and gather the masks are replaced too.
-  `tests/engines/releases/stand_ins.py` has them all.
+- **Stand-ins.** 0.30 returns routes on a CPU as it is. In 0.28 the kernel for experts on a CPU does not say which
+  ones it selected, and a stand-in makes it. From 0.31 on, routes need vLLM's second model runner; sampling masks need
+  it in every release. Without a GPU its Triton kernels run in Triton's interpreter, and vLLM's own filter in torch
+  replaces the kernel of top-k and top-p. Before 0.31 the kernels that draw a token and gather the masks are replaced
+  too. `tests/engines/releases/stand_ins.py` has them all.
 - **Control.** In the second row one expert of one row of a real answer was exchanged before it was compared.
 - **Weights updated in mid-request.** `/pause?mode=keep`, new weights, `/resume`: rows that were computed before the
   pause keep the routes of the old weights. All later rows equal a whole forward of the new weights, and each sampled

@@ -69,14 +69,20 @@ def run(python: Path) -> Results:
         folders = [model.write(Path(name) / part) for model, part in ((old, "old"), (new, "new"))]
         for launch in LAUNCHES:
             stand_ins, flags = needs(numbers(release), launch)
-            try:
-                with serving(python, folders[0], *flags, stand_ins=stand_ins) as server:
-                    at = Setting(server, old, new, folders[1])
-                    outcomes |= {case: outcome(ask, at) for case, ask in launch.cases.items()}
-            except RefusedError as refused:
-                outcomes |= dict.fromkeys(launch.cases, Outcome("refused", str(refused)))
-            except RuntimeError as error:
-                outcomes |= dict.fromkeys(launch.cases, Outcome("failed", str(error)))
+            left = dict(launch.cases)
+            while left:
+                try:
+                    with serving(python, folders[0], *flags, stand_ins=stand_ins) as server:
+                        at = Setting(server, old, new, folders[1])
+                        while left and server.lives():  # a case may end it
+                            case = next(iter(left))
+                            outcomes[case] = outcome(left.pop(case), at)
+                except RefusedError as refused:
+                    outcomes |= dict.fromkeys(left, Outcome("refused", str(refused)))
+                    left = {}
+                except RuntimeError as error:
+                    outcomes |= dict.fromkeys(left, Outcome("failed", str(error)))
+                    left = {}
     return Results(release, torch, date.today().isoformat(), outcomes)
 
 

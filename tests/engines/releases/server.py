@@ -47,6 +47,13 @@ class Server:
         self.client, self.process = client, process
         self.release: str = self.get("/version")["version"]
 
+    def lives(self) -> bool:
+        """Whether the server and its engine go on."""
+        try:
+            return self.process.poll() is None and self.client.get("/health").is_success
+        except httpx.HTTPError:
+            return False
+
     def get(self, path: str):
         """The JSON of an answer, or `RefusedError`."""
         return _read(self.client.get(path))
