@@ -15,7 +15,7 @@ table.
 
 - *equal*: in each row and routed layer the set of experts is that of an unpatched Hugging Face model in float32 on the
   same tokens, and each sampled token's log-probability lies within 0.0001 of that model's.
-- *refused*: the release's own words.
+- *refused*: the release's own words. *ended*: the engine's error, after which the server was started anew.
 - *absent*: an answer without routes.
 
 The model is a Qwen3-MoE of three layers, 16 experts and top-4, with random weights in float32. The server has {flags}:

@@ -20,7 +20,8 @@ class Outcome:
     """What came of a case.
 
     Attributes:
-        verdict: "equal" to the model, "refused" by the release, "absent" where an answer has no routes, or "failed".
+        verdict: "equal" to the model, "refused" by the release, "absent" where an answer has no routes, "ended" where
+            the engine did, or "failed".
         words: what was counted, or the words of the refusal or the failure.
     """
 
@@ -74,9 +75,11 @@ def run(python: Path) -> Results:
                 try:
                     with serving(python, folders[0], *flags, stand_ins=stand_ins) as server:
                         at = Setting(server, old, new, folders[1])
-                        while left and server.lives():  # a case may end it
-                            case = next(iter(left))
+                        for case in list(left):
                             outcomes[case] = outcome(left.pop(case), at)
+                            if not server.lives():
+                                outcomes[case] = Outcome("ended", server.fatal_error())
+                                break
                 except RefusedError as refused:
                     outcomes |= dict.fromkeys(left, Outcome("refused", str(refused)))
                     left = {}

@@ -41,10 +41,11 @@ class Server:
     Args:
         client: of httpx, with the server's address.
         process: the server's.
+        log: what it writes.
     """
 
-    def __init__(self, client: httpx.Client, process: subprocess.Popen):
-        self.client, self.process = client, process
+    def __init__(self, client: httpx.Client, process: subprocess.Popen, log: Path):
+        self.client, self.process, self.log = client, process, log
         self.release: str = self.get("/version")["version"]
 
     def lives(self) -> bool:
@@ -53,6 +54,12 @@ class Server:
             return self.process.poll() is None and self.client.get("/health").is_success
         except httpx.HTTPError:
             return False
+
+    def fatal_error(self) -> str:
+        """The first error that its engine wrote down, such as "AssertionError", with the line of code before it."""
+        lines = re.findall(r"^\(EngineCore.*?\] +(.*\w.*)$", self.log.read_text(errors="replace"), re.M)
+        at = next((n for n, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)), None)
+        return "no error in its log" if not at else f"{lines[at]} at `{lines[at - 1]}`"
 
     def get(self, path: str):
         """The JSON of an answer, or `RefusedError`."""
@@ -131,7 +138,7 @@ def serving(python: Path, checkpoint: Path, *more: str, stand_ins: str):
         try:
             with httpx.Client(transport=transport, base_url="http://vllm", timeout=ANSWER_S) as client:
                 _wait(client, process, log)
-                yield Server(client, process)
+                yield Server(client, process, log)
         finally:
             process.terminate()
             try:

@@ -19,10 +19,10 @@ PYTHONS = os.environ.get("FOREROUTE_VLLM_PYTHONS", "").split()
 BEFORE_31, FROM_31 = [(0, 28), (0, 30)], [(0, 32)]
 RUN = BEFORE_31 + FROM_31
 OTHERWISE = {
-    "prompt start at the prompt's length": {(0, 28): ("refused", "EngineCore encountered an issue")},
+    "prompt start at the prompt's length": {(0, 28): ("ended", "prompt_start < request.num_prompt_tokens")},
     "prompt start beyond the prompt": dict.fromkeys(RUN, ("refused", r"between 0 and the prompt length \(8\)")),
     "streaming, `/v1/completions`": dict.fromkeys(RUN, ("absent", "none of 6 chunks")),
-    "a seed, and chunked prefill": dict.fromkeys(BEFORE_31, ("refused", "EngineCore encountered an issue")),
+    "a seed, and chunked prefill": dict.fromkeys(BEFORE_31, ("ended", "Error")),
     "started without stand-ins": {(0, 28): ("refused", "not supported with monolithic MoE kernel")}
     | dict.fromkeys(FROM_31, ("refused", "requires Model Runner V2")),
     "started without prefix caching": dict.fromkeys(FROM_31, ("refused", "requires prefix caching")),
