@@ -79,8 +79,9 @@ def say_which_experts():
     """The kernel hands what it selected to whoever keeps routes."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    kernel, select, selected = cpu_moe.CPUUnquantizedExperts, cpu_moe.select_experts, []
-    apply = kernel.apply
+    kernel, select = cpu_moe.CPUUnquantizedExperts, cpu_moe.select_experts
+    apply, set_capture_fn = kernel.apply, kernel.set_capture_fn
+    selected, keepers = [], {}
 
     def noted(*args, **options):
         found = select(*args, **options)
@@ -90,11 +91,16 @@ def say_which_experts():
     def applied(self, *args, **options):
         output = apply(self, *args, **options)
         ids = selected.pop()
-        if self.routing_replay_capture_fn is not None:
-            self.routing_replay_capture_fn(ids)
+        if keep := keepers.get(id(self.moe_config)):
+            keep(ids)
         return output
 
-    cpu_moe.select_experts, kernel.apply = noted, applied
+    def keep_for_the_layer(self, capture_fn):
+        # new weights come with a new kernel, which nobody binds
+        keepers[id(self.moe_config)] = capture_fn
+        set_capture_fn(self, capture_fn)
+
+    cpu_moe.select_experts, kernel.apply, kernel.set_capture_fn = noted, applied, keep_for_the_layer
     kernel.supports_routing_replay_capture = lambda self: True
 
 

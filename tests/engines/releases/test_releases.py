@@ -20,7 +20,8 @@ BEFORE_31, FROM_31 = [(0, 28), (0, 30)], [(0, 32)]
 RUN = BEFORE_31 + FROM_31
 OTHERWISE = {
     "prompt start at the prompt's length": {(0, 28): ("ended", "prompt_start < request.num_prompt_tokens")},
-    "prompt start beyond the prompt": dict.fromkeys(RUN, ("refused", r"between 0 and the prompt length \(8\)")),
+    "prompt start beyond the prompt": dict.fromkeys(RUN, ("refused", r"between 0 and the prompt length \(8\)"))
+    | {(0, 28): ("ended", "prompt_start < request.num_prompt_tokens")},
     "streaming, `/v1/completions`": dict.fromkeys(RUN, ("absent", "none of 6 chunks")),
     "a seed, and chunked prefill": dict.fromkeys(BEFORE_31, ("ended", "Error")),
     "started without stand-ins": {(0, 28): ("refused", "not supported with monolithic MoE kernel")}
