@@ -10,17 +10,17 @@ LONGEST = 240
 """Characters of a refusal on the page."""
 HEAD = """# Releases of vLLM
 
-What each release answers, asked over HTTP on a CPU. `{command}` starts the releases, runs all cases and prints the
-table.
+What each release answers, asked over HTTP on a CPU. `{command}` starts the releases, runs all cases and
+writes this page.
 
 - *equal*: in each row and routed layer the set of experts is that of an unpatched Hugging Face model in float32 on the
   same tokens, and each sampled token's log-probability lies within 0.0001 of that model's.
 - *refused*: the release's own words. *ended*: the engine's error, after which the server was started anew.
 - *absent*: an answer without routes.
 
-The model is a Qwen3-MoE of three layers, 16 experts and top-4, with random weights in float32. The server has {flags}:
-a longer prompt comes in chunks, and eight requests do not fit into the cache. Temperature is 0.8. Requests have no
-seeds unless the case says so.
+The model is a Qwen3-MoE of three layers, 16 experts and top-4, with random weights in float32. The server
+has {flags}: a longer prompt comes in chunks, and eight requests do not fit into
+the cache. Temperature is 0.8. Requests have no seeds unless the case says so.
 """
 TAIL = """
 - **Stand-ins.** 0.30 returns routes on a CPU as it is. In 0.28 the kernel for experts on a CPU does not say which
@@ -28,7 +28,8 @@ TAIL = """
   it in every release. Without a GPU its Triton kernels run in Triton's interpreter, and vLLM's own filter in torch
   replaces the kernel of top-k and top-p. Before 0.31 the kernels that draw a token and gather the masks are replaced
   too. `tests/engines/releases/stand_ins.py` has them all.
-- **Control.** In the second row one expert of one row of a real answer was exchanged before it was compared.
+- **Control.** In the second row one expert of one row of a real answer was exchanged before it was compared:
+  the comparison sees that one and no other.
 - **Weights updated in mid-request.** `/pause?mode=keep`, new weights, `/resume`: rows that were computed before the
   pause keep the routes of the old weights. All later rows equal a whole forward of the new weights, and each sampled
   token's log-probability is that of the weights of its row.
