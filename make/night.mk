@@ -32,7 +32,7 @@ night-oldest:
 	PYTHONPATH=src $(OLDEST)/bin/python -m $(notdir $(PYTEST)) -m "not slow and not exhaustive" $(LIGHT_ROOMS:%=tests/%)
 
 # the oldest release of vLLM, the default and the newest, as servers of this machine against Hugging Face, and the page of
-# the table: ten minutes
+# the table: half an hour at most
 night-engines: $(READY) $(VLLM_READY) $(VLLM_OTHERS:%=%/.ready)
 	FOREROUTE_VLLM_PYTHONS="$(VLLM_ENV:%=%/bin/python) $(VLLM_OTHERS:%=%/bin/python)" $(BIN)/pytest -q tests/engines/releases
 	$(BIN)/python -m tests.engines.releases > docs/engine-releases.md
