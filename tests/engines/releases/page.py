@@ -33,6 +33,9 @@ TAIL = """
 - **Weights updated in mid-request.** `/pause?mode=keep`, new weights, `/resume`: rows that were computed before the
   pause keep the routes of the old weights. All later rows equal a whole forward of the new weights, and each sampled
   token's log-probability is that of the weights of its row.
+- **Other starts of 0.32.0, tried by hand.** With pipeline parallelism: "--enable-return-routed-experts is incompatible
+  with pipeline parallelism (PP > 1)." With NixlConnector or MooncakeConnector: "is incompatible with NixlConnector; PD
+  auxiliary output is not supported."
 - **Not run.** No release was run on a GPU. vLLM 0.33 has no build for CPUs: it was only read.
 """
 
