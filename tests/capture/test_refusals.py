@@ -223,6 +223,19 @@ def test_routes_for_the_last_token_of_a_verl_batch_mean_a_shift(layers):
         decode({**batch, "routed_experts": shifted}, model=rollouts[0].spec)
 
 
+def test_a_sequence_that_a_verl_batch_cut_has_routes_for_its_last_token():
+    """Its width cuts the first sequence; one that ends before it shows that no rows are shifted."""
+    rollouts = [wires.rollout(RNG, prompt=4, response=n) for n in (8, 3)]
+    cut = {name: values[:, :-2] for name, values in wires.verl(rollouts).items()}
+    trace = decode(cut, model=rollouts[0].spec)
+    assert trace.lengths.tolist() == [10, 7]
+    assert np.flatnonzero(~trace.valid_N).tolist() == [16]
+    np.testing.assert_array_equal(trace.expert_ids_NLK[:10], rollouts[0].routes_RLK[:10])
+    alone = {name: values[:1] for name, values in cut.items()}
+    with pytest.raises(CaptureError, match="sequence 0 has routes for its last token"):
+        decode(alone, model=rollouts[0].spec)
+
+
 NARROW = {
     "array": lambda r, dtype: r.all_layers().astype(dtype),
     "npy": lambda r, dtype: wires.npy(r.all_layers().astype(dtype)),

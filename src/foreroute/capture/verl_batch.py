@@ -36,14 +36,21 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
             f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, attention_mask {mask.shape}; "
             "expected [b, T, layers, K], [b, T] and [b, T]"
         )
-    for s, kept in enumerate(kept_by_mask(mask)):
+    places = kept_by_mask(mask)
+    last_routed_S = np.array(
+        [kept.stop > kept.start and routes[s, kept.stop - 1].any() for s, kept in enumerate(places)]
+    )
+    ends_unrouted = any(routes[s, kept].any() and not last_routed_S[s] for s, kept in enumerate(places))
+    for s, kept in enumerate(places):
         rows_TAK = routes[s, kept]
         # The last token was sampled and never an input, so that a rollout has no route for it. A route there is the one
-        # sign of rows that are shifted by one: what its layers and picks agree on says nothing, as with one layer.
-        if len(rows_TAK) and rows_TAK[-1].any():
+        # sign of rows that are shifted by one: what its layers and picks agree on says nothing, as with one layer. A
+        # sequence that verl cut at the width of the batch has one, and is told by others that end without.
+        if last_routed_S[s] and not (ends_unrouted and kept.stop == mask.shape[1]):
             raise CaptureError(
                 f"sequence {s} has routes for its last token, {rows_TAK[-1, 0].tolist()} in the first layer, which no "
-                "sampling engine computes; expected zeros there. The rows are shifted: check input_ids and the mask"
+                "sampling engine computes; expected zeros there, but where the batch's width cuts some sequences and "
+                "not all. The rows are shifted: check input_ids and the mask"
             )
         yield rows_TAK, routed_rows(rows_TAK, s), tokens[s, kept]
 
