@@ -11,9 +11,9 @@ from tests.robustness.wires import SAMPLE_TRACE, wires_as_text
 
 LIGHT = ("texts:text_targets", "wires:wire_targets", "plans:plan_targets", "traces:trace_targets")
 HEAVY = "runs:run_targets"
-INPUTS = 30_000 if NIGHT else 100
+INPUTS = 30_000 if NIGHT else 60
 """For each unit of weight, of which there are 36 in all: a million by night."""
-CHANGES = 10**9 if NIGHT else 400
+CHANGES = 10**9 if NIGHT else 200
 """Bits and cuts of a file, at most."""
 WITH_CHECKSUM = (*LIGHT[2:], HEAVY)
 
