@@ -136,6 +136,7 @@ def small_plans():
     return "".join(f"{x.home_LE.tolist()} {x.hosts.expert_R.tolist()} {x.max_load_ML.tolist()}\n" for x in found)
 
 
+@pytest.mark.slow
 def test_plans_are_the_same_without_numba():
     code = "from tests.planner.test_planner import small_plans; print(small_plans(), end='')"
     command = [sys.executable, "-W", "ignore", "-c", code]

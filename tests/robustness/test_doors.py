@@ -16,7 +16,7 @@ from tests.traces import random_trace
 
 WITHOUT_TORCH = ["convert", "diff", "inspect", "plan", "validate"]
 WITH_TORCH = sorted({case.verb for case in matrix()} - set(WITHOUT_TORCH))
-MOST = 0 if NIGHT else 40
+MOST = 0 if NIGHT else 24
 """Cases of several verbs: all by night, which are about a thousand."""
 
 

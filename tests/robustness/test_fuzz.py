@@ -17,9 +17,9 @@ LIGHT = (
     "records:record_targets",
 )
 HEAVY = "runs:run_targets"
-INPUTS = 22_000 if NIGHT else 100
+INPUTS = 22_000 if NIGHT else 60
 """For each unit of weight, of which there are 47 in all: a million by night."""
-CHANGES = 10**9 if NIGHT else 400
+CHANGES = 10**9 if NIGHT else 200
 """Bits and cuts of a file, at most."""
 WITH_CHECKSUM = (*LIGHT[2:], HEAVY)
 

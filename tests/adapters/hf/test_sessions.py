@@ -1,4 +1,4 @@
-"""What a session may and may not touch: other models, other passes, the model after it closes."""
+"""What a session may and may not touch, beyond what the kit asks: other passes, the model after it closes."""
 
 import ast
 import copy
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.errors import AttachError, BatchMismatchError, ReplayError, SpecMismatchError
+from foreroute.errors import AttachError, BatchMismatchError, ReplayError
 from foreroute.replay import ReplayRows
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import (
@@ -66,54 +66,6 @@ def test_attach_and_sessions_leave_the_model_as_it_was(family):
     assert same_attributes(before, attributes(model))
     assert torch.equal(rng, torch.get_rng_state())
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-
-
-def test_an_exception_inside_a_layer_leaves_nothing_behind():
-    model, untouched = tiny("qwen3_moe"), tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
-
-    def burst(*_):
-        raise RuntimeError("layer burst")
-
-    with routed.replay(trace):
-        handle = model.model.layers[1].register_forward_pre_hook(burst)
-        with pytest.raises(RuntimeError, match="layer burst"):
-            model(**BATCH)
-        handle.remove()
-        model(**BATCH)  # the session goes on
-    with torch.no_grad():
-        assert torch.equal(model(**BATCH).logits, untouched(**BATCH).logits)
-
-
-def test_a_second_model_in_the_process_is_untouched():
-    policy, reference = tiny("qwen3_moe"), tiny("qwen3_moe")
-    with torch.no_grad():
-        expected = reference(**BATCH).logits
-    routed = hf.attach(policy)
-    trace = random_routes(routed.spec, BATCH)
-    with routed.replay(trace), torch.no_grad():
-        replayed = policy(**BATCH).logits
-        seen = reference(**BATCH).logits
-    assert torch.equal(seen, expected)
-    assert not torch.equal(replayed, expected)
-
-
-def test_two_attached_models_keep_to_their_own_traces():
-    one, two = tiny("mixtral"), tiny("mixtral", seed=5)
-    routed_one, routed_two = hf.attach(one), hf.attach(two)
-    trace_one, trace_two = random_routes(routed_one.spec, BATCH, 1), random_routes(routed_two.spec, BATCH, 2)
-    with (
-        routed_one.replay(trace_one),
-        routed_one.record() as seen_one,
-        routed_two.replay(trace_two),
-        routed_two.record() as seen_two,
-        torch.no_grad(),
-    ):
-        two(**BATCH)
-        one(**BATCH)
-    assert np.array_equal(seen_one.trace().expert_ids_NLK, trace_one.expert_ids_NLK)
-    assert np.array_equal(seen_two.trace().expert_ids_NLK, trace_two.expert_ids_NLK)
 
 
 def test_a_forward_only_pass_between_updates_changes_nothing(checkpointing):
@@ -255,20 +207,6 @@ def test_replaying_twice_at_once_is_refused():
         with pytest.raises(ReplayError, match="already replaying"), routed.replay(trace):
             pass
         model(**BATCH)
-
-
-def test_a_trace_of_another_model_is_refused():
-    routed, other = hf.attach(tiny("qwen3_moe")), hf.attach(tiny("deepseek_v3"))
-    with (
-        pytest.raises(SpecMismatchError, match=r"routed layers \[decoder 1, decoder 2\] instead of"),
-        routed.replay(random_routes(other.spec, BATCH)),
-    ):
-        pass
-    with (
-        pytest.raises(SpecMismatchError, match="top-3 instead of top-2"),
-        routed.replay(random_routes(hf.attach(tiny("olmoe")).spec, BATCH)),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_hash_layers_are_told_from_routers(tmp_path):
     [
         ("qwen3_vl_moe", range(24), 60, 4),
         ("ernie4_5_vl_moe", range(1, 28), 64, 6),
-        ("kimi_k25", range(3, 61), 256, 8),
+        pytest.param("kimi_k25", range(3, 61), 256, 8, marks=pytest.mark.slow),
     ],
 )
 def test_models_that_no_machine_holds_take_no_memory(name, layers, experts, picks, tmp_path):

@@ -86,23 +86,6 @@ def check_the_model_is_as_before_after_a_session_and_after_an_error():
     on.replayed(built, routed, trace, ids)
 
 
-def check_other_models_never_notice():
-    built, routed = on.attached()
-    reference = on.model(seed=1)
-    ids = on.tokens()
-    expected = on.forward(reference, ids)
-    other = megatron.attach(reference)
-    trace, others = (on.foreign(each.spec, ids, seed) for seed, each in enumerate((routed, other)))
-    with other.replay(others):
-        alone_loss = on.forward(reference, ids)
-    with routed.replay(trace):
-        ours = on.forward(built, ids)
-        assert torch.equal(on.forward(reference, ids), expected)
-        with other.replay(others):
-            assert torch.equal(on.forward(reference, ids), alone_loss)
-    assert torch.equal(ours, on.replayed(built, routed, trace, ids))
-
-
 def check_sessions_do_not_nest_and_recording_may_go_around():
     built, routed, ids, trace = on.prepared()
     again = megatron.attach(built)
