@@ -25,13 +25,11 @@ class Peer:
         module: the one that states the version of the code that runs; None of an engine, which is asked for it.
         lowest: older ones are refused.
         newest: the newest one that was tested; newer ones give a warning.
-        below: this one and newer ones are known not to work, and are refused; None where none is known.
     """
 
     module: str | None
     lowest: str
     newest: str
-    below: str | None = None
 
 
 PEERS = {
@@ -42,8 +40,8 @@ PEERS = {
     "trl": Peer("trl", "1.16.0", "1.16.0"),
     "verl": Peer("verl", "0.9.1", "0.9.1"),
     "mbridge": Peer("mbridge", "0.15.1", "0.15.1"),
-    # from 0.31 on it keeps routes elsewhere, and needs its second model runner for them
-    "vLLM": Peer(None, "0.28", "0.30.0", below="0.31"),
+    # docs/engine-releases.md has what each release answered
+    "vLLM": Peer(None, "0.28", "0.32.0"),
     # before, the ids of its routes are physical slots
     "SGLang": Peer(None, "0.5.10", "0.5.23"),
 }
@@ -84,17 +82,16 @@ def _require(name: str, found: str, error: type[AttachError | EngineError]) -> N
     """Refuse a version that is known not to work, and warn of one that nobody has tried."""
     peer = PEERS[name]
     version = _numbers(found)
-    range_ = f"{peer.lowest} or newer" if peer.below is None else f"{peer.lowest} or newer and below {peer.below}"
     if version is None:
         warnings.warn(
-            f"{name} states the version {found!r:.40}, which has no number; foreroute needs {range_}, and was tested "
-            f"with {peer.newest}",
+            f"{name} states the version {found!r:.40}, which has no number; foreroute needs {peer.lowest} or newer, "
+            f"and was tested with {peer.newest}",
             stacklevel=4,
         )
-    elif version < _known(peer.lowest) or (peer.below is not None and version >= _known(peer.below)):
+    elif version < _known(peer.lowest):
         raise error(
-            f"{name} {found:.40} does not work with this foreroute, which needs {range_}; install {peer.newest}, the "
-            "newest that was tested, or another of these"
+            f"{name} {found:.40} does not work with this foreroute, which needs {peer.lowest} or newer; "
+            f"install {peer.newest}, the newest that was tested, or another of these"
         )
     elif version > _known(peer.newest):
         warnings.warn(
@@ -119,3 +116,9 @@ def _known(version: str) -> tuple[int, ...]:
     numbers = _numbers(version)
     assert numbers is not None, f"{version!r} is no version"
     return numbers
+
+
+def at_least(found: str, lowest: str) -> bool:
+    """Whether a stated version is this one or newer. One without a number is taken for the newest."""
+    version = _numbers(found)
+    return version is None or version >= _known(lowest)
