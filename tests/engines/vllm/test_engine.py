@@ -13,7 +13,8 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
-from foreroute.engines.vllm.engine import missing_settings, sequences_of
+from foreroute.engines.vllm.answers import sequences_of
+from foreroute.engines.vllm.engine import missing_settings
 from foreroute.engines.vllm.server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING

