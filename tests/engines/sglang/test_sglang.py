@@ -15,6 +15,8 @@ from foreroute.capture import Sampling
 from foreroute.engines import sglang
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING, IndexerSpec, RoutedLayer
+from foreroute.train import parse_config
+from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
 
@@ -183,6 +185,18 @@ def test_a_large_rollout_is_cut_into_batches(tmp_path):
     assert len({rid for body in bodies for rid in body["rid"]}) == len(generation) == 8
     with pytest.raises(ConfigError, match="batch_size"):
         sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, batch_size=0)
+
+
+def test_a_configuration_names_the_server(tmp_path):
+    """Of the trainer: an engine is made of it that samples."""
+    routed = policy()
+    with serving(Server()) as server:
+        place = {"url": server.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
+        values = {"name": "x", "rollout": {"engine": "sglang", "server": place}}
+        engine = make_engine(parse_config(values, source="this test"), routed)
+        engine.load_weights(routed.model.state_dict(), version=3)
+        assert engine.generate([PROMPT], SAMPLED, seeded()).trace.provenance["engine"] == "sglang"
+        engine.close()
 
 
 @pytest.mark.parametrize(

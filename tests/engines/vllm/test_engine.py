@@ -18,6 +18,8 @@ from foreroute.engines.vllm.engine import missing_settings
 from foreroute.engines.vllm.server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
+from foreroute.train import parse_config
+from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, SIZES, policy, seeded
 
@@ -409,6 +411,17 @@ def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path,
         else:
             with pytest.raises(EngineError, match=f"must be started with {said}"):
                 engine_at(server, routed, tmp_path)
+
+
+def test_a_configuration_names_the_server(routed, tmp_path):
+    """Of the trainer: an engine is made of it that samples."""
+    with serving(Server()) as server:
+        place = {"url": server.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
+        values = {"name": "x", "rollout": {"engine": "vllm", "server": place}}
+        engine = make_engine(parse_config(values, source="this test"), routed)
+        engine.load_weights(routed.model.state_dict(), version=3)
+        assert engine.generate([PROMPT], SAMPLED, seeded()).trace.versions == (3,)
+        engine.close()
 
 
 def test_what_is_no_server_is_refused(routed, tmp_path):
