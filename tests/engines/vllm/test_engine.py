@@ -13,7 +13,7 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
-from foreroute.engines.vllm.answers import sequences_of
+from foreroute.engines.vllm.answers import sequence_of
 from foreroute.engines.vllm.engine import missing_settings
 from foreroute.engines.vllm.server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
@@ -113,7 +113,7 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answer(routed, tmp_path)
     stated |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
     ends = {"max_tokens": 5, "stop_token_ids": [END], "ignore_eos": True}
     assert body["sampling_params"].pop("seed") >= 0
-    assert body["sampling_params"] == stated | ends | {"n": 1, "logprobs": 0, "detokenize": False}
+    assert body["sampling_params"] == stated | ends | {"logprobs": 0, "detokenize": False}
 
 
 def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
@@ -276,8 +276,8 @@ LIES = {
     "no echo": (lambda a: a.update(prompt_token_ids=None), "lacks or garbles"),
     "no choice": (lambda a: a.update(choices=[]), "0 responses, asked for 1"),
     "a choice too many": (lambda a: a["choices"].append(first(a) | {"index": 1}), "2 responses, asked for 1"),
-    "a choice twice": (lambda a: a["choices"].append(first(a)), "expected each once"),
-    "index 1 alone": (lambda a: first(a).update(index=1), "expected each once"),
+    "a choice twice": (lambda a: a["choices"].append(first(a)), "2 responses, asked for 1"),
+    "index 1 alone": (lambda a: first(a).update(index=1), "numbered its one response 1"),
     "index of text": (lambda a: first(a).update(index="0"), "lacks or garbles"),
     "log-probs of other tokens": (lambda a: logprobs_of(a)[1].update(token="token_id:9"), "token of each log-prob"),
     "log-probs in another order": (lambda a: logprobs_of(a).reverse(), "token of each log-prob"),
@@ -364,9 +364,9 @@ def test_a_prompt_that_is_not_echoed_has_its_length_compared():
     """As of vLLM 0.28, which has no echo for tokens."""
     answer = payload(DATA / "generate.json")["response"] | {"request_id": "x"}
     given = {"request_id": "x", "echoes": False}
-    assert len(sequences_of(Answer(answer, "it"), PROMPT, **given)) == 1
+    assert sequence_of(Answer(answer, "it"), PROMPT, **given).finished
     with pytest.raises(EngineError, match="answers a prompt of 8 tokens, it was sent 7"):
-        sequences_of(Answer(answer, "it"), PROMPT[:7], **given)
+        sequence_of(Answer(answer, "it"), PROMPT[:7], **given)
 
 
 def settings_031():

@@ -15,7 +15,7 @@ from foreroute.trace import NO_VERSION
 REASONS = ("stop", "length", "abort")
 
 
-def sequences_of(
+def sequence_of(
     answer: Answer,
     prompt: NDArray[np.int32],
     *,
@@ -23,8 +23,8 @@ def sequences_of(
     start: int = 0,
     masks: bool = False,
     echoes: bool = True,
-) -> list[SampledSequence]:
-    """The choices of an answer of `/inference/v1/generate`, in order.
+) -> SampledSequence:
+    """The one choice of an answer of `/inference/v1/generate`.
 
     Args:
         answer: as it came.
@@ -43,26 +43,24 @@ def sequences_of(
         require_same_tokens("the prompt", prompt, answer.integers("prompt_token_ids"))
     elif (length := answer.read(int, "usage", "prompt_tokens")) != len(prompt):
         raise EngineError(f"the vLLM server answers a prompt of {length} tokens, it was sent {len(prompt)}")
-    found: dict[int, SampledSequence] = {}
-    choices = answer.each("choices")
-    for choice in choices:
-        if (reason := choice.read(str, "finish_reason")) not in REASONS:
-            raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-        response = choice.integers("token_ids")
-        output = {"routed_experts": choice.value.get("routed_experts"), "token_ids": response}
-        if reason == "abort" and output["routed_experts"] is None:
-            output = {}  # before the first forward
-        elif masks:
-            output["sampling_mask"] = choice.read(list, "sampling_mask") if len(response) else []
-        steps = choice.each("logprobs", "content")
-        require_same_tokens("the token of each log-prob", response, _tokens_of(steps))
-        logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
-        found[choice.read(int, "index")] = SampledSequence(
-            prompt, response, logprobs, reason, output or None, start, _versions_of(choice, len(response))
-        )
-    if sorted(found) != list(range(len(choices))):
-        raise EngineError(f"the vLLM server numbered {len(choices)} responses {sorted(found)}; expected each once")
-    return [found[index] for index in sorted(found)]
+    if len(choices := answer.each("choices")) != 1:
+        raise EngineError(f"the vLLM server returned {len(choices)} responses, asked for 1")
+    (choice,) = choices
+    if number := choice.read(int, "index"):
+        raise EngineError(f"the vLLM server numbered its one response {number}; expected 0")
+    if (reason := choice.read(str, "finish_reason")) not in REASONS:
+        raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
+    response = choice.integers("token_ids")
+    output = {"routed_experts": choice.value.get("routed_experts"), "token_ids": response}
+    if reason == "abort" and output["routed_experts"] is None:
+        output = {}  # before the first forward
+    elif masks:
+        output["sampling_mask"] = choice.read(list, "sampling_mask") if len(response) else []
+    steps = choice.each("logprobs", "content")
+    require_same_tokens("the token of each log-prob", response, _tokens_of(steps))
+    logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
+    versions = _versions_of(choice, len(response))
+    return SampledSequence(prompt, response, logprobs, reason, output or None, start, versions)
 
 
 def _tokens_of(steps: Sequence[Answer]) -> NDArray[np.int32]:

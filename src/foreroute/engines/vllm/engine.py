@@ -25,7 +25,7 @@ from foreroute.engines.base import (
     stop_token_ids,
 )
 from foreroute.engines.http import Answer, BrokenOffError, Client
-from foreroute.engines.vllm.answers import sequences_of
+from foreroute.engines.vllm.answers import sequence_of
 from foreroute.engines.vllm.partial import PartialGeneration
 from foreroute.engines.vllm.server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.engines.weights_folder import WeightsFolder
@@ -60,7 +60,7 @@ class VLLMEngine(OutsideEngine):
         weights_folder: for a server of yours, where checkpoints are put: new, empty, or used for nothing else before.
             The server must see it under the same path.
         timeout_s: for the start, and for each request.
-        at_once: prompts under way at once.
+        at_once: responses under way at once.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with the version that computed it.
@@ -80,7 +80,7 @@ class VLLMEngine(OutsideEngine):
         *,
         weights_folder: Path | None = None,
         timeout_s: float = 600.0,
-        at_once: int = 32,
+        at_once: int = 256,
     ) -> None:
         super().__init__(model)
         self._timeout_s = timeout_s
@@ -146,7 +146,7 @@ class VLLMEngine(OutsideEngine):
     ) -> Generation:
         """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`.
 
-        After `load_weights`, the same state of `generator` gives the same seeds, one for each prompt.
+        After `load_weights`, the same state of `generator` gives the same seeds, one for each response.
 
         Args:
             prompts: integer arrays [T].
@@ -198,9 +198,14 @@ class VLLMEngine(OutsideEngine):
         starts: ArrayLike = 0,
         abort_after: float | None = None,
     ) -> PartialGeneration:
-        lengths = np.array([len(prompt) for prompt in prompts], np.int64)
-        limits = _one_each(sampling.max_new_tokens if max_tokens is None else max_tokens, len(prompts), "max_tokens")
-        first = _one_each(starts, len(prompts), "known_rows")
+        # one request for each response: vLLM 0.28 returns one of several, and newer ones make as many requests of them
+        asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
+        lengths = np.array([len(prompt) for prompt in asked], np.int64)
+        limit = sampling.max_new_tokens if max_tokens is None else max_tokens
+        limits, first = (
+            np.repeat(_one_each(values, len(prompts), name), sampling.group_size)
+            for values, name in ((limit, "max_tokens"), (starts, "known_rows"))
+        )
         if (first < 0).any() or (first > lengths).any():
             raise ConfigError(f"known_rows are {first.tolist()[:8]}; expected 0 up to the lengths of the prompts")
         longest = int((lengths + limits).max())
@@ -222,13 +227,13 @@ class VLLMEngine(OutsideEngine):
                     "return_token_ids": True,
                 }
                 for number, (prompt, limit, start, seed) in enumerate(
-                    zip(prompts, limits.tolist(), first.tolist(), draw_seeds(generator, len(prompts)), strict=True)
+                    zip(asked, limits.tolist(), first.tolist(), draw_seeds(generator, len(asked)), strict=True)
                 )
             ]
             loaded = len(self._loaded)
             # a server that returns masks returns one for every token
             kept = 0 if self._without_masks else int(common["top_k"])
-            most = sampling.group_size * most_bytes_of(self._served, longest, int(limits.max()), most_kept=kept)
+            most = most_bytes_of(self._served, longest, int(limits.max()), most_kept=kept)
             then = None if abort_after is None else (abort_after, "/abort_requests")
             answers = self._client.post_all(GENERATE, bodies, most_bytes=most, then=then)
             stated = self._client.get("/weight_info").read(str, "weight_version")
@@ -237,16 +242,13 @@ class VLLMEngine(OutsideEngine):
         echoes = at_least(self._engine_version, "0.30")
         stamp: Any = {"weight_version": self.weight_version, "engine": "vllm", "engine_version": self._engine_version}
         sequences, traces = [], []
-        for answer, body, prompt, limit, start in zip(answers, bodies, prompts, limits, first, strict=True):
-            asked: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
-            found = sequences_of(answer, prompt, echoes=echoes, **asked)
-            if len(found) != sampling.group_size:
-                raise EngineError(f"the vLLM server returned {len(found)} responses, asked for {sampling.group_size}")
-            for sequence in found:
-                _require_own(sequence.versions, known)
-                sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limit))
-                sequences.append(sequence)
-                traces.append(sequence.trace(self._served, **stamp))
+        for answer, body, prompt, limit, start in zip(answers, bodies, asked, limits, first, strict=True):
+            given: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
+            sequence = sequence_of(answer, prompt, echoes=echoes, **given)
+            _require_own(sequence.versions, known)
+            sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limit))
+            sequences.append(sequence)
+            traces.append(sequence.trace(self._served, **stamp))
         return PartialGeneration.of(sequences, traces)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
@@ -254,7 +256,6 @@ class VLLMEngine(OutsideEngine):
         return {
             **cuts,
             **PENALTIES,
-            "n": sampling.group_size,
             "stop_token_ids": stop_token_ids(sampling),
             "ignore_eos": True,
             "logprobs": 0,

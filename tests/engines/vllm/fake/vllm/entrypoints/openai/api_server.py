@@ -80,14 +80,14 @@ class Engine:
         if self.behaviour == "hangs":
             time.sleep(600)
         if self.behaviour == "slow" and not self.aborted.is_set() and self.aborted.wait(20):
-            asked = asked | {"aborted": True}
+            asked = asked | {"aborted": int(body["request_id"].rpartition("-")[2]) % 2}
         if self.given.return_sampling_mask:
             assert asked["temperature"] > 0
             assert asked["top_k"] > 0
         assert all(0 <= token < self.config["vocab_size"] for token in asked["stop_token_ids"])
         answer = {
             "request_id": f"generate-tokens-{body['request_id']}",
-            "choices": [self.choice(prompt, asked, index) for index in reversed(range(asked["n"]))],
+            "choices": [self.choice(prompt, asked)],
             "prompt_token_ids": prompt,
             "usage": {"prompt_tokens": len(prompt)},
         }
@@ -95,17 +95,17 @@ class Engine:
             del answer["prompt_token_ids"]
         return answer
 
-    def choice(self, prompt, asked, index):
-        rng, tokens = np.random.default_rng([asked["seed"], index]), []
-        # of each group, the first is finished when it is aborted
-        most = min(asked["max_tokens"], 2) if asked.get("aborted") and index else asked["max_tokens"]
+    def choice(self, prompt, asked):
+        rng, tokens = np.random.default_rng(asked["seed"]), []
+        # every second response is finished when it is aborted
+        most = min(asked["max_tokens"], 2) if asked.get("aborted") else asked["max_tokens"]
         while len(tokens) < most and not set(tokens[-1:]) & set(asked["stop_token_ids"]):
             tokens.append(int(rng.integers(0, self.config["vocab_size"])))
         ended = set(tokens[-1:]) & set(asked["stop_token_ids"])
         reason = "stop" if ended else "length" if len(tokens) == asked["max_tokens"] else "abort"
         names = [{"token_id": t} if vllm.__version__ >= "0.31" else {"token": f"token_id:{t}"} for t in tokens]
         found = {
-            "index": index,
+            "index": 0,
             "token_ids": tokens,
             "finish_reason": {"aborts": "abort", "repeats": "repetition"}.get(self.behaviour, reason),
             "logprobs": {"content": [name | {"logprob": -1.5} for name in names]},
