@@ -107,8 +107,11 @@ def test_abort_and_resume_under_new_weights(real):
     old = load(real, 0)
     sampling = replace(SAMPLING, group_size=2, max_new_tokens=200, end_token=-1)
     real.engine.generate(prompts(5), replace(sampling, max_new_tokens=4), seeded())  # the first one is slow
-    partial = real.engine.generate_until(prompts(40, 20), sampling, seeded(), seconds=0.3)
-    open_S = np.flatnonzero(~partial.finished_S)
+    for seconds in (0.4, 0.2, 0.1, 0.05, 0.02):  # no machine is as fast as the next
+        partial = real.engine.generate_until(prompts(40, 20), sampling, seeded(), seconds=seconds)
+        open_S = np.flatnonzero(~partial.finished_S)
+        if (partial.response_lengths[open_S] > 0).any():
+            break
     assert (partial.response_lengths[open_S] > 0).any()
     assert set_match(old, partial.trace) == 1.0
 
