@@ -22,8 +22,8 @@ from experiments.static import figures_of
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
-from foreroute.engines.vllm import ProcessEngine, ProcessSettings
-from foreroute.engines.vllm.process_engine import DEFAULT_OPTIONS, ENVIRONMENT
+from foreroute.engines.vllm import ServerSettings, VLLMEngine
+from foreroute.engines.vllm.server import ENVIRONMENT
 from foreroute.trace import RoutingTrace
 from foreroute.train.loop import make_trainer
 
@@ -55,8 +55,8 @@ def run_served(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
     python = Path(os.environ.get("FOREROUTE_VLLM_PYTHON", ".venv-vllm/bin/python"))
     config = configuration(base, cell.settings, cell.seed)
     task, policy = loaded(config, checkpoint)
-    settings = ProcessSettings(python=python, precision="bfloat16", options={**OPTIONS, "enable_prefix_caching": False})
-    with ProcessEngine(ServedModel.of(policy), settings) as engine:
+    settings = ServerSettings(python=python, precision="bfloat16", options={**OPTIONS, "enable_prefix_caching": False})
+    with VLLMEngine(ServedModel.of(policy), settings) as engine:
         trainer = make_trainer(config, task, policy, engine)
         experience = trainer.roll_out()
     found = passes(policy, experience.generation, python) | {"sampled": experience.generation}
@@ -78,7 +78,11 @@ def passes(
         for options, asked in PASSES:
             own = {"dtype": dtype, "max_model_len": int(trace.lengths.max()) + 1, "skip_tokenizer_init": True}
             own |= {"enable_return_routed_experts": True, "trust_remote_code": False}
-            text = json.dumps({"options": {**DEFAULT_OPTIONS, **own, **OPTIONS, **options}, "passes": asked})
+            own |= {
+                "gpu_memory_utilization": 0.5,
+                "enforce_eager": True,
+            }  # compiled on the CPU, vLLM 0.30 returns routes that are all zero
+            text = json.dumps({"options": {**own, **OPTIONS, **options}, "passes": asked})
             (folder / "passes.json").write_text(text)
             script = Path(__file__).with_name("vllm_passes.py").absolute()
             environment = {**ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -40,7 +40,7 @@ from examples.pipeline.policy import VOCABULARY, WIDTH, Policy, make_checkpoint
 from foreroute.adapters.checkpoint import FolderWriter, ServedModel, Weights
 from foreroute.capture import Generation, Sampling, load_generation
 from foreroute.costs import hardware_preset
-from foreroute.engines.vllm import ProcessEngine, ProcessSettings
+from foreroute.engines.vllm import ServerSettings, VLLMEngine
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.plan import PlanOptions
 from foreroute.planner import plan
@@ -68,9 +68,9 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
 
-    def start_vllm(checkpoint: Path) -> ProcessEngine:
-        settings = ProcessSettings(python=arguments.vllm_python, precision="float32")
-        return ProcessEngine(ServedModel.at(checkpoint), settings)
+    def start_vllm(checkpoint: Path) -> VLLMEngine:
+        settings = ServerSettings(python=arguments.vllm_python, precision="float32")
+        return VLLMEngine(ServedModel.at(checkpoint), settings)
 
     dtype = getattr(torch, arguments.dtype)
     split = Split(arguments.pipeline, arguments.tensor, arguments.experts)

@@ -133,12 +133,14 @@ def test_what_a_server_says_of_itself_is_told_briefly(version):
 
 
 def test_an_engines_version_is_looked_at_without_any_framework():
-    """vLLM's worker does so where nothing but numpy and vLLM is."""
+    """The launcher of vLLM does so where nothing but numpy and vLLM is."""
     script = (
         "import sys\n"
         "from foreroute.adapters.versions import require_engine\n"
-        "require_engine('vLLM', '0.32.0')\n"
-        "import foreroute.engines.vllm.worker\n"
+        "require_engine('vLLM', '0.32.0')
+"
+        "import foreroute.engines.vllm.launch
+"
         "heavy = 'torch transformers megatron trl verl vllm numba safetensors pydantic zstandard'\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & set(heavy.split())))\n"
     )

@@ -1,7 +1,7 @@
 """Recorded answers of engines, and a server that gives them again."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
@@ -61,7 +61,8 @@ def serving(answer):
             for name, said in (headers[0] if headers else {}).items():
                 self.send_header(name, said)
             self.end_headers()
-            self.wfile.write(data)
+            with suppress(OSError):  # of who has gone
+                self.wfile.write(data)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()

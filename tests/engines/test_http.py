@@ -1,14 +1,16 @@
 """JSON over HTTP: answers are bounded in size and time, and come from the address that was named."""
 
+import asyncio
+import gzip
 import socket
+import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
 
 import pytest
 
-from foreroute.engines import http
-from foreroute.engines.http import Endpoint
+from foreroute.engines.http import Client
 from foreroute.errors import ConfigError, EngineError
 from tests.engines.recorded_answers import serving
 
@@ -45,7 +47,7 @@ def ending_in_time(within_s=5.0):
 
 def assert_ends_in_time(first, then=b" ", *, scheme="http"):
     with dripping(first, then) as url, ending_in_time():
-        Endpoint(url.replace("http", scheme), timeout_s=0.3, what="the server").get("/x")
+        Client(url.replace("http", scheme), timeout_s=0.3, what="the server").get("/x")
 
 
 @pytest.mark.parametrize("status", [b"200 OK", b"500 Internal Server Error"])
@@ -72,13 +74,13 @@ def test_a_handshake_that_drips_ends_in_time():
     assert_ends_in_time(b"\x16\x03\x03\x40\x00", b"\x02", scheme="https")
 
 
-def test_a_proxy_that_drips_ends_in_time(monkeypatch):
-    with dripping(b"HTTP/1.1 200 Connection established\r\nX-Slow: ", b"a") as proxy:
-        monkeypatch.setenv("https_proxy", proxy)
+def test_no_proxy_is_asked(monkeypatch):
+    with dripping(b"HTTP/1.1 200 OK\r\n") as proxy, serving(lambda *_: (200, {"direct": True})) as server:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        with ending_in_time():
-            Endpoint("https://engine.test", timeout_s=0.3, what="the server").get("/x")
+        assert Client(server.url, timeout_s=5, what="the server").get("/x").read(bool, "direct")
 
 
 def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
@@ -91,22 +93,22 @@ def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
         found = socket.getaddrinfo(*full.getsockname(), type=socket.SOCK_STREAM)
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 4)
         with ending_in_time(within_s=0.8):
-            Endpoint(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.3, what="the server").get("/x")
+            Client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.3, what="the server").get("/x")
 
 
 def test_a_server_that_says_nothing_ends_in_time():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(EngineError, match=r"did not answer within 0\.2 s"):
-            Endpoint(url, timeout_s=0.2, what="the server").post("/x", {})
+            Client(url, timeout_s=0.2, what="the server").post("/x", {})
 
 
 def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
     """As of requests that are answered by their status alone."""
     with serving(lambda *_: (200, b" ")) as server:
-        answer = Endpoint(server.url, timeout_s=5, what="the server").post("/x", {})
+        answer = Client(server.url, timeout_s=5, what="the server").post("/x", {})
     assert answer.value is None
-    with pytest.raises(EngineError, match=r"x\.success lacks or garbles a field: None has no 'success'"):
+    with pytest.raises(EngineError, match=r"the server\.success lacks or garbles a field: None has no 'success'"):
         answer.read(bool, "success")
 
 
@@ -116,7 +118,7 @@ def test_no_redirect_is_followed(status, target):
     with serving(lambda *_: (status, b"", {"Location": target})) as server:
         for ask in (lambda e: e.get("/x"), lambda e: e.post("/x", {})):
             with pytest.raises(EngineError, match=f"sends to {target}; name the address itself"):
-                ask(Endpoint(server.url, timeout_s=5, what="the server"))
+                ask(Client(server.url, timeout_s=5, what="the server"))
         assert len(server.asked) == 2
 
 
@@ -124,32 +126,94 @@ def test_no_redirect_is_followed(status, target):
     "url",
     [
         *("", "x", "file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x", "127.0.0.1:8000"),
-        *("http://", "http:///x", "http://:80", "http://[::1", "http://a:b/"),
+        *("http://", "http:///x", "http://:80", "http://[::1", "http://a:b/", "http://a:99999"),
+        *("http://é:1", "http://127.0.0.1:1/é", f"http://{'a' * 70}:1", "http://\ud800", "http://a b/", "http://a\n"),
+        *("http://user:word@a", "http://a?b=c", "http://a#b", "http://a..b", "http://-a", 3, None, b"http://a"),
     ],
 )
 def test_what_is_no_address_is_refused_before_anything_is_opened(url):
     with pytest.raises(ConfigError, match="is no address of the server"):
-        Endpoint(url, timeout_s=1, what="the server")
+        Client(url, timeout_s=1, what="the server")
 
 
-def test_an_answer_that_is_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(http, "MAX_RESPONSE_BYTES", 1000)
-    with (
-        serving(lambda *_: (200, b'"' + b"x" * 2000 + b'"')) as server,
-        pytest.raises(EngineError, match="more than 1000 bytes"),
-    ):
-        Endpoint(server.url, timeout_s=5, what="the server").get("/x")
+@pytest.mark.parametrize(
+    "url", ["http://a", "https://a-b.c_d:1/x/", "http://127.0.0.1:8000", "http://[::1]:80", "http://a."]
+)
+def test_what_is_an_address_is_taken(url):
+    Client(url, timeout_s=1, what="the server")
+
+
+def test_an_answer_longer_than_what_was_asked_for_is_refused():
+    with serving(lambda *_: (200, b'"' + b"x" * 2000 + b'"')) as server:
+        client = Client(server.url, timeout_s=5, what="the server")
+        assert len(client.post_all("/x", [{}], most_bytes=2002)[0].value) == 2000
+        with pytest.raises(EngineError, match="more than 2001 bytes"):
+            client.post_all("/x", [{}], most_bytes=2001)
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "said"),
+    [
+        (b"Content-Length: 9", b"{}", "broke off"),
+        (b"Transfer-Encoding: chunked", b"2\r\n{}\r\n", "broke off"),
+        (b"Content-Encoding: gzip", gzip.compress(b" " * 10_000_000 + b"{}"), "in the encoding 'gzip'"),
+        (b"X-Long: " + b"x" * 1_000_000, b"{}", "broke off"),
+    ],
+    ids=["shorter than announced", "no last chunk", "compressed", "head"],
+)
+def test_an_answer_that_is_not_what_it_announces_is_refused(head, body, said):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body)
+
+        Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(EngineError, match=said):
+            Client(url, timeout_s=5, what="the server").get("/x")
+
+
+def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_the_others_off():
+    def answer(method, path, body):
+        time.sleep(0.2 * (body["n"] == 0))
+        return (500, b"no") if body["n"] == 9 else (200, body)
+
+    with serving(answer) as server:
+        client = Client(server.url, timeout_s=5, what="the server", at_once=4)
+        found = client.post_all("/x", [{"n": n} for n in range(8)], most_bytes=100)
+        assert [each.read(int, "n") for each in found] == [*range(8)]
+        server.asked.clear()
+        with pytest.raises(EngineError, match="refused with status 500: no"):
+            client.post_all("/x", [{"n": 9}, *({"n": 0} for _ in range(40))], most_bytes=100)
+        assert len(server.asked) < 20
+
+
+def test_a_caller_may_run_a_loop_of_its_own():
+    async def ask(url):
+        return Client(url, timeout_s=5, what="the server").get("/x").value
+
+    with serving(lambda *_: (200, [1])) as server:
+        assert asyncio.run(ask(server.url)) == [1]
+
+
+def test_without_httpx_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs httpx, which is not installed; pip install '\.\[engines\]'"):
+        Client("http://127.0.0.1", timeout_s=5, what="the server")
 
 
 @pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b"<html>" * 1000])
 def test_what_is_no_json_is_one_short_error(text):
     with serving(lambda *_: (200, text)) as server, pytest.raises(EngineError, match="is not") as caught:
-        Endpoint(server.url, timeout_s=5, what="the server").get("/x")
+        Client(server.url, timeout_s=5, what="the server").get("/x")
     assert len(str(caught.value)) < 500
 
 
 def test_what_a_server_says_is_quoted_in_part_and_printable():
     with serving(lambda *_: (400, b"\x1b[2J" + b"x" * 5000)) as server, pytest.raises(EngineError) as caught:
-        Endpoint(server.url, timeout_s=5, what="the server").get("/x")
+        Client(server.url, timeout_s=5, what="the server").get("/x")
     assert r"\x1b[2J" in str(caught.value)
     assert len(str(caught.value)) < 1000

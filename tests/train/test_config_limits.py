@@ -17,7 +17,7 @@ HUGE = 2**62
         *("warm_start.max_steps", "warm_start.batch_size", "rollout.prompts", "rollout.group_size", "rollout.top_k"),
         *("rl.steps", "rl.mini_steps", "rl.micro_step_tokens", "rl.warmup_steps", "measure.compare_every"),
         *("measure.save_trace_every", "checkpoint.every", "checkpoint.keep", "parallel.expert"),
-        *("parallel.ranks_per_node", "parallel.redundant_slots", "parallel.prefetch", "rollout.vllm.max_model_len"),
+        *("parallel.ranks_per_node", "parallel.redundant_slots", "parallel.prefetch", "rollout.server.max_model_len"),
     ],
 )
 def test_every_count_is_bounded(key):
@@ -39,7 +39,7 @@ def test_every_count_is_bounded(key):
         ({"rl": {"learning_rate": 1e31}}, r"rl\.learning_rate"),
         ({"rollout": {"temperature": 1e-300}}, r"rollout\.temperature"),
         ({"rollout": {"temperature": 1e30}}, r"rollout\.temperature"),
-        ({"rollout": {"vllm": {"timeout_s": 1e30}}}, r"rollout\.vllm\.timeout_s: .* 604800"),
+        ({"rollout": {"server": {"timeout_s": 1e30}}}, r"rollout\.server\.timeout_s: .* 604800"),
         ({"parallel": {"expert": 2, "timeout_s": 1e30}}, r"parallel\.timeout_s: .* 604800"),
         ({"parallel": {"expert": 2, "deadline_s": 1e30}}, r"parallel\.deadline_s: .* 604800"),
     ],

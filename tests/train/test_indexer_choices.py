@@ -77,10 +77,10 @@ def test_without_replay_the_trainer_attends_to_others(monkeypatch):
 
 @pytest.mark.parametrize("routing", ["R3", "R2"])
 def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch, routing):
-    monkeypatch.setattr(vllm, "ProcessEngine", lambda *args, **settings: "an engine")
+    monkeypatch.setattr(vllm, "VLLMEngine", lambda *args, **settings: "an engine")
     config = config_of(routing=routing).model_copy(
         update={
-            "rollout": RolloutConfig(engine="vllm", vllm={"python": sys.executable})
+            "rollout": RolloutConfig(engine="vllm", server={"python": sys.executable})
         }  # as read, not as checked together
     )
     policy = trainer_of(config_of()).policy

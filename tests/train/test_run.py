@@ -174,17 +174,33 @@ def with_a_flipped_bit(checkpoint):
         ),
         ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
         ({"parallel": {"prefetch": 2, "checksums": True}}, "prefetch, checksums change nothing with expert = 1"),
-        ({"rollout": {"vllm": {"timeout_s": 5.0}}}, 'vllm changes nothing with engine = "embedded"'),
-        ({"rollout": {"engine": "vllm", "precision": "float32"}}, r"needs vllm\.python"),
+        ({"rollout": {"server": {"timeout_s": 5.0}}}, 'server changes nothing with engine = "embedded"'),
+        ({"rollout": {"engine": "vllm", "precision": "float32"}}, r"needs server\.python"),
+        ({"rollout": {"engine": "sglang"}}, r"needs server\.url"),
+        ({"rollout": {"engine": "vllm", "server": {"url": "http://a"}}}, "url and weights_folder go together"),
         (
-            {"rollout": {"engine": "vllm", "precision": "fp8", "vllm": {"python": "x"}}},
+            {"rollout": {"engine": "sglang", "server": {"url": "http://a", "weights_folder": "w", "python": "x"}}},
+            "python changes nothing beside url",
+        ),
+        (
+            {
+                "rollout": {
+                    "engine": "vllm",
+                    "precision": "float32",
+                    "server": {"url": "http://a", "weights_folder": "w"},
+                }
+            },
+            r"precision changes nothing with server\.url",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "precision": "fp8", "server": {"python": "x"}}},
             "vLLM takes float32 or bfloat16",
         ),
         ({"task": {"data": "x.jsonl"}}, "data, a JSONL file, and reward go together"),
         ({"task": {"max_prompt_tokens": 8}}, "max_prompt_tokens changes nothing without data"),
         ({"model": {"tokenizer": "folder"}}, r"no use for the tokenizer in folder; set task\.data"),
         (
-            {"rl": {"routing": "R3+weights"}, "rollout": {"engine": "vllm", "vllm": {"python": "x"}}},
+            {"rl": {"routing": "R3+weights"}, "rollout": {"engine": "vllm", "server": {"python": "x"}}},
             "records gate weights",
         ),
     ],

@@ -116,3 +116,9 @@ def _known(version: str) -> tuple[int, ...]:
     numbers = _numbers(version)
     assert numbers is not None, f"{version!r} is no version"
     return numbers
+
+
+def at_least(found: str, lowest: str) -> bool:
+    """Whether a stated version is this one or newer. One without a number is taken for the newest."""
+    version = _numbers(found)
+    return version is None or version >= _known(lowest)

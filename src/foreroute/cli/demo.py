@@ -66,7 +66,7 @@ def _config(
     values["checkpoint"] = {"keep": MOST}
     values["rollout"]["engine"] = engine
     if vllm_python is not None:
-        values["rollout"]["vllm"] = {"python": str(vllm_python)}
+        values["rollout"]["server"] = {"python": str(vllm_python)}
     if engine == "vllm":
         # vLLM's attention on the CPU has kernels for heads of 32 and more
         values["model"]["sizes"]["head_dim"] = 32

@@ -36,6 +36,7 @@ EXTRA_OF = {
     "scipy": "fit",
     "megatron": "megatron",
     "trl": "trl",
+    "httpx": "engines",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,13 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, Sampling, decode
 from foreroute.capture.arrays import MAX_INT32
 from foreroute.errors import ConfigError, EngineError
+from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
+
+NO_LOGPROB = -9999.0
+"""What vLLM writes for a log-prob that it has none of, or that is no number."""
+SLACK_BYTES, BYTES_OF_LOGPROB = 1 << 20, 512
+"""Of an answer without tokens, and of what is said of a sampled one beside its routes."""
 
 
 class Engine(Protocol):
@@ -112,30 +118,73 @@ class SampledSequence:
         prompt: int32 [P], what the engine was given.
         response: int32 [R], what it sampled.
         logprobs: float32 [R].
+        reason: why it ended: "stop", "length" or "abort".
         output: what carries routes and sampling masks, in a form that `capture.decode` reads; None when nothing ran.
         start: the position of the first row in it.
-        finished: False when it was aborted.
+        versions: int32 [R], the weights that sampled each token, where the engine says it.
     """
 
     prompt: NDArray[np.int32]
     response: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    reason: str
     output: Any
     start: int = 0
-    finished: bool = True
+    versions: NDArray[np.int32] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """False when it was aborted."""
+        return self.reason != "abort"
+
+    def checked(self, sampling: Sampling, vocabulary_size: int | None, *, max_new_tokens: int) -> SampledSequence:
+        """The sequence, held against what was asked for.
+
+        Args:
+            sampling: how it was to be sampled.
+            vocabulary_size: tokens that the policy knows; None when that is not known.
+            max_new_tokens: the most tokens that were asked for.
+
+        Raises:
+            EngineError: when it ends elsewhere than it says or may, has a token that is none of the model's, or a
+                log-prob that cannot be.
+        """
+        response, count = self.response, len(self.response)
+        if count > max_new_tokens or (not count and self.finished):
+            raise EngineError(f"the engine sampled {count} tokens, it was asked for 1 to {max_new_tokens}")
+        _require_known(response, vocabulary_size)
+        ends = np.flatnonzero(response == sampling.end_token)
+        if len(ends) and ends[0] != count - 1:
+            raise EngineError(
+                f"the engine sampled {count - 1 - ends[0]} tokens behind the end token {sampling.end_token}; it must "
+                "stop there"
+            )
+        if self.reason == "stop" and not len(ends):
+            raise EngineError(
+                f"the engine says that a response ended by an end token, and its last token is {response[-1]}, not "
+                f"{sampling.end_token}: it stops at others too. Look at eos_token_id of the checkpoint it serves"
+            )
+        if self.reason == "length" and count != max_new_tokens:
+            raise EngineError(
+                f"the engine ended a response for its length after {count} of {max_new_tokens} tokens; give it room "
+                "for prompt and response, or sample fewer"
+            )
+        if len(self.logprobs) != count:
+            raise EngineError(f"the engine returned {len(self.logprobs)} log-probs for {count} tokens")
+        possible_R = (self.logprobs > NO_LOGPROB) & (self.logprobs <= MOST_LOGPROB)  # NaN is neither
+        if not possible_R.all():
+            raise EngineError(
+                f"the engine returned the log-prob {self.logprobs[int(possible_R.argmin())]}, which is no logarithm of "
+                "a probability; its weights may be damaged"
+            )
+        return self
 
     def trace(self, model: ServedModel, *, weight_version: int, engine: str, engine_version: str) -> RoutingTrace:
         """The routes of this sequence, checked.
 
         Raises:
-            EngineError: when there is not one finite log-prob for each token, or a token is none of the model's.
             CaptureError: when the routes are missing, misplaced, or cannot be true.
         """
-        if len(self.logprobs) != len(self.response):
-            raise EngineError(f"the engine returned {len(self.logprobs)} log-probs for {len(self.response)} tokens")
-        if not np.isfinite(self.logprobs).all():
-            raise EngineError("the engine returned a log-prob that is no finite number; its weights may be damaged")
-        _require_known(self.response, model.vocabulary_size)
         tokens = np.concatenate([self.prompt, self.response])
         if self.output is None and not self.finished:
             return RoutingTrace.unrouted(model.spec, [tokens])
@@ -148,7 +197,18 @@ class SampledSequence:
             vocabulary_size=model.vocabulary_size,
             indexers=model.indexers,
         )
+        if self.versions is not None and len(self.versions):
+            versions_N = np.where(decoded.valid_N, self._versions_of_rows(), np.int32(NO_VERSION))
+            decoded = replace(decoded, weight_versions_N=versions_N)
         return decoded.with_provenance(engine=engine, engine_version=engine_version)
+
+    def _versions_of_rows(self) -> NDArray[np.int32]:
+        """Row P - 1 + j made output token j. The rows before are of the same weights if these never changed."""
+        assert self.versions is not None
+        stated = np.unique(self.versions)
+        versions_T = np.full(len(self.prompt) + len(self.response), stated[0] if len(stated) == 1 else NO_VERSION)
+        versions_T[len(self.prompt) - 1 : -1] = self.versions
+        return versions_T.astype(np.int32)
 
 
 def generation_of(
@@ -166,9 +226,27 @@ def generation_of(
     )
 
 
-def draw_seeds(generator: torch.Generator, count: int) -> NDArray[np.int64]:
-    """int64 [count], a seed for each request. Engines add the number of the response within its group."""
-    return torch.randint(1 << 31, (count,), generator=generator).numpy()
+def most_bytes_of(model: ServedModel, tokens: int, sampled: int, *, most_kept: int = 0) -> int:
+    """The most bytes that an answer in JSON may have: ids in base64 for each token, log-probs, and tokens of masks.
+
+    Args:
+        model: what is served.
+        tokens: of prompts and responses.
+        sampled: of these, how many at most are sampled.
+        most_kept: tokens of the set that a sampled one was drawn from, where these come too.
+    """
+    spec, indexers = model.spec, model.indexers
+    ids = (max(layer.index for layer in spec.layers) + 1) * spec.top_k
+    if indexers is not None:
+        ids += (max(layer.index for layer in indexers.layers) + 1) * indexers.top_k
+    # four bytes of an id are 5.3 letters; layers of drafts may come behind the decoder's
+    return SLACK_BYTES + tokens * (12 * ids + 16) + sampled * (BYTES_OF_LOGPROB + 12 * most_kept)
+
+
+def draw_seeds(generator: torch.Generator, count: int) -> list[int]:
+    """A seed for each request. Engines add the number of the response within its group."""
+    seeds: list[int] = torch.randint(1 << 31, (count,), generator=generator).tolist()
+    return seeds
 
 
 def stop_token_ids(sampling: Sampling) -> list[int]:
@@ -185,13 +263,13 @@ def require_finished(finished_S: Sequence[bool]) -> None:
         )
 
 
-def require_same_prompt(sent: NDArray[np.int32], echoed: NDArray[np.int32]) -> None:
-    """Raise `EngineError` when an engine says that it was given another prompt than it was sent."""
+def require_same_tokens(what: str, sent: NDArray[np.int32], echoed: NDArray[np.int32]) -> None:
+    """Raise `EngineError` when an engine states other tokens than it was sent, or than it sampled."""
     if not np.array_equal(sent, echoed):
         raise EngineError(
-            f"the engine ran on the prompt {echoed[:8].tolist()}..., it was sent {sent[:8].tolist()}...: it puts "
-            "prompts through a tokenizer or template of its own. Start it on the trainer's checkpoint, with nothing "
-            "between"
+            f"the engine says that {what} was {echoed[:8].tolist()}..., expected {sent[:8].tolist()}...: it answers "
+            "another request, or puts tokens through a tokenizer or template of its own. Start it on the trainer's "
+            "checkpoint, with nothing between"
         )
 
 

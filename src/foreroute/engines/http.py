@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import socket
-import time
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from io import BufferedReader, RawIOBase
-from typing import Any, TypeVar
-from urllib.error import HTTPError, URLError
+import re
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import (
-    HTTPDefaultErrorHandler,
-    HTTPErrorProcessor,
-    HTTPHandler,
-    HTTPSHandler,
-    OpenerDirector,
-    ProxyHandler,
-    Request,
-)
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import ConfigError, EngineError
+from foreroute.errors import ConfigError, EngineError, how_to_install
 from foreroute.files import parse_json
 
-MAX_RESPONSE_BYTES = 1 << 32
+if TYPE_CHECKING:
+    import httpx
+
+SMALL = 1 << 24
+"""Bytes of an answer that has no routes."""
 MAX_ERROR_CHARS = 600
-_CHUNK_BYTES = 1 << 20
+NOT_FOUND = 404
 _NAMES = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}
+_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")
+_PATH = re.compile(r"[!-~]*")
 
 T = TypeVar("T")
+
+
+class BrokenOffError(EngineError):
+    """Raised when a server cannot be reached, or ends a connection: it may have died."""
 
 
 class Answer:
@@ -97,153 +99,201 @@ class Answer:
         return self._where + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
 
 
-class Endpoint:
-    """A server that is spoken to in JSON. It is not followed to another address.
+class Client:
+    """A server that is spoken to in JSON. It is not followed to another address, and no proxy is asked.
+
+    Every request has one deadline, from the connection to the last byte of the answer, however it trickles in. To look
+    up the address of a name has the limits of the system.
 
     Args:
         url: such as "http://127.0.0.1:8000".
-        timeout_s: how long one answer may take, from the connection to its last byte. To look up the address of a name
-            has the limits of the system.
+        timeout_s: how long one answer may take.
         what: names the server, for messages.
+        socket: the path of a Unix socket to speak through, instead of the host and port.
+        at_once: requests under way at the same time.
+        missing: what to do when a path is not there, by path.
 
-    Attributes:
-        url: without a slash at the end.
+    Raises:
+        ConfigError: when `url` is no address.
+        ModuleNotFoundError: when httpx is not installed.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, what: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float,
+        what: str,
+        socket: Path | None = None,
+        at_once: int = 32,
+        missing: Mapping[str, str] | None = None,
+    ) -> None:
         if not _is_address(url):
             raise ConfigError(f"{url!r:.200} is no address of {what}; expected one like http://127.0.0.1:8000")
-        self.url = url.rstrip("/")
-        self._timeout_s = timeout_s
-        self._what = what
-        # no redirects, and nothing but HTTP
-        self._opener = OpenerDirector()
-        for handler in (ProxyHandler, _Plain, _Encrypted, HTTPDefaultErrorHandler, HTTPErrorProcessor):
-            self._opener.add_handler(handler())
+        self._url, self._what, self._socket = url.rstrip("/"), what, socket
+        self._timeout_s, self._at_once, self._missing = timeout_s, at_once, missing or {}
+        self._httpx = _httpx()
 
     def get(self, path: str) -> Answer:
-        """The answer to GET.
+        """Ask for what is at a path. Raises as `post_all`."""
+        return self._ask("GET", path, [None], SMALL, None)[0]
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Answer:
+        """Send JSON. Raises as `post_all`."""
+        return self._ask("POST", path, [body], SMALL, None)[0]
+
+    def post_all(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, Any]],
+        *,
+        most_bytes: int,
+        then: tuple[float, str] | None = None,
+    ) -> list[Answer]:
+        """Send several requests; the answers, in their order. One that fails calls the others off.
+
+        Args:
+            path: the same for all.
+            bodies: JSON objects.
+            most_bytes: of each answer.
+            then: seconds, and a path that is posted to when some are not answered by then. All are sent at once.
 
         Raises:
-            EngineError: when the server cannot be reached, is late, refuses, sends elsewhere, or answers with something
-                else than JSON.
+            EngineError: when the server cannot be reached, is late, refuses, sends to another address, or answers with
+                something else than JSON, more of it than it may, or less than it announced.
         """
-        return self._answer(Request(self.url + path), path)
+        return self._ask("POST", path, bodies, most_bytes, then)
 
-    def post(self, path: str, body: Any) -> Answer:
-        """The answer to POST. Raises as `get`."""
-        data = json.dumps(body).encode()
-        return self._answer(Request(self.url + path, data, {"Content-Type": "application/json"}), path)
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        bodies: Sequence[Mapping[str, Any] | None],
+        most_bytes: int,
+        then: tuple[float, str] | None,
+    ) -> list[Answer]:
+        name = f"the answer of {method} {path} of {self._what}"
+        return [
+            Answer(parse_json(text, EngineError, name=name) if text.strip() else None, name)
+            for text in _finished(self._all(method, path, bodies, most_bytes, then))
+        ]
 
-    def _answer(self, request: Request, path: str) -> Answer:
-        where = f"{self._what} at {self.url}{path}"
+    async def _all(
+        self,
+        method: str,
+        path: str,
+        bodies: Sequence[Mapping[str, Any] | None],
+        most_bytes: int,
+        then: tuple[float, str] | None,
+    ) -> list[bytearray]:
+        httpx, gate = self._httpx, asyncio.Semaphore(len(bodies) if then else self._at_once)
+        transport = httpx.AsyncHTTPTransport(
+            # the certificates of authorities take a while to load
+            verify=self._url.startswith("https:"),
+            uds=None if self._socket is None else str(self._socket),
+            # the one clock is that of `_one`
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._at_once),
+        )
+        async with httpx.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
+
+            async def one(body: Mapping[str, Any] | None) -> bytearray:
+                async with gate:
+                    return await self._one(client, method, path, body, most_bytes)
+
+            tasks = [asyncio.create_task(one(body)) for body in bodies]
+            if then:
+                seconds, other = then
+                _, waiting = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+                if waiting:
+                    await self._one(client, "POST", other, {}, SMALL)
+            return list(await asyncio.gather(*tasks))
+
+    async def _one(
+        self, client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None, most_bytes: int
+    ) -> bytearray:
+        where = f"{method} {path} of {self._what}"
+        # what is compressed has no size that is known before it is unpacked
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
+        content = None if body is None else json.dumps(body).encode()
         try:
-            try:
-                with self._opener.open(request, timeout=self._timeout_s) as response:
-                    text = _read(response, MAX_RESPONSE_BYTES + 1)
-            except HTTPError as error:
-                with error:
-                    elsewhere = error.headers.get("Location")
-                    said = _read(error, MAX_ERROR_CHARS).decode(errors="replace")
-                if elsewhere is not None:
-                    raise EngineError(f"{where} sends to {elsewhere:.200}; name the address itself") from error
-                raise EngineError(f"{where} refused with status {error.code}: {said}") from error
+            async with (
+                asyncio.timeout(self._timeout_s),
+                client.stream(method, self._url + path, content=content, headers=headers) as response,
+            ):
+                good = response.is_success
+                text = await _read(response, most_bytes + 1 if good else 4 * MAX_ERROR_CHARS)
         except TimeoutError as error:
             raise EngineError(f"{where} did not answer within {self._timeout_s:g} s") from error
-        except (URLError, HTTPException, OSError) as error:
-            reason = getattr(error, "reason", None) or error
-            if isinstance(reason, TimeoutError):
-                raise EngineError(f"{where} did not answer within {self._timeout_s:g} s") from error
-            raise EngineError(f"{where} cannot be reached or broke off ({reason}). Is it running?") from error
-        if len(text) > MAX_RESPONSE_BYTES:
-            raise EngineError(f"{where} answered with more than {MAX_RESPONSE_BYTES} bytes; ask for less at once")
-        if not text.strip():
-            return Answer(None, f"the answer of {where}")
-        return Answer(parse_json(text, EngineError, name=f"the answer of {where}"), f"the answer of {where}")
+        except (self._httpx.HTTPError, OSError, ValueError) as error:
+            raise BrokenOffError(f"{where} cannot be reached or broke off ({error!r:.200}). Is it running?") from error
+        if response.has_redirect_location:
+            raise EngineError(f"{where} sends to {response.headers['location']:.200}; name the address itself")
+        if not good:
+            said = bytes(text).decode(errors="replace")[:MAX_ERROR_CHARS]
+            what_to_do = self._missing.get(path.partition("?")[0]) if response.status_code == NOT_FOUND else None
+            raise EngineError(
+                f"{where} refused with status {response.status_code}: {said}"
+                + (f". {what_to_do}" if what_to_do else "")
+            )
+        if len(text) > most_bytes:
+            raise EngineError(f"{where} answered with more than {most_bytes} bytes, which is more than was asked for")
+        if encoding := response.headers.get("content-encoding", "").strip().lower():
+            raise EngineError(f"{where} answered in the encoding {encoding!r:.40}; expected none")
+        return text
 
 
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets that are not closed, a port that is no number
-        return False
-
-
-def _read(response: HTTPResponse | HTTPError, most_bytes: int) -> bytearray:
-    """All of it or `most_bytes`."""
+async def _read(response: httpx.Response, most_bytes: int) -> bytearray:
+    """All of it or about `most_bytes`."""
     text = bytearray()
-    while len(text) < most_bytes and (part := response.read1(min(_CHUNK_BYTES, most_bytes - len(text)))):
+    async for part in response.aiter_raw():
         text += part
+        if len(text) >= most_bytes:
+            break
     return text
 
 
-class _TimedConnection(HTTPConnection):
-    """Every step of a request ends at one deadline, `timeout` seconds after it began.
+def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns, in a thread of its own, since the caller's may run a loop already.
 
-    A timeout of the socket counts from byte to byte, so a slow drip would never end.
+    Whoever interrupts the caller calls the work off, and with it what the server does for it.
     """
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
 
-    def __init__(self, *args: Any, **given: Any) -> None:
-        super().__init__(*args, **given)
-        self._deadline = time.monotonic() + (self.timeout or 0.0)
+    async def run() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        started.set_result((asyncio.get_running_loop(), task))
+        return await work
 
-    def connect(self) -> None:
-        addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        self.timeout = _left(self._deadline) / len(addresses)  # they are tried one after the other
-        super().connect()
-        self.sock.settimeout(_left(self._deadline))  # of the handshake
-
-    def send(self, data: Any) -> None:
-        if self.sock is None:
-            self.connect()
-        self.sock.settimeout(_left(self._deadline))
-        super().send(data)
-
-    # a proxy's, too
-    def response_class(self, sock: socket.socket, **given: Any) -> HTTPResponse:  # type: ignore[override]
-        return HTTPResponse(_TimedReads(sock, self._deadline), **given)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(asyncio.run, run())
+        try:
+            return done.result()
+        except BaseException:
+            loop, task = started.result()
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
-class _TimedTLSConnection(HTTPSConnection, _TimedConnection):
-    """Its handshake, too."""
+def _is_address(url: object) -> bool:
+    """Whether it has a scheme, a host that can be looked up, and a path, in letters that a request can have."""
+    if not isinstance(url, str) or not _PATH.fullmatch(url):
+        return False
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # brackets that are not closed, a port that is no number
+        return False
+    return known and "@" not in parts.netloc and bool(_HOST.fullmatch(parts.hostname or ""))
 
 
-class _TimedReads(RawIOBase):
-    """What a socket receives, up to a deadline."""
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock, self._deadline = sock, deadline
-        self._received = sock.makefile("rb", buffering=0)
-
-    def makefile(self, _: str) -> BufferedReader:
-        return BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(_left(self._deadline))
-        return self._received.readinto(buffer)
-
-    def close(self) -> None:
-        self._received.close()
-        super().close()
-
-
-class _Plain(HTTPHandler):
-    def http_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_TimedConnection, req)
-
-
-class _Encrypted(HTTPSHandler):
-    def https_open(self, req: Request) -> HTTPResponse:
-        return self.do_open(_TimedTLSConnection, req)
-
-
-def _left(deadline: float) -> float:
-    """Seconds until then."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
+def _httpx() -> Any:
+    try:
+        import httpx
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"an engine behind a server needs httpx, which is not installed; {how_to_install('engines')}",
+            name=error.name,
+        ) from error
+    return httpx

@@ -5,9 +5,9 @@ SGLang itself is not imported.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,17 +16,21 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
+from foreroute.capture.arrays import MAX_INT32
 from foreroute.engines.base import (
     OutsideEngine,
     SampledSequence,
     draw_seeds,
     generation_of,
+    most_bytes_of,
+    require_same_tokens,
     require_version,
     stop_token_ids,
 )
-from foreroute.engines.http import Answer, Endpoint
+from foreroute.engines.http import Answer, Client
 from foreroute.engines.weights_folder import WeightsFolder
-from foreroute.errors import EngineError
+from foreroute.errors import ConfigError, EngineError
+from foreroute.trace.spec import whole_number
 
 __all__ = ["SGLangServerEngine"]
 
@@ -49,6 +53,8 @@ class SGLangServerEngine(OutsideEngine):
         weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
             under the same path.
         timeout_s: for each request.
+        batch_size: responses that one request asks for.
+        at_once: requests under way at once.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with it.
@@ -59,9 +65,19 @@ class SGLangServerEngine(OutsideEngine):
             replay needs.
     """
 
-    def __init__(self, model: ServedModel, url: str, *, weights_folder: Path, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        url: str,
+        *,
+        weights_folder: Path,
+        timeout_s: float = 600.0,
+        batch_size: int = 64,
+        at_once: int = 8,
+    ) -> None:
         super().__init__(model)
-        self._server = Endpoint(url, timeout_s=timeout_s, what="the SGLang server")
+        self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MAX_INT32, kind=ConfigError)
+        self._server = Client(url, timeout_s=timeout_s, what="the SGLang server", at_once=at_once)
         info = self._server.get("/server_info")
         self._engine_version = info.read(str, "version")
         require_engine("SGLang", self._engine_version)
@@ -90,32 +106,46 @@ class SGLangServerEngine(OutsideEngine):
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
         self._require_ready(sampling)
-        # one request for each response, so that each has a seed of its own
+        # one prompt for each response, so that each has a seed and an id of its own
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
+        seeds, name = draw_seeds(generator, len(asked)), secrets.token_hex(8)
+        ids = [f"{name}-{number}" for number in range(len(asked))]
         cuts = self._cuts(sampling, most=MOST_KEPT) if sampling.truncates else {"temperature": sampling.temperature}
         params = {
             **cuts,
             "max_new_tokens": sampling.max_new_tokens,
             # with ignore_eos SGLang ignores these too
             "stop_token_ids": stop_token_ids(sampling),
+            "ignore_eos": sampling.end_token < 0,
         }
-        body = {
-            "input_ids": [prompt.tolist() for prompt in asked],
-            "sampling_params": [params | {"sampling_seed": int(s)} for s in draw_seeds(generator, len(asked))],
-            "return_logprob": True,
-            "return_routed_experts": True,
-            "return_sampling_mask": sampling.truncates,
-            **self._asked_too,
-        }
-        answers = self._server.post("/generate", body).value
-        if not isinstance(answers, list) or len(answers) != len(asked):
-            raise EngineError(f"the SGLang server did not return a list of {len(asked)} responses")
+        batches = [slice(first, first + self._batch_size) for first in range(0, len(asked), self._batch_size)]
+        bodies = [
+            {
+                "rid": ids[batch],
+                "input_ids": [prompt.tolist() for prompt in asked[batch]],
+                "sampling_params": [params | {"sampling_seed": seed} for seed in seeds[batch]],
+                "return_logprob": True,
+                "return_routed_experts": True,
+                "return_sampling_mask": sampling.truncates,
+                **self._asked_too,
+            }
+            for batch in batches
+        ]
+        tokens = max(len(prompt) for prompt in asked) + sampling.max_new_tokens
+        most = self._batch_size * most_bytes_of(
+            self._served, tokens, sampling.max_new_tokens, most_kept=MOST_KEPT * sampling.truncates
+        )
         sequences = []
-        for prompt, answer in zip(asked, answers, strict=True):
-            sequence, versions = sequence_of(answer, prompt, masks=sampling.truncates)
-            for stated in versions:
-                require_version(stated, self.weight_version)
-            sequences.append(sequence)
+        for batch, answer in zip(batches, self._server.post_all("/generate", bodies, most_bytes=most), strict=True):
+            if len(answers := answer.each()) != len(asked[batch]):
+                raise EngineError(f"the SGLang server returned {len(answers)} responses to {len(asked[batch])} prompts")
+            for one, prompt, rid in zip(answers, asked[batch], ids[batch], strict=True):
+                sequence, versions = sequence_of(one, prompt, rid=rid, masks=sampling.truncates)
+                for stated in versions:
+                    require_version(stated, self.weight_version)
+                sequences.append(
+                    sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=sampling.max_new_tokens)
+                )
         return generation_of(
             sequences,
             self._served,
@@ -130,22 +160,24 @@ class SGLangServerEngine(OutsideEngine):
 
 
 def sequence_of(
-    answer: Any, prompt: NDArray[np.int32], *, start: int = 0, masks: bool = False
+    answer: Answer, prompt: NDArray[np.int32], *, rid: str, start: int = 0, masks: bool = False
 ) -> tuple[SampledSequence, list[str]]:
     """The sequence of one answer of `/generate`, and the versions of the weights that sampled it.
 
     Args:
         answer: with `output_ids` and `meta_info`.
         prompt: int32 [P], what was asked.
+        rid: of the request.
         start: the `routed_experts_start_len` of the request.
         masks: whether sampling masks were asked for. Log-probs are then those on the masks.
 
     Raises:
-        EngineError: when it lacks what was asked for, or is the answer to a prompt of another length.
+        EngineError: when it lacks what was asked for, or is the answer to another request.
     """
-    found = Answer(answer, "the SGLang server's answer")
-    meta = Answer(found.read(dict, "meta_info"), "the SGLang server's answer.meta_info")
-    if meta.has("prompt_tokens") and (length := meta.read(int, "prompt_tokens")) != len(prompt):
+    meta = Answer(answer.read(dict, "meta_info"), "the SGLang server's answer.meta_info")
+    if (named := meta.read(str, "id")) != rid:
+        raise EngineError(f"the SGLang server answers the request {named!r:.80}, asked was {rid!r}")
+    if (length := meta.read(int, "prompt_tokens")) != len(prompt):
         raise EngineError(f"the SGLang server answers a prompt of {length} tokens, it was sent {len(prompt)}")
     if meta.has("weight_versions"):
         versions = [span.read(str, "version") for span in meta.each("weight_versions")]
@@ -153,20 +185,15 @@ def sequence_of(
         versions = [meta.read(str, "weight_version")]
     if (reason := meta.read(str, "finish_reason", "type")) not in REASONS:
         raise EngineError(f"the SGLang server ended a response for the reason {reason!r:.40}; expected {REASONS}")
+    response = answer.integers("output_ids")
     held = {name: meta.value.get(name) for name in ("routed_experts", "indexer_topk")}
+    # each is a list of log-prob, token and text
+    entries = [[*entry.read(list), None, None][:2] for entry in meta.each("output_token_logprobs")]
+    where = "the SGLang server's answer.meta_info.output_token_logprobs"
+    require_same_tokens("the token of each log-prob", response, Answer([e[1] for e in entries], where).integers())
+    logprobs = Answer([e[0] for e in entries], where).numbers()
     if masks:
         held["output_token_sampling_mask"] = meta.read(list, "output_token_sampling_mask")
         logprobs = meta.numbers("output_token_sampling_logprobs")
-    else:
-        # each is a list of log-prob, token and text
-        entries = [(entry.read(list) or [None])[0] for entry in meta.each("output_token_logprobs")]
-        logprobs = Answer(entries, "the SGLang server's answer.meta_info.output_token_logprobs").numbers()
-    sequence = SampledSequence(
-        prompt=prompt,
-        response=found.integers("output_ids"),
-        logprobs=logprobs,
-        output={"output_ids": found.value["output_ids"], "meta_info": held},
-        start=start,
-        finished=reason != "abort",
-    )
-    return sequence, versions
+    output = {"output_ids": response, "meta_info": held}
+    return SampledSequence(prompt, response, logprobs, reason, output, start), versions

@@ -134,27 +134,39 @@ class TaskConfig(Section):
         return self
 
 
-class VLLMConfig(Section):
-    """The vLLM process of `rollout.engine = "vllm"`."""
+class ServerConfig(Section):
+    """The server of `rollout.engine = "vllm"` or `"sglang"`: a vLLM that the run starts, or one of yours."""
 
     python: str | None = None
-    """Interpreter of an environment with vLLM."""
+    """To start vLLM: interpreter of an environment with it."""
     max_model_len: Tokens | None = None
-    """Tokens of the longest sequence; by default the model's limit."""
+    """To start vLLM: tokens of the longest sequence; by default the model's limit."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Further arguments of `vllm.LLM`."""
+    """To start vLLM: further arguments of `vllm serve`, such as block_size = 32."""
+    url: str | None = None
+    """Address of a server of yours."""
+    weights_folder: str | None = None
+    """With url: folder for checkpoints, which the server sees under the same path."""
     timeout_s: Timeout = 600.0
-    """Longest time of loading, and of each request."""
+    """Longest time of the start, and of each request."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ServerConfig:
+        if (self.url is None) != (self.weights_folder is None):
+            raise ValueError("url and weights_folder go together: weights reach a server of yours through a folder")
+        if self.url is not None:
+            self.refuse_unused(("python", "max_model_len", "options"), "beside url; leave them out, or leave url out")
+        return self
 
 
 class RolloutConfig(Section):
     """Sampling."""
 
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """A copy of the policy in this process, or vLLM in its own."""
+    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """A copy of the policy in this process, or a server."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
     """The number format of the engine."""
-    vllm: VLLMConfig = VLLMConfig()
+    server: ServerConfig = ServerConfig()
     prompts: Count = 32
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
@@ -177,10 +189,16 @@ class RolloutConfig(Section):
     def _can_be_sampled(self) -> RolloutConfig:
         if self.prompts * self.group_size > MOST:
             raise ValueError(f"prompts times group_size is {self.prompts * self.group_size}; expected {MOST} at most")
-        if self.engine != "vllm":
-            self.refuse_unused(["vllm"], f'with engine = "{self.engine}"; set engine = "vllm", or leave it out')
-        elif self.vllm.python is None:
-            raise ValueError('engine = "vllm" needs vllm.python, the interpreter of an environment with vLLM')
+        if self.engine == "embedded":
+            self.refuse_unused(["server"], 'with engine = "embedded"; set engine = "vllm" or "sglang", or leave it out')
+        elif self.server.url is not None:
+            self.refuse_unused(["precision"], "with server.url: it is that of the server; leave it out")
+        elif self.engine == "sglang":
+            raise ValueError('engine = "sglang" needs server.url, the address of a server of yours')
+        elif self.server.python is None:
+            raise ValueError(
+                'engine = "vllm" needs server.python, the interpreter of an environment with vLLM, or server.url'
+            )
         elif self.precision == "fp8":
             raise ValueError('precision = "fp8" is the embedded engine\'s; vLLM takes float32 or bfloat16')
         return self

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.engines import vllm
+from foreroute.engines import sglang, vllm
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
@@ -100,9 +100,10 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
     """Start the engine; the caller closes it.
 
     Raises:
-        EngineError: when there is no vLLM to run.
+        ConfigError: when `rollout.server.url` is no address, or its folder of weights is in use.
+        EngineError: when there is no vLLM to run, or no server to reach.
     """
-    config, place = run.rollout, run.rollout.vllm
+    config, place = run.rollout, run.rollout.server
     if config.engine == "embedded":
         return EmbeddedEngine(
             policy.model,
@@ -110,21 +111,28 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
             gate_weights=run.rl.routing == "R3+weights",
             indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
         )
+    served = ServedModel.of(policy)
+    weights = None if place.weights_folder is None else Path(place.weights_folder)
+    if config.engine == "sglang":  # TrainConfig refuses it without url and weights_folder
+        assert place.url is not None
+        assert weights is not None
+        return sglang.SGLangServerEngine(served, place.url, weights_folder=weights, timeout_s=place.timeout_s)
     if policy.indexers is not None and run.rl.routing == "R3":
         warnings.warn(
             "the policy has indexers of sparse attention, and vLLM returns none of their choices: routes alone are "
             'replayed, and queries attend to other units than in the rollout. rollout.engine = "embedded" records both',
             stacklevel=2,
         )
-    settings = vllm.ProcessSettings(
-        python=Path(str(place.python)),  # TrainConfig refuses vLLM without
+    if place.url is not None:
+        return vllm.VLLMEngine(served, place.url, weights_folder=weights, timeout_s=place.timeout_s)
+    settings = vllm.ServerSettings(
+        python=Path(str(place.python)),  # TrainConfig refuses vLLM without either
         precision=config.precision,
         max_model_len=place.max_model_len,
-        timeout_s=place.timeout_s,
         sampling_masks=config.truncates,
         options=place.options,
     )
-    return vllm.ProcessEngine(ServedModel.of(policy), settings)
+    return vllm.VLLMEngine(served, settings, timeout_s=place.timeout_s)
 
 
 def make_optimizer(config: TrainConfig, policy: hf.RoutedTransformer) -> torch.optim.Optimizer:

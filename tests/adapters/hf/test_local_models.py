@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.local_models import load_local
-from foreroute.engines.vllm.process_engine import ProcessSettings
+from foreroute.engines.vllm import ServerSettings
 from foreroute.errors import ConfigError
 from tests.train.tiny_model import write_model, write_tokenizer
 
@@ -114,8 +114,9 @@ def test_every_call_that_could_run_code_or_unpickle_says_that_it_must_not():
 
 def test_vllm_is_not_told_to_run_code_of_a_folder_either():
     with pytest.raises(ConfigError, match="vLLM options trust_remote_code are set by foreroute"):
-        ProcessSettings(python=Path(sys.executable), options={"trust_remote_code": True})
-    assert ProcessSettings(python=Path(sys.executable)).llm_options(8)["trust_remote_code"] is False
+        ServerSettings(python=Path(sys.executable), options={"trust_remote_code": True})
+    arguments = ServerSettings(python=Path(sys.executable)).arguments(Path("checkpoint"), 8)
+    assert not [each for each in arguments if "trust" in each]
 
 
 @pytest.mark.parametrize("door", WITH_WEIGHTS)

@@ -21,7 +21,7 @@ from examples.pipeline.policy import Policy, make_checkpoint
 from foreroute.adapters import megatron
 from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel, without_progress_bars
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.engines.vllm import ProcessEngine, ProcessSettings
+from foreroute.engines.vllm import ServerSettings, VLLMEngine
 from foreroute.errors import ConfigError, EngineError
 from foreroute.testing.models import same_bits
 from tests.adapters.megatron import one_rank as on
@@ -94,11 +94,11 @@ def trains(folder, rollouts, split, steps, engine="TransformersEngine"):
 
 
 def with_a_dead_engine(folder, python):
-    """The worker is ended when it samples first."""
+    """The server dies when it samples first."""
 
     def start(checkpoint):
-        settings = ProcessSettings(python=Path(python), timeout_s=60, options={"behaviour": "dies"})
-        return ProcessEngine(ServedModel.at(checkpoint), settings)
+        settings = ServerSettings(python=Path(python), options={"behaviour": "dies"})
+        return VLLMEngine(ServedModel.at(checkpoint), settings, timeout_s=60)
 
     with mock.patch.dict(globals(), Dying=start):
         return trains(folder, None, (), 1, "Dying")

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from foreroute.engines.http import Endpoint
+from foreroute.engines.http import Client
 from tests.engines.small_policy import END, policy, prompts
 from tests.engines.vllm.record_payloads import expected
 
@@ -40,7 +40,7 @@ REQUESTS = {
 def main():
     """Ask and write."""
     routed = policy()
-    server = Endpoint(sys.argv[1], timeout_s=60, what="SGLang")
+    server = Client(sys.argv[1], timeout_s=60, what="SGLang")
     version = server.get("/server_info").read(str, "version")
     for name, (path, body) in REQUESTS.items():
         answer = server.post(path, body).value

@@ -1,6 +1,7 @@
 """The client of SGLang's server, on answers recorded from a real one."""
 
 import base64
+import copy
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,21 +13,27 @@ from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import sglang
-from foreroute.engines.base import generation_of
-from foreroute.engines.sglang import sequence_of
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING, IndexerSpec, RoutedLayer
+from foreroute.train import parse_config
+from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
 
 DATA = Path(__file__).parent / "data"
+SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
+PROMPT = np.array(payload(DATA / "generate.json")["request"]["input_ids"], np.int32)
 WITH_ROUTES = sorted(set(DATA.glob("*.json")) - {DATA / "generate_without_routes.json"})
 
 
 class Server:
-    """Answers as SGLang does, without a model: the recorded response to every prompt."""
+    """Answers as SGLang does, without a model: the recorded response to every prompt.
 
-    def __init__(self, **changes):
+    `lie` changes the answers before they are sent.
+    """
+
+    def __init__(self, lie=None, **changes):
+        self.lie = lie
         self.answers = {
             "/server_info": {"enable_return_routed_experts": True, "version": "0.5.23"},
             "/update_weights_from_disk": {"success": True, "message": ""},
@@ -42,7 +49,11 @@ class Server:
             answer["meta_info"]["weight_versions"] = [{"version": self.version, "start": 0, "end": 5}]
             if body["return_sampling_mask"]:
                 answer["meta_info"] |= masks_for(answer["output_ids"])
-            return 200, [answer] * len(body["input_ids"])
+            answers = []
+            for rid in body["rid"]:
+                answers.append(copy.deepcopy(answer))
+                answers[-1]["meta_info"]["id"] = rid
+            return 200, answers if self.lie is None else self.lie(answers) or answers
         return 200, self.answers[path]
 
 
@@ -131,8 +142,13 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
     answer["meta_info"].pop("weight_versions", None)
     if enabled:
         answer["meta_info"]["indexer_topk"] = base64.b64encode(chosen.tobytes()).decode()
+
+    def as_recorded(answers):
+        answer["meta_info"]["id"] = answers[0]["meta_info"]["id"]
+        return [answer]
+
     info = {"enable_return_routed_experts": True, "enable_return_indexer_topk": enabled, "version": "0.5.23"}
-    with serving(Server(**{"/server_info": info, "/generate": [answer]})) as server:
+    with serving(Server(lie=as_recorded, **{"/server_info": info})) as server:
         engine = sglang.SGLangServerEngine(served, server.url, weights_folder=tmp_path)
         engine.load_weights(routed.model.state_dict(), version=3)
         got = engine.generate([prompt], Sampling(max_new_tokens=5, end_token=END, temperature=0.8), seeded())
@@ -146,17 +162,41 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
 
 
 def test_masks_that_sglang_could_not_return_or_did_not(tmp_path):
-    record, routed = payload(DATA / "generate.json"), policy()
-    answer, prompt = record["response"], np.array(record["request"]["input_ids"], np.int32)
-    with serving(Server()) as server, pytest.raises(ConfigError, match="set top_k to 4096 at most"):
-        rollout(routed, server.url, tmp_path, prompt, top_k=5000)
-    with pytest.raises(EngineError, match="lacks or garbles"):
-        sequence_of(answer, prompt, masks=True)
-    answer["meta_info"] |= masks_for(answer["output_ids"])
-    answer["meta_info"]["output_token_sampling_mask"][2] = [1, 2]
-    sequence, _ = sequence_of(answer, prompt, masks=True)
-    with pytest.raises(CaptureError, match="was sampled and is not in its mask"):
-        generation_of([sequence], ServedModel.of(routed), weight_version=0, engine="sglang", engine_version="0.5.23")
+    routed = policy()
+    with serving(answers := Server()) as server:
+        with pytest.raises(ConfigError, match="set top_k to 4096 at most"):
+            rollout(routed, server.url, tmp_path, PROMPT, top_k=5000)
+        for mask, said in ((None, "lacks or garbles"), ([[1, 2]] * 5, "was sampled and is not in its mask")):
+            answers.lie = lambda found, mask=mask: found[0]["meta_info"].update(output_token_sampling_mask=mask)
+            with pytest.raises((EngineError, CaptureError), match=said):
+                rollout(routed, server.url, tmp_path, PROMPT, top_p=0.9)
+
+
+def test_a_large_rollout_is_cut_into_batches(tmp_path):
+    routed = policy()
+    with serving(Server()) as server:
+        engine = sglang.SGLangServerEngine(
+            ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5, batch_size=3
+        )
+        generation = engine.generate([PROMPT] * 4, replace(SAMPLED, group_size=2), seeded())
+        engine.close()
+    bodies = [body for path, body in server.asked if path == "/generate"]
+    assert sorted(len(body["rid"]) for body in bodies) == [2, 3, 3]
+    assert len({rid for body in bodies for rid in body["rid"]}) == len(generation) == 8
+    with pytest.raises(ConfigError, match="batch_size"):
+        sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, batch_size=0)
+
+
+def test_a_configuration_names_the_server(tmp_path):
+    """Of the trainer: an engine is made of it that samples."""
+    routed = policy()
+    with serving(Server()) as server:
+        place = {"url": server.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
+        values = {"name": "x", "rollout": {"engine": "sglang", "server": place}}
+        engine = make_engine(parse_config(values, source="this test"), routed)
+        engine.load_weights(routed.model.state_dict(), version=3)
+        assert engine.generate([PROMPT], SAMPLED, seeded()).trace.provenance["engine"] == "sglang"
+        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -171,39 +211,85 @@ def test_masks_that_sglang_could_not_return_or_did_not(tmp_path):
         ({"/generate": [3, 3]}, "lacks or garbles"),
         ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
         ({"/generate": [{"output_ids": [1], "meta_info": {}}] * 2}, "lacks or garbles"),
-        ({"/generate": {"output_ids": [1]}}, "list of 2 responses"),
-        ({"/generate": [payload(DATA / "generate.json")["response"]] * 2}, "trainer loaded version 3"),
+        ({"/generate": {"output_ids": [1]}}, "expected a list"),
+        ({"/generate": [{}] * 3}, "3 responses to 2 prompts"),
     ],
 )
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
-        rollout(policy(), server.url, tmp_path, np.arange(8, dtype=np.int32))
+        rollout(policy(), server.url, tmp_path, PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"output_ids": [1.0]}, "a list of integers"),
-        ({"meta_info": {"prompt_tokens": 99}}, "answers a prompt of 99 tokens, it was sent 5"),
-        ({"meta_info": {"finish_reason": {"type": "abort"}}}, "aborted response 0 of 1"),
-        ({"meta_info": {"finish_reason": {"type": "other"}}}, "for the reason 'other'"),
-        ({"meta_info": {"finish_reason": None}}, "lacks or garbles"),
-        ({"meta_info": {"output_token_logprobs": [3, 4]}}, "lacks or garbles"),
-        ({"meta_info": {"output_token_logprobs": [["x"]]}}, "a list of numbers"),
-        ({"meta_info": {"weight_versions": [{"version": 3}]}}, "lacks or garbles"),
-    ],
-)
-def test_an_answer_is_taken_as_it_is_or_not_at_all(change, said):
-    record, served = payload(DATA / "generate.json"), ServedModel.of(policy())
-    answer, prompt = record["response"], np.array(record["request"]["input_ids"][:5], np.int32)
-    answer["meta_info"] |= {"prompt_tokens": 5} | change.pop("meta_info", {})
+def meta(answers):
+    return answers[1]["meta_info"]
 
-    def read():
-        sequence, _ = sequence_of(answer | change, prompt)
-        generation_of([sequence], served, weight_version=0, engine="sglang", engine_version="0.5.23")
 
+def with_tokens(answers, count):
+    """Have so many tokens, consistently but for the routes."""
+    answers[1]["output_ids"] = (answers[1]["output_ids"] * 2)[:count]
+    meta(answers)["output_token_logprobs"] = (meta(answers)["output_token_logprobs"] * 2)[:count]
+
+
+def with_token(answers, position, token):
+    answers[1]["output_ids"][position] = meta(answers)["output_token_logprobs"][position][1] = token
+
+
+def logprob(answers, value):
+    meta(answers)["output_token_logprobs"][2][0] = value
+
+
+LIES = {
+    # of another request, prompt or sequence; the prompts have one length
+    "in another order": (lambda a: a[::-1], "answers the request"),
+    "one given twice": (lambda a: [a[0], a[0]], "answers the request"),
+    "another id": (lambda a: meta(a).update(id="x"), "answers the request 'x'"),
+    "no id": (lambda a: meta(a).pop("id") and None, "lacks or garbles"),
+    "no length of the prompt": (lambda a: meta(a).pop("prompt_tokens") and None, "lacks or garbles"),
+    "another length of the prompt": (
+        lambda a: meta(a).update(prompt_tokens=99),
+        "a prompt of 99 tokens, it was sent 8",
+    ),
+    "other weights": (lambda a: meta(a).update(weight_versions=[{"version": "2"}]), "trainer loaded version 3"),
+    "weights of a number": (lambda a: meta(a).update(weight_versions=[{"version": 3}]), "lacks or garbles"),
+    "log-probs of other tokens": (lambda a: meta(a)["output_token_logprobs"].reverse(), "token of each log-prob"),
+    "a log-prob too few": (lambda a: meta(a)["output_token_logprobs"].pop() and None, "token of each log-prob"),
+    "log-probs alone": (lambda a: meta(a).update(output_token_logprobs=[-1.0] * 5), "lacks or garbles"),
+    # tokens and ends that cannot be
+    "floats": (lambda a: a[1].update(output_ids=[1.0]), "a list of integers"),
+    "too many": (lambda a: with_tokens(a, 9), "sampled 9 tokens, it was asked for 1 to 5"),
+    "none": (lambda a: with_tokens(a, 0), "sampled 0 tokens"),
+    "length too early": (lambda a: with_tokens(a, 3), "for its length after 3 of 5"),
+    "behind the end": (lambda a: with_token(a, 1, END), "3 tokens behind the end token"),
+    "stop without an end": (lambda a: meta(a).update(finish_reason={"type": "stop"}), "ended by an end token"),
+    "aborted": (lambda a: meta(a).update(finish_reason={"type": "abort"}), "aborted response 1 of 2"),
+    "another reason": (lambda a: meta(a).update(finish_reason={"type": "other"}), "for the reason 'other'"),
+    "no reason": (lambda a: meta(a).update(finish_reason=None), "lacks or garbles"),
+    # log-probs that cannot be
+    **{f"log-prob {v}": (lambda a, v=v: logprob(a, v), "log-prob") for v in (5.0, 2.0**31, 1.1e-3, -1e30, None)},
+    **{f"log-prob {v!r}": (lambda a, v=v: logprob(a, v), "a list of numbers") for v in (float("nan"), "x", True)},
+}
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """What answers, and an engine that asks it."""
+    routed = policy()
+    with serving(answers := Server()) as server:
+        folder = tmp_path_factory.mktemp("weights")
+        engine = sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=folder, timeout_s=5)
+        engine.load_weights(routed.model.state_dict(), version=3)
+        yield answers, lambda: engine.generate([PROMPT, PROMPT[::-1].copy()], SAMPLED, seeded())
+        engine.close()
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_an_answer_that_is_none_to_its_question_is_refused(asked, name):
+    answers, ask = asked
+    answers.lie = None
+    assert len(ask()) == 2  # the control: without the lie it is taken
+    answers.lie, said = LIES[name]
     with pytest.raises(EngineError, match=said):
-        read()
+        ask()
 
 
 def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_of(tmp_path):
@@ -222,9 +308,8 @@ def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_o
 
 def rollout(routed, url, folder, prompt, **cuts):
     engine = sglang.SGLangServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
-    engine.load_weights(routed.model.state_dict(), version=3)
-    generation = engine.generate(
-        [prompt], Sampling(group_size=2, max_new_tokens=5, end_token=END, temperature=0.8, **cuts), seeded()
-    )
-    engine.close()
-    return generation
+    try:
+        engine.load_weights(routed.model.state_dict(), version=3)
+        return engine.generate([prompt], replace(SAMPLED, group_size=2, **cuts), seeded())
+    finally:
+        engine.close()

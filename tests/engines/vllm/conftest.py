@@ -23,13 +23,20 @@ def vllm_python():
 
 @pytest.fixture
 def fake_settings(tmp_path):
-    """Settings under which the worker runs, in this Python, on the fake vLLM beside these tests."""
+    """Settings under which the server runs, in this Python, on the fake vLLM beside these tests."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAKE}" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
 
     def settings(behaviour="good", **changes):
-        options = {"behaviour": behaviour}
-        return vllm.ProcessSettings(python=python, **{"timeout_s": 30.0, "options": options, **changes})
+        return vllm.ServerSettings(python=python, **{"options": {"behaviour": behaviour}, **changes})
 
     return settings
+
+
+def with_stand_ins(python, folder):
+    """What is run in the place of a Python, so that its server has the stand-ins of `masks_server`."""
+    script, wrapper = Path(__file__).with_name("masks_server.py"), folder / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec "{python}" "{script}" "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from foreroute import RoutingTrace
-from foreroute.adapters.checkpoint import ModelWriter
-from foreroute.engines.http import Endpoint
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.engines.vllm import ServerSettings, VLLMEngine
 from tests.engines.small_policy import END, forward, policy, prompts
-from tests.engines.vllm.serving import served, wait_for, with_stand_ins
+from tests.engines.vllm.conftest import with_stand_ins
 
 PROMPT, OTHER = (p.tolist() for p in prompts(8, 40, seed=7))
+OPTIONS = {"block_size": 32, "max_num_seqs": 8}
 COMMON = {
-    "model": "tiny",
     "temperature": 0.8,
     "max_tokens": 5,
     "stop_token_ids": [END],
@@ -38,7 +38,6 @@ REQUESTS = {
     "generate": (
         "/inference/v1/generate",
         {
-            "model": "tiny",
             "token_ids": PROMPT,
             "sampling_params": {"max_tokens": 5, "temperature": 0.8, "seed": 11, "logprobs": 0},
         },
@@ -50,42 +49,41 @@ TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 64, "max_tokens": 5, "se
 WITH_MASKS = {
     "generate_masks": (
         "/inference/v1/generate",
-        {"model": "tiny", "token_ids": PROMPT, "sampling_params": TRUNCATED},
+        {"token_ids": PROMPT, "sampling_params": TRUNCATED},
     ),
 }
-"""Asked of a server with the stand-ins of `masks_worker`."""
+"""Asked of a server with the stand-ins of `masks_server`."""
 
 
 def main():
     """Start two servers, ask, and write."""
     routed = policy()
     python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
-    record(routed, python, REQUESTS, cached=OTHER)
+    record(routed, ServerSettings(python=python, precision="float32", options=OPTIONS), REQUESTS, cached=OTHER)
     with tempfile.TemporaryDirectory() as name:
-        record(routed, with_stand_ins("server", python, Path(name)), WITH_MASKS, "--return-sampling-mask")
+        with_masks = with_stand_ins(python, Path(name))
+        settings = ServerSettings(python=with_masks, precision="float32", options=OPTIONS, sampling_masks=True)
+        record(routed, settings, WITH_MASKS)
 
 
-def record(routed, python, requests, *flags, cached=None):
+def record(routed, settings, requests, *, cached=None):
     """What a server answers to each request, one file for each in `data`."""
     data = Path(__file__).parent / "data"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        checkpoint = ModelWriter(routed.model).write(folder / "checkpoint")
-        with served(python, checkpoint, folder, "--enable-scale-out", *flags) as (url, process):
-            wait_for(url, process, folder)
-            server = Endpoint(url, timeout_s=120, what="vLLM")
-            if cached is not None:
-                server.post("/v1/completions", COMMON | {"prompt": cached})
-            for name, (path, body) in requests.items():
-                answer = server.post(path, body).value
-                found = {
-                    "engine": {"name": "vllm", "version": server.get("/version").read(str, "version")},
-                    "path": path,
-                    "request": body,
-                    "response": answer,
-                    **expected(routed, body, answer),
-                }
-                (data / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    with VLLMEngine(ServedModel.of(routed), settings) as engine:
+        engine.load_weights(routed.model.state_dict(), version=0)
+        server = engine._client
+        if cached is not None:
+            server.post("/v1/completions", COMMON | {"prompt": cached})
+        for name, (path, body) in requests.items():
+            answer = server.post(path, body).value
+            found = {
+                "engine": {"name": "vllm", "version": server.get("/version").read(str, "version")},
+                "path": path,
+                "request": body,
+                "response": answer,
+                **expected(routed, body, answer),
+            }
+            (data / f"{name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
 
 
 def expected(routed, body, answer):

@@ -1,4 +1,4 @@
-"""Sampling masks of a real vLLM on the CPU, scored by the trainer's model. `masks_worker` names its stand-ins."""
+"""Sampling masks of a real vLLM on the CPU, scored by the trainer's model. `masks_server` names its stand-ins."""
 
 import sys
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.adapters.checkpoint import ModelWriter, ServedModel
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
 from foreroute.trace import SAMPLING
-from tests.engines.vllm.serving import served, wait_for, with_stand_ins
+from tests.engines.vllm.conftest import with_stand_ins
 
 VOCABULARY = 2048
 CUT = Sampling(max_new_tokens=16, end_token=-1, top_p=0.8)
@@ -40,14 +40,14 @@ def policy():
 
 @contextmanager
 def serving(policy, python, folder, precision):
-    """An engine whose worker has the stand-ins."""
-    settings = vllm.ProcessSettings(
-        python=with_stand_ins("worker", python, folder),
+    """An engine whose server has the stand-ins."""
+    settings = vllm.ServerSettings(
+        python=with_stand_ins(python, folder),
         precision=precision,
         sampling_masks=True,
         options={"max_num_seqs": 16},
     )
-    with vllm.ProcessEngine(ServedModel.of(policy), settings) as engine:
+    with vllm.VLLMEngine(ServedModel.of(policy), settings) as engine:
         engine.load_weights(policy.model.state_dict(), version=3)
         yield engine
 
@@ -128,26 +128,6 @@ def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, caps
         best = policy.model(input_ids=tokens[None]).logits[0, 7:-1].argmax(-1)
     assert torch.equal(best, tokens[8:])
     assert not greedy.logprobs_R.any()
-
-
-@pytest.mark.exhaustive
-def test_a_server_returns_the_sets_too(policy, vllm_python, tmp_path, capsys):
-    checkpoint, python = (
-        ModelWriter(policy.model).write(tmp_path / "checkpoint"),
-        with_stand_ins("server", vllm_python, tmp_path),
-    )
-    flags = ("--return-sampling-mask", "--enable-scale-out", "--max-model-len", "64")
-    with served(python, checkpoint, tmp_path, *flags) as (url, process):
-        wait_for(url, process, tmp_path)
-        engine = vllm.VLLMServerEngine(ServedModel.of(policy), url, weights_folder=tmp_path / "weights", timeout_s=120)
-        engine.load_weights(policy.model.state_dict(), version=3)
-        cut = sampled(engine, CUT)
-        engine.close()
-    without, on_sets = (log_ratios(policy, cut, routes=True, masks=masks) for masks in (False, True))
-    assert 0.78 < measured(without, "server, float32, routes", capsys).mean < 0.83
-    found = measured(on_sets, "server, float32, routes, masks", capsys)
-    assert found.mean == pytest.approx(1, abs=1e-4)
-    assert found.k3 < 1e-9
 
 
 @pytest.mark.exhaustive

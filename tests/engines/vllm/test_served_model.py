@@ -31,9 +31,9 @@ from foreroute.capture import Sampling
 from foreroute.engines import sglang, vllm
 
 python, checkpoint, out = map(Path, sys.argv[1:])
-settings = vllm.ProcessSettings(python=python, timeout_s=30.0, options={"behaviour": "good"})
+settings = vllm.ServerSettings(python=python, options={"behaviour": "good"})
 spec = fr.RoutingSpec(16, 4, tuple(fr.RoutedLayer(layer) for layer in range(3)))
-with vllm.ProcessEngine(ServedModel.at(checkpoint, spec=spec), settings) as engine:
+with vllm.VLLMEngine(ServedModel.at(checkpoint, spec=spec), settings) as engine:
     engine.load_weights(iter(load_file(checkpoint / "model.safetensors").items()), version=4)
     sampling = Sampling(max_new_tokens=30, end_token=3, temperature=0.8, group_size=2)
     prompts = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
@@ -67,7 +67,7 @@ def test_an_engine_samples_and_decodes_without_a_model_of_transformers(routed, f
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *map(str, arguments)]
     child = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert child.returncode == 0, child.stderr
-    with vllm.ProcessEngine(ServedModel.of(routed), fake_settings()) as engine:
+    with vllm.VLLMEngine(ServedModel.of(routed), fake_settings()) as engine:
         engine.load_weights(routed.model.state_dict(), version=4)
         asked = [np.arange(5, dtype=np.int32), np.arange(9, dtype=np.int32)]
         wanted = engine.generate(asked, replace(SAMPLING, group_size=2), seeded())
@@ -129,13 +129,8 @@ def test_a_length_that_nobody_states_is_asked_for(routed, folder, fake_settings)
     (folder / "config.json").write_text(json.dumps(config))
     served = ServedModel.at(folder, spec=routed.spec)
     with pytest.raises(ConfigError, match="set max_model_len"):
-        vllm.ProcessEngine(served, fake_settings())
-    vllm.ProcessEngine(served, fake_settings(max_model_len=64)).close()
-
-
-def test_an_attached_model_is_no_served_model(routed, fake_settings):
-    with pytest.raises(ConfigError, match=r"not a RoutedTransformer; pass ServedModel\.of\(hf\.attach\(model\)\)"):
-        vllm.ProcessEngine(routed, fake_settings())
+        vllm.VLLMEngine(served, fake_settings())
+    vllm.VLLMEngine(served, fake_settings(max_model_len=64)).close()
 
 
 def test_weights_come_with_the_configuration_of_the_source_and_nothing_else_of_it(folder, tmp_path):

@@ -29,7 +29,7 @@ RUN = {
 
 def config(settings, **rollout):
     place = {"python": str(settings.python), "options": dict(settings.options), "timeout_s": 60.0}
-    values = RUN | {"rollout": {"engine": "vllm", "prompts": 2, "group_size": 2, "vllm": place, **rollout}}
+    values = RUN | {"rollout": {"engine": "vllm", "prompts": 2, "group_size": 2, "server": place, **rollout}}
     return parse_config(values, source="this test")
 
 
@@ -61,8 +61,8 @@ def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
     ("rollout", "said"),
     [
         ({"precision": "fp8"}, "fp8"),
-        ({"vllm": {}}, "needs vllm.python"),
-        ({"vllm": {"pyton": "x"}}, "did you mean python"),
+        ({"server": {}}, "needs server.python"),
+        ({"server": {"pyton": "x"}}, "did you mean python"),
         ({"engine": "sglan"}, "embedded"),
     ],
 )

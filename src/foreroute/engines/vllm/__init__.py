@@ -1,11 +1,11 @@
-"""vLLM as the trainer's rollout engine: in a process of its own, or behind its OpenAI-compatible server.
+"""vLLM as the trainer's rollout engine: a server that is started and ended here, or one of yours.
 
     from foreroute.adapters import hf
     from foreroute.adapters.checkpoint import ServedModel
     from foreroute.engines import vllm
 
-    settings = vllm.ProcessSettings(python=Path("venv-vllm/bin/python"), precision="bfloat16")
-    with vllm.ProcessEngine(ServedModel.of(hf.attach(model)), settings) as engine:
+    settings = vllm.ServerSettings(python=Path("venv-vllm/bin/python"), precision="bfloat16")
+    with vllm.VLLMEngine(ServedModel.of(hf.attach(model)), settings) as engine:
         engine.load_weights(model.state_dict(), version=0)
         generation = engine.generate(prompts, Sampling(max_new_tokens=512, end_token=0, group_size=8), generator)
 
@@ -15,17 +15,18 @@ vLLM itself is not imported in the trainer's process: it pins other versions, an
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foreroute.engines.vllm.process_engine import PartialGeneration, ProcessEngine, ProcessSettings
-    from foreroute.engines.vllm.server_engine import VLLMServerEngine
+    from foreroute.engines.vllm.engine import VLLMEngine
+    from foreroute.engines.vllm.partial import PartialGeneration
+    from foreroute.engines.vllm.server import ServerSettings
 
-__all__ = ["PartialGeneration", "ProcessEngine", "ProcessSettings", "VLLMServerEngine"]
+__all__ = ["PartialGeneration", "ServerSettings", "VLLMEngine"]
+_MODULES = {"PartialGeneration": "partial", "ServerSettings": "server", "VLLMEngine": "engine"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is asked for: the worker and vLLM's plugin are in this package, and need no trainer."""
+    """Load a name when it is asked for: what runs beside vLLM is in this package too, and needs no trainer."""
     import importlib
 
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    module = "server_engine" if name == "VLLMServerEngine" else "process_engine"
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""What the engine's own workers are extended by: new weights, and a seed. Runs in the environment of vLLM.
+"""What vLLM's own workers are extended by: weights from a folder. Runs in the environment of vLLM.
 
 Named on the command line of a server:  --worker-extension-cls foreroute.engines.vllm.worker_plugin.WorkerExtension
 """
@@ -28,15 +28,6 @@ class WorkerExtension:
                 method.moe_kernel = None
         self.model_runner.reload_weights(weights_path=folder)
         return folder
-
-    def foreroute_seed(self, seed: int) -> None:
-        """Seed what is sampled from now on, where requests have no seeds of their own."""
-        import numpy as np
-        import torch
-
-        torch.manual_seed(seed)
-        # the second model runner draws the seeds of requests from here
-        np.random.seed(seed)  # noqa: NPY002
 
 
 def _on_cpu(module: Any) -> bool:

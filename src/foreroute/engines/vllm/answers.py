@@ -1,0 +1,91 @@
+"""What `/inference/v1/generate` answers, held against the request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.engines.base import SampledSequence, require_same_tokens
+from foreroute.engines.http import Answer
+from foreroute.errors import EngineError
+from foreroute.trace import NO_VERSION
+
+REASONS = ("stop", "length", "abort")
+
+
+def sequence_of(
+    answer: Answer,
+    prompt: NDArray[np.int32],
+    *,
+    request_id: str,
+    start: int = 0,
+    masks: bool = False,
+    echoes: bool = True,
+) -> SampledSequence:
+    """The one choice of an answer of `/inference/v1/generate`.
+
+    Args:
+        answer: as it came.
+        prompt: int32 [P], what was asked.
+        request_id: of the request.
+        start: the `routed_experts_prompt_start` of the request.
+        masks: whether sampling masks were asked for.
+        echoes: whether this release states the prompt; vLLM does from 0.30 on, and its length before.
+
+    Raises:
+        EngineError: when it lacks what was asked for, or is the answer to another request.
+    """
+    if not (named := answer.read(str, "request_id")).endswith(request_id):
+        raise EngineError(f"the vLLM server answers the request {named!r:.80}, asked was {request_id!r}")
+    if echoes:
+        require_same_tokens("the prompt", prompt, answer.integers("prompt_token_ids"))
+    elif (length := answer.read(int, "usage", "prompt_tokens")) != len(prompt):
+        raise EngineError(f"the vLLM server answers a prompt of {length} tokens, it was sent {len(prompt)}")
+    if len(choices := answer.each("choices")) != 1:
+        raise EngineError(f"the vLLM server returned {len(choices)} responses, asked for 1")
+    (choice,) = choices
+    if number := choice.read(int, "index"):
+        raise EngineError(f"the vLLM server numbered its one response {number}; expected 0")
+    if (reason := choice.read(str, "finish_reason")) not in REASONS:
+        raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
+    response = choice.integers("token_ids")
+    output = {"routed_experts": choice.value.get("routed_experts"), "token_ids": response}
+    if reason == "abort" and output["routed_experts"] is None:
+        output = {}  # before the first forward
+    elif masks:
+        output["sampling_mask"] = choice.read(list, "sampling_mask") if len(response) else []
+    steps = choice.each("logprobs", "content")
+    require_same_tokens("the token of each log-prob", response, _tokens_of(steps))
+    logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
+    versions = _versions_of(choice, len(response))
+    return SampledSequence(prompt, response, logprobs, reason, output or None, start, versions)
+
+
+def _tokens_of(steps: Sequence[Answer]) -> NDArray[np.int32]:
+    """The token of each log-prob: `token_id` from 0.31 on, and a text "token_id:7" before."""
+    named = [
+        step.value["token_id"] if step.has("token_id") else step.read(str, "token").removeprefix("token_id:")
+        for step in steps
+    ]
+    whole = [int(each) if isinstance(each, str) and each.isascii() and each.isdecimal() else each for each in named]
+    return Answer(whole, "the tokens of the vLLM server's log-probs").integers()
+
+
+def _versions_of(choice: Answer, count: int) -> NDArray[np.int32] | None:
+    """The version of the weights of each sampled token, int32; None where they are not stated, as before 0.31."""
+    if not choice.has("weight_versions") or not count:
+        return None
+    versions = np.full(count, NO_VERSION, np.int32)
+    reached = 0
+    for span in choice.each("weight_versions"):
+        first, end = span.read(int, "start"), span.read(int, "end")
+        if first != reached or not first < end <= count:
+            raise EngineError(f"the vLLM server's spans of weights have one from {first} to {end} behind {reached}")
+        stated, reached = span.read(str, "version"), end
+        if stated.isascii() and stated.isdecimal() and len(stated) < 10:  # "default" is that of no one
+            versions[first:end] = int(stated)
+    if reached != count:
+        raise EngineError(f"the vLLM server's spans of weights end at {reached} of {count} tokens")
+    return versions

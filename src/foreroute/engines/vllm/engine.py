@@ -1,0 +1,357 @@
+"""The trainer's rollout engine: `vllm serve` started as a child, or a server of the user's, spoken to over HTTP."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.adapters.checkpoint import ServedModel, Weights
+from foreroute.adapters.versions import at_least, require_engine
+from foreroute.capture import Generation, Sampling
+from foreroute.engines.base import (
+    OutsideEngine,
+    draw_seeds,
+    most_bytes_of,
+    require_finished,
+    require_version,
+    stop_token_ids,
+)
+from foreroute.engines.http import Answer, BrokenOffError, Client
+from foreroute.engines.vllm.answers import sequence_of
+from foreroute.engines.vllm.partial import PartialGeneration
+from foreroute.engines.vllm.server import EXTENSION, ServerProcess, ServerSettings
+from foreroute.engines.weights_folder import WeightsFolder
+from foreroute.errors import ConfigError, EngineError
+
+GENERATE, INFO = "/inference/v1/generate", "/server_info"
+DEVELOPMENT = "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+MISSING = {
+    GENERATE: "Start the server with --enable-scale-out",
+    **dict.fromkeys((INFO, "/collective_rpc", "/pause", "/weight_info"), DEVELOPMENT),
+}
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Stated in every request, because a server may have others as defaults, from the folder of its model."""
+REFUSED_CONNECTORS = ("Nixl", "MoRIIO", "Mooncake")
+
+
+class VLLMEngine(OutsideEngine):
+    """The trainer's rollout engine on vLLM, 0.28 or newer.
+
+    A server that is started here loads in the background, and the first request waits for it. It is ended with this
+    object, or with the trainer. A server of yours needs VLLM_SERVER_DEV_MODE=1, serves this trainer alone, and is left
+    running. Weights go through a folder that both can read.
+
+        with VLLMEngine(ServedModel.of(routed), ServerSettings(python=Path("venv-vllm/bin/python"))) as engine:
+            engine.load_weights(model.state_dict(), version=0)
+            generation = engine.generate(prompts, ...)
+
+    Args:
+        model: the policy, as it is served.
+        server: how to start one, or the address of yours, such as "http://127.0.0.1:8000".
+        weights_folder: for a server of yours, where checkpoints are put: new, empty, or used for nothing else before.
+            The server must see it under the same path.
+        timeout_s: for the start, and for each request.
+        at_once: responses under way at once.
+
+    Attributes:
+        weight_version: the version last loaded; every row is stamped with the version that computed it.
+
+    Raises:
+        ConfigError: when `server` is no address, `weights_folder` holds something else, or neither the model nor the
+            settings say how long a sequence may be.
+        EngineError: when the server cannot be reached, is of a release that does not work, or was started without what
+            replay needs. Every method raises it when the server fails, dies, is late, or answers something else than it
+            was asked.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        server: ServerSettings | str,
+        *,
+        weights_folder: Path | None = None,
+        timeout_s: float = 600.0,
+        at_once: int = 256,
+    ) -> None:
+        super().__init__(model)
+        self._timeout_s = timeout_s
+        self._process: ServerProcess | None = None
+        self._max_model_len: int | None = None
+        self._engine_version = ""
+        self._loaded: list[int] = []
+        if (weights_folder is None) == isinstance(server, str):
+            raise ConfigError("name a weights_folder for a server of yours, and for no other")
+        if isinstance(server, ServerSettings):
+            self._max_model_len = server.max_model_len or model.max_positions
+            if self._max_model_len is None:
+                raise ConfigError(
+                    "the model's configuration does not say how long a sequence may be; set max_model_len"
+                )
+            self._process = ServerProcess(server, model.writer, self._max_model_len)
+        self._client = Client(
+            server if isinstance(server, str) else "http://vllm",
+            timeout_s=timeout_s,
+            what="the vLLM server",
+            socket=None if self._process is None else self._process.socket,
+            at_once=at_once,
+            missing=MISSING,
+        )
+        if self._process is None:
+            self._look_at_server()
+        folder = weights_folder if self._process is None else self._process.folder / "weights"
+        assert folder is not None
+        self._weights = WeightsFolder(folder, model.writer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server that was started here, and let go of the folder of weights. May be called again."""
+        self._weights.close()
+        if self._process is not None:
+            self._process.close()
+
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
+        folder = str(self._weights.put(weights))
+        with self._running(), self._loading(version), self._paused():
+            loaded = self._client.post("/collective_rpc", {"method": "foreroute_load", "args": [folder]})
+            if not (results := loaded.read(list, "results")) or any(each != folder for each in results):
+                raise EngineError(f"the server's workers loaded {results!r:.200}, each was asked to load {folder!r}")
+            # what is cached was computed, and routed, by the old weights
+            if not self._client.post("/reset_prefix_cache", {}).read(bool, "success"):
+                raise EngineError("the server could not reset its prefix cache: requests of someone else are running")
+            self._client.post("/update_weight_version", {"new_version": str(version)})
+            self._loaded.append(version)
+
+    def generate(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        sampling: Sampling,
+        generator: torch.Generator,
+        *,
+        known_rows: ArrayLike = 0,
+    ) -> Generation:
+        """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`.
+
+        After `load_weights`, the same state of `generator` gives the same seeds, one for each response.
+
+        Args:
+            prompts: integer arrays [T].
+            sampling: how.
+            generator: the source of randomness.
+            known_rows: int [prompts], or one for all: rows at the start of a prompt whose routes are known from an
+                earlier turn. The engine does not send them again, and they are absent from the traces:
+                `capture.Trajectory` joins both.
+        """
+        sampled = self._sample(prompts, sampling, generator, starts=known_rows)
+        require_finished(sampled.finished_S.tolist())
+        return sampled.generation()
+
+    def generate_until(
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator, *, seconds: float
+    ) -> PartialGeneration:
+        """As `generate`, but what is not finished after so many seconds is aborted: whatever runs on the server."""
+        return self._sample(prompts, sampling, generator, abort_after=seconds)
+
+    def resume(self, partial: PartialGeneration, sampling: Sampling, generator: torch.Generator) -> PartialGeneration:
+        """Go on with the sequences that were aborted, under the weights of now.
+
+        Rows that were routed before stay as they are, with the version that computed them, because the log-probs of
+        their tokens come from there.
+
+        Args:
+            partial: from `generate_until`.
+            sampling: as in `generate_until`; `max_new_tokens` counts what was sampled before too. Each sequence goes on
+                alone, whatever the group size.
+            generator: as in `generate`.
+        """
+        open_S = np.flatnonzero(~partial.finished_S)
+        if not len(open_S):
+            return partial
+        so_far = [partial.trace.tokens(int(s)) for s in open_S]
+        left = sampling.max_new_tokens - partial.response_lengths[open_S]
+        # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
+        kept = partial.leading_rows[open_S]
+        later = self._sample(so_far, replace(sampling, group_size=1), generator, max_tokens=left, starts=kept)
+        return partial.resumed(open_S, later)
+
+    def _sample(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        sampling: Sampling,
+        generator: torch.Generator,
+        *,
+        max_tokens: ArrayLike | None = None,
+        starts: ArrayLike = 0,
+        abort_after: float | None = None,
+    ) -> PartialGeneration:
+        # one request for each response: vLLM 0.28 returns one of several, and newer ones make as many requests of them
+        asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
+        lengths = np.array([len(prompt) for prompt in asked], np.int64)
+        limit = sampling.max_new_tokens if max_tokens is None else max_tokens
+        limits, first = (
+            np.repeat(_one_each(values, len(prompts), name), sampling.group_size)
+            for values, name in ((limit, "max_tokens"), (starts, "known_rows"))
+        )
+        if (first < 0).any() or (first > lengths).any():
+            raise ConfigError(f"known_rows are {first.tolist()[:8]}; expected 0 up to the lengths of the prompts")
+        longest = int((lengths + limits).max())
+        if self._max_model_len is not None and longest > self._max_model_len:
+            raise ConfigError(
+                f"prompt and response may take {longest} tokens, max_model_len is {self._max_model_len}; "
+                "raise it, or sample fewer tokens"
+            )
+        with self._running():
+            self._require_ready(sampling)
+            common, name = self._sampling_params(sampling), secrets.token_hex(8)
+            bodies = [
+                {
+                    "request_id": f"{name}-{number}",
+                    "token_ids": prompt.tolist(),
+                    "sampling_params": {**common, "max_tokens": limit, "seed": seed}
+                    # left out where it is 0, as all releases take it
+                    | ({"routed_experts_prompt_start": start} if start else {}),
+                    "return_token_ids": True,
+                }
+                for number, (prompt, limit, start, seed) in enumerate(
+                    zip(asked, limits.tolist(), first.tolist(), draw_seeds(generator, len(asked)), strict=True)
+                )
+            ]
+            loaded = len(self._loaded)
+            # a server that returns masks returns one for every token
+            kept = 0 if self._without_masks else int(common["top_k"])
+            most = most_bytes_of(self._served, longest, int(limits.max()), most_kept=kept)
+            then = None if abort_after is None else (abort_after, "/abort_requests")
+            answers = self._client.post_all(GENERATE, bodies, most_bytes=most, then=then)
+            stated = self._client.get("/weight_info").read(str, "weight_version")
+            require_version(stated, self.weight_version)
+        known = {*self._loaded[max(0, loaded - 1) :]}
+        echoes = at_least(self._engine_version, "0.30")
+        stamp: Any = {"weight_version": self.weight_version, "engine": "vllm", "engine_version": self._engine_version}
+        sequences, traces = [], []
+        for answer, body, prompt, limit, start in zip(answers, bodies, asked, limits, first, strict=True):
+            given: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
+            sequence = sequence_of(answer, prompt, echoes=echoes, **given)
+            _require_own(sequence.versions, known)
+            sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limit))
+            sequences.append(sequence)
+            traces.append(sequence.trace(self._served, **stamp))
+        return PartialGeneration.of(sequences, traces)
+
+    def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
+        cuts = {**NEUTRAL, "temperature": sampling.temperature} if self._without_masks else self._cuts(sampling)
+        return {
+            **cuts,
+            **PENALTIES,
+            "stop_token_ids": stop_token_ids(sampling),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The server answers; where it was started here and dies, its last words are in the error."""
+        process = self._process
+        if process is not None and not self._engine_version:
+            process.wait(self._client, self._timeout_s)
+            self._look_at_server()
+        try:
+            yield
+        except EngineError as error:
+            if process is not None and (how := process.death(may_be_near=isinstance(error, BrokenOffError))):
+                raise process.ended(f"the vLLM server died ({how}): {error}") from error
+            raise
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """No request runs meanwhile; afterwards the server goes on, whatever has happened."""
+        try:
+            self._client.post("/pause?mode=wait", {})
+            yield
+        except BaseException as error:
+            try:
+                self._client.post("/resume", {})
+            except EngineError as again:
+                if isinstance(error, EngineError):
+                    raise EngineError(f"{error}\nIt may be paused still: {again}") from error
+            raise
+        self._client.post("/resume", {})
+
+    def _look_at_server(self) -> None:
+        """Ask the server how it was started, because a wrong setting gives wrong log-probs without an error."""
+        version = self._client.get("/version").read(str, "version")
+        require_engine("vLLM", version)
+        config = Answer(self._client.get(f"{INFO}?config_format=json").read(dict, "vllm_config"), "vllm_config")
+        if missing := missing_settings(config, version):
+            raise EngineError(f"the vLLM server must be started with {', and '.join(missing)}")
+        if config.read(dict, "model_config").get("return_sampling_mask") is not True:
+            self._without_masks = "start vLLM with sampling masks: sampling_masks of ServerSettings, or "
+            self._without_masks += "--return-sampling-mask for a server of yours"
+        self._engine_version = version
+
+
+def missing_settings(config: Answer, version: str) -> list[str]:
+    """What a server of this release lacks for replay, as arguments or in words.
+
+    Args:
+        config: the `vllm_config` of `/server_info`.
+        version: of vLLM.
+
+    Raises:
+        EngineError: when the configuration lacks what every release has.
+    """
+    model, parallel, cache = (config.read(dict, f"{name}_config") for name in ("model", "parallel", "cache"))
+    newer = at_least(version, "0.31")  # there, routes have a configuration of their own
+    routes = config.read(dict, "aux_output_config") if newer else model
+    is_cpu = config.read(str, "device_config", "device") == "cpu"
+    transfer = config.value.get("kv_transfer_config")
+    connector = transfer.get("kv_connector") if isinstance(transfer, dict) else None
+    wanted = {
+        "--enable-return-routed-experts": routes.get("enable_return_routed_experts") is True,
+        "--logprobs-mode processed_logprobs": model.get("logprobs_mode") == "processed_logprobs",
+        f"--worker-extension-cls {EXTENSION}": parallel.get("worker_extension_cls") == EXTENSION,
+        "--pipeline-parallel-size 1, since stages do not return their routes": (
+            parallel.get("pipeline_parallel_size", 1) == 1
+        ),
+        "--enable-prefix-caching, since routes are kept beside cached blocks": (
+            not newer or cache.get("enable_prefix_caching") is True
+        ),
+        # vLLM dies on a seeded request whose prompt is prefilled in chunks on a CPU
+        "--no-enable-chunked-prefill": (
+            newer or not is_cpu or not config.read(bool, "scheduler_config", "enable_chunked_prefill")
+        ),
+        f"another KV connector than {connector!r:.40}, with which no routes are returned": not any(
+            name in str(connector) for name in REFUSED_CONNECTORS
+        ),
+    }
+    return [argument for argument, there in wanted.items() if not there]
+
+
+def _require_own(versions: NDArray[np.int32] | None, known: set[int]) -> None:
+    """Weights that change while a response is sampled must be those that this trainer loaded meanwhile."""
+    if versions is not None and known and not {*versions.tolist()} <= known:
+        raise EngineError(
+            f"the engine sampled with weights of versions {sorted({*versions.tolist()})}, the trainer loaded "
+            f"{sorted(known)}; no one else may change the weights of an engine that a trainer uses"
+        )
+
+
+def _one_each(values: ArrayLike, count: int, name: str) -> NDArray[np.int64]:
+    given = np.asarray(values)
+    if given.dtype.kind not in "iu" or given.shape not in ((), (count,)):
+        raise ConfigError(f"{name} are {given.dtype} of shape {given.shape}; expected an integer, or {count}")
+    return np.broadcast_to(given.astype(np.int64), (count,))

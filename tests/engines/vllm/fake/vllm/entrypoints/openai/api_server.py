@@ -1,0 +1,198 @@
+"""A server that answers as vLLM does: tokens follow from the seeds, and routes from token and weight version."""
+
+import argparse
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+
+import vllm
+
+ARGUMENTS = (
+    *("--model", "--dtype", "--max-model-len", "--worker-extension-cls", "--logprobs-mode", "--generation-config"),
+    *("--uds", "--gpu-memory-utilization", "--behaviour"),
+)
+SWITCHES = (
+    *("--enable-return-routed-experts", "--skip-tokenizer-init", "--enforce-eager", "--no-enable-chunked-prefill"),
+    *("--return-sampling-mask", "--disable-uvicorn-access-log", "--enable-scale-out"),
+)
+
+
+class Engine:
+    """The state of the server."""
+
+    def __init__(self, given):
+        self.given = given
+        self.config = json.loads((Path(given.model) / "config.json").read_text())
+        self.version, self.aborted = "default", Event()
+        self.behaviour = given.behaviour
+
+    def get(self, path):
+        if path == "/version":
+            return {"version": vllm.__version__}
+        if path == "/weight_info":
+            return {"weight_version": "17" if self.behaviour == "another trainer" else self.version}
+        if path.startswith("/server_info"):
+            given = self.given
+            routes = {"enable_return_routed_experts": given.enable_return_routed_experts}
+            return {
+                "vllm_config": {
+                    "model_config": {
+                        **routes,
+                        "logprobs_mode": given.logprobs_mode,
+                        "return_sampling_mask": given.return_sampling_mask,
+                    },
+                    "aux_output_config": routes,
+                    "parallel_config": {"worker_extension_cls": given.worker_extension_cls},
+                    "cache_config": {"enable_prefix_caching": True},
+                    "scheduler_config": {"enable_chunked_prefill": not given.no_enable_chunked_prefill},
+                    "device_config": {"device": "cpu"},
+                }
+            }
+        return {}
+
+    def post(self, path, body):
+        if path == "/collective_rpc":
+            assert body["method"] == "foreroute_load"
+            assert (Path(body["args"][0]) / "model.safetensors").exists()
+            return {"results": ["/elsewhere"] if self.behaviour == "loads others" else body["args"]}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path == "/abort_requests":
+            self.aborted.set()
+        if path == "/reset_prefix_cache":
+            return {"success": self.behaviour != "busy cache"}
+        return self.generate(body) if path == "/inference/v1/generate" else {}
+
+    def generate(self, body):
+        asked, prompt = body["sampling_params"], body["token_ids"]
+        if self.behaviour == "dies":
+            os.abort()
+        if self.behaviour == "hangs":
+            time.sleep(600)
+        if self.behaviour == "slow" and not self.aborted.is_set() and self.aborted.wait(20):
+            asked = asked | {"aborted": int(body["request_id"].rpartition("-")[2]) % 2}
+        if self.given.return_sampling_mask:
+            assert asked["temperature"] > 0
+            assert asked["top_k"] > 0
+        assert all(0 <= token < self.config["vocab_size"] for token in asked["stop_token_ids"])
+        answer = {
+            "request_id": f"generate-tokens-{body['request_id']}",
+            "choices": [self.choice(prompt, asked)],
+            "prompt_token_ids": prompt,
+            "usage": {"prompt_tokens": len(prompt)},
+        }
+        if vllm.__version__ < "0.30":
+            del answer["prompt_token_ids"]
+        return answer
+
+    def choice(self, prompt, asked):
+        rng, tokens = np.random.default_rng(asked["seed"]), []
+        # every second response is finished when it is aborted
+        most = min(asked["max_tokens"], 2) if asked.get("aborted") else asked["max_tokens"]
+        while len(tokens) < most and not set(tokens[-1:]) & set(asked["stop_token_ids"]):
+            tokens.append(int(rng.integers(0, self.config["vocab_size"])))
+        ended = set(tokens[-1:]) & set(asked["stop_token_ids"])
+        reason = "stop" if ended else "length" if len(tokens) == asked["max_tokens"] else "abort"
+        names = [{"token_id": t} if vllm.__version__ >= "0.31" else {"token": f"token_id:{t}"} for t in tokens]
+        found = {
+            "index": 0,
+            "token_ids": tokens,
+            "finish_reason": {"aborts": "abort", "repeats": "repetition"}.get(self.behaviour, reason),
+            "logprobs": {"content": [name | {"logprob": -1.5} for name in names]},
+            "routed_experts": self.routes([*prompt, *tokens][:-1], asked.get("routed_experts_prompt_start", 0)),
+            "sampling_mask": None,
+        }
+        if self.given.return_sampling_mask:
+            found["sampling_mask"] = [self.kept(token, asked["top_k"]) for token in tokens]
+        if vllm.__version__ >= "0.31":
+            found["weight_versions"] = [{"version": self.version, "start": 0, "end": len(tokens)}]
+        return found
+
+    def kept(self, token, top_k):
+        """A run of as many tokens as top_k says, of which the sampled one is the last where it can be."""
+        first = max(0, token + 1 - top_k)
+        return list(range(first, min(self.config["vocab_size"], first + top_k)))
+
+    def routes(self, tokens, start):
+        """A file of uint8 [rows, layers, K] that tells the tokens and the weight version."""
+        config = self.config
+        shape = (config["num_hidden_layers"], config["num_local_experts"])
+        salt = len(self.version) + sum(map(ord, self.version))
+        rows = [np.random.default_rng([salt, token]).random(shape).argsort(-1) for token in tokens]
+        ids = np.stack(rows)[start:, :, : config["num_experts_per_tok"]].astype(np.uint8)
+        if self.behaviour == "zero routes":
+            ids[:] = 0
+        file = io.BytesIO()
+        np.save(file, ids)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+def handler_of(engine):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            self._reply(engine.get(self.path))
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._reply(engine.post(self.path.partition("?")[0], body))
+
+        def address_string(self):
+            return "the socket"
+
+        def log_message(self, *args):
+            pass
+
+        def _reply(self, value):
+            data = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    return Handler
+
+
+class Server(ThreadingHTTPServer):
+    address_family = socket.AF_UNIX
+    daemon_threads = True
+
+    def server_bind(self):
+        self.socket.bind(self.server_address)
+        self.server_name, self.server_port = "vllm", 0
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ARGUMENTS:
+        parser.add_argument(name)
+    for name in SWITCHES:
+        parser.add_argument(name, action="store_true")
+    given = parser.parse_args()
+    sys.stdout.write(f"it serves {given.model}\n")
+    if given.behaviour == "refuses to load":
+        # the cause stands far above the end, as with vLLM's several processes
+        sys.stdout.write("ValueError: AuxOutput Connector requires Model Runner V2\n" + "another traceback\n" * 40)
+        sys.exit(1)
+    if given.behaviour == "never starts":
+        time.sleep(600)
+    if given.behaviour == "ignores the end":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if given.behaviour == "has children":
+        (Path(given.model).parent.parent / "child").write_text(str(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")))
+    Server(given.uds, handler_of(Engine(given))).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

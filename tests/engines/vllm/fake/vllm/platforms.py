@@ -1,0 +1,4 @@
+class current_platform:
+    @staticmethod
+    def is_cpu():
+        return True

@@ -1,7 +1,0 @@
-"""As in vLLM."""
-
-from enum import Enum
-
-
-class RequestOutputKind(Enum):
-    FINAL_ONLY = 2

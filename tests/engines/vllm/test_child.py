@@ -1,0 +1,306 @@
+"""The server as a child of the trainer, on a fake vLLM: what comes back, and every way to fail and to end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreroute import capture
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.engines import vllm
+from foreroute.engines.vllm import launch
+from foreroute.engines.vllm import server as servers
+from foreroute.engines.vllm.server import ServerProcess
+from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.testing.ranks import environment
+from foreroute.trace import SAMPLING as MASKS
+from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
+
+PAIRS = replace(SAMPLING, group_size=2)
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return policy()
+
+
+@pytest.fixture
+def started(routed, fake_settings):
+    """Starts an engine on the fake; all are ended."""
+    engines = []
+
+    def start(behaviour="good", *, timeout_s=60.0, **changes):
+        settings = fake_settings(behaviour, **changes)
+        engines.append(vllm.VLLMEngine(ServedModel.of(routed), settings, timeout_s=timeout_s))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def loaded(engine, routed, version=1):
+    engine.load_weights(routed.model.state_dict(), version=version)
+    return engine
+
+
+def rows_before_sampled(generation):
+    """Bool [N], the rows that predict a sampled token."""
+    rows = np.zeros(generation.trace.num_rows, bool)
+    rows[np.flatnonzero(generation.sampled_N) - 1] = True
+    return rows
+
+
+@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.32.0"])
+def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monkeypatch, release):
+    monkeypatch.setenv("FAKE_VLLM_VERSION", release)
+    asked, engine = prompts(5, 9), loaded(started(), routed, version=4)
+    first = engine.generate(asked, replace(SAMPLING, group_size=3), seeded())
+    again = engine.generate(asked, replace(SAMPLING, group_size=3), seeded())
+    other = engine.generate(asked, replace(SAMPLING, group_size=3), seeded(2))
+    trace = first.trace
+    for s in range(6):
+        assert trace.tokens(s)[: len(asked[s // 3])].tolist() == asked[s // 3].tolist()
+    assert trace.versions == (4,)
+    assert (~trace.valid_N).nonzero()[0].tolist() == (trace.offsets[1:] - 1).tolist()
+    assert trace.provenance["engine_version"] == release
+    assert set(first.logprobs_R) == {-1.5}
+    assert first.response_lengths.max() <= SAMPLING.max_new_tokens
+    assert again.trace.equals(trace)
+    assert not other.trace.equals(trace)
+    endless = engine.generate(asked, replace(SAMPLING, end_token=-1, group_size=8), seeded())
+    assert set(endless.response_lengths) == {SAMPLING.max_new_tokens}
+
+
+def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, started):
+    engine, sampling = loaded(started("slow"), routed), replace(PAIRS, end_token=-1)
+    partial = engine.generate_until(prompts(5, 9), sampling, seeded(), seconds=0.2)
+    assert partial.finished_S.tolist() == [True, False, True, False]
+    assert partial.response_lengths.tolist() == [30, 2, 30, 2]
+    done = loaded(engine, routed, version=2).resume(partial, sampling, seeded(5))
+    assert engine.resume(done, sampling, seeded(6)) is done
+    assert done.finished_S.all()
+    for s in range(4):
+        before, after = partial.trace.select([s]), done.trace.select([s])
+        kept = before.num_rows - 1
+        assert after.truncated([kept]).equals(before.truncated([kept]))
+        if not partial.finished_S[s]:
+            assert set(after.weight_versions_N[kept:-1]) == {2}
+    assert set(done.generation().response_lengths) == {30}
+
+
+def test_rows_that_are_known_are_not_asked_for_again(routed, started):
+    """Two turns, of which the second has the tokens of a tool: joined they are what one answer with all rows says."""
+    engine = loaded(started(), routed)
+    first = engine.generate(prompts(5), SAMPLING, seeded())
+    so_far = np.concatenate([first.trace.tokens(0), prompts(4, seed=9)[0]])
+    known = first.trace.num_rows - 1
+    whole = engine.generate([so_far], SAMPLING, seeded(7))
+    later = engine.generate([so_far], SAMPLING, seeded(7), known_rows=known)
+    assert np.flatnonzero(later.trace.valid_N)[0] == known
+    joined = capture.Trajectory(routed.spec).add(first.trace).add(later.trace).trace()
+    assert joined.equals(whole.trace)
+    for wrong in (-1, len(so_far) + 1, [1, 2], 0.5):
+        with pytest.raises(ConfigError, match="known_rows"):
+            engine.generate([so_far], SAMPLING, seeded(7), known_rows=wrong)
+
+
+def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed, started):
+    engine, cut = loaded(started("slow", sampling_masks=True), routed), replace(PAIRS, top_k=3, end_token=-1)
+    partial = engine.generate_until(prompts(5, 9), cut, seeded(), seconds=0.2)
+    done = engine.resume(partial, cut, seeded(5)).generation()
+    whole = engine.generate(prompts(5, 9), replace(cut, top_k=0, top_p=0.9), seeded())
+    for plain in (replace(cut, top_k=0), replace(cut, top_k=0, temperature=0)):
+        assert not engine.generate(prompts(5, 9), plain, seeded()).trace.streams
+    assert not partial.finished_S.all()
+    for generation, size in ((done, 3), (whole, 0)):
+        masks = generation.trace.streams[MASKS]
+        assert np.array_equal(masks.valid_N, rows_before_sampled(generation))
+        rows = np.flatnonzero(masks.valid_N)
+        # of 64 tokens that top-p could keep the fake keeps all, which left nothing out
+        assert set(masks.counts_ND[rows, 0]) == {size}
+        for row in rows[: len(rows) * (size > 0)]:
+            ids, token = masks.ids[masks.offsets[row] : masks.offsets[row + 1]], generation.trace.token_ids_N[row + 1]
+            assert ids.tolist() == list(range(max(0, token - 2), max(0, token - 2) + 3))
+    with pytest.raises(ConfigError, match=r"does not return sampling masks.*sampling_masks of ServerSettings"):
+        loaded(started(), routed).generate(prompts(4), replace(SAMPLING, top_p=0.9), seeded())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "said"),
+    [
+        (
+            "refuses to load",
+            EngineError,
+            r"died \(exit code 1\) when it was started. vLLM from 0\.31 on(.|\n)*Runner V2",
+        ),
+        ("never starts", EngineError, r"did not start within 3 s and was ended(.|\n)*it serves /"),
+        ("dies", EngineError, r"died \(signal SIGABRT\): POST /inference(.|\n)*it serves /"),
+        ("hangs", EngineError, r"did not answer within 3 s"),
+        ("zero routes", CaptureError, "enforce_eager=True"),
+        ("another trainer", EngineError, "version '17', the trainer loaded version 1"),
+        ("busy cache", EngineError, "could not reset its prefix cache"),
+        ("loads others", EngineError, "the server's workers loaded"),
+        ("aborts", EngineError, "aborted response 0 of 4"),
+        ("repeats", EngineError, "for the reason 'repetition'"),
+    ],
+)
+def test_what_a_server_fails_at_is_reported(routed, started, behaviour, error, said):
+    engine = started(behaviour, timeout_s=3.0 if behaviour in ("hangs", "never starts") else 60.0)
+    if behaviour == "hangs":
+        engine._process.wait(engine._client, 60.0)
+    with pytest.raises(error, match=said):
+        loaded(engine, routed).generate(prompts(4, 40), PAIRS, seeded())
+    assert bool(engine._process.death()) == (behaviour in ("refuses to load", "never starts", "dies"))
+    if behaviour in ("busy cache", "loads others"):
+        with pytest.raises(EngineError, match="weights are unknown"):
+            engine.generate(prompts(4), SAMPLING, seeded())
+
+
+def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started):
+    """A real signal, while the answer is waited for: the connection is closed, and the next answer is of the next."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    engine = loaded(started("slow"), routed)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts(4), SAMPLING, seeded())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    engine._client.post("/abort_requests", {})
+    assert len(engine.generate(prompts(4, 7), SAMPLING, seeded())) == 2
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.27.9rc1"])
+def test_a_vllm_of_a_version_that_does_not_work_is_refused_before_it_starts(routed, started, monkeypatch, version):
+    monkeypatch.setenv("FAKE_VLLM_VERSION", version)
+    with pytest.raises(EngineError, match=re.escape(f"vLLM {version} does not work")) as refused:
+        loaded(started(), routed)
+    assert "it serves" not in str(refused.value)
+
+
+def test_what_a_release_needs_on_a_machine():
+    cases = {
+        ("0.28.1", True): ["--enforce-eager", "--no-enable-chunked-prefill"],
+        ("0.30.0", True): ["--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"],
+        ("0.31.0", True): ["--enable-scale-out", "--enforce-eager"],
+        ("0.33.0", False): ["--enable-scale-out"],
+    }
+    for (version, is_cpu), needed in cases.items():
+        assert launch.arguments_of(version, is_cpu=is_cpu, given=[]) == needed
+    assert launch.arguments_of("0.33.0", is_cpu=True, given=["--enforce-eager"]) == ["--enable-scale-out"]
+
+
+def test_settings_are_arguments(fake_settings):
+    options = {"block_size": 32, "enable_prefix_caching": False, "aux_output_config": {"max_bytes": 9}}
+    found = fake_settings(options=options, sampling_masks=True).arguments(Path("/c"), 64)
+    for argument in ("--block-size=32", "--no-enable-prefix-caching", '--aux-output-config={"max_bytes": 9}'):
+        assert argument in found
+    assert {"--model=/c", "--max-model-len=64", "--dtype=bfloat16", "--return-sampling-mask"} <= {*found}
+    assert not [argument for argument in found if "trust" in argument]
+    for wrong, said in (
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode are set by foreroute"),
+        ({"trust_remote_code": True}, "trust_remote_code are set by foreroute"),
+        ({"a": object()}, "vLLM option a is"),
+        ({"a": float("nan")}, "cannot be passed on"),
+        ({"a": "\ud800"}, "cannot be passed on"),
+        ({"a b": 1}, "is no name of a vLLM option"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            fake_settings(options=wrong)
+
+
+def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path, monkeypatch):
+    with pytest.raises(EngineError, match=r"there is no vLLM environment: .*Install vllm=="):
+        vllm.ServerSettings(python=tmp_path / "missing")
+    bare = vllm.VLLMEngine(ServedModel.of(routed), replace(fake_settings(), python=Path(sys.executable), options={}))
+    with bare, pytest.raises(EngineError, match="No module named 'vllm'"):
+        loaded(bare, routed)
+    with pytest.raises(ConfigError, match="max_model_len is 256"):
+        started().generate(prompts(230), PAIRS, seeded())
+    with pytest.raises(ConfigError, match="name a weights_folder for a server of yours"):
+        vllm.VLLMEngine(ServedModel.of(routed), fake_settings(), weights_folder=tmp_path)
+    monkeypatch.setattr(servers, "MOST_PATH", 10)
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter one"):
+        started()
+
+
+@pytest.mark.parametrize("behaviour", ["good", "ignores the end", "has children"])
+def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
+    routed, started, tmp_path, monkeypatch, behaviour
+):
+    monkeypatch.setattr(servers, "GRACE_S", 0.5)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    engine = started(behaviour)
+
+    def train():
+        with engine:
+            loaded(engine, routed)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert engine._process.death()
+    assert not engine._process.folder.exists()
+    if behaviour == "has children":
+        assert_ends(int((tmp_path / "child").read_text()))
+
+
+def assert_ends(pid, within_s=20):
+    deadline = time.monotonic() + within_s
+    while Path(f"/proc/{pid}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}/exe").exists()
+
+
+def test_a_killed_trainer_takes_its_server_with_it(fake_settings):
+    """The server sees its standard input close."""
+    script = (
+        "import os, sys; from foreroute.engines import vllm; from pathlib import Path\n"
+        "from foreroute.adapters.checkpoint import ServedModel; from tests.engines.small_policy import policy\n"
+        "settings = vllm.ServerSettings(python=Path(sys.argv[1]), options={'behaviour': 'good'})\n"
+        "routed = policy(); engine = vllm.VLLMEngine(ServedModel.of(routed), settings)\n"
+        "engine.load_weights(routed.model.state_dict(), version=1)\n"
+        "print(engine._process._process.pid, engine._process.folder, flush=True); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", script, fake_settings().python]
+    trainer = subprocess.run(command, env=environment(), capture_output=True, timeout=120)
+    server, folder = trainer.stdout.decode().split()
+    assert_ends(int(server))
+    assert not Path(folder).exists()
+
+
+def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
+    (tmp_path / "kept.txt").write_text("mine")
+    command = [sys.executable, "-m", "foreroute.engines.vllm.launch"]
+    server = subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, env=environment(), start_new_session=True, stderr=subprocess.PIPE
+    )
+    server.communicate(timeout=60)
+    assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+def test_the_environment_of_the_server_has_foreroute_alone(routed, started, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/of/the/trainer")
+    seen = {}
+    made = subprocess.Popen
+    monkeypatch.setattr(servers.subprocess, "Popen", lambda *args, **given: seen.update(given) or made(*args, **given))
+    engine = started()
+    assert isinstance(engine._process, ServerProcess)
+    path = Path(seen["env"]["PYTHONPATH"])
+    assert os.listdir(path) == ["foreroute"]
+    assert seen["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+    assert json.loads((engine._process.folder / "initial" / "config.json").read_text())["vocab_size"] == 64

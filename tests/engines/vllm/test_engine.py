@@ -1,0 +1,437 @@
+"""The engine on a server of the user's: answers recorded from a real one, and everything else that may come."""
+
+import copy
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute import capture
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Sampling
+from foreroute.engines import vllm
+from foreroute.engines.http import Answer
+from foreroute.engines.vllm.answers import sequence_of
+from foreroute.engines.vllm.engine import missing_settings
+from foreroute.engines.vllm.server import EXTENSION
+from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.trace import SAMPLING
+from foreroute.train import parse_config
+from foreroute.train.policy import make_engine
+from tests.engines.recorded_answers import assert_routes, payload, serving
+from tests.engines.small_policy import END, SIZES, policy, seeded
+
+DATA = Path(__file__).parent / "data"
+GENERATE, INFO = "/inference/v1/generate", "/server_info?config_format=json"
+SETTINGS = {
+    "model_config": {"enable_return_routed_experts": True, "logprobs_mode": "processed_logprobs"},
+    "parallel_config": {"worker_extension_cls": EXTENSION, "pipeline_parallel_size": 1},
+    "cache_config": {"enable_prefix_caching": True},
+    "device_config": {"device": "cpu"},
+    "scheduler_config": {"enable_chunked_prefill": False},
+    "kv_transfer_config": None,
+}
+SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
+PROMPT = np.array(payload(DATA / "generate.json")["request"]["token_ids"], np.int32)
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return policy()
+
+
+class Server:
+    """Answers as vLLM's server does, without a model: the recorded response to every prompt.
+
+    `lie` changes an answer before it is sent.
+    """
+
+    def __init__(self, record="generate", lie=None, **changes):
+        self.version, self.lie = "default", lie
+        self.record = payload(DATA / f"{record}.json")
+        self.answers = {
+            "/version": {"version": "0.30.0"},
+            INFO: {"vllm_config": SETTINGS},
+            "/reset_prefix_cache": {"success": True},
+            **changes,
+        }
+
+    def __call__(self, method, path, body):
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path == "/collective_rpc" and path not in self.answers:
+            return 200, {"results": body["args"]}
+        if path == "/weight_info" and path not in self.answers:
+            return 200, {"weight_version": self.version}
+        if path == GENERATE and path not in self.answers:
+            answer = copy.deepcopy(self.record["response"])
+            answer |= {"request_id": f"generate-tokens-{body['request_id']}", "prompt_token_ids": body["token_ids"]}
+            return 200, answer if self.lie is None else self.lie(answer) or answer
+        value = self.answers.get(path, {})
+        return value if isinstance(value, tuple) else (200, value)
+
+
+def engine_at(server, routed, folder, version=None, **given):
+    engine = vllm.VLLMEngine(ServedModel.of(routed), server.url, weights_folder=folder, timeout_s=5, **given)
+    if version is not None:
+        engine.load_weights(routed.model.state_dict(), version=version)
+    return engine
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
+def test_recorded_answers_decode_to_the_routes_of_the_model(path):
+    record = payload(path)
+    start = record["request"].get("routed_experts_prompt_start", 0)
+    known = {"model": record["spec"], "vocabulary_size": SIZES["vocab_size"]}
+    trace = capture.decode(record["response"], **known, token_ids=record["tokens"], start=start)
+    assert_routes(trace, record, start=start)
+
+
+def test_a_rollout_asks_for_what_it_needs_and_reads_the_answer(routed, tmp_path):
+    with serving(answers := Server()) as server:
+        engine = engine_at(server, routed, tmp_path, version=6)
+        got = engine.generate([PROMPT], SAMPLED, seeded())
+        engine.close()
+    assert_routes(got.trace, answers.record)
+    assert got.trace.versions == (6,)
+    steps = answers.record["response"]["choices"][0]["logprobs"]["content"]
+    assert np.allclose(got.logprobs_R, [step["logprob"] for step in steps])
+    asked = dict(server.asked)
+    assert [path for path, _ in server.asked] == [
+        *("/version", INFO),
+        *("/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"),
+        *(GENERATE, "/weight_info"),
+    ]
+    folder = Path(asked["/collective_rpc"]["args"][0])
+    assert (folder / "model.safetensors").exists()
+    body = asked[GENERATE]
+    assert (body["token_ids"], body["return_token_ids"]) == (PROMPT.tolist(), True)
+    # what a server may have as defaults, of its model's folder, is stated too
+    stated = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    stated |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    ends = {"max_tokens": 5, "stop_token_ids": [END], "ignore_eos": True}
+    assert body["sampling_params"].pop("seed") >= 0
+    assert body["sampling_params"] == stated | ends | {"logprobs": 0, "detokenize": False}
+
+
+def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
+    """Row P - 1 + j made output token j. Who changed the weights meanwhile must have been this trainer."""
+    spans = [{"version": "6", "start": 0, "end": 2}, {"version": "7", "start": 2, "end": 5}]
+
+    def stated(answer):
+        answer["choices"][0]["weight_versions"] = spans
+
+    newer = {"/version": {"version": "0.32.0"}, INFO: {"vllm_config": settings_031()}}
+    with serving(Server(lie=stated, **newer)) as server:
+        engine = engine_at(server, routed, tmp_path, version=6)
+        ask = engine._client.post_all
+
+        def changed_meanwhile(*args, **given):
+            engine.load_weights(routed.model.state_dict(), version=7)
+            return ask(*args, **given)
+
+        engine._client.post_all = changed_meanwhile
+        trace = engine.generate([PROMPT], SAMPLED, seeded()).trace
+        # of the prompt's other rows nobody says under which weights they were computed
+        assert trace.weight_versions_N.tolist() == [-1] * 7 + [6] * 2 + [7] * 3 + [-1]
+        engine._client.post_all = ask
+        with pytest.raises(EngineError, match=r"weights of versions \[6, 7\], the trainer loaded \[7\]"):
+            engine.generate([PROMPT], SAMPLED, seeded())
+        spans[:] = [{"version": "7", "start": 0, "end": 5}]
+        assert engine.generate([PROMPT], SAMPLED, seeded()).trace.versions == (7,)
+        assert (engine.generate([PROMPT], SAMPLED, seeded()).trace.weight_versions_N[:-1] == 7).all()
+        for wrong in ([{"version": "7", "start": 0, "end": 4}], [{"version": "7", "start": 1, "end": 5}], [{}], [3]):
+            spans[:] = wrong
+            with pytest.raises(EngineError, match=r"spans of weights|lacks or garbles"):
+                engine.generate([PROMPT], SAMPLED, seeded())
+
+
+def require_top_p(routed, got, choice):
+    """The sets are the fewest tokens of the model with 0.9 of the probability, and log-probs are those on them."""
+    with torch.no_grad():
+        logits_TV = routed.model(input_ids=torch.from_numpy(got.trace.tokens(0))[None].long()).logits[0]
+    rows = (logits_TV[7:-1] / 0.8).softmax(-1)
+    for row, ids, token, logprob in zip(
+        rows, choice["sampling_mask"], choice["token_ids"], got.logprobs_R, strict=True
+    ):
+        kept = float(row[ids].sum())
+        assert kept >= 0.9 > kept - float(row[ids].min())
+        assert float(row[token]) / kept == pytest.approx(np.exp(logprob), rel=1e-4)
+
+
+def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(routed, tmp_path):
+    info = {"vllm_config": SETTINGS | {"model_config": SETTINGS["model_config"] | {"return_sampling_mask": True}}}
+    sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8, top_p=0.9)
+    with serving(answers := Server("generate_masks", **{INFO: info})) as server:
+        engine = engine_at(server, routed, tmp_path)
+        got = engine.generate([PROMPT], sampling, seeded())
+        assert_routes(got.trace, answers.record)
+        (choice,) = answers.record["response"]["choices"]
+        masks = got.trace.streams[SAMPLING]
+        assert np.flatnonzero(masks.valid_N).tolist() == [7, 8, 9, 10, 11]
+        assert masks.ids.tolist() == [*chain(*choice["sampling_mask"])]
+        require_top_p(routed, got, choice)
+        engine.generate([PROMPT], Sampling(max_new_tokens=5, end_token=END, temperature=0), seeded())
+        asked = [body["sampling_params"] for path, body in server.asked if path == GENERATE]
+        cuts = [{name: each[name] for name in ("temperature", "top_k", "top_p", "min_p")} for each in asked]
+        assert cuts[0] == {"temperature": 0.8, "top_k": 64, "top_p": 0.9, "min_p": 0.0}
+        assert (cuts[1]["temperature"], cuts[1]["top_k"]) == (1.0, 1)
+        for damage, said in (
+            ({"sampling_mask": None}, "lacks or garbles"),
+            ({"sampling_mask": [[3]] * 4}, "4 sampling masks, 13 tokens and 5 of them generated"),
+        ):
+            answers.lie = lambda answer, damage=damage: answer["choices"][0].update(damage)
+            with pytest.raises((EngineError, CaptureError), match=said):
+                engine.generate([PROMPT], sampling, seeded())
+        engine.close()
+    with serving(Server()) as server:
+        engine = engine_at(server, routed, tmp_path)
+        with pytest.raises(ConfigError, match="--return-sampling-mask"):
+            engine.generate([PROMPT], sampling, seeded())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({INFO: (404, b"Not Found")}, "VLLM_SERVER_DEV_MODE=1"),
+        ({GENERATE: (404, b"Not Found")}, "--enable-scale-out"),
+        ({"/version": (200, b"<html>")}, "is not JSON"),
+        ({"/version": {"version": "0.27.3"}}, r"vLLM 0\.27\.3 does not work"),
+        ({"/version": (302, b"", {"Location": "http://127.0.0.1:1/version"})}, "sends to http://127.0.0.1:1/version"),
+        ({"/collective_rpc": {"results": ["/elsewhere"]}}, r"workers loaded \['/elsewhere'\]"),
+        ({"/reset_prefix_cache": {"success": False}}, "could not reset its prefix cache"),
+        ({"/collective_rpc": (500, b"no such method")}, "refused with status 500: no such method"),
+    ],
+)
+def test_what_the_server_fails_at_is_reported(routed, tmp_path, changes, said):
+    with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
+        engine_at(server, routed, tmp_path, version=0).generate([PROMPT], SAMPLED, seeded())
+
+
+OTHER = [
+    *((200, b""), (500, b"broken"), [], {}, "text", 3, True, None, {"success": False, "results": []}),
+    *({"data": []}, {"data": [{"id": 3}]}, {"version": 30}, {"results": [None]}, {"vllm_config": {"model_config": []}}),
+    *({"choices": {}}, {"choices": [3]}, {"weight_version": None}),
+]
+
+
+@pytest.mark.parametrize(
+    "path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+)
+def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loaded(routed, tmp_path, path):
+    only_status = path in ("/pause?mode=wait", "/update_weight_version")
+    answer = Server()
+    with serving(answer) as server:
+        engine = engine_at(server, routed, tmp_path)
+        for value in OTHER[1:2] if only_status else OTHER:
+            answer.answers[path] = value
+            server.asked.clear()
+            with pytest.raises(EngineError):
+                engine.load_weights(routed.model.state_dict(), version=1)
+            assert [path for path, _ in server.asked].count("/resume") == 1
+            assert server.asked[-1][0] == "/resume"
+            with pytest.raises(EngineError, match="weights are unknown"):
+                engine.generate([PROMPT], SAMPLED, seeded())
+            assert server.asked[-1][0] == "/resume"
+
+
+def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
+    with (
+        serving(Server(**{"/collective_rpc": (500, b"no room"), "/resume": (500, b"no")})) as server,
+        pytest.raises(EngineError, match=r"no room(.|\n)*It may be paused still: .*resume of .* refused"),
+    ):
+        engine_at(server, routed, tmp_path, version=1)
+
+
+@pytest.mark.parametrize("path", ["/version", INFO, "/weight_info", GENERATE, "/collective_rpc"])
+def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
+    with serving(answer := Server()) as server:
+        for number, value in enumerate(OTHER):
+            answer.answers[path] = value
+            with pytest.raises(EngineError) as caught:
+                engine_at(server, routed, tmp_path / str(number), version=0).generate([PROMPT], SAMPLED, seeded())
+            assert len(str(caught.value)) < 1000
+
+
+def first(answer):
+    return answer["choices"][0]
+
+
+def logprobs_of(answer):
+    return first(answer)["logprobs"]["content"]
+
+
+def with_routes_of_another_length(answer):
+    record = payload(DATA / "completion_one_token.json")
+    first(answer)["routed_experts"] = first(record["response"])["routed_experts"]
+
+
+LIES = {
+    # of another request, prompt or sequence
+    "request id": (lambda a: a.update(request_id="generate-tokens-other"), "answers the request"),
+    "no request id": (lambda a: a.pop("request_id") and None, "lacks or garbles"),
+    "other prompt": (lambda a: a.update(prompt_token_ids=[1, 2, 3]), "tokenizer or template of its own"),
+    "no echo": (lambda a: a.update(prompt_token_ids=None), "lacks or garbles"),
+    "no choice": (lambda a: a.update(choices=[]), "0 responses, asked for 1"),
+    "a choice too many": (lambda a: a["choices"].append(first(a) | {"index": 1}), "2 responses, asked for 1"),
+    "a choice twice": (lambda a: a["choices"].append(first(a)), "2 responses, asked for 1"),
+    "index 1 alone": (lambda a: first(a).update(index=1), "numbered its one response 1"),
+    "index of text": (lambda a: first(a).update(index="0"), "lacks or garbles"),
+    "log-probs of other tokens": (lambda a: logprobs_of(a)[1].update(token="token_id:9"), "token of each log-prob"),
+    "log-probs in another order": (lambda a: logprobs_of(a).reverse(), "token of each log-prob"),
+    "a log-prob too few": (lambda a: logprobs_of(a).pop() and None, "token of each log-prob"),
+    "a token of text": (lambda a: logprobs_of(a)[1].update(token="cat"), "a list of integers"),
+    "routes of another sequence": (with_routes_of_another_length, "rows"),
+    "no routes": (lambda a: first(a).update(routed_experts=None), "return"),
+    # tokens that cannot be
+    "token 64": (lambda a: sampled(a, 1, 64), "sampled token 64, the policy knows those below 64"),
+    "token -1": (lambda a: sampled(a, 1, -1), r"a list of integers|sampled token -1"),
+    "floats": (lambda a: first(a).update(token_ids=[1.0, 2.0]), "a list of integers"),
+    "booleans": (lambda a: first(a).update(token_ids=[True]), "a list of integers"),
+    "64 bits": (lambda a: first(a).update(token_ids=[1 << 40]), "a list of integers"),
+    "too many": (lambda a: lengthened(a, 3), "sampled 8 tokens, it was asked for 1 to 5"),
+    "none": (lambda a: lengthened(a, -5), "sampled 0 tokens"),
+    # ends that cannot be
+    "behind the end": (lambda a: sampled(a, 1, END), "3 tokens behind the end token 3"),
+    "stop without an end": (lambda a: first(a).update(finish_reason="stop"), "ended by an end token"),
+    "length too early": (lambda a: lengthened(a, -2), "for its length after 3 of 5 tokens"),
+    "no reason": (lambda a: first(a).update(finish_reason=None), "lacks or garbles"),
+    "another reason": (lambda a: first(a).update(finish_reason="repetition"), "for the reason 'repetition'"),
+    "aborted": (lambda a: first(a).update(finish_reason="abort"), "aborted response 0 of 1"),
+    # log-probs that cannot be
+    **{
+        f"log-prob {value}": (lambda a, value=value: logprobs_of(a)[2].update(logprob=value), "log-prob")
+        for value in (5.0, 2.0**31, 1e12, 1.1e-3, -9999.0, -1e30, None)
+    },
+    **{
+        f"log-prob {value!r}": (lambda a, value=value: logprobs_of(a)[2].update(logprob=value), "a list of numbers")
+        for value in (float("nan"), float("inf"), float("-inf"), 1e39, "-1.5", True, [1])
+    },
+}
+
+
+def sampled(answer, position, token):
+    """Have another token stand at a position of the response, consistently."""
+    first(answer)["token_ids"][position] = token
+    logprobs_of(answer)[position]["token"] = f"token_id:{token}"
+
+
+def lengthened(answer, by):
+    """Have more tokens, or fewer, consistently but for the routes."""
+    tokens, steps = first(answer)["token_ids"], logprobs_of(answer)
+    first(answer)["token_ids"] = tokens[: len(tokens) + min(by, 0)] + tokens[: max(by, 0)]
+    steps[:] = steps[: len(steps) + min(by, 0)] + steps[: max(by, 0)]
+
+
+@pytest.fixture(scope="module")
+def asked(routed, tmp_path_factory):
+    """What answers, and an engine that asks it."""
+    with serving(answers := Server()) as server:
+        engine = engine_at(server, routed, tmp_path_factory.mktemp("weights"), version=0)
+        yield answers, lambda: engine.generate([PROMPT], SAMPLED, seeded())
+        engine.close()
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_an_answer_that_is_none_to_its_question_is_refused(asked, name):
+    answers, ask = asked
+    answers.lie = None
+    ask()  # the control: without the lie it is taken
+    answers.lie, said = LIES[name]
+    with pytest.raises((EngineError, CaptureError), match=said):
+        ask()
+
+
+def test_answers_that_are_exchanged_or_repeated_are_refused(routed, tmp_path):
+    """Prompts of one length, whose answers differ in nothing but their ids and echoes."""
+    kept = []
+
+    def repeats(answer):
+        kept.append(answer)
+        return kept[0]
+
+    with serving(answers := Server()) as server:
+        engine = engine_at(server, routed, tmp_path, version=0)
+        engine.generate([PROMPT, PROMPT[::-1].copy()], SAMPLED, seeded())
+        answers.lie = repeats
+        with pytest.raises(EngineError, match="answers the request"):
+            engine.generate([PROMPT, PROMPT[::-1].copy()], SAMPLED, seeded())
+
+
+def test_a_prompt_that_is_not_echoed_has_its_length_compared():
+    """As of vLLM 0.28, which has no echo for tokens."""
+    answer = payload(DATA / "generate.json")["response"] | {"request_id": "x"}
+    given = {"request_id": "x", "echoes": False}
+    assert sequence_of(Answer(answer, "it"), PROMPT, **given).finished
+    with pytest.raises(EngineError, match="answers a prompt of 8 tokens, it was sent 7"):
+        sequence_of(Answer(answer, "it"), PROMPT[:7], **given)
+
+
+def settings_031():
+    """As vLLM states them from 0.31 on, where routes have a configuration of their own."""
+    settings = copy.deepcopy(SETTINGS)
+    del settings["model_config"]["enable_return_routed_experts"]
+    settings["aux_output_config"] = {"enable_return_routed_experts": True}
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("version", "path", "value", "said"),
+    [
+        ("0.30.0", "model_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
+        ("0.31.0", "aux_output_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
+        ("0.30.0", "model_config.logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
+        ("0.30.0", "parallel_config.worker_extension_cls", "", "--worker-extension-cls foreroute"),
+        ("0.30.0", "scheduler_config.enable_chunked_prefill", True, "--no-enable-chunked-prefill"),
+        ("0.31.0", "scheduler_config.enable_chunked_prefill", True, None),
+        ("0.30.0", "cache_config.enable_prefix_caching", False, None),
+        ("0.31.0", "cache_config.enable_prefix_caching", False, "--enable-prefix-caching"),
+        ("0.32.0", "parallel_config.pipeline_parallel_size", 2, "--pipeline-parallel-size 1"),
+        ("0.32.0", "kv_transfer_config", {"kv_connector": "OffloadingConnector"}, None),
+        *(
+            ("0.32.0", "kv_transfer_config", {"kv_connector": name}, f"another KV connector than '{name}'")
+            for name in ("NixlConnector", "NixlPullConnector", "MoRIIOConnector", "MooncakeConnector")
+        ),
+    ],
+)
+def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path, version, path, value, said):
+    settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()
+    assert not missing_settings(Answer(copy.deepcopy(settings), "it"), version)
+    section, _, name = path.partition(".")
+    if name:
+        settings[section][name] = value
+    else:
+        settings[section] = value
+    changes = {INFO: {"vllm_config": settings}, "/version": {"version": version}}
+    with serving(Server(**changes)) as server:
+        if said is None:
+            engine_at(server, routed, tmp_path).close()
+        else:
+            with pytest.raises(EngineError, match=f"must be started with {said}"):
+                engine_at(server, routed, tmp_path)
+
+
+def test_a_configuration_names_the_server(routed, tmp_path):
+    """Of the trainer: an engine is made of it that samples."""
+    with serving(Server()) as server:
+        place = {"url": server.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
+        values = {"name": "x", "rollout": {"engine": "vllm", "server": place}}
+        engine = make_engine(parse_config(values, source="this test"), routed)
+        engine.load_weights(routed.model.state_dict(), version=3)
+        assert engine.generate([PROMPT], SAMPLED, seeded()).trace.versions == (3,)
+        engine.close()
+
+
+def test_what_is_no_server_is_refused(routed, tmp_path):
+    served = ServedModel.of(routed)
+    with pytest.raises(EngineError, match="Is it running"):
+        vllm.VLLMEngine(served, "http://127.0.0.1:9", weights_folder=tmp_path)
+    with pytest.raises(ConfigError, match="no address"):
+        vllm.VLLMEngine(served, "127.0.0.1:8000", weights_folder=tmp_path)
+    with pytest.raises(ConfigError, match="name a weights_folder"):
+        vllm.VLLMEngine(served, "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"not a RoutedTransformer; pass ServedModel\.of\(hf\.attach\(model\)\)"):
+        vllm.VLLMEngine(routed, "http://127.0.0.1:9", weights_folder=tmp_path)
+    assert not list(tmp_path.iterdir())
