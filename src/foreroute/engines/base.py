@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -121,7 +121,6 @@ class SampledSequence:
         reason: why it ended: "stop", "length" or "abort".
         output: what carries routes and sampling masks, in a form that `capture.decode` reads; None when nothing ran.
         start: the position of the first row in it.
-        versions: int32 [R], the weights that sampled each token, where the engine says it.
     """
 
     prompt: NDArray[np.int32]
@@ -130,7 +129,6 @@ class SampledSequence:
     reason: str
     output: Any
     start: int = 0
-    versions: NDArray[np.int32] | None = None
 
     @property
     def finished(self) -> bool:
@@ -188,27 +186,26 @@ class SampledSequence:
         tokens = np.concatenate([self.prompt, self.response])
         if self.output is None and not self.finished:
             return RoutingTrace.unrouted(model.spec, [tokens])
+        states_versions = bool(isinstance(self.output, dict) and self.output.get("weight_versions"))
         decoded = decode(
             self.output,
             model=model.spec,
             token_ids=tokens,
             start=self.start,
-            weight_version=weight_version,
+            weight_version=version_named if states_versions else weight_version,
             vocabulary_size=model.vocabulary_size,
             indexers=model.indexers,
         )
-        if self.versions is not None and len(self.versions):
-            versions_N = np.where(decoded.valid_N, self._versions_of_rows(), np.int32(NO_VERSION))
-            decoded = replace(decoded, weight_versions_N=versions_N)
+        sampled_R = decoded.weight_versions_N[len(self.prompt) - 1 : -1]
+        if states_versions and (sampled_R == sampled_R[0]).all():
+            # the rows before are of the same weights, which never changed
+            decoded = decoded.with_weight_version(int(sampled_R[0]))
         return decoded.with_provenance(engine=engine, engine_version=engine_version)
 
-    def _versions_of_rows(self) -> NDArray[np.int32]:
-        """Row P - 1 + j made output token j. The rows before are of the same weights if these never changed."""
-        assert self.versions is not None
-        stated = np.unique(self.versions)
-        versions_T = np.full(len(self.prompt) + len(self.response), stated[0] if len(stated) == 1 else NO_VERSION)
-        versions_T[len(self.prompt) - 1 : -1] = self.versions
-        return versions_T.astype(np.int32)
+
+def version_named(name: str) -> int:
+    """The number of weights that an engine names; `NO_VERSION` for a name that none was given, such as "default"."""
+    return int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else NO_VERSION
 
 
 def generation_of(

@@ -143,7 +143,7 @@ def names_in(folder: str | os.PathLike[str], kind: type[InputError]) -> list[str
 def _store_of(url: str, kind: type[InputError]) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
     try:
-        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # an engine's worker has numpy alone
+        from fsspec.core import url_to_fs  # an engine's worker has numpy alone
     except ImportError as error:
         raise kind(f"{url} needs fsspec, which is not installed; {how_to_install('engines')}") from error
     store, path = url_to_fs(url)

@@ -144,7 +144,7 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
         assert (engine.generate([PROMPT], SAMPLED, seeded()).trace.weight_versions_N[:-1] == 7).all()
         for wrong in ([{"version": "7", "start": 0, "end": 4}], [{"version": "7", "start": 1, "end": 5}], [{}], [3]):
             spans[:] = wrong
-            with pytest.raises(EngineError, match=r"spans of weights|lacks or garbles"):
+            with pytest.raises(CaptureError, match=r"states the weights of 4 of 5|has the span"):
                 engine.generate([PROMPT], SAMPLED, seeded())
 
 

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from foreroute.engines.base import SampledSequence, require_same_tokens
 from foreroute.engines.http import Answer
 from foreroute.errors import EngineError
-from foreroute.trace import NO_VERSION
 
 REASONS = ("stop", "length", "abort")
 
@@ -59,8 +58,9 @@ def sequence_of(
     steps = choice.each("logprobs", "content")
     require_same_tokens("the token of each log-prob", response, _tokens_of(steps))
     logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
-    versions = _versions_of(choice, len(response))
-    return SampledSequence(prompt, response, logprobs, reason, output or None, start, versions)
+    if output and len(response):
+        output["weight_versions"] = choice.value.get("weight_versions")  # from 0.31 on
+    return SampledSequence(prompt, response, logprobs, reason, output or None, start)
 
 
 def _tokens_of(steps: Sequence[Answer]) -> NDArray[np.int32]:
@@ -71,21 +71,3 @@ def _tokens_of(steps: Sequence[Answer]) -> NDArray[np.int32]:
     ]
     whole = [int(each) if isinstance(each, str) and each.isascii() and each.isdecimal() else each for each in named]
     return Answer(whole, "the tokens of the vLLM server's log-probs").integers()
-
-
-def _versions_of(choice: Answer, count: int) -> NDArray[np.int32] | None:
-    """The version of the weights of each sampled token, int32; None where they are not stated, as before 0.31."""
-    if not choice.has("weight_versions") or not count:
-        return None
-    versions = np.full(count, NO_VERSION, np.int32)
-    reached = 0
-    for span in choice.each("weight_versions"):
-        first, end = span.read(int, "start"), span.read(int, "end")
-        if first != reached or not first < end <= count:
-            raise EngineError(f"the vLLM server's spans of weights have one from {first} to {end} behind {reached}")
-        stated, reached = span.read(str, "version"), end
-        if stated.isascii() and stated.isdecimal() and len(stated) < 10:  # "default" is that of no one
-            versions[first:end] = int(stated)
-    if reached != count:
-        raise EngineError(f"the vLLM server's spans of weights end at {reached} of {count} tokens")
-    return versions

@@ -245,10 +245,10 @@ class VLLMEngine(OutsideEngine):
         for answer, body, prompt, limit, start in zip(answers, bodies, asked, limits, first, strict=True):
             given: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
             sequence = sequence_of(answer, prompt, echoes=echoes, **given)
-            _require_own(sequence.versions, known)
             sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limit))
             sequences.append(sequence)
             traces.append(sequence.trace(self._served, **stamp))
+            _require_own(traces[-1].weight_versions_N[len(prompt) - 1 : -1], known)
         return PartialGeneration.of(sequences, traces)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
@@ -341,11 +341,11 @@ def missing_settings(config: Answer, version: str) -> list[str]:
     return [argument for argument, there in wanted.items() if not there]
 
 
-def _require_own(versions: NDArray[np.int32] | None, known: set[int]) -> None:
+def _require_own(versions_R: NDArray[np.int32], known: set[int]) -> None:
     """Weights that change while a response is sampled must be those that this trainer loaded meanwhile."""
-    if versions is not None and known and not {*versions.tolist()} <= known:
+    if known and not {*versions_R.tolist()} <= known:
         raise EngineError(
-            f"the engine sampled with weights of versions {sorted({*versions.tolist()})}, the trainer loaded "
+            f"the engine sampled with weights of versions {sorted({*versions_R.tolist()})}, the trainer loaded "
             f"{sorted(known)}; no one else may change the weights of an engine that a trainer uses"
         )
 
