@@ -102,7 +102,7 @@ def test_a_tensor_of_a_type_that_the_container_lacks_is_refused():
 
 @pytest.mark.parametrize("as_source", [True, False])
 def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, monkeypatch, as_source):
-    monkeypatch.setattr("foreroute.files.places.AHEAD_BYTES", 0)
+    monkeypatch.setattr("foreroute.files.container.AHEAD_BYTES", 0)
     content = tensors_to_bytes({"who": "me"}, TENSORS)
     (tmp_path / "t").write_bytes(content)
     source = Held(content) if as_source else tmp_path / "t"
@@ -121,7 +121,7 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, monkeypatch, as_s
 
 
 def test_a_file_that_gives_fewer_bytes_than_it_has_is_refused(monkeypatch):
-    monkeypatch.setattr("foreroute.files.places.AHEAD_BYTES", 0)
+    monkeypatch.setattr("foreroute.files.container.AHEAD_BYTES", 0)
     source = Held(tensors_to_bytes({}, TENSORS))
     with TensorFile(source, InputError) as file:
         source.content = source.content[:200]
@@ -144,7 +144,7 @@ def test_what_the_system_cannot_read_is_the_callers_error():
 
 
 def test_a_header_that_is_longer_than_allowed_is_not_read(monkeypatch):
-    monkeypatch.setattr("foreroute.files.places.AHEAD_BYTES", 0)
+    monkeypatch.setattr("foreroute.files.container.AHEAD_BYTES", 0)
     source = Held(tensors_to_bytes({"who": "x" * 100}, {}))
     with pytest.raises(InputError, match=r"a header of \d+ bytes; expected 100 at most"):
         TensorFile(source, InputError, most_header_bytes=100)

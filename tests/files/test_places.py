@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import TraceFileError
-from foreroute.files import as_place, names_in, within
-from foreroute.files.places import AHEAD_BYTES, RangedFile, open_ranged, write_at
+from foreroute.files import RangedFile, as_place, names_in, within
+from foreroute.files.container import AHEAD_BYTES
+from foreroute.files.places import open_at, write_at
 
 
 @settings(max_examples=100, deadline=None)
@@ -56,7 +57,7 @@ def test_a_place_is_a_path_or_a_url(tmp_path):
     assert as_place(f"file://{tmp_path}/a") == as_place(tmp_path / "a") == as_place(f"{tmp_path}/a") == tmp_path / "a"
     assert as_place("s3://bucket/a") == "s3://bucket/a"
     assert within("s3://bucket/a/", "b") == "s3://bucket/a/b"
-    assert within(f"file://{tmp_path}", "b") == within(tmp_path, "b") == tmp_path / "b"
+    assert within(as_place(f"file://{tmp_path}"), "b") == within(tmp_path, "b") == tmp_path / "b"
     assert names_in(tmp_path / "none", TraceFileError) == names_in("memory://none", TraceFileError) == []
 
 
@@ -84,9 +85,9 @@ def test_what_fails_leaves_nothing_and_is_one_error():
         write_at("memory://a/b", interrupted, TraceFileError, overwrite=True)
     assert names_in("memory://a", TraceFileError) == []
     with pytest.raises(TraceFileError, match="memory://a/b does not exist"):
-        open_ranged("memory://a/b", TraceFileError)
+        open_at("memory://a/b", TraceFileError)
     write_at("memory://a/b", lambda file: file.write(b"whole"), TraceFileError, overwrite=False)
-    file = open_ranged("memory://a/b", TraceFileError)
+    _, fetch = open_at("memory://a/b", TraceFileError)
     MemoryFileSystem.store.clear()
     with pytest.raises(TraceFileError, match="memory://a/b does not exist"):
-        file.read(0, 5)
+        fetch(0, 5)

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
 from foreroute.files import TensorFile
-from foreroute.files.places import AHEAD_BYTES
+from foreroute.files.container import AHEAD_BYTES
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part
 from foreroute.trace.file import FORMAT, encode

@@ -6,16 +6,18 @@ several rooms have, are read and checked by `config_file`.
 
 from foreroute.files.container import (
     FileFormat,
+    RangedFile,
     StoredTensor,
     TensorFile,
     TensorSchema,
+    as_place,
     blake2b_hex,
     blake2b_int64,
     checksum,
     objection,
     tensors_to_bytes,
 )
-from foreroute.files.places import RangedFile, as_place, names_in, within
+from foreroute.files.places import names_in, within
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few
-from foreroute.files.places import RangedFile, as_place, open_ranged, write_at
-from foreroute.files.regular import parse_json, reason
+from foreroute.files.places import open_at, write_at
+from foreroute.files.regular import open_regular, parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
@@ -40,6 +40,17 @@ MOST_AXES, MOST_TENSOR_BYTES = 32, 1 << 62
 KEY = "foreroute."
 """Metadata whose key begins so are a format's own: none may be missing, and none may be there that it does not name.
 Others are anybody's, and no part of the checksum."""
+
+AHEAD_BYTES, MOST_BYTES = 1 << 14, 1 << 23
+"""Asked for at once at least, where little is read, one after another: the header and the small tensors of most files.
+And at most: what is asked for is copied once."""
+
+
+def as_place(place: str | os.PathLike[str]) -> Path | str:
+    """A path, or the URL that this is: it has "://" in it, and is not one of `file://`, which is a path."""
+    if isinstance(place, str) and "://" in place and not place.startswith("file://"):
+        return place
+    return Path(place.removeprefix("file://") if isinstance(place, str) else place)
 
 
 @dataclass(frozen=True)
@@ -209,6 +220,48 @@ class StoredTensor:
     start: int
 
 
+class RangedFile:
+    """A file that is read by ranges of bytes. Few that follow those before are read with some that are behind.
+
+    Args:
+        name: of the file, for messages.
+        size: its bytes.
+        fetch: the bytes from one place to another, or fewer when they are not there any more.
+        close: lets go of the file.
+    """
+
+    def __init__(
+        self, name: str, size: int, fetch: Callable[[int, int], Any], close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.name, self.size, self.close, self._fetch = name, size, close, fetch
+        self._begin, self._held = 0, memoryview(b"")
+
+    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes from `start` to `stop`, or fewer when they are not there any more. The array is the caller's."""
+        content, place = np.empty(stop - start, np.uint8), start
+        while place < stop:
+            end = self._begin + len(self._held)
+            if not self._begin <= place < end:
+                most, ahead = min(stop, place + MOST_BYTES), place + AHEAD_BYTES if place == end else 0
+                self._begin, self._held = place, memoryview(self._fetch(place, max(most, min(ahead, self.size))))
+                if not self._held:
+                    break
+            part = self._held[place - self._begin :][: stop - place]
+            content[place - start :][: len(part)] = part
+            place += len(part)
+        return content[: place - start]
+
+
+def _opened(place: str | os.PathLike[str], kind: type[InputError]) -> RangedFile:
+    where = as_place(place)
+    if isinstance(where, str):
+        return RangedFile(where, *open_at(where, kind))
+    file = open_regular(where, kind)
+    number = file.fileno()
+    size = os.fstat(number).st_size
+    return RangedFile(str(place), size, lambda start, stop: os.pread(number, stop - start, start), file.close)
+
+
 class TensorFile:
     """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
 
@@ -233,7 +286,7 @@ class TensorFile:
         *,
         most_header_bytes: int = MOST_HEADER_BYTES,
     ) -> None:
-        self._file = source if isinstance(source, RangedFile) else open_ranged(source, kind)
+        self._file = source if isinstance(source, RangedFile) else _opened(source, kind)
         self._is_ours = self._file is not source
         self._kind, self.name, self._size = kind, self._file.name, self._file.size
         try:

@@ -1,8 +1,7 @@
-"""Where files lie: at a path, or at a URL of any store that fsspec knows (https://filesystem-spec.readthedocs.io).
+"""Files at a URL of any store that fsspec knows (https://filesystem-spec.readthedocs.io), and what lies in a folder.
 
-A URL has "://" in it; one of `file://` is a path. From either place bytes are read by ranges. At a URL a file is
-written under another name and moved. A store must show what was moved there whole or not at all, and list it from then
-on: local and network file systems do, and so do S3, Google's and Azure's object stores.
+Bytes are read by ranges. A file is written under another name and moved. A store must show what was moved there whole
+or not at all, and list it from then on: network file systems do, and so do S3, Google's and Azure's object stores.
 """
 
 from __future__ import annotations
@@ -14,83 +13,30 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from foreroute.errors import ForerouteError, InputError, how_to_install
-from foreroute.files.regular import open_regular, reason
-
-AHEAD_BYTES, MOST_BYTES = 1 << 14, 1 << 23
-"""Asked for at once at least, where little is read, one after another: the header and the small tensors of most files.
-And at most: what is asked for is copied once."""
+from foreroute.files.regular import reason
 
 
-def as_place(place: str | os.PathLike[str]) -> Path | str:
-    """A path, or the URL that this is."""
-    if isinstance(place, str) and "://" in place and not place.startswith("file://"):
-        return place
-    return Path(place.removeprefix("file://") if isinstance(place, str) else place)
+def within(folder: Path | str, name: str) -> Path | str:
+    """The place of a file in a folder at a path or a URL."""
+    return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}"
 
 
-def within(folder: str | os.PathLike[str], name: str) -> Path | str:
-    """The place of a file in a folder."""
-    place = as_place(folder)
-    return place / name if isinstance(place, Path) else f"{place.rstrip('/')}/{name}"
-
-
-class RangedFile:
-    """A file that is read by ranges of bytes. Few that follow those before are read with some that are behind.
-
-    Args:
-        name: of the file, for messages.
-        size: its bytes.
-        fetch: the bytes from one place to another, or fewer when they are not there any more.
-        close: lets go of the file.
-    """
-
-    def __init__(
-        self, name: str, size: int, fetch: Callable[[int, int], Any], close: Callable[[], None] = lambda: None
-    ) -> None:
-        self.name, self.size, self.close, self._fetch = name, size, close, fetch
-        self._begin, self._held = 0, memoryview(b"")
-
-    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes from `start` to `stop`, or fewer when they are not there any more. The array is the caller's."""
-        content, place = np.empty(stop - start, np.uint8), start
-        while place < stop:
-            end = self._begin + len(self._held)
-            if not self._begin <= place < end:
-                most, ahead = min(stop, place + MOST_BYTES), place + AHEAD_BYTES if place == end else 0
-                self._begin, self._held = place, memoryview(self._fetch(place, max(most, min(ahead, self.size))))
-                if not self._held:
-                    break
-            part = self._held[place - self._begin :][: stop - place]
-            content[place - start :][: len(part)] = part
-            place += len(part)
-        return content[: place - start]
-
-
-def open_ranged(place: str | os.PathLike[str], kind: type[InputError]) -> RangedFile:
-    """Open a file to be read by ranges of bytes.
+def open_at(url: str, kind: type[InputError]) -> tuple[int, Callable[[int, int], Any]]:
+    """The size of the file at a URL, and a function that asks for its bytes from one place to another.
 
     Raises:
-        kind: when it is missing, or cannot be opened; of a path also when it is no regular file.
+        kind: when it is missing, or the store refuses, then and later.
     """
-    where = as_place(place)
-    if isinstance(where, Path):
-        file = open_regular(where, kind)
-        number = file.fileno()
-        size = os.fstat(number).st_size
-        return RangedFile(str(place), size, lambda start, stop: os.pread(number, stop - start, start), file.close)
-    with _asking(where, "read", kind):
-        store, path = _store_of(where, kind)
+    with _asking(url, "read", kind):
+        store, path = _store_of(url, kind)
         size = int(store.info(path)["size"])
 
     def fetch(start: int, stop: int) -> Any:
-        with _asking(where, "read", kind):
+        with _asking(url, "read", kind):
             return store.cat_file(path, start=start, end=stop)
 
-    return RangedFile(where, size, fetch)
+    return size, fetch
 
 
 def write_at(url: str, content: Callable[[IO[bytes]], None], kind: type[InputError], *, overwrite: bool) -> None:
@@ -117,13 +63,12 @@ def write_at(url: str, content: Callable[[IO[bytes]], None], kind: type[InputErr
             raise
 
 
-def names_in(folder: str | os.PathLike[str], kind: type[InputError]) -> list[str]:
+def names_in(folder: Path | str, kind: type[InputError]) -> list[str]:
     """The names of all that lies in a folder, as it is now; none when there is no such folder.
 
     Raises:
         kind: when it cannot be looked into.
     """
-    folder = as_place(folder)
     if isinstance(folder, Path):
         try:
             return os.listdir(folder)

@@ -338,7 +338,7 @@ def read_trace(
             trace = _read_chunks(file, header, chunks, spec, positions, wanted)
         except TraceContentError as error:
             raise _damage(file, error) from error
-    return replace(trace, offsets=as_offsets(lengths)) if rows is None else trace.take_rows(rows, lengths)
+    return replace(trace, offsets=np.append(0, np.cumsum(lengths))) if rows is None else trace.take_rows(rows, lengths)
 
 
 def _damage(file: TensorFile, error: TraceContentError) -> TraceFileError:

@@ -63,9 +63,10 @@ def save_part(
     of = whole_number(parts, name="parts", most=MOST_PARTS)
     number = whole_number(part, name="part", least=0, most=of - 1)
     begins = f"part-{number:05d}-of-{of:05d}-"
-    if there := [name for name in names_in(folder, TraceFileError) if name.startswith(begins)]:
+    step = as_place(folder)
+    if there := [name for name in names_in(step, TraceFileError) if name.startswith(begins)]:
         raise TraceFileError(f"{folder} has part {number} already, {few(there)}; write a step again in another folder")
-    place = within(folder, f"{begins}{len(trace)}.safetensors")
+    place = within(step, f"{begins}{len(trace)}.safetensors")
     return FORMAT.write(place, *encode(trace, encoding, chunk_rows=CHUNK_ROWS), overwrite=False)
 
 
@@ -91,7 +92,8 @@ def load_parts(
         TraceContentError: when a sequence or a stream is not there, or no layer is asked for.
         SpecMismatchError: when a layer is not there, or parts are of different models.
     """
-    names, counts = _parts_of(folder, wait_s)
+    step = as_place(folder)
+    names, counts = _parts_of(step, wait_s)
     starts = as_offsets(np.array(counts, np.int64))
     chosen = np.arange(starts[-1]) if sequences is None else as_sequence_numbers(sequences, int(starts[-1]))
     order = np.argsort(chosen, kind="stable")  # as they lie in the parts, so that nothing is copied while it is read
@@ -101,9 +103,9 @@ def load_parts(
 
     def read(part: int) -> RoutingTrace:
         numbers = chosen[order][part_of == part] - starts[part]
-        return read_trace(within(folder, names[part]), numbers, table, wanted, num_sequences=counts[part])
+        return read_trace(within(step, names[part]), numbers, table, wanted, num_sequences=counts[part])
 
-    with ThreadPoolExecutor(READERS if isinstance(as_place(folder), str) else 1) as readers:
+    with ThreadPoolExecutor(READERS if isinstance(step, str) else 1) as readers:
         traces = list(readers.map(read, touched))
     for part, trace in zip(touched, traces, strict=True):
         traces[0].spec.require_same(trace.spec, what=names[part])
@@ -111,7 +113,7 @@ def load_parts(
     return joined if (np.diff(order) == 1).all() else joined.select(np.argsort(order))
 
 
-def _parts_of(folder: str | os.PathLike[str], wait_s: float) -> tuple[list[str], list[int]]:
+def _parts_of(folder: Path | str, wait_s: float) -> tuple[list[str], list[int]]:
     """Return the names and the sequences of all parts, in order, once they are there."""
     if not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
         raise TraceContentError(f"wait_s is {shown(wait_s)}; expected seconds from 0")
