@@ -93,8 +93,8 @@ DAMAGES = {
     ),
     "config without a section": (values(lambda stored: stored.pop("rl")), "keys differ: rl"),
     "config without an empty table": (
-        values(lambda stored: stored["rollout"]["vllm"].pop("options")),
-        "keys differ: rollout.vllm.options",
+        values(lambda stored: stored["rollout"]["server"].pop("options")),
+        "keys differ: rollout.server.options",
     ),
     "config gone": (removed("config.json"), "holds no run to resume"),
     "checkpoints are a file": (

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -238,12 +239,19 @@ def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path
         started()
 
 
+@pytest.fixture
+def short_path():
+    """A folder in which the path of a socket has room: that of a worker's tmp_path has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("behaviour", ["good", "ignores the end", "has children"])
 def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
-    routed, started, tmp_path, monkeypatch, behaviour
+    routed, started, short_path, monkeypatch, behaviour
 ):
     monkeypatch.setattr(servers, "GRACE_S", 0.5)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     engine = started(behaviour)
 
     def train():
@@ -256,7 +264,7 @@ def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
     assert engine._process.death()
     assert not engine._process.folder.exists()
     if behaviour == "has children":
-        assert_ends(int((tmp_path / "child").read_text()))
+        assert_ends(int((short_path / "child").read_text()))
 
 
 def assert_ends(pid, within_s=20):
