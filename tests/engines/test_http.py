@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import multiprocessing
 import socket
 import sys
 import time
@@ -127,8 +128,8 @@ def test_no_redirect_is_followed(status, target):
     [
         *("", "x", "file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x", "127.0.0.1:8000"),
         *("http://", "http:///x", "http://:80", "http://[::1", "http://a:b/", "http://a:99999"),
-        *("http://é:1", "http://127.0.0.1:1/é", f"http://{'a' * 70}:1", "http://\ud800", "http://a b/", "http://a\n"),
-        *("http://user:word@a", "http://a?b=c", "http://a#b", "http://a..b", "http://-a", 3, None, b"http://a"),
+        *("http://\ud800", "http://a/\ud800", "http://a\n", "http://user:word@a", "http://a?b=c", "http://a#b"),
+        *(3, None, b"http://a"),
     ],
 )
 def test_what_is_no_address_is_refused_before_anything_is_opened(url):
@@ -141,6 +142,23 @@ def test_what_is_no_address_is_refused_before_anything_is_opened(url):
 )
 def test_what_is_an_address_is_taken(url):
     Client(url, timeout_s=1, what="the server")
+
+
+@pytest.mark.parametrize("host", ["a b", "a..b", "a" * 70])
+def test_a_host_that_cannot_be_looked_up_is_one_error(host):
+    with pytest.raises(EngineError, match="cannot be reached or broke off"):
+        Client(f"http://{host}:1", timeout_s=5, what="the server").get("/x")
+
+
+def test_a_child_of_a_process_that_asked_may_ask():
+    with serving(lambda *_: (200, [1])) as server:
+        client = Client(server.url, timeout_s=5, what="the server")
+        client.get("/x")
+        child = multiprocessing.get_context("fork").Process(target=client.get, args=("/x",))
+        child.start()
+        child.join(30)
+        child.kill()
+        assert child.exitcode == 0
 
 
 def test_an_answer_longer_than_what_was_asked_for_is_refused():
