@@ -89,7 +89,7 @@ def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, star
     assert engine.resume(done, sampling, seeded(6)) is done
     assert done.finished_S.all()
     for s in range(4):
-        before, after = partial.trace.select([s]), done.trace.select([s])
+        before, after = partial.samples[s].trace, done.samples[s].trace
         kept = before.num_rows - 1
         assert after.truncated([kept]).equals(before.truncated([kept]))
         if not partial.finished_S[s]:
@@ -146,7 +146,7 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
         ("dies", EngineError, r"died \(signal SIGABRT\): POST /inference(.|\n)*it serves /"),
         ("hangs", EngineError, r"did not answer within 3 s"),
         ("zero routes", CaptureError, "enforce_eager=True"),
-        ("another trainer", EngineError, "version '17', the trainer loaded version 1"),
+        ("another trainer", EngineError, "version 17, the trainer loaded version 1"),
         ("busy cache", EngineError, "could not reset its prefix cache"),
         ("loads others", EngineError, "the server's workers loaded"),
         ("aborts", EngineError, "aborted response 0 of 4"),

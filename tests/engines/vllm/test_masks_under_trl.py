@@ -1,4 +1,4 @@
-"""Sampling masks of a real vLLM under TRL's trainer: `releases.stand_ins` has what a CPU lacks."""
+"""Sampling masks of a real vLLM under TRL's trainer: `stand_ins` has what a CPU lacks."""
 
 import pytest
 

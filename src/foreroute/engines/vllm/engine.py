@@ -16,17 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import (
-    OutsideEngine,
-    draw_seeds,
-    most_bytes_of,
-    require_finished,
-    require_version,
-    stop_token_ids,
-)
+from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, stop_token_ids
 from foreroute.engines.http import Answer, BrokenOffError, Client
-from foreroute.engines.vllm.answers import sequence_of
-from foreroute.engines.vllm.partial import PartialGeneration
+from foreroute.engines.sequences import PartialGeneration, require_own
+from foreroute.engines.vllm.answers import response_of
 from foreroute.engines.vllm.server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
@@ -86,8 +79,7 @@ class VLLMEngine(OutsideEngine):
         self._timeout_s = timeout_s
         self._process: ServerProcess | None = None
         self._max_model_len: int | None = None
-        self._engine_version = ""
-        self._loaded: list[int] = []
+        self._engine_version, self._has_masks = "", False
         if (weights_folder is None) == isinstance(server, str):
             raise ConfigError("name a weights_folder for a server of yours, and for no other")
         if isinstance(server, ServerSettings):
@@ -134,7 +126,6 @@ class VLLMEngine(OutsideEngine):
             if not self._client.post("/reset_prefix_cache", {}).read(bool, "success"):
                 raise EngineError("the server could not reset its prefix cache: requests of someone else are running")
             self._client.post("/update_weight_version", {"new_version": str(version)})
-            self._loaded.append(version)
 
     def generate(
         self,
@@ -156,9 +147,7 @@ class VLLMEngine(OutsideEngine):
                 earlier turn. The engine does not send them again, and they are absent from the traces:
                 `capture.Trajectory` joins both.
         """
-        sampled = self._sample(prompts, sampling, generator, starts=known_rows)
-        require_finished(sampled.finished_S.tolist())
-        return sampled.generation()
+        return self._sample(prompts, sampling, generator, starts=known_rows).generation()
 
     def generate_until(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator, *, seconds: float
@@ -178,15 +167,17 @@ class VLLMEngine(OutsideEngine):
                 alone, whatever the group size.
             generator: as in `generate`.
         """
-        open_S = np.flatnonzero(~partial.finished_S)
-        if not len(open_S):
+        samples, open_S = list(partial.samples), np.flatnonzero(~partial.finished_S).tolist()
+        if not open_S:
             return partial
-        so_far = [partial.trace.tokens(int(s)) for s in open_S]
+        so_far = [samples[s].trace.tokens(0) for s in open_S]
         left = sampling.max_new_tokens - partial.response_lengths[open_S]
         # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
-        kept = partial.leading_rows[open_S]
+        kept = [samples[s].leading_rows for s in open_S]
         later = self._sample(so_far, replace(sampling, group_size=1), generator, max_tokens=left, starts=kept)
-        return partial.resumed(open_S, later)
+        for s, more in zip(open_S, later.samples, strict=True):
+            samples[s] = samples[s].continued_by(more)
+        return PartialGeneration(samples)
 
     def _sample(
         self,
@@ -215,7 +206,7 @@ class VLLMEngine(OutsideEngine):
                 "raise it, or sample fewer tokens"
             )
         with self._running():
-            self._require_ready(sampling)
+            self._require_ready()
             common, name = self._sampling_params(sampling), secrets.token_hex(8)
             bodies = [
                 {
@@ -232,27 +223,36 @@ class VLLMEngine(OutsideEngine):
             ]
             loaded = len(self._loaded)
             # a server that returns masks returns one for every token
-            kept = 0 if self._without_masks else int(common["top_k"])
+            kept = int(common["top_k"]) if self._has_masks else 0
             most = most_bytes_of(self._served, longest, int(limits.max()), most_kept=kept)
             then = None if abort_after is None else (abort_after, "/abort_requests")
             answers = self._client.post_all(GENERATE, bodies, most_bytes=most, then=then)
-            stated = self._client.get("/weight_info").read(str, "weight_version")
-            require_version(stated, self.weight_version)
-        known = {*self._loaded[max(0, loaded - 1) :]}
-        echoes = at_least(self._engine_version, "0.30")
-        stamp: Any = {"weight_version": self.weight_version, "engine": "vllm", "engine_version": self._engine_version}
-        sequences, traces = [], []
+            require_own([self._client.get("/weight_info").read(str, "weight_version")], self._loaded[-1:])
+        # weights that change meanwhile are this trainer's, or those of before
+        known, echoes = self._loaded[max(0, loaded - 1) :], at_least(self._engine_version, "0.30")
+        samples = []
         for answer, body, prompt, limit, start in zip(answers, bodies, asked, limits, first, strict=True):
             given: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
-            sequence = sequence_of(answer, prompt, echoes=echoes, **given)
-            sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limit))
-            sequences.append(sequence)
-            traces.append(sequence.trace(self._served, **stamp))
-            _require_own(traces[-1].weight_versions_N[len(prompt) - 1 : -1], known)
-        return PartialGeneration.of(sequences, traces)
+            sample = response_of(answer, prompt, echoes=echoes, **given).sample(
+                self._served,
+                sampling,
+                max_new_tokens=int(limit),
+                weight_version=self.weight_version,
+                engine="vllm",
+                engine_version=self._engine_version,
+            )
+            require_own(sample.trace.weight_versions_N[len(prompt) - 1 : -1], known)
+            samples.append(sample)
+        return PartialGeneration(samples)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
-        cuts = {**NEUTRAL, "temperature": sampling.temperature} if self._without_masks else self._cuts(sampling)
+        if sampling.truncates and not self._has_masks:
+            raise ConfigError(
+                "this engine does not return sampling masks, without which log-probs under top_k, top_p or min_p "
+                "cannot be compared; start vLLM with them: sampling_masks of ServerSettings, or "
+                "--return-sampling-mask for a server of yours, or leave the three out"
+            )
+        cuts = self._cuts(sampling) if self._has_masks else {**NEUTRAL, "temperature": sampling.temperature}
         return {
             **cuts,
             **PENALTIES,
@@ -282,14 +282,8 @@ class VLLMEngine(OutsideEngine):
         try:
             self._client.post("/pause?mode=wait", {})
             yield
-        except BaseException as error:
-            try:
-                self._client.post("/resume", {})
-            except EngineError as again:
-                if isinstance(error, EngineError):
-                    raise EngineError(f"{error}\nIt may be paused still: {again}") from error
-            raise
-        self._client.post("/resume", {})
+        finally:
+            self._client.post("/resume", {})
 
     def _look_at_server(self) -> None:
         """Ask the server how it was started, because a wrong setting gives wrong log-probs without an error."""
@@ -298,9 +292,7 @@ class VLLMEngine(OutsideEngine):
         config = Answer(self._client.get(f"{INFO}?config_format=json").read(dict, "vllm_config"), "vllm_config")
         if missing := missing_settings(config, version):
             raise EngineError(f"the vLLM server must be started with {', and '.join(missing)}")
-        if config.read(dict, "model_config").get("return_sampling_mask") is not True:
-            self._without_masks = "start vLLM with sampling masks: sampling_masks of ServerSettings, or "
-            self._without_masks += "--return-sampling-mask for a server of yours"
+        self._has_masks = config.read(dict, "model_config").get("return_sampling_mask") is True
         self._engine_version = version
 
 
@@ -339,15 +331,6 @@ def missing_settings(config: Answer, version: str) -> list[str]:
         ),
     }
     return [argument for argument, there in wanted.items() if not there]
-
-
-def _require_own(versions_R: NDArray[np.int32], known: set[int]) -> None:
-    """Weights that change while a response is sampled must be those that this trainer loaded meanwhile."""
-    if known and not {*versions_R.tolist()} <= known:
-        raise EngineError(
-            f"the engine sampled with weights of versions {sorted({*versions_R.tolist()})}, the trainer loaded "
-            f"{sorted(known)}; no one else may change the weights of an engine that a trainer uses"
-        )
 
 
 def _one_each(values: ArrayLike, count: int, name: str) -> NDArray[np.int64]:
