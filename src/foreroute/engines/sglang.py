@@ -41,8 +41,8 @@ class SGLangServerEngine(OutsideEngine):
     Args:
         model: the policy, as it is served.
         url: such as "http://127.0.0.1:30000".
-        weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
-            under the same path.
+        weights_folder: of one trainer at a time. The server must see it under the same path. Checkpoints are put into
+            `foreroute-weights` in it.
         timeout_s: for each request.
         batch_size: responses that one request asks for.
         at_once: requests under way at once.
@@ -51,7 +51,7 @@ class SGLangServerEngine(OutsideEngine):
         weight_version: the version last loaded; every row is stamped with it.
 
     Raises:
-        ConfigError: when `url` is no address, or `weights_folder` holds something else.
+        ConfigError: when `url` is no address, or another trainer has `weights_folder`.
         EngineError: when the server cannot be reached, is of a version that does not work, or was started without what
             replay needs.
     """

@@ -50,8 +50,8 @@ class VLLMEngine(OutsideEngine):
     Args:
         model: the policy, as it is served.
         server: how to start one, or the address of yours, such as "http://127.0.0.1:8000".
-        weights_folder: for a server of yours, where checkpoints are put: new, empty, or used for nothing else before.
-            The server must see it under the same path.
+        weights_folder: for a server of yours, and of one trainer at a time. The server must see it under the same path.
+            Checkpoints are put into `foreroute-weights` in it.
         timeout_s: for the start, and for each request.
         at_once: responses under way at once.
 
@@ -59,7 +59,7 @@ class VLLMEngine(OutsideEngine):
         weight_version: the version last loaded; every row is stamped with the version that computed it.
 
     Raises:
-        ConfigError: when `server` is no address, `weights_folder` holds something else, or neither the model nor the
+        ConfigError: when `server` is no address, another trainer has `weights_folder`, or neither the model nor the
             settings say how long a sequence may be.
         EngineError: when the server cannot be reached, is of a release that does not work, or was started without what
             replay needs. Every method raises it when the server fails, dies, is late, or answers something else than it
@@ -99,7 +99,7 @@ class VLLMEngine(OutsideEngine):
         )
         if self._process is None:
             self._look_at_server()
-        folder = weights_folder if self._process is None else self._process.folder / "weights"
+        folder = weights_folder if self._process is None else self._process.folder
         assert folder is not None
         self._weights = WeightsFolder(folder, model.writer)
 
