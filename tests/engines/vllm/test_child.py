@@ -143,7 +143,7 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
             r"died \(exit code 1\) when it was started. vLLM from 0\.31 on(.|\n)*Runner V2",
         ),
         ("never starts", EngineError, r"did not start within 3 s and was ended(.|\n)*it serves /"),
-        ("dies", EngineError, r"died \(signal SIGABRT\): POST /inference(.|\n)*it serves /"),
+        ("dies", EngineError, r"died \(signal 6, Aborted\): POST /inference(.|\n)*it serves /"),
         ("hangs", EngineError, r"did not answer within 3 s"),
         ("zero routes", CaptureError, "enforce_eager=True"),
         ("another trainer", EngineError, "version 17, the trainer loaded version 1"),
@@ -215,15 +215,13 @@ def test_settings_are_arguments(fake_settings):
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode are set by foreroute"),
         ({"trust_remote_code": True}, "trust_remote_code are set by foreroute"),
         ({"a": object()}, "vLLM option a is"),
-        ({"a": float("nan")}, "cannot be passed on"),
-        ({"a": "\ud800"}, "cannot be passed on"),
-        ({"a b": 1}, "is no name of a vLLM option"),
+        ({"a": float("nan")}, "expected what JSON can hold"),
     ):
         with pytest.raises(ConfigError, match=said):
             fake_settings(options=wrong)
 
 
-def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path, monkeypatch):
+def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path):
     with pytest.raises(EngineError, match=r"there is no vLLM environment: .*Install vllm=="):
         vllm.ServerSettings(python=tmp_path / "missing")
     bare = vllm.VLLMEngine(ServedModel.of(routed), replace(fake_settings(), python=Path(sys.executable), options={}))
@@ -233,9 +231,8 @@ def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path
         started().generate(prompts(230), PAIRS, seeded())
     with pytest.raises(ConfigError, match="name a weights_folder for a server of yours"):
         vllm.VLLMEngine(ServedModel.of(routed), fake_settings(), weights_folder=tmp_path)
-    monkeypatch.setattr(servers, "MOST_PATH", 10)
-    with pytest.raises(ConfigError, match="set TMPDIR to a shorter one"):
-        started()
+    with pytest.raises(EngineError, match=r"cannot be started: .*surrogates not allowed"):
+        started("\ud800")
 
 
 @pytest.mark.parametrize("behaviour", ["good", "ignores the end", "has children"])

@@ -185,18 +185,18 @@ class VLLMEngine(OutsideEngine):
         sampling: Sampling,
         generator: torch.Generator,
         *,
-        max_tokens: ArrayLike | None = None,
+        max_tokens: NDArray[np.int64] | None = None,
         starts: ArrayLike = 0,
         abort_after: float | None = None,
     ) -> PartialGeneration:
         # one request for each response: vLLM 0.28 returns one of several, and newer ones make as many requests of them
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
         lengths = np.array([len(prompt) for prompt in asked], np.int64)
-        limit = sampling.max_new_tokens if max_tokens is None else max_tokens
-        limits, first = (
-            np.repeat(_one_each(values, len(prompts), name), sampling.group_size)
-            for values, name in ((limit, "max_tokens"), (starts, "known_rows"))
-        )
+        limits = np.full(len(prompts), sampling.max_new_tokens) if max_tokens is None else max_tokens
+        first = np.asarray(starts)
+        if first.dtype.kind not in "iu" or first.shape not in ((), (len(prompts),)):
+            raise ConfigError(f"known_rows are {first.dtype} of shape {first.shape}; expected one integer, or one each")
+        limits, first = (np.repeat(np.broadcast_to(a, len(prompts)), sampling.group_size) for a in (limits, first))
         if (first < 0).any() or (first > lengths).any():
             raise ConfigError(f"known_rows are {first.tolist()[:8]}; expected 0 up to the lengths of the prompts")
         longest = int((lengths + limits).max())
@@ -331,10 +331,3 @@ def missing_settings(config: Answer, version: str) -> list[str]:
         ),
     }
     return [argument for argument, there in wanted.items() if not there]
-
-
-def _one_each(values: ArrayLike, count: int, name: str) -> NDArray[np.int64]:
-    given = np.asarray(values)
-    if given.dtype.kind not in "iu" or given.shape not in ((), (count,)):
-        raise ConfigError(f"{name} are {given.dtype} of shape {given.shape}; expected an integer, or {count}")
-    return np.broadcast_to(given.astype(np.int64), (count,))
