@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import multiprocessing
 import socket
+import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ import pytest
 
 from foreroute.engines.http import Client
 from foreroute.errors import ConfigError, EngineError
+from foreroute.testing.ranks import environment
 from tests.engines.recorded_answers import serving
 
 
@@ -217,10 +219,11 @@ def test_a_caller_may_run_a_loop_of_its_own():
         assert asyncio.run(ask(server.url)) == [1]
 
 
-def test_without_httpx_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs httpx, which is not installed; pip install '\.\[engines\]'"):
-        Client("http://127.0.0.1", timeout_s=5, what="the server")
+def test_without_httpx_the_extra_is_named():
+    code = "import sys; sys.modules['httpx'] = None; import foreroute.engines.http"
+    child = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert "ModuleNotFoundError: an engine behind a server needs httpx" in child.stderr
+    assert "pip install '.[engines]'" in child.stderr
 
 
 @pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b"<html>" * 1000])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from foreroute.errors import ConfigError, EngineError, how_to_install
 from foreroute.files import parse_json
 
-if TYPE_CHECKING:
+try:
     import httpx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"an engine behind a server needs httpx, which is not installed; {how_to_install('engines')}", name=error.name
+    ) from error
 
 SMALL = 1 << 24
 """Bytes of an answer that has no routes."""
@@ -111,7 +115,6 @@ class Client:
 
     Raises:
         ConfigError: when `url` is no address.
-        ModuleNotFoundError: when httpx is not installed.
     """
 
     def __init__(
@@ -124,11 +127,10 @@ class Client:
         at_once: int = 32,
         missing: Mapping[str, str] | None = None,
     ) -> None:
-        self._httpx = _httpx()
         try:
-            address = self._httpx.URL(url)
-        except (self._httpx.InvalidURL, TypeError, ValueError):
-            address = self._httpx.URL("")
+            address = httpx.URL(url)
+        except (httpx.InvalidURL, TypeError, ValueError):
+            address = httpx.URL("")
         known = address.scheme in ("http", "https") and address.host and (address.port or 0) < 1 << 16
         if not known or address.userinfo or address.query or address.fragment:
             raise ConfigError(f"{url!r:.200} is no address of {what}; expected one like http://127.0.0.1:8000")
@@ -191,7 +193,7 @@ class Client:
         most_bytes: int,
         then: tuple[float, str] | None,
     ) -> list[bytearray]:
-        httpx, gate = self._httpx, asyncio.Semaphore(len(bodies) if then else self._at_once)
+        gate = asyncio.Semaphore(len(bodies) if then else self._at_once)
         transport = httpx.AsyncHTTPTransport(
             # the certificates of authorities take a while to load
             verify=self._url.scheme == "https",
@@ -235,7 +237,7 @@ class Client:
                         break
         except TimeoutError as error:
             raise EngineError(f"{where} did not answer within {self._timeout_s:g} s") from error
-        except (self._httpx.HTTPError, OSError, ValueError) as error:
+        except (httpx.HTTPError, OSError, ValueError) as error:
             raise BrokenOffError(f"{where} cannot be reached or broke off ({error!r:.200}). Is it running?") from error
         if response.has_redirect_location:
             raise EngineError(f"{where} sends to {response.headers['location']:.200}; name the address itself")
@@ -262,14 +264,3 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has no threads
-
-
-def _httpx() -> Any:
-    try:
-        import httpx
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"an engine behind a server needs httpx, which is not installed; {how_to_install('engines')}",
-            name=error.name,
-        ) from error
-    return httpx
