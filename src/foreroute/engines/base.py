@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.checkpoint import ServedModel
+from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
+from foreroute.engines.sequences import Response, Sample
+from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace import NO_VERSION
 
@@ -38,33 +39,61 @@ class Engine(Protocol):
 
 
 class OutsideEngine:
-    """An engine that is sent weights, and stamps what it samples with their version.
+    """An engine that is sent weights through a folder, and stamps what it samples with their version.
 
     Args:
         model: what it serves.
+        name: what it is, for the provenance.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with it.
     """
 
-    def __init__(self, model: ServedModel) -> None:
+    _weights: WeightsFolder
+    _engine_version = ""
+
+    def __init__(self, model: ServedModel, name: str) -> None:
         if not isinstance(model, ServedModel):
             raise ConfigError(
                 f"an engine outside the trainer serves a ServedModel, not a {type(model).__name__}; pass "
                 "ServedModel.of(hf.attach(model)) or ServedModel.at(folder), from foreroute.adapters.checkpoint"
             )
         self.weight_version = NO_VERSION
-        self._served = model
+        self._served, self._name = model, name
         self._loaded: list[int] = []
         self._half_loaded = False
 
-    @contextmanager
-    def _loading(self, version: int) -> Iterator[None]:
-        """The engine has weights of this version if what is done inside succeeds, and unknown ones if it fails."""
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
+        folder = self._weights.put(weights)
         self._half_loaded = True
-        yield
+        self._hand_over(str(folder), version)
         self.weight_version, self._half_loaded = version, False
         self._loaded.append(version)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder of weights; a server of yours goes on. May be called again."""
+        self._weights.close()
+
+    def _hand_over(self, folder: str, version: int) -> None:
+        """Have the engine load a checkpoint, and forget its prefix cache."""
+        raise NotImplementedError
+
+    def _sample_of(self, response: Response, sampling: Sampling, max_new_tokens: int) -> Sample:
+        return response.sample(
+            self._served,
+            sampling,
+            max_new_tokens=max_new_tokens,
+            weight_version=self.weight_version,
+            engine=self._name,
+            engine_version=self._engine_version,
+        )
 
     def _require_ready(self) -> None:
         """Raise `EngineError` when it is not known which weights the engine has."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.checkpoint import ServedModel, Weights
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
@@ -66,7 +66,7 @@ class SGLangServerEngine(OutsideEngine):
         batch_size: int = 64,
         at_once: int = 8,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, "sglang")
         self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MAX_INT32, kind=ConfigError)
         self._server = Client(url, timeout_s=timeout_s, what="the SGLang server", at_once=at_once)
         info = self._server.get("/server_info")
@@ -78,15 +78,12 @@ class SGLangServerEngine(OutsideEngine):
         self._asked_too = {"return_indexer_topk": True} if returns_choices and model.indexers else {}
         self._weights = WeightsFolder(weights_folder, model.writer)
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
-        folder = self._weights.put(weights)
-        request = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        with self._loading(version):
-            answer = self._server.post("/update_weights_from_disk", request)
-            if not answer.read(bool, "success"):
-                said = answer.value.get("message")
-                raise EngineError(f"the SGLang server did not take the weights: {said!s:.600}")
+    def _hand_over(self, folder: str, version: int) -> None:
+        request = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        answer = self._server.post("/update_weights_from_disk", request)
+        if not answer.read(bool, "success"):
+            said = answer.value.get("message")
+            raise EngineError(f"the SGLang server did not take the weights: {said!s:.600}")
 
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
@@ -133,21 +130,8 @@ class SGLangServerEngine(OutsideEngine):
             for one, prompt, rid in zip(answers, asked[batch], ids[batch], strict=True):
                 response, versions = response_of(one, prompt, rid=rid, masks=sampling.truncates)
                 require_own(versions, self._loaded[-1:])
-                samples.append(
-                    response.sample(
-                        self._served,
-                        sampling,
-                        max_new_tokens=sampling.max_new_tokens,
-                        weight_version=self.weight_version,
-                        engine="sglang",
-                        engine_version=self._engine_version,
-                    )
-                )
+                samples.append(self._sample_of(response, sampling, sampling.max_new_tokens))
         return PartialGeneration(samples).generation()
-
-    def close(self) -> None:
-        """Let go of the folder of weights; the server is not the trainer's to end. May be called again."""
-        self._weights.close()
 
 
 def response_of(

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.checkpoint import ServedModel, Weights
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, stop_token_ids
@@ -75,50 +75,39 @@ class VLLMEngine(OutsideEngine):
         timeout_s: float = 600.0,
         at_once: int = 256,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, "vllm")
         self._timeout_s = timeout_s
         self._process: ServerProcess | None = None
         self._max_model_len: int | None = None
-        self._engine_version, self._has_masks = "", False
-        if (weights_folder is None) == isinstance(server, str):
-            raise ConfigError("name a weights_folder for a server of yours, and for no other")
-        if isinstance(server, ServerSettings):
+        self._has_masks = False
+        url, socket = "http://vllm", None
+        if isinstance(server, ServerSettings) and weights_folder is None:
             self._max_model_len = server.max_model_len or model.max_positions
             if self._max_model_len is None:
                 raise ConfigError(
                     "the model's configuration does not say how long a sequence may be; set max_model_len"
                 )
             self._process = ServerProcess(server, model.writer, self._max_model_len)
+            socket, weights_folder = self._process.socket, self._process.folder
+        elif isinstance(server, str) and weights_folder is not None:
+            url = server
+        else:
+            raise ConfigError("name a weights_folder for a server of yours, and for no other")
         self._client = Client(
-            server if isinstance(server, str) else "http://vllm",
-            timeout_s=timeout_s,
-            what="the vLLM server",
-            socket=None if self._process is None else self._process.socket,
-            at_once=at_once,
-            missing=MISSING,
+            url, timeout_s=timeout_s, what="the vLLM server", socket=socket, at_once=at_once, missing=MISSING
         )
         if self._process is None:
             self._look_at_server()
-        folder = weights_folder if self._process is None else self._process.folder
-        assert folder is not None
-        self._weights = WeightsFolder(folder, model.writer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._weights = WeightsFolder(weights_folder, model.writer)
 
     def close(self) -> None:
         """End the server that was started here, and let go of the folder of weights. May be called again."""
-        self._weights.close()
+        super().close()
         if self._process is not None:
             self._process.close()
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
-        folder = str(self._weights.put(weights))
-        with self._running(), self._loading(version), self._paused():
+    def _hand_over(self, folder: str, version: int) -> None:
+        with self._running(), self._paused():
             loaded = self._client.post("/collective_rpc", {"method": "foreroute_load", "args": [folder]})
             if not (results := loaded.read(list, "results")) or any(each != folder for each in results):
                 raise EngineError(f"the server's workers loaded {results!r:.200}, each was asked to load {folder!r}")
@@ -233,16 +222,9 @@ class VLLMEngine(OutsideEngine):
         samples = []
         for answer, body, prompt, limit, start in zip(answers, bodies, asked, limits, first, strict=True):
             given: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
-            sample = response_of(answer, prompt, echoes=echoes, **given).sample(
-                self._served,
-                sampling,
-                max_new_tokens=int(limit),
-                weight_version=self.weight_version,
-                engine="vllm",
-                engine_version=self._engine_version,
-            )
-            require_own(sample.trace.weight_versions_N[len(prompt) - 1 : -1], known)
-            samples.append(sample)
+            response = response_of(answer, prompt, echoes=echoes, **given)
+            samples.append(self._sample_of(response, sampling, int(limit)))
+            require_own(samples[-1].trace.weight_versions_N[len(prompt) - 1 : -1], known)
         return PartialGeneration(samples)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
