@@ -166,9 +166,9 @@ def test_a_child_of_a_process_that_asked_may_ask():
 def test_an_answer_longer_than_what_was_asked_for_is_refused():
     with serving(lambda *_: (200, b'"' + b"x" * 2000 + b'"')) as server:
         client = Client(server.url, timeout_s=5, what="the server")
-        assert len(client.post_all("/x", [{}], most_bytes=2002)[0].value) == 2000
+        assert len(client.ask("/x", [{}], most_bytes=2002)[0].value) == 2000
         with pytest.raises(EngineError, match="more than 2001 bytes"):
-            client.post_all("/x", [{}], most_bytes=2001)
+            client.ask("/x", [{}], most_bytes=2001)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_th
 
     with serving(answer) as server:
         client = Client(server.url, timeout_s=5, what="the server", at_once=4)
-        found = client.post_all("/x", [{"n": n} for n in range(8)], most_bytes=100)
+        found = client.ask("/x", [{"n": n} for n in range(8)], most_bytes=100)
         assert [each.read(int, "n") for each in found] == [*range(8)]
         server.asked.clear()
         with pytest.raises(EngineError, match="refused with status 500: no"):
-            client.post_all("/x", [{"n": 9}, *({"n": 0} for _ in range(40))], most_bytes=100)
+            client.ask("/x", [{"n": 9}, *({"n": 0} for _ in range(40))], most_bytes=100)
         assert len(server.asked) < 20
 
 

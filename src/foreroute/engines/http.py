@@ -138,19 +138,19 @@ class Client:
         self._timeout_s, self._at_once, self._missing = timeout_s, at_once, missing or {}
 
     def get(self, path: str) -> Answer:
-        """Ask for what is at a path. Raises as `post_all`."""
-        return self._ask("GET", path, [None])[0]
+        """Ask for what is at a path. Raises as `ask`."""
+        return self.ask(path, [None])[0]
 
     def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """Send JSON. Raises as `post_all`."""
-        return self._ask("POST", path, [body])[0]
+        """Send JSON. Raises as `ask`."""
+        return self.ask(path, [body])[0]
 
-    def post_all(
+    def ask(
         self,
         path: str,
-        bodies: Sequence[Mapping[str, Any]],
+        bodies: Sequence[Mapping[str, Any] | None],
         *,
-        most_bytes: int,
+        most_bytes: int = SMALL,
         then: tuple[float, str] | None = None,
     ) -> list[Answer]:
         """Send several requests; the answers, in their order. One that fails calls the others off.
@@ -159,7 +159,7 @@ class Client:
 
         Args:
             path: the same for all.
-            bodies: JSON objects.
+            bodies: JSON objects, each of which is posted; None to get what is there.
             most_bytes: of each answer.
             then: seconds, and a path that is posted to when some are not answered by then. All are sent at once.
 
@@ -167,27 +167,16 @@ class Client:
             EngineError: when the server cannot be reached, is late, refuses, sends to another address, or answers with
                 something else than JSON, more of it than it may, or less than it announced.
         """
-        return self._ask("POST", path, bodies, most_bytes, then)
-
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        bodies: Sequence[Mapping[str, Any] | None],
-        most_bytes: int = SMALL,
-        then: tuple[float, str] | None = None,
-    ) -> list[Answer]:
-        name = f"the answer of {method} {path} of {self._what}"
-        asked = asyncio.run_coroutine_threadsafe(self._all(method, path, bodies, most_bytes, then), _loop())
+        asked = asyncio.run_coroutine_threadsafe(self._all(path, bodies, most_bytes, then), _loop())
         try:
             texts = asked.result()
         finally:
             asked.cancel()
+        name = f"the answer of {path} of {self._what}"
         return [Answer(parse_json(text, EngineError, name=name) if text.strip() else None, name) for text in texts]
 
     async def _all(
         self,
-        method: str,
         path: str,
         bodies: Sequence[Mapping[str, Any] | None],
         most_bytes: int,
@@ -209,7 +198,7 @@ class Client:
 
             async def one(body: Mapping[str, Any] | None) -> bytearray:
                 async with gate:
-                    return await self._one(client, method, path, body, most_bytes)
+                    return await self._one(client, path, body, most_bytes)
 
             tasks = [asyncio.create_task(one(body)) for body in bodies]
             try:
@@ -217,7 +206,7 @@ class Client:
                     seconds, other = then
                     _, waiting = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
                     if waiting:
-                        await self._one(client, "POST", other, {}, SMALL)
+                        await self._one(client, other, {}, SMALL)
                 return await asyncio.gather(*tasks)
             finally:
                 for task in tasks:
@@ -225,9 +214,10 @@ class Client:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(
-        self, client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None, most_bytes: int
+        self, client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, most_bytes: int
     ) -> bytearray:
-        where, text = f"{method} {path} of {self._what}", bytearray()
+        method, text = "GET" if body is None else "POST", bytearray()
+        where = f"{method} {path} of {self._what}"
         try:
             async with asyncio.timeout(self._timeout_s), client.stream(method, path, json=body) as response:
                 most = most_bytes if response.is_success else 4 * MAX_ERROR_CHARS

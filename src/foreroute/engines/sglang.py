@@ -124,7 +124,7 @@ class SGLangServerEngine(OutsideEngine):
             self._served, tokens, sampling.max_new_tokens, most_kept=MOST_KEPT * sampling.truncates
         )
         samples = []
-        for batch, answer in zip(batches, self._server.post_all("/generate", bodies, most_bytes=most), strict=True):
+        for batch, answer in zip(batches, self._server.ask("/generate", bodies, most_bytes=most), strict=True):
             if len(answers := answer.each()) != len(asked[batch]):
                 raise EngineError(f"the SGLang server returned {len(answers)} responses to {len(asked[batch])} prompts")
             for one, prompt, rid in zip(answers, asked[batch], ids[batch], strict=True):

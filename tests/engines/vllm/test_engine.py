@@ -126,17 +126,18 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
     newer = {"/version": {"version": "0.32.0"}, INFO: {"vllm_config": settings_031()}}
     with serving(Server(lie=stated, **newer)) as server:
         engine = engine_at(server, routed, tmp_path, version=6)
-        ask = engine._client.post_all
+        ask = engine._client.ask
 
-        def changed_meanwhile(*args, **given):
-            engine.load_weights(routed.model.state_dict(), version=7)
-            return ask(*args, **given)
+        def changed_meanwhile(path, *args, **given):
+            if path == GENERATE:
+                engine.load_weights(routed.model.state_dict(), version=7)
+            return ask(path, *args, **given)
 
-        engine._client.post_all = changed_meanwhile
+        engine._client.ask = changed_meanwhile
         trace = engine.generate([PROMPT], SAMPLED, seeded()).trace
         # of the prompt's other rows nobody says under which weights they were computed
         assert trace.weight_versions_N.tolist() == [-1] * 7 + [6] * 2 + [7] * 3 + [-1]
-        engine._client.post_all = ask
+        engine._client.ask = ask
         with pytest.raises(EngineError, match=r"weights of version 6, the trainer loaded version 7"):
             engine.generate([PROMPT], SAMPLED, seeded())
         spans[:] = [{"version": "7", "start": 0, "end": 5}]

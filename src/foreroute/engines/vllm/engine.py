@@ -215,7 +215,7 @@ class VLLMEngine(OutsideEngine):
             kept = int(common["top_k"]) if self._has_masks else 0
             most = most_bytes_of(self._served, longest, int(limits.max()), most_kept=kept)
             then = None if abort_after is None else (abort_after, "/abort_requests")
-            answers = self._client.post_all(GENERATE, bodies, most_bytes=most, then=then)
+            answers = self._client.ask(GENERATE, bodies, most_bytes=most, then=then)
             require_own([self._client.get("/weight_info").read(str, "weight_version")], self._loaded[-1:])
         # weights that change meanwhile are this trainer's, or those of before
         known, echoes = self._loaded[max(0, loaded - 1) :], at_least(self._engine_version, "0.30")
