@@ -43,9 +43,8 @@ class Sample:
 
     def continued_by(self, later: Sample) -> Sample:
         """The same sequence, gone on with as `later` has it. Rows that are routed stay as they are."""
-        trace = extended(self.trace, later.trace) if self.leading_rows else later.trace
         logprobs = np.concatenate([self.logprobs, later.logprobs])
-        return Sample(trace, self.prompt_length, logprobs, later.finished)
+        return Sample(extended(self.trace, later.trace), self.prompt_length, logprobs, later.finished)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,12 +16,14 @@ import pytest
 from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.engines import vllm
+from foreroute.engines.sequences import Sample
 from foreroute.engines.vllm import launch
 from foreroute.engines.vllm import server as servers
 from foreroute.engines.vllm.server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
+from foreroute.trace import RoutingTrace
 from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
 
 PAIRS = replace(SAMPLING, group_size=2)
@@ -118,6 +120,9 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
     partial = engine.generate_until(prompts(5, 9), cut, seeded(), seconds=0.2)
     done = engine.resume(partial, cut, seeded(5)).generation()
     whole = engine.generate(prompts(5, 9), replace(cut, top_k=0, top_p=0.9), seeded())
+    # aborted before its first forward: nothing says that there are masks
+    nothing = Sample(RoutingTrace.unrouted(routed.spec, prompts(5)), 5, np.zeros(0, np.float32), finished=False)
+    assert MASKS in engine.resume(vllm.PartialGeneration([nothing]), cut, seeded(5)).generation().trace.streams
     for plain in (replace(cut, top_k=0), replace(cut, top_k=0, temperature=0)):
         assert not engine.generate(prompts(5, 9), plain, seeded()).trace.streams
     assert not partial.finished_S.all()
