@@ -2,7 +2,9 @@
 
 import asyncio
 import gzip
+import multiprocessing
 import socket
+import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
@@ -12,6 +14,7 @@ import pytest
 
 from foreroute.engines.http import Client
 from foreroute.errors import ConfigError, EngineError
+from foreroute.testing.ranks import environment
 from tests.engines.recorded_answers import serving
 
 
@@ -45,33 +48,25 @@ def ending_in_time(within_s=5.0):
     assert time.monotonic() - start < within_s
 
 
-def assert_ends_in_time(first, then=b" ", *, scheme="http"):
-    with dripping(first, then) as url, ending_in_time():
-        Client(url.replace("http", scheme), timeout_s=0.3, what="the server").get("/x")
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;"
+DRIPS = {
+    "an answer": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n{", b" "),
+    "a refusal": (b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 100000\r\n\r\n{", b" "),
+    "nothing": (b"", b""),
+    "a status": (b"HTTP/1.1 200 O", b"K"),
+    "a header": (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "a chunk": (CHUNKED, b"a"),
+    "trailers": (CHUNKED[:-1] + b"\r\n{}\r\n0\r\n", b"X: a\r\n"),
+    "a handshake": (b"\x16\x03\x03\x40\x00", b"\x02"),
+}
 
 
-@pytest.mark.parametrize("status", [b"200 OK", b"500 Internal Server Error"])
-def test_an_answer_that_drips_for_ever_ends_in_time(status):
-    assert_ends_in_time(b"HTTP/1.1 " + status + b"\r\nContent-Length: 100000\r\n\r\n{")
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        (b"HTTP/1.1 200 O", b"K"),
-        (b"HTTP/1.1 200 OK\r\nX-Slow: ", b"a"),
-        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;", b"a"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n", b"X: a\r\n"),
-    ],
-    ids=["status", "header", "interim answers", "chunk", "trailers"],
-)
-def test_what_stands_around_an_answer_ends_in_time(first, then):
-    assert_ends_in_time(first, then)
-
-
-def test_a_handshake_that_drips_ends_in_time():
-    assert_ends_in_time(b"\x16\x03\x03\x40\x00", b"\x02", scheme="https")
+@pytest.mark.parametrize("name", DRIPS)
+def test_what_drips_for_ever_ends_in_time(name):
+    with dripping(*DRIPS[name]) as url, ending_in_time():
+        address = url.replace("http", "https") if name == "a handshake" else url
+        Client(address, timeout_s=0.3, what="the server").get("/x")
 
 
 def test_no_proxy_is_asked(monkeypatch):
@@ -94,13 +89,6 @@ def test_addresses_that_cannot_be_reached_share_the_time(monkeypatch):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found * 4)
         with ending_in_time(within_s=0.8):
             Client(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_s=0.3, what="the server").get("/x")
-
-
-def test_a_server_that_says_nothing_ends_in_time():
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(EngineError, match=r"did not answer within 0\.2 s"):
-            Client(url, timeout_s=0.2, what="the server").post("/x", {})
 
 
 def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
@@ -127,8 +115,8 @@ def test_no_redirect_is_followed(status, target):
     [
         *("", "x", "file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x", "127.0.0.1:8000"),
         *("http://", "http:///x", "http://:80", "http://[::1", "http://a:b/", "http://a:99999"),
-        *("http://é:1", "http://127.0.0.1:1/é", f"http://{'a' * 70}:1", "http://\ud800", "http://a b/", "http://a\n"),
-        *("http://user:word@a", "http://a?b=c", "http://a#b", "http://a..b", "http://-a", 3, None, b"http://a"),
+        *("http://\ud800", "http://a/\ud800", "http://a\n", "http://user:word@a", "http://a?b=c", "http://a#b"),
+        *(3, None, b"http://a"),
     ],
 )
 def test_what_is_no_address_is_refused_before_anything_is_opened(url):
@@ -143,12 +131,29 @@ def test_what_is_an_address_is_taken(url):
     Client(url, timeout_s=1, what="the server")
 
 
+@pytest.mark.parametrize("host", ["a b", "a..b", "a" * 70])
+def test_a_host_that_cannot_be_looked_up_is_one_error(host):
+    with pytest.raises(EngineError, match="cannot be reached or broke off"):
+        Client(f"http://{host}:1", timeout_s=5, what="the server").get("/x")
+
+
+def test_a_child_of_a_process_that_asked_may_ask():
+    with serving(lambda *_: (200, [1])) as server:
+        client = Client(server.url, timeout_s=5, what="the server")
+        client.get("/x")
+        child = multiprocessing.get_context("fork").Process(target=client.get, args=("/x",))
+        child.start()
+        child.join(30)
+        child.kill()
+        assert child.exitcode == 0
+
+
 def test_an_answer_longer_than_what_was_asked_for_is_refused():
     with serving(lambda *_: (200, b'"' + b"x" * 2000 + b'"')) as server:
         client = Client(server.url, timeout_s=5, what="the server")
-        assert len(client.post_all("/x", [{}], most_bytes=2002)[0].value) == 2000
+        assert len(client.ask("/x", [{}], most_bytes=2002)[0].value) == 2000
         with pytest.raises(EngineError, match="more than 2001 bytes"):
-            client.post_all("/x", [{}], most_bytes=2001)
+            client.ask("/x", [{}], most_bytes=2001)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +188,11 @@ def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_th
 
     with serving(answer) as server:
         client = Client(server.url, timeout_s=5, what="the server", at_once=4)
-        found = client.post_all("/x", [{"n": n} for n in range(8)], most_bytes=100)
+        found = client.ask("/x", [{"n": n} for n in range(8)], most_bytes=100)
         assert [each.read(int, "n") for each in found] == [*range(8)]
         server.asked.clear()
         with pytest.raises(EngineError, match="refused with status 500: no"):
-            client.post_all("/x", [{"n": 9}, *({"n": 0} for _ in range(40))], most_bytes=100)
+            client.ask("/x", [{"n": 9}, *({"n": 0} for _ in range(40))], most_bytes=100)
         assert len(server.asked) < 20
 
 
@@ -199,10 +204,11 @@ def test_a_caller_may_run_a_loop_of_its_own():
         assert asyncio.run(ask(server.url)) == [1]
 
 
-def test_without_httpx_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(ModuleNotFoundError, match=r"needs httpx, which is not installed; pip install '\.\[engines\]'"):
-        Client("http://127.0.0.1", timeout_s=5, what="the server")
+def test_without_httpx_the_extra_is_named():
+    code = "import sys; sys.modules['httpx'] = None; import foreroute.engines.http"
+    child = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert "ModuleNotFoundError: an engine behind a server needs httpx" in child.stderr
+    assert "pip install '.[engines]'" in child.stderr
 
 
 @pytest.mark.parametrize("text", [b"{", b"[" * 100_000, b"\xff\xfe", b"9" * 10_000, b"<html>" * 1000])

@@ -7,7 +7,6 @@ another precision, run token by token over a cache, routes its tokens on its own
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from foreroute.adapters.hf import attach
 from foreroute.capture import Generation, Sampling
@@ -175,18 +175,13 @@ def _sample(logits_SV: Tensor, sampling: Sampling, generator: torch.Generator) -
 
 def _kept(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     """Bool [S, V], the tokens that are left: by min-p, then top-k with all ties, then top-p of what those left."""
-    left_SV = logits_SV
+    left_SV, ids = logits_SV, torch.zeros(0, dtype=torch.long)  # which no warper reads
     if sampling.min_p:
-        lowest = logits_SV.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        left_SV = left_SV.masked_fill(left_SV < lowest, -torch.inf)
+        left_SV = MinPLogitsWarper(sampling.min_p)(ids, left_SV)
     if sampling.top_k:
-        lowest = left_SV.topk(min(sampling.top_k, left_SV.shape[1])).values[:, -1:]
-        left_SV = left_SV.masked_fill(left_SV < lowest, -torch.inf)
+        left_SV = TopKLogitsWarper(sampling.top_k)(ids, left_SV)
     if sampling.top_p < 1:
-        rising, order = left_SV.softmax(-1).sort(dim=-1, stable=True)
-        dropped = rising.cumsum(-1) <= 1 - sampling.top_p
-        dropped[:, -1] = False
-        left_SV = left_SV.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+        left_SV = TopPLogitsWarper(sampling.top_p)(ids, left_SV)
     return left_SV != -torch.inf
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +16,18 @@ from numpy.typing import NDArray
 from foreroute.errors import ConfigError, EngineError, how_to_install
 from foreroute.files import parse_json
 
-if TYPE_CHECKING:
+try:
     import httpx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"an engine behind a server needs httpx, which is not installed; {how_to_install('engines')}", name=error.name
+    ) from error
 
 SMALL = 1 << 24
 """Bytes of an answer that has no routes."""
 MAX_ERROR_CHARS = 600
 NOT_FOUND = 404
 _NAMES = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}
-_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*")
-_PATH = re.compile(r"[!-~]*")
 
 T = TypeVar("T")
 
@@ -115,7 +115,6 @@ class Client:
 
     Raises:
         ConfigError: when `url` is no address.
-        ModuleNotFoundError: when httpx is not installed.
     """
 
     def __init__(
@@ -128,33 +127,39 @@ class Client:
         at_once: int = 32,
         missing: Mapping[str, str] | None = None,
     ) -> None:
-        if not _is_address(url):
+        try:
+            address = httpx.URL(url)
+        except (httpx.InvalidURL, TypeError, ValueError):
+            address = httpx.URL("")
+        known = address.scheme in ("http", "https") and address.host and (address.port or 0) < 1 << 16
+        if not known or address.userinfo or address.query or address.fragment:
             raise ConfigError(f"{url!r:.200} is no address of {what}; expected one like http://127.0.0.1:8000")
-        self._url, self._what, self._socket = url.rstrip("/"), what, socket
+        self._url, self._what, self._socket = address, what, socket
         self._timeout_s, self._at_once, self._missing = timeout_s, at_once, missing or {}
-        self._httpx = _httpx()
 
     def get(self, path: str) -> Answer:
-        """Ask for what is at a path. Raises as `post_all`."""
-        return self._ask("GET", path, [None], SMALL, None)[0]
+        """Ask for what is at a path. Raises as `ask`."""
+        return self.ask(path, [None])[0]
 
     def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """Send JSON. Raises as `post_all`."""
-        return self._ask("POST", path, [body], SMALL, None)[0]
+        """Send JSON. Raises as `ask`."""
+        return self.ask(path, [body])[0]
 
-    def post_all(
+    def ask(
         self,
         path: str,
-        bodies: Sequence[Mapping[str, Any]],
+        bodies: Sequence[Mapping[str, Any] | None],
         *,
-        most_bytes: int,
+        most_bytes: int = SMALL,
         then: tuple[float, str] | None = None,
     ) -> list[Answer]:
         """Send several requests; the answers, in their order. One that fails calls the others off.
 
+        Whoever interrupts the caller calls all off, and with them what the server does for them.
+
         Args:
             path: the same for all.
-            bodies: JSON objects.
+            bodies: JSON objects, each of which is posted; None to get what is there.
             most_bytes: of each answer.
             then: seconds, and a path that is posted to when some are not answered by then. All are sent at once.
 
@@ -162,73 +167,71 @@ class Client:
             EngineError: when the server cannot be reached, is late, refuses, sends to another address, or answers with
                 something else than JSON, more of it than it may, or less than it announced.
         """
-        return self._ask("POST", path, bodies, most_bytes, then)
-
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        bodies: Sequence[Mapping[str, Any] | None],
-        most_bytes: int,
-        then: tuple[float, str] | None,
-    ) -> list[Answer]:
-        name = f"the answer of {method} {path} of {self._what}"
-        return [
-            Answer(parse_json(text, EngineError, name=name) if text.strip() else None, name)
-            for text in _finished(self._all(method, path, bodies, most_bytes, then))
-        ]
+        asked = asyncio.run_coroutine_threadsafe(self._all(path, bodies, most_bytes, then), _loop())
+        try:
+            texts = asked.result()
+        finally:
+            asked.cancel()
+        name = f"the answer of {path} of {self._what}"
+        return [Answer(parse_json(text, EngineError, name=name) if text.strip() else None, name) for text in texts]
 
     async def _all(
         self,
-        method: str,
         path: str,
         bodies: Sequence[Mapping[str, Any] | None],
         most_bytes: int,
         then: tuple[float, str] | None,
     ) -> list[bytearray]:
-        httpx, gate = self._httpx, asyncio.Semaphore(len(bodies) if then else self._at_once)
+        gate = asyncio.Semaphore(len(bodies) if then else self._at_once)
         transport = httpx.AsyncHTTPTransport(
             # the certificates of authorities take a while to load
-            verify=self._url.startswith("https:"),
+            verify=self._url.scheme == "https",
             uds=None if self._socket is None else str(self._socket),
             # the one clock is that of `_one`
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._at_once),
         )
-        async with httpx.AsyncClient(transport=transport, timeout=None, trust_env=False) as client:
+        # what is compressed has no size that is known before it is unpacked
+        headers = {"Accept-Encoding": "identity"}
+        async with httpx.AsyncClient(
+            base_url=self._url, headers=headers, transport=transport, timeout=None, trust_env=False
+        ) as client:
 
             async def one(body: Mapping[str, Any] | None) -> bytearray:
                 async with gate:
-                    return await self._one(client, method, path, body, most_bytes)
+                    return await self._one(client, path, body, most_bytes)
 
             tasks = [asyncio.create_task(one(body)) for body in bodies]
-            if then:
-                seconds, other = then
-                _, waiting = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-                if waiting:
-                    await self._one(client, "POST", other, {}, SMALL)
-            return list(await asyncio.gather(*tasks))
+            try:
+                if then:
+                    seconds, other = then
+                    _, waiting = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+                    if waiting:
+                        await self._one(client, other, {}, SMALL)
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(
-        self, client: httpx.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None, most_bytes: int
+        self, client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, most_bytes: int
     ) -> bytearray:
+        method, text = "GET" if body is None else "POST", bytearray()
         where = f"{method} {path} of {self._what}"
-        # what is compressed has no size that is known before it is unpacked
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
-        content = None if body is None else json.dumps(body).encode()
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                client.stream(method, self._url + path, content=content, headers=headers) as response,
-            ):
-                good = response.is_success
-                text = await _read(response, most_bytes + 1 if good else 4 * MAX_ERROR_CHARS)
+            async with asyncio.timeout(self._timeout_s), client.stream(method, path, json=body) as response:
+                most = most_bytes if response.is_success else 4 * MAX_ERROR_CHARS
+                async for part in response.aiter_raw():
+                    text += part
+                    if len(text) > most:
+                        break
         except TimeoutError as error:
             raise EngineError(f"{where} did not answer within {self._timeout_s:g} s") from error
-        except (self._httpx.HTTPError, OSError, ValueError) as error:
+        except (httpx.HTTPError, OSError, ValueError) as error:
             raise BrokenOffError(f"{where} cannot be reached or broke off ({error!r:.200}). Is it running?") from error
         if response.has_redirect_location:
             raise EngineError(f"{where} sends to {response.headers['location']:.200}; name the address itself")
-        if not good:
+        if not response.is_success:
             said = bytes(text).decode(errors="replace")[:MAX_ERROR_CHARS]
             what_to_do = self._missing.get(path.partition("?")[0]) if response.status_code == NOT_FOUND else None
             raise EngineError(
@@ -237,63 +240,17 @@ class Client:
             )
         if len(text) > most_bytes:
             raise EngineError(f"{where} answered with more than {most_bytes} bytes, which is more than was asked for")
-        if encoding := response.headers.get("content-encoding", "").strip().lower():
+        if encoding := response.headers.get("content-encoding"):
             raise EngineError(f"{where} answered in the encoding {encoding!r:.40}; expected none")
         return text
 
 
-async def _read(response: httpx.Response, most_bytes: int) -> bytearray:
-    """All of it or about `most_bytes`."""
-    text = bytearray()
-    async for part in response.aiter_raw():
-        text += part
-        if len(text) >= most_bytes:
-            break
-    return text
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Runs in a thread of its own, since the caller's may run a loop already."""
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, name="foreroute-http", daemon=True).start()
+    return loop
 
 
-def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine returns, in a thread of its own, since the caller's may run a loop already.
-
-    Whoever interrupts the caller calls the work off, and with it what the server does for it.
-    """
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
-
-    async def run() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        started.set_result((asyncio.get_running_loop(), task))
-        return await work
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(asyncio.run, run())
-        try:
-            return done.result()
-        except BaseException:
-            loop, task = started.result()
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(task.cancel)
-            raise
-
-
-def _is_address(url: object) -> bool:
-    """Whether it has a scheme, a host that can be looked up, and a path, in letters that a request can have."""
-    if not isinstance(url, str) or not _PATH.fullmatch(url):
-        return False
-    try:
-        parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:  # brackets that are not closed, a port that is no number
-        return False
-    return known and "@" not in parts.netloc and bool(_HOST.fullmatch(parts.hostname or ""))
-
-
-def _httpx() -> Any:
-    try:
-        import httpx
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"an engine behind a server needs httpx, which is not installed; {how_to_install('engines')}",
-            name=error.name,
-        ) from error
-    return httpx
+os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has no threads

@@ -13,21 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.checkpoint import ServedModel, Weights
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
-from foreroute.engines.base import (
-    OutsideEngine,
-    SampledSequence,
-    draw_seeds,
-    generation_of,
-    most_bytes_of,
-    require_same_tokens,
-    require_version,
-    stop_token_ids,
-)
+from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, stop_token_ids
 from foreroute.engines.http import Answer, Client
+from foreroute.engines.sequences import PartialGeneration, Response, require_own
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace.spec import whole_number
@@ -36,7 +28,6 @@ __all__ = ["SGLangServerEngine"]
 
 ROUTES, CHOICES = "enable_return_routed_experts", "enable_return_indexer_topk"
 """Settings of a server."""
-REASONS = ("stop", "length", "abort")
 MOST_KEPT = 4096
 """Tokens of a sampling mask, unless the server was started with another --sampling-mask-max-tokens."""
 
@@ -50,8 +41,8 @@ class SGLangServerEngine(OutsideEngine):
     Args:
         model: the policy, as it is served.
         url: such as "http://127.0.0.1:30000".
-        weights_folder: where checkpoints are put: new, empty, or used for nothing else before. The server must see it
-            under the same path.
+        weights_folder: of one trainer at a time. The server must see it under the same path. Checkpoints are put into
+            `foreroute-weights` in it.
         timeout_s: for each request.
         batch_size: responses that one request asks for.
         at_once: requests under way at once.
@@ -60,7 +51,7 @@ class SGLangServerEngine(OutsideEngine):
         weight_version: the version last loaded; every row is stamped with it.
 
     Raises:
-        ConfigError: when `url` is no address, or `weights_folder` holds something else.
+        ConfigError: when `url` is no address, or another trainer has `weights_folder`.
         EngineError: when the server cannot be reached, is of a version that does not work, or was started without what
             replay needs.
     """
@@ -75,7 +66,7 @@ class SGLangServerEngine(OutsideEngine):
         batch_size: int = 64,
         at_once: int = 8,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, "sglang")
         self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MAX_INT32, kind=ConfigError)
         self._server = Client(url, timeout_s=timeout_s, what="the SGLang server", at_once=at_once)
         info = self._server.get("/server_info")
@@ -87,15 +78,12 @@ class SGLangServerEngine(OutsideEngine):
         self._asked_too = {"return_indexer_topk": True} if returns_choices and model.indexers else {}
         self._weights = WeightsFolder(weights_folder, model.writer)
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
-        folder = self._weights.put(weights)
-        request = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        with self._loading(version):
-            answer = self._server.post("/update_weights_from_disk", request)
-            if not answer.read(bool, "success"):
-                said = answer.value.get("message")
-                raise EngineError(f"the SGLang server did not take the weights: {said!s:.600}")
+    def _hand_over(self, folder: str, version: int) -> None:
+        request = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        answer = self._server.post("/update_weights_from_disk", request)
+        if not answer.read(bool, "success"):
+            said = answer.value.get("message")
+            raise EngineError(f"the SGLang server did not take the weights: {said!s:.600}")
 
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
@@ -105,7 +93,7 @@ class SGLangServerEngine(OutsideEngine):
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
-        self._require_ready(sampling)
+        self._require_ready()
         # one prompt for each response, so that each has a seed and an id of its own
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
         seeds, name = draw_seeds(generator, len(asked)), secrets.token_hex(8)
@@ -135,40 +123,26 @@ class SGLangServerEngine(OutsideEngine):
         most = self._batch_size * most_bytes_of(
             self._served, tokens, sampling.max_new_tokens, most_kept=MOST_KEPT * sampling.truncates
         )
-        sequences = []
-        for batch, answer in zip(batches, self._server.post_all("/generate", bodies, most_bytes=most), strict=True):
+        samples = []
+        for batch, answer in zip(batches, self._server.ask("/generate", bodies, most_bytes=most), strict=True):
             if len(answers := answer.each()) != len(asked[batch]):
                 raise EngineError(f"the SGLang server returned {len(answers)} responses to {len(asked[batch])} prompts")
             for one, prompt, rid in zip(answers, asked[batch], ids[batch], strict=True):
-                sequence, versions = sequence_of(one, prompt, rid=rid, masks=sampling.truncates)
-                for stated in versions:
-                    require_version(stated, self.weight_version)
-                sequences.append(
-                    sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=sampling.max_new_tokens)
-                )
-        return generation_of(
-            sequences,
-            self._served,
-            weight_version=self.weight_version,
-            engine="sglang",
-            engine_version=self._engine_version,
-        )
-
-    def close(self) -> None:
-        """Let go of the folder of weights; the server is not the trainer's to end. May be called again."""
-        self._weights.close()
+                response, versions = response_of(one, prompt, rid=rid, masks=sampling.truncates)
+                require_own(versions, self._loaded[-1:])
+                samples.append(self._sample_of(response, sampling, sampling.max_new_tokens))
+        return PartialGeneration(samples).generation()
 
 
-def sequence_of(
-    answer: Answer, prompt: NDArray[np.int32], *, rid: str, start: int = 0, masks: bool = False
-) -> tuple[SampledSequence, list[str]]:
-    """The sequence of one answer of `/generate`, and the versions of the weights that sampled it.
+def response_of(
+    answer: Answer, prompt: NDArray[np.int32], *, rid: str, masks: bool = False
+) -> tuple[Response, list[str]]:
+    """What one answer of `/generate` says, and the versions of the weights that sampled it.
 
     Args:
         answer: with `output_ids` and `meta_info`.
         prompt: int32 [P], what was asked.
         rid: of the request.
-        start: the `routed_experts_start_len` of the request.
         masks: whether sampling masks were asked for. Log-probs are then those on the masks.
 
     Raises:
@@ -183,17 +157,14 @@ def sequence_of(
         versions = [span.read(str, "version") for span in meta.each("weight_versions")]
     else:
         versions = [meta.read(str, "weight_version")]
-    if (reason := meta.read(str, "finish_reason", "type")) not in REASONS:
-        raise EngineError(f"the SGLang server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-    response = answer.integers("output_ids")
+    tokens = answer.integers("output_ids")
     held = {name: meta.value.get(name) for name in ("routed_experts", "indexer_topk")}
     # each is a list of log-prob, token and text
     entries = [[*entry.read(list), None, None][:2] for entry in meta.each("output_token_logprobs")]
     where = "the SGLang server's answer.meta_info.output_token_logprobs"
-    require_same_tokens("the token of each log-prob", response, Answer([e[1] for e in entries], where).integers())
-    logprobs = Answer([e[0] for e in entries], where).numbers()
+    logprobs, logprob_tokens = Answer([e[0] for e in entries], where), Answer([e[1] for e in entries], where)
     if masks:
         held["output_token_sampling_mask"] = meta.read(list, "output_token_sampling_mask")
-        logprobs = meta.numbers("output_token_sampling_logprobs")
-    output = {"output_ids": response, "meta_info": held}
-    return SampledSequence(prompt, response, logprobs, reason, output, start), versions
+        logprobs = Answer(meta.read(list, "output_token_sampling_logprobs"), where)
+    reason, output = meta.read(str, "finish_reason", "type"), {"output_ids": tokens, "meta_info": held}
+    return Response(prompt, tokens, logprobs.numbers(), logprob_tokens.integers(), reason, output), versions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import secrets
 import shutil
 import weakref
@@ -15,36 +14,28 @@ from foreroute.adapters.checkpoint import CheckpointWriter, Weights
 from foreroute.errors import ConfigError
 from foreroute.files import writing_named
 
-MARKER = ".foreroute-weights"
-"""The file that tells a folder of ours, and is locked by the trainer that has it."""
-_CHECKPOINT = re.compile(r"\.?weights-[0-9a-f]{8}")
+OWN = "foreroute-weights"
 
 
 class WeightsFolder:
-    """A folder through which one trainer hands checkpoints to an engine.
+    """The folder `foreroute-weights` in one of the user's, through which one trainer hands checkpoints to an engine.
 
-    A checkpoint is written under another name and renamed when it is whole, and its name is never used again: whoever
-    is told a name reads this checkpoint or none. The one before is removed first. Nothing else there is touched.
+    The name of a checkpoint is never used again, and told when it is whole: whoever is told it reads this checkpoint or
+    none. The one before is removed first, whoever has left it. Nothing beside the folder is touched.
 
     Args:
-        path: made if it is missing; empty, or one that an earlier trainer had in the same way.
+        path: made if it is missing.
         writer: of the checkpoints.
 
     Raises:
-        ConfigError: when there is something else in the folder, another trainer has it, or it cannot be written.
+        ConfigError: when another trainer has the folder, or it cannot be written.
     """
 
     def __init__(self, path: Path, writer: CheckpointWriter) -> None:
-        self._path, self._writer = path, writer
-        with writing_named(path, ConfigError):
-            path.mkdir(parents=True, exist_ok=True)
-            marker = path / MARKER
-            if not marker.is_file() and any(path.iterdir()):
-                raise ConfigError(
-                    f"{path} holds files that no trainer of foreroute put there; nothing was changed. Name a new or an "
-                    "empty folder for weights"
-                )
-            descriptor = os.open(marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        self._path, self._writer = path.absolute() / OWN, writer
+        with writing_named(self._path, ConfigError):
+            self._path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,17 +51,13 @@ class WeightsFolder:
         Raises:
             ConfigError: when it cannot be written, or the writer refuses the weights.
         """
-        name = f"weights-{secrets.token_hex(4)}"
+        folder = self._path / secrets.token_hex(4)
         with writing_named(self._path, ConfigError):
-            for path in self._path.iterdir():
-                if _CHECKPOINT.fullmatch(path.name):
-                    shutil.rmtree(path)
-            unfinished = self._path / f".{name}"
+            for before in self._path.iterdir():
+                shutil.rmtree(before)
             try:
-                self._writer.write(unfinished, weights)
-                unfinished.rename(self._path / name)
+                return self._writer.write(folder, weights)
             except BaseException:
                 with suppress(OSError):
-                    shutil.rmtree(unfinished)
+                    shutil.rmtree(folder)
                 raise
-        return (self._path / name).resolve()

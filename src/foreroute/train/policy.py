@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.engines import sglang, vllm
+from foreroute.engines import vllm
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
@@ -114,6 +114,8 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
     served = ServedModel.of(policy)
     weights = None if place.weights_folder is None else Path(place.weights_folder)
     if config.engine == "sglang":  # TrainConfig refuses it without url and weights_folder
+        from foreroute.engines import sglang
+
         assert place.url is not None
         assert weights is not None
         return sglang.SGLangServerEngine(served, place.url, weights_folder=weights, timeout_s=place.timeout_s)

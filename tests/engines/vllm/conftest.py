@@ -9,6 +9,7 @@ import pytest
 from foreroute.engines import vllm
 
 FAKE = Path(__file__).parent / "fake"
+STAND_INS = Path(__file__).parents[1] / "releases" / "stand_ins.py"
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +36,8 @@ def fake_settings(tmp_path):
 
 
 def with_stand_ins(python, folder):
-    """What is run in the place of a Python, so that its server has the stand-ins of `masks_server`."""
-    script, wrapper = Path(__file__).with_name("masks_server.py"), folder / "python"
-    wrapper.write_text(f'#!/bin/sh\nexec "{python}" "{script}" "$@"\n')
+    """What is run in the place of a Python, so that its server returns sampling masks without a GPU."""
+    wrapper = folder / "python"
+    wrapper.write_text(f'#!/bin/sh\nSTAND_INS=runner exec "{python}" "{STAND_INS}" "$@"\n')
     wrapper.chmod(0o755)
     return wrapper

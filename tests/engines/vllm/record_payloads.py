@@ -52,7 +52,7 @@ WITH_MASKS = {
         {"token_ids": PROMPT, "sampling_params": TRUNCATED},
     ),
 }
-"""Asked of a server with the stand-ins of `masks_server`."""
+"""Asked of a server with the stand-ins of `releases.stand_ins`."""
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Sampling masks of a real vLLM under TRL's trainer: `masks_server` names the stand-ins of a vLLM on the CPU."""
+"""Sampling masks of a real vLLM under TRL's trainer: `stand_ins` has what a CPU lacks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sampling masks of a real vLLM on the CPU, scored by the trainer's model. `masks_server` names its stand-ins."""
+"""Sampling masks of a real vLLM on the CPU, scored by the trainer's model. `stand_ins` has what a CPU lacks."""
 
 import sys
 from contextlib import contextmanager

@@ -15,18 +15,18 @@ vLLM itself is not imported in the trainer's process: it pins other versions, an
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foreroute.engines.sequences import PartialGeneration
     from foreroute.engines.vllm.engine import VLLMEngine
-    from foreroute.engines.vllm.partial import PartialGeneration
     from foreroute.engines.vllm.server import ServerSettings
 
 __all__ = ["PartialGeneration", "ServerSettings", "VLLMEngine"]
-_MODULES = {"PartialGeneration": "partial", "ServerSettings": "server", "VLLMEngine": "engine"}
+_MODULES = {"PartialGeneration": "sequences", "ServerSettings": "vllm.server", "VLLMEngine": "vllm.engine"}
 
 
 def __getattr__(name: str) -> Any:
     """Load a name when it is asked for: what runs beside vLLM is in this package too, and needs no trainer."""
-    import importlib
+    from importlib import import_module
 
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"foreroute.engines.{_MODULES[name]}"), name)

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.engines.base import SampledSequence, require_same_tokens
 from foreroute.engines.http import Answer
+from foreroute.engines.sequences import Response, require_same_tokens
 from foreroute.errors import EngineError
 
-REASONS = ("stop", "length", "abort")
 
-
-def sequence_of(
+def response_of(
     answer: Answer,
     prompt: NDArray[np.int32],
     *,
@@ -22,8 +20,8 @@ def sequence_of(
     start: int = 0,
     masks: bool = False,
     echoes: bool = True,
-) -> SampledSequence:
-    """The one choice of an answer of `/inference/v1/generate`.
+) -> Response:
+    """What the one choice of an answer of `/inference/v1/generate` says.
 
     Args:
         answer: as it came.
@@ -47,20 +45,17 @@ def sequence_of(
     (choice,) = choices
     if number := choice.read(int, "index"):
         raise EngineError(f"the vLLM server numbered its one response {number}; expected 0")
-    if (reason := choice.read(str, "finish_reason")) not in REASONS:
-        raise EngineError(f"the vLLM server ended a response for the reason {reason!r:.40}; expected {REASONS}")
-    response = choice.integers("token_ids")
-    output = {"routed_experts": choice.value.get("routed_experts"), "token_ids": response}
+    reason, tokens = choice.read(str, "finish_reason"), choice.integers("token_ids")
+    output = {"routed_experts": choice.value.get("routed_experts"), "token_ids": tokens}
     if reason == "abort" and output["routed_experts"] is None:
         output = {}  # before the first forward
     elif masks:
-        output["sampling_mask"] = choice.read(list, "sampling_mask") if len(response) else []
-    steps = choice.each("logprobs", "content")
-    require_same_tokens("the token of each log-prob", response, _tokens_of(steps))
-    logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
-    if output and len(response):
+        output["sampling_mask"] = choice.read(list, "sampling_mask") if len(tokens) else []
+    if output and len(tokens):
         output["weight_versions"] = choice.value.get("weight_versions")  # from 0.31 on
-    return SampledSequence(prompt, response, logprobs, reason, output or None, start)
+    steps = choice.each("logprobs", "content")
+    logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
+    return Response(prompt, tokens, logprobs, _tokens_of(steps), reason, output or None, start)
 
 
 def _tokens_of(steps: Sequence[Answer]) -> NDArray[np.int32]:

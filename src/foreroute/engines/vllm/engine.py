@@ -7,26 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.checkpoint import ServedModel, Weights
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import (
-    OutsideEngine,
-    draw_seeds,
-    most_bytes_of,
-    require_finished,
-    require_version,
-    stop_token_ids,
-)
+from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, stop_token_ids
 from foreroute.engines.http import Answer, BrokenOffError, Client
-from foreroute.engines.vllm.answers import sequence_of
-from foreroute.engines.vllm.partial import PartialGeneration
+from foreroute.engines.sequences import PartialGeneration, require_own
+from foreroute.engines.vllm.answers import response_of
 from foreroute.engines.vllm.server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
@@ -57,8 +50,8 @@ class VLLMEngine(OutsideEngine):
     Args:
         model: the policy, as it is served.
         server: how to start one, or the address of yours, such as "http://127.0.0.1:8000".
-        weights_folder: for a server of yours, where checkpoints are put: new, empty, or used for nothing else before.
-            The server must see it under the same path.
+        weights_folder: for a server of yours, and of one trainer at a time. The server must see it under the same path.
+            Checkpoints are put into `foreroute-weights` in it.
         timeout_s: for the start, and for each request.
         at_once: responses under way at once.
 
@@ -66,7 +59,7 @@ class VLLMEngine(OutsideEngine):
         weight_version: the version last loaded; every row is stamped with the version that computed it.
 
     Raises:
-        ConfigError: when `server` is no address, `weights_folder` holds something else, or neither the model nor the
+        ConfigError: when `server` is no address, another trainer has `weights_folder`, or neither the model nor the
             settings say how long a sequence may be.
         EngineError: when the server cannot be reached, is of a release that does not work, or was started without what
             replay needs. Every method raises it when the server fails, dies, is late, or answers something else than it
@@ -82,51 +75,39 @@ class VLLMEngine(OutsideEngine):
         timeout_s: float = 600.0,
         at_once: int = 256,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, "vllm")
         self._timeout_s = timeout_s
         self._process: ServerProcess | None = None
         self._max_model_len: int | None = None
-        self._engine_version = ""
-        self._loaded: list[int] = []
-        if (weights_folder is None) == isinstance(server, str):
-            raise ConfigError("name a weights_folder for a server of yours, and for no other")
-        if isinstance(server, ServerSettings):
+        self._has_masks = False
+        url, socket = "http://vllm", None
+        if isinstance(server, ServerSettings) and weights_folder is None:
             self._max_model_len = server.max_model_len or model.max_positions
             if self._max_model_len is None:
                 raise ConfigError(
                     "the model's configuration does not say how long a sequence may be; set max_model_len"
                 )
             self._process = ServerProcess(server, model.writer, self._max_model_len)
+            socket, weights_folder = self._process.socket, self._process.folder
+        elif isinstance(server, str) and weights_folder is not None:
+            url = server
+        else:
+            raise ConfigError("name a weights_folder for a server of yours, and for no other")
         self._client = Client(
-            server if isinstance(server, str) else "http://vllm",
-            timeout_s=timeout_s,
-            what="the vLLM server",
-            socket=None if self._process is None else self._process.socket,
-            at_once=at_once,
-            missing=MISSING,
+            url, timeout_s=timeout_s, what="the vLLM server", socket=socket, at_once=at_once, missing=MISSING
         )
         if self._process is None:
             self._look_at_server()
-        folder = weights_folder if self._process is None else self._process.folder / "weights"
-        assert folder is not None
-        self._weights = WeightsFolder(folder, model.writer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._weights = WeightsFolder(weights_folder, model.writer)
 
     def close(self) -> None:
         """End the server that was started here, and let go of the folder of weights. May be called again."""
-        self._weights.close()
+        super().close()
         if self._process is not None:
             self._process.close()
 
-    def load_weights(self, weights: Weights, version: int) -> None:
-        """Take over the trainer's weights, forget the prefix cache, and stamp what follows with `version`."""
-        folder = str(self._weights.put(weights))
-        with self._running(), self._loading(version), self._paused():
+    def _hand_over(self, folder: str, version: int) -> None:
+        with self._running(), self._paused():
             loaded = self._client.post("/collective_rpc", {"method": "foreroute_load", "args": [folder]})
             if not (results := loaded.read(list, "results")) or any(each != folder for each in results):
                 raise EngineError(f"the server's workers loaded {results!r:.200}, each was asked to load {folder!r}")
@@ -134,7 +115,6 @@ class VLLMEngine(OutsideEngine):
             if not self._client.post("/reset_prefix_cache", {}).read(bool, "success"):
                 raise EngineError("the server could not reset its prefix cache: requests of someone else are running")
             self._client.post("/update_weight_version", {"new_version": str(version)})
-            self._loaded.append(version)
 
     def generate(
         self,
@@ -156,9 +136,7 @@ class VLLMEngine(OutsideEngine):
                 earlier turn. The engine does not send them again, and they are absent from the traces:
                 `capture.Trajectory` joins both.
         """
-        sampled = self._sample(prompts, sampling, generator, starts=known_rows)
-        require_finished(sampled.finished_S.tolist())
-        return sampled.generation()
+        return self._sample(prompts, sampling, generator, starts=known_rows).generation()
 
     def generate_until(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator, *, seconds: float
@@ -178,15 +156,17 @@ class VLLMEngine(OutsideEngine):
                 alone, whatever the group size.
             generator: as in `generate`.
         """
-        open_S = np.flatnonzero(~partial.finished_S)
-        if not len(open_S):
+        samples, open_S = list(partial.samples), np.flatnonzero(~partial.finished_S).tolist()
+        if not open_S:
             return partial
-        so_far = [partial.trace.tokens(int(s)) for s in open_S]
+        so_far = [samples[s].trace.tokens(0) for s in open_S]
         left = sampling.max_new_tokens - partial.response_lengths[open_S]
         # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
-        kept = partial.leading_rows[open_S]
+        kept = [samples[s].leading_rows for s in open_S]
         later = self._sample(so_far, replace(sampling, group_size=1), generator, max_tokens=left, starts=kept)
-        return partial.resumed(open_S, later)
+        for s, more in zip(open_S, later.samples, strict=True):
+            samples[s] = samples[s].continued_by(more)
+        return PartialGeneration(samples)
 
     def _sample(
         self,
@@ -194,18 +174,18 @@ class VLLMEngine(OutsideEngine):
         sampling: Sampling,
         generator: torch.Generator,
         *,
-        max_tokens: ArrayLike | None = None,
+        max_tokens: NDArray[np.int64] | None = None,
         starts: ArrayLike = 0,
         abort_after: float | None = None,
     ) -> PartialGeneration:
         # one request for each response: vLLM 0.28 returns one of several, and newer ones make as many requests of them
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
         lengths = np.array([len(prompt) for prompt in asked], np.int64)
-        limit = sampling.max_new_tokens if max_tokens is None else max_tokens
-        limits, first = (
-            np.repeat(_one_each(values, len(prompts), name), sampling.group_size)
-            for values, name in ((limit, "max_tokens"), (starts, "known_rows"))
-        )
+        limits = np.full(len(prompts), sampling.max_new_tokens) if max_tokens is None else max_tokens
+        first = np.asarray(starts)
+        if first.dtype.kind not in "iu" or first.shape not in ((), (len(prompts),)):
+            raise ConfigError(f"known_rows are {first.dtype} of shape {first.shape}; expected one integer, or one each")
+        limits, first = (np.repeat(np.broadcast_to(a, len(prompts)), sampling.group_size) for a in (limits, first))
         if (first < 0).any() or (first > lengths).any():
             raise ConfigError(f"known_rows are {first.tolist()[:8]}; expected 0 up to the lengths of the prompts")
         longest = int((lengths + limits).max())
@@ -215,7 +195,7 @@ class VLLMEngine(OutsideEngine):
                 "raise it, or sample fewer tokens"
             )
         with self._running():
-            self._require_ready(sampling)
+            self._require_ready()
             common, name = self._sampling_params(sampling), secrets.token_hex(8)
             bodies = [
                 {
@@ -232,27 +212,29 @@ class VLLMEngine(OutsideEngine):
             ]
             loaded = len(self._loaded)
             # a server that returns masks returns one for every token
-            kept = 0 if self._without_masks else int(common["top_k"])
+            kept = int(common["top_k"]) if self._has_masks else 0
             most = most_bytes_of(self._served, longest, int(limits.max()), most_kept=kept)
             then = None if abort_after is None else (abort_after, "/abort_requests")
-            answers = self._client.post_all(GENERATE, bodies, most_bytes=most, then=then)
-            stated = self._client.get("/weight_info").read(str, "weight_version")
-            require_version(stated, self.weight_version)
-        known = {*self._loaded[max(0, loaded - 1) :]}
-        echoes = at_least(self._engine_version, "0.30")
-        stamp: Any = {"weight_version": self.weight_version, "engine": "vllm", "engine_version": self._engine_version}
-        sequences, traces = [], []
+            answers = self._client.ask(GENERATE, bodies, most_bytes=most, then=then)
+            require_own([self._client.get("/weight_info").read(str, "weight_version")], self._loaded[-1:])
+        # weights that change meanwhile are this trainer's, or those of before
+        known, echoes = self._loaded[max(0, loaded - 1) :], at_least(self._engine_version, "0.30")
+        samples = []
         for answer, body, prompt, limit, start in zip(answers, bodies, asked, limits, first, strict=True):
             given: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
-            sequence = sequence_of(answer, prompt, echoes=echoes, **given)
-            sequence.checked(sampling, self._served.vocabulary_size, max_new_tokens=int(limit))
-            sequences.append(sequence)
-            traces.append(sequence.trace(self._served, **stamp))
-            _require_own(traces[-1].weight_versions_N[len(prompt) - 1 : -1], known)
-        return PartialGeneration.of(sequences, traces)
+            response = response_of(answer, prompt, echoes=echoes, **given)
+            samples.append(self._sample_of(response, sampling, int(limit)))
+            require_own(samples[-1].trace.weight_versions_N[len(prompt) - 1 : -1], known)
+        return PartialGeneration(samples)
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
-        cuts = {**NEUTRAL, "temperature": sampling.temperature} if self._without_masks else self._cuts(sampling)
+        if sampling.truncates and not self._has_masks:
+            raise ConfigError(
+                "this engine does not return sampling masks, without which log-probs under top_k, top_p or min_p "
+                "cannot be compared; start vLLM with them: sampling_masks of ServerSettings, or "
+                "--return-sampling-mask for a server of yours, or leave the three out"
+            )
+        cuts = self._cuts(sampling) if self._has_masks else {**NEUTRAL, "temperature": sampling.temperature}
         return {
             **cuts,
             **PENALTIES,
@@ -282,14 +264,8 @@ class VLLMEngine(OutsideEngine):
         try:
             self._client.post("/pause?mode=wait", {})
             yield
-        except BaseException as error:
-            try:
-                self._client.post("/resume", {})
-            except EngineError as again:
-                if isinstance(error, EngineError):
-                    raise EngineError(f"{error}\nIt may be paused still: {again}") from error
-            raise
-        self._client.post("/resume", {})
+        finally:
+            self._client.post("/resume", {})
 
     def _look_at_server(self) -> None:
         """Ask the server how it was started, because a wrong setting gives wrong log-probs without an error."""
@@ -298,9 +274,7 @@ class VLLMEngine(OutsideEngine):
         config = Answer(self._client.get(f"{INFO}?config_format=json").read(dict, "vllm_config"), "vllm_config")
         if missing := missing_settings(config, version):
             raise EngineError(f"the vLLM server must be started with {', and '.join(missing)}")
-        if config.read(dict, "model_config").get("return_sampling_mask") is not True:
-            self._without_masks = "start vLLM with sampling masks: sampling_masks of ServerSettings, or "
-            self._without_masks += "--return-sampling-mask for a server of yours"
+        self._has_masks = config.read(dict, "model_config").get("return_sampling_mask") is True
         self._engine_version = version
 
 
@@ -339,19 +313,3 @@ def missing_settings(config: Answer, version: str) -> list[str]:
         ),
     }
     return [argument for argument, there in wanted.items() if not there]
-
-
-def _require_own(versions_R: NDArray[np.int32], known: set[int]) -> None:
-    """Weights that change while a response is sampled must be those that this trainer loaded meanwhile."""
-    if known and not {*versions_R.tolist()} <= known:
-        raise EngineError(
-            f"the engine sampled with weights of versions {sorted({*versions_R.tolist()})}, the trainer loaded "
-            f"{sorted(known)}; no one else may change the weights of an engine that a trainer uses"
-        )
-
-
-def _one_each(values: ArrayLike, count: int, name: str) -> NDArray[np.int64]:
-    given = np.asarray(values)
-    if given.dtype.kind not in "iu" or given.shape not in ((), (count,)):
-        raise ConfigError(f"{name} are {given.dtype} of shape {given.shape}; expected an integer, or {count}")
-    return np.broadcast_to(given.astype(np.int64), (count,))
