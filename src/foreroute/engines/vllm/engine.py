@@ -186,8 +186,11 @@ class VLLMEngine(OutsideEngine):
         if first.dtype.kind not in "iu" or first.shape not in ((), (len(prompts),)):
             raise ConfigError(f"known_rows are {first.dtype} of shape {first.shape}; expected one integer, or one each")
         limits, first = (np.repeat(np.broadcast_to(a, len(prompts)), sampling.group_size) for a in (limits, first))
-        if (first < 0).any() or (first > lengths).any():
-            raise ConfigError(f"known_rows are {first.tolist()[:8]}; expected 0 up to the lengths of the prompts")
+        if (first < 0).any() or (first >= lengths).any():  # vLLM 0.28 ends where it is asked for no row of a prompt
+            raise ConfigError(
+                f"known_rows are {first.tolist()[:8]}; expected 0 or more, and fewer than the prompts have tokens: the "
+                "last row gives the first sampled token"
+            )
         longest = int((lengths + limits).max())
         if self._max_model_len is not None and longest > self._max_model_len:
             raise ConfigError(
