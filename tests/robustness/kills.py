@@ -80,8 +80,8 @@ class Verb:
     @cached_property
     def seconds(self):
         """What it takes when nobody kills it; the content is then in `whole`."""
-        begun = time.monotonic()
         command = Command(self.words(self.whole), self.whole.with_suffix(".log"))
+        begun = command.begins()
         assert command.wait() == 0, command.printed()
         return time.monotonic() - begun
 
@@ -89,8 +89,8 @@ class Verb:
         """Fill a folder, killed at most so often on the way."""
         most_s, expected = self.seconds, self.read(self.whole)
         for number in range(min(kills, AT_MOST) + 1):
-            begun = time.monotonic()
             command = Command(self.words(folder), folder.with_name(f"{folder.name}-{number}.log"), forked=forked)
+            begun = command.begins()
             sent = None
             if number < min(kills, AT_MOST):
                 moment = self.moment or (lambda *_: most_s * rng.random() ** 0.5)
@@ -194,10 +194,14 @@ class Command:
         """Whether it does still."""
         return self._code() is None
 
-    def kill_after(self, seconds, rng):
-        """Send one of the signals so long after it began; which, or None when it had ended by itself."""
+    def begins(self):
+        """When the command line runs, on the monotonic clock. To start a process takes longer than some commands."""
         while self.runs() and not self._log.exists():
             time.sleep(0.002)
+        return time.monotonic()
+
+    def kill_after(self, seconds, rng):
+        """Send one of the signals so long from now; which, or None when it had ended by itself."""
         end = time.monotonic() + seconds
         while self.runs() and time.monotonic() < end:
             time.sleep(0.002)

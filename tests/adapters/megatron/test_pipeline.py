@@ -118,7 +118,7 @@ def test_a_dead_engine_ends_all_ranks_with_one_message(tmp_path):
     python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAKE}" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     (code, said), other = run("pipeline_checks.with_a_dead_engine", str(tmp_path / "run"), str(python), ranks=2)
-    assert said.startswith("the run ends: EngineError: the vLLM server died (signal SIGABRT)")
+    assert said.startswith("the run ends: EngineError: the vLLM server died (signal 6, Aborted)")
     assert (code, other) == (1, (1, ""))
 
 
