@@ -66,7 +66,7 @@ class ServerSettings:
         sampling_masks: have vLLM return the tokens that each was drawn from, for `top_k`, `top_p` and `min_p`. This
             needs its second model runner, and so a GPU. Log-probs at a temperature of 0 are then 0, and a request that
             leaves nothing out costs vLLM a list of the vocabulary for each token.
-        options: further arguments of `vllm serve`, such as `{"block_size": 32, "enable_prefix_caching": False}`.
+        options: further arguments of `vllm serve`, such as `{"block_size": 32, "async_scheduling": False}`.
 
     Raises:
         ConfigError: when an option is set by foreroute, or is none.
