@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
@@ -38,7 +39,7 @@ class Engine(Protocol):
         """End what was started to sample. May be called again."""
 
 
-class OutsideEngine:
+class OutsideEngine(ABC):
     """An engine that is sent weights through a folder, and stamps what it samples with their version.
 
     Args:
@@ -81,9 +82,9 @@ class OutsideEngine:
         """Let go of the folder of weights; a server of yours goes on. May be called again."""
         self._weights.close()
 
+    @abstractmethod
     def _hand_over(self, folder: str, version: int) -> None:
         """Have the engine load a checkpoint, and forget its prefix cache."""
-        raise NotImplementedError
 
     def _sample_of(self, response: Response, sampling: Sampling, max_new_tokens: int) -> Sample:
         return response.sample(
