@@ -143,6 +143,19 @@ def most_bytes_of(model: ServedModel, tokens: int, sampled: int, *, most_kept: i
     return SLACK_BYTES + tokens * (12 * ids + 16) + sampled * (BYTES_OF_LOGPROB + 12 * most_kept)
 
 
+def require_prompts(prompts: Sequence[NDArray[np.int32]]) -> None:
+    """Raise `ConfigError` unless there is a prompt, and each has a token: the last one's row gives the first response's.
+
+    Args:
+        prompts: integer arrays [P].
+    """
+    if not len(prompts) or not all(len(prompt) for prompt in prompts):
+        raise ConfigError(
+            f"there are {len(prompts)} prompts, of {[len(prompt) for prompt in prompts][:8]} tokens; expected one or "
+            "more, of one token or more each"
+        )
+
+
 def draw_seeds(generator: torch.Generator, count: int) -> list[int]:
     """A seed for each request. Engines add the number of the response within its group."""
     seeds: list[int] = torch.randint(1 << 31, (count,), generator=generator).tolist()

@@ -17,7 +17,7 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
-from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, stop_token_ids
+from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, require_prompts, stop_token_ids
 from foreroute.engines.http import Answer, Client
 from foreroute.engines.sequences import PartialGeneration, Response, require_own
 from foreroute.engines.weights_folder import WeightsFolder
@@ -93,6 +93,7 @@ class SGLangServerEngine(OutsideEngine):
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
+        require_prompts(prompts)
         self._require_ready()
         # one prompt for each response, so that each has a seed and an id of its own
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]

@@ -179,6 +179,9 @@ def test_a_large_rollout_is_cut_into_batches(tmp_path):
             ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5, batch_size=3
         )
         generation = engine.generate([PROMPT] * 4, replace(SAMPLED, group_size=2), seeded())
+        for nothing in ([], [PROMPT, PROMPT[:0]]):
+            with pytest.raises(ConfigError, match="prompts, of .* tokens; expected one or more"):
+                engine.generate(nothing, SAMPLED, seeded())
         engine.close()
     bodies = [body for path, body in server.asked if path == "/generate"]
     assert sorted(len(body["rid"]) for body in bodies) == [2, 3, 3]

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, stop_token_ids
+from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, require_prompts, stop_token_ids
 from foreroute.engines.http import Answer, BrokenOffError, Client
 from foreroute.engines.sequences import PartialGeneration, require_own
 from foreroute.engines.vllm.answers import response_of
@@ -178,6 +178,7 @@ class VLLMEngine(OutsideEngine):
         starts: ArrayLike = 0,
         abort_after: float | None = None,
     ) -> PartialGeneration:
+        require_prompts(prompts)
         # one request for each response: vLLM 0.28 returns one of several, and newer ones make as many requests of them
         asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
         lengths = np.array([len(prompt) for prompt in asked], np.int64)
