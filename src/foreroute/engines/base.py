@@ -144,7 +144,7 @@ def most_bytes_of(model: ServedModel, tokens: int, sampled: int, *, most_kept: i
 
 
 def require_prompts(prompts: Sequence[NDArray[np.int32]]) -> None:
-    """Raise `ConfigError` unless there is a prompt, and each has a token: the last one's row gives the first response's.
+    """Raise `ConfigError` unless there is a prompt, and each has a token, whose row gives the first sampled one.
 
     Args:
         prompts: integer arrays [P].

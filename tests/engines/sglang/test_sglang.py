@@ -180,7 +180,7 @@ def test_a_large_rollout_is_cut_into_batches(tmp_path):
         )
         generation = engine.generate([PROMPT] * 4, replace(SAMPLED, group_size=2), seeded())
         for nothing in ([], [PROMPT, PROMPT[:0]]):
-            with pytest.raises(ConfigError, match="prompts, of .* tokens; expected one or more"):
+            with pytest.raises(ConfigError, match=r"prompts, of .* tokens; expected one or more"):
                 engine.generate(nothing, SAMPLED, seeded())
         engine.close()
     bodies = [body for path, body in server.asked if path == "/generate"]

@@ -192,7 +192,7 @@ def test_cuts_ask_for_masks_and_every_request_of_such_a_server_has_a_bound(route
         with pytest.raises(ConfigError, match="--return-sampling-mask"):
             engine.generate([PROMPT], sampling, seeded())
         for nothing in ([], [PROMPT, PROMPT[:0]]):
-            with pytest.raises(ConfigError, match="prompts, of .* tokens; expected one or more"):
+            with pytest.raises(ConfigError, match=r"prompts, of .* tokens; expected one or more"):
                 engine.generate(nothing, SAMPLED, seeded())
 
 
