@@ -58,7 +58,9 @@ def page(results: Sequence[Results]) -> str:
 
 def cell(outcome: Outcome) -> str:
     """A verdict and its words, on one line and without what Markdown would read."""
-    words = " ".join(outcome.words.split()).replace("|", "\\|").replace("<", "&lt;")
+    parts = " ".join(outcome.words.split()).replace("|", "\\|").split("`")
+    parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]  # code is shown as it is
+    words = "`".join(parts)
     words = words if len(words) <= LONGEST else words[:LONGEST] + " ..."
     verdict = outcome.verdict if outcome.verdict == "equal" else f"**{outcome.verdict}**"
     return f"{verdict}: {words}"

