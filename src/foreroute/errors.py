@@ -2,40 +2,19 @@
 
 Whoever catches `ForerouteError` catches all of them. `InputError`, which is a `ValueError` too, is for what was handed
 in: the user can mend it, and the command line exits with code 2. The others tell of a model, an engine, a rank or a
-run.
-
-A message says what was seen, what was expected, and what to do. It may quote a file, a model or a path, so it is
-`printable`: what a terminal would obey is escaped.
+run. The base and the errors of replay stand in `foreroute.core`, which can be taken without the rest.
 """
 
 from collections.abc import Iterable
 from reprlib import Repr
 
+from foreroute.core.errors import AttachError as AttachError
+from foreroute.core.errors import ForerouteError as ForerouteError
+from foreroute.core.errors import ReplayError as ReplayError
+from foreroute.core.errors import printable as printable
+
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 60, 60, 40
-
-_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories that a terminal obeys or cannot show: controls, bidi marks, lone surrogates, separators."""
-
-
-def printable(text: object) -> str:
-    r"""`text` as a string that a terminal shows and does not obey.
-
-    Control characters other than a line feed, marks that change the direction of text, and bytes of a file name that
-    are not UTF-8 are escaped as Python writes them: `\x1b`, `\u202e`, `\udcff`.
-    """
-    import unicodedata
-
-    lines = str(text).split("\n")
-    return "\n".join(
-        line
-        if line.isprintable()
-        else "".join(
-            letter.encode("unicode_escape").decode("ascii") if unicodedata.category(letter) in _HIDDEN else letter
-            for letter in line
-        )
-        for line in lines
-    )
 
 
 def shown(value: object) -> str:
@@ -55,14 +34,6 @@ def few(names: Iterable[str]) -> str:
 def how_to_install(extra: str) -> str:
     """What brings the libraries of an extra. foreroute is not on PyPI, so it is installed from a clone."""
     return f"pip install '.[{extra}]' in a clone of foreroute brings it"
-
-
-class ForerouteError(Exception):
-    """Base of the tree."""
-
-    def __str__(self) -> str:
-        """The message, `printable`."""
-        return printable(super().__str__())
 
 
 class InputError(ForerouteError, ValueError):
@@ -125,10 +96,6 @@ class RunFolderError(InputError):
     """Raised when a run folder is missing, damaged, or already in use."""
 
 
-class AttachError(ForerouteError, TypeError):
-    """Raised when a model's routing cannot be recorded and replayed exactly."""
-
-
 class PlacementError(ForerouteError, RuntimeError):
     """Raised when a model whose experts are spread over ranks is used as if it were whole."""
 
@@ -151,7 +118,3 @@ class FunctionError(ForerouteError, RuntimeError):
 
 class DivergedError(ForerouteError, ArithmeticError):
     """Raised when loss, gradients or probabilities stop being finite."""
-
-
-class ReplayError(ForerouteError, RuntimeError):
-    """Raised when replay was asked for and did not take effect."""

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils.parametrize import register_parametrization
-from torch.utils.checkpoint import checkpoint
 
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
@@ -268,19 +267,6 @@ def rows_of_another_batch(s):
     rows = rows_of(s.routed, CASE, s.rank, 0, 0)
     longer = replace(rows, planned_N=np.append(rows.planned_N, False), sent_N=np.append(rows.sent_N, False))
     s.forward(rows=longer)
-
-
-@refused(EXECUTED, "ReplayError", "runs inside torch.utils.checkpoint called by hand")
-def checkpointed_by_hand(s, use_reentrant=False):
-    s.begin(counts_MLGE=None)
-    embeds = s.placed.model.get_input_embeddings()(batch(s.rank, 0, 0)["input_ids"]).detach().requires_grad_()
-    with s.placed.executing(0):
-        checkpoint(lambda x: s.placed.model(inputs_embeds=x).logits, embeds, use_reentrant=use_reentrant)
-
-
-@refused(EXECUTED, "ReplayError", "runs inside torch.utils.checkpoint called by hand")
-def checkpointed_by_hand_reentrant(s):
-    checkpointed_by_hand(s, use_reentrant=True)
 
 
 @refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")

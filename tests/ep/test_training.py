@@ -17,6 +17,7 @@ BY_DAY = [
     Case(ranks=1, plan="static"),
     Case(ranks=2, routing="live", plan=1),
     Case(ranks=2, plan=2, use_reentrant=True),
+    Case(ranks=2, plan=2, use_reentrant="by hand"),
     Case(ranks=2, plan=3, unrouted=True),
     Case(ranks=2, plan=4, dtype=torch.float64),
     Case(plan=5),

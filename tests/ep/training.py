@@ -11,7 +11,7 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import SPARSE, build
-from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, sequences_of
+from tests.adapters.hf.model_runs import batch_of, checkpoint_by_hand, enable_checkpointing, log_probs, sequences_of
 from tests.traces import foreign_choices
 
 STEPS, MICRO_STEPS = 3, 2
@@ -28,7 +28,7 @@ class Case:
             ranks have nothing to do.
         plan: None; "static" for homes alone; "planned" by the planner; "shuffled" for random homes
             alone; a seed for random homes, replicas and splits.
-        use_reentrant: of activation checkpointing; None without.
+        use_reentrant: of activation checkpointing; "by hand" for torch's around each layer; None without.
         ahead: whether counts are known before the forward.
         unrouted: whether last tokens have no route.
         dtype: of the model.
@@ -40,7 +40,7 @@ class Case:
     ranks: int = 4
     routing: str = "replay"
     plan: str | int | None = None
-    use_reentrant: bool | None = None
+    use_reentrant: bool | str | None = None
     ahead: bool = True
     unrouted: bool = False
     dtype: torch.dtype = torch.float32
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def id(self):
-        ways = {None: "plain", True: "reentrant", False: "non_reentrant"}
+        ways = {None: "plain", True: "reentrant", False: "non_reentrant", "by hand": "by_hand"}
         parts = [self.family, f"{self.ranks}_ranks", self.routing, f"plan_{self.plan}", ways[self.use_reentrant]]
         parts += ["last_tokens_unrouted"] * self.unrouted + ["counts_exchanged"] * (not self.ahead) + [self.weights]
         return "-".join([*parts, str(self.dtype).removeprefix("torch.")])
@@ -66,7 +66,10 @@ def policy(case):
         model = build(case.family, experts=experts, **SPARSE[case.family] | {"index_topk": 3}).to(case.dtype)
     else:
         model = tiny(case.family, experts=experts).to(case.dtype)
-    enable_checkpointing(model.train(), case.use_reentrant)
+    if case.use_reentrant == "by hand":
+        checkpoint_by_hand(model, use_reentrant=False)
+    else:
+        enable_checkpointing(model.train(), case.use_reentrant)
     return model
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from foreroute.core.recompute import bind
 from foreroute.ep.transfer import Cell, ReplicaWeights
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
@@ -306,6 +307,17 @@ class ExecutionStack:
     def top(self) -> Execution:
         """The execution in force."""
         return self._stack[-1]
+
+    def in_force(self) -> Execution:
+        """The same; checkpoints around the caller will put it back in force when they run again."""
+        bind(self.top, (), self.recomputing)
+        return self.top
+
+    @contextmanager
+    def recomputing(self, execution: Execution, ran: Sequence[Any] = ()) -> Iterator[None]:
+        """Put one back in force while a part of its forward runs again."""
+        with self.on_top(execution), execution.recomputing():
+            yield
 
     @contextmanager
     def on_top(self, execution: Execution) -> Iterator[None]:

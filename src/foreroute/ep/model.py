@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -69,7 +69,6 @@ class ExpertParallelModel:
         executions: ExecutionStack,
         consensus: RankConsensus,
         peers: PeerGroup,
-        capture: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.model = model
         self.layers = layers
@@ -77,7 +76,6 @@ class ExpertParallelModel:
         self._executions = executions
         self._peers = peers
         self._weights: StepWeights = DirectWeights(peers)
-        self._capture = capture
         self._active: ActivePlan | None = None
         # its routers are still to be compared with what was known ahead
         self._last: Execution | None = None
@@ -238,7 +236,7 @@ class ExpertParallelModel:
 
         Where routes are known ahead, what routers did is compared with them later, so that the host need not wait for
         the device: by the next call of this method, of `begin_step` or of `sum_gradients`, before any weight changes.
-        With the model's own activation checkpointing, `backward()` may run inside or outside the context, and those of
+        With activation checkpointing, `backward()` may run inside or outside the context, and those of
         several micro-steps in any order that is the same on all ranks.
 
         Args:
@@ -260,7 +258,7 @@ class ExpertParallelModel:
         self._take_up_parts(self._active, micro_step)
         exchanges = agree_on_rows(self.consensus, self._active, micro_step, rows, self._misrouted())
         execution = Execution(self.group, len(self.layers), rows, self._active, micro_step, exchanges)
-        with self._capture(), self._executions.on_top(execution):
+        with self._executions.on_top(execution):
             yield execution
         execution.end()
         self._last = execution

@@ -141,7 +141,6 @@ def _halve_heaviest(bounds: list[int], sums: NDArray[np.int64]) -> list[int]:
 
 def _deal(tokens: list[int], costs: list[float], num_ranks: int, token_budget: int) -> tuple[list[int], int]:
     """The place of each sequence, micro-step * G + rank, and the number of micro-steps."""
-
     # by tokens more fit into tight budgets
     kinds: list[list[Any]] = [costs] if costs == tokens else [costs, tokens]
 

@@ -6,13 +6,6 @@ It knows torch and no framework. An adapter derives a `RoutedModel` and its `Mod
 from foreroute.replay.arguments import WANTED_MASK, kept_by, not_of_kind, require_version
 from foreroute.replay.hooks import (
     ModelHooks,
-    Override,
-    is_hooked,
-    overridden,
-    patched,
-    runs_without_gradients_in,
-    saves_for_checkpoint,
-    told_apart,
 )
 from foreroute.replay.indexers import IndexerPass, IndexerRows, Places, require_choices
 from foreroute.replay.passes import (
@@ -61,7 +54,6 @@ __all__ = [
     "Listener",
     "MissingRows",
     "ModelHooks",
-    "Override",
     "PaddingRows",
     "Pass",
     "PassInput",
@@ -83,20 +75,14 @@ __all__ = [
     "forced_selection",
     "id_dtype",
     "is_faithful",
-    "is_hooked",
     "kept_by",
     "masked_entropy_of_logits",
     "masked_logprobs",
     "masked_logprobs_of_logits",
     "not_of_kind",
-    "overridden",
-    "patched",
     "refuse_missing",
     "require_choices",
     "require_each_once",
     "require_version",
-    "runs_without_gradients_in",
-    "saves_for_checkpoint",
     "to_device",
-    "told_apart",
 ]

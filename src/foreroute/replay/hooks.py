@@ -6,26 +6,24 @@ by the names of both, and the first goes on. A recomputation pushes the input of
 that a backward may run after the session has closed, or between the forwards of other micro-batches, and still sees its
 own rows.
 
-A framework derives its hooks from `ModelHooks` and says four things: which routers there are, what the arguments of a
-forward mean, how one router is forced or watched (`RouterHook.select`), and how a recomputation finds the pass that it
-belongs to.
+A framework derives its hooks from `ModelHooks` and says three things: which routers there are, what the arguments of a
+forward mean, and how one router is forced or watched (`RouterHook.select`).
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
-from types import CodeType
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointFunction
 
+from foreroute.core.overrides import Override, is_hooked, patched
+from foreroute.core.recompute import bind
 from foreroute.errors import ReplayError
 from foreroute.replay.passes import (
     ForwardArgs,
@@ -48,12 +46,6 @@ ATTACHED_TWICE = (
     "attach() returned"
 )
 
-COPYING = ("__deepcopy__", "__reduce_ex__")
-"""What `copy.deepcopy` and `pickle` ask an instance for."""
-
-Override = tuple[nn.Module, str, Callable[..., Any]]
-"""A module, the name of an attribute, and the wrapper that stands in for it: arguments of `overridden`."""
-
 
 class ModelHooks(ABC):
     """The hooks of one model, or of one chunk of a model in pipeline stages.
@@ -70,11 +62,8 @@ class ModelHooks(ABC):
         watch: what any listener wants to observe.
         is_forcing: whether one gives routes.
         counts_executed: whether losses after the routers are to count the executed selection.
-        reentrant: forwards of the checkpoints that run their function without gradients first.
         counting: what else a session overrides where losses after the routers are to count the executed selection.
     """
-
-    reentrant: tuple[CodeType, ...] = (CheckpointFunction.forward.__code__,)
 
     def __init__(
         self,
@@ -99,8 +88,7 @@ class ModelHooks(ABC):
         self.listeners: list[Listener] = []
         self._hooked = hooked
         self._session_hooks = ExitStack()
-        self._unhook_routers: Callable[[], None] | None = None
-        self._users = 0
+        self._users: dict[SelectionHook[Any], int] = {}
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
 
     @property
@@ -108,34 +96,18 @@ class ModelHooks(ABC):
         """What recomputations of a pass that begins now observe. Nothing by default."""
         return Watch()
 
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether what runs now is in a recomputation, of a checkpoint around the whole model where it is that."""
+        return bool(self.passes) and self.passes.top.is_recompute
+
     @abstractmethod
     def session_overrides(self) -> Iterable[Override]:
         """What a session overrides, routers aside: the forward of the trunk, to run it by `run_pass`, and the like."""
 
     @abstractmethod
-    def hook_routers(self) -> Callable[[], None]:
-        """Have `run_selecting` called in the place of every router and indexer.
-
-        Returns:
-            What puts back what was there.
-        """
-
-    @abstractmethod
-    def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
-        """What is called now runs in an activation checkpoint, and so will run again in backward.
-
-        Args:
-            path: of a router, of a compiled layer with one, or of the trunk.
-            current: the pass that it is in; None of the trunk.
-            reentrant: whether the checkpoint runs its function without gradients first.
-
-        Raises:
-            ReplayError: when its recomputation cannot be told which routes to use.
-        """
-
-    @abstractmethod
-    def after_pass(self, output: Any, current: Pass) -> None:
-        """A pass made this output: have the checkpoints in it open `recomputing` on its input, if they do not yet."""
+    def after_pass(self, current: Pass) -> None:
+        """Called when every router selected once in a pass."""
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
@@ -145,7 +117,7 @@ class ModelHooks(ABC):
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
         counting = self.counting if listener.counts_executed else []
-        with self.sessions.held("opens a session on a model"), self.routers_hooked():
+        with self.sessions.held("opens a session on a model"), self.hooked([*self.routers, *self.indexers]):
             if not self.listeners:
                 hooks = patched(self.session_overrides(), uncopyable_too=self._hooked)
                 self._session_hooks.enter_context(hooks)
@@ -161,21 +133,28 @@ class ModelHooks(ABC):
                     self._session_hooks.close()
 
     @contextmanager
-    def routers_hooked(self) -> Iterator[None]:
-        """Keep the hooks on routers until the last user leaves: sessions, and recomputations after them."""
-        with self._lock:
-            if not self._users:
-                if any(map(is_hooked, self._hooked)):
-                    raise ReplayError(ATTACHED_TWICE)
-                self._unhook_routers = self.hook_routers()
-            self._users += 1
-        try:
-            yield
-        finally:
+    def hooked(self, hooks: Sequence[SelectionHook[Any]]) -> Iterator[None]:
+        """Keep hooks in place until their last user leaves: sessions, and recomputations after them."""
+        with ExitStack() as stack:
             with self._lock:
-                self._users -= 1
-                if not self._users and self._unhook_routers is not None:
-                    self._unhook_routers()
+                if not (self._users or self.listeners) and any(map(is_hooked, self._hooked)):
+                    raise ReplayError(ATTACHED_TWICE)
+                for hook in hooks:
+                    self._use(hook)
+                    stack.callback(self._leave, hook)
+            yield
+
+    def _use(self, hook: SelectionHook[Any]) -> None:
+        if hook not in self._users:
+            hook.install(partial(self.run_selecting, hook))
+        self._users[hook] = self._users.get(hook, 0) + 1
+
+    def _leave(self, hook: SelectionHook[Any]) -> None:
+        with self._lock:
+            self._users[hook] -= 1
+            if not self._users[hook]:
+                del self._users[hook]
+                hook.remove()
 
     def run_pass(self, read: Callable[[], ForwardArgs], forward: Callable[[], Any]) -> Any:
         """Run the forward of the trunk as one pass, as all listeners want it.
@@ -187,14 +166,14 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when a router did not select exactly once, or the session was closed on the way.
         """
+        if self.is_recomputing:
+            return forward()
         self.sessions.require_mine("runs a model")
         listeners = list(self.listeners)
         if not listeners:  # another thread closed its session when this one was about to be refused
             return forward()
         if self.spec is not None:
             self._require_no_capture()
-            if runs_without_gradients_in(*self.reentrant):
-                self.in_checkpoint(type(self.trunk).__name__, None, reentrant=True)
         args = read()
         rows = self.begin(args)
         if self.spec is None:
@@ -205,11 +184,12 @@ class ModelHooks(ABC):
         watches = self.watch, self.watch_again
         current = PassInput(self.spec, rows, args.num_slots, args.device, *watches, len(self.indexers)).open()
         with self.passes.on_top(current):
+            bind(current.input, [*self.routers, *self.indexers], self.recomputing)
             result = forward()
         if not self._users:
             raise ReplayError("the session was closed in the middle of a forward; close it when the model has returned")
         self.require_each_once(current)
-        self.after_pass(result, current)
+        self.after_pass(current)
         for listener in listeners:
             listener.end(self.chunk, args, current.observed)
         return result
@@ -226,17 +206,17 @@ class ModelHooks(ABC):
         return next((rows for rows in given if rows is not None), None)
 
     @contextmanager
-    def recomputing(self, first: PassInput) -> Iterator[Pass]:
-        """While the context is open, a checkpointed function runs again, on the input of its own pass."""
-        current = first.open_again()
-        with self.passes.on_top(current), self.routers_hooked():
-            yield current
+    def recomputing(self, first: PassInput, ran: Sequence[SelectionHook[Any]]) -> Iterator[None]:
+        """While the context is open, a part of a pass runs again, and in it the routers that ran there at first."""
+        with self.passes.on_top(first.open_again()), self.hooked(ran):
+            yield
 
     def run_selecting(self, hook: SelectionHook[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a router or an indexer that is called now, as the pass on top wants it.
 
         Raises:
-            ReplayError: when it runs in another thread's pass, or outside of any, or in a checkpoint of unknown kind.
+            ReplayError: when it runs in another thread's pass, or outside of any, or in a checkpoint that cannot be
+                bound.
         """
         # a graph is traced in the thread that runs it, and calls no host
         is_compiling = torch.compiler.is_compiling()
@@ -256,17 +236,14 @@ class ModelHooks(ABC):
             now.calls_1.add_(1)
             return result
         current = self.passes.top
-        self.look_for_checkpoint(hook.path, current)
+        self.bind_checkpoints([hook])
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
         return result
 
-    def look_for_checkpoint(self, path: str, current: Pass) -> None:
-        """Called when a router, or a compiled layer with one, is in a pass. Raises as `in_checkpoint`."""
-        # use_reentrant=True runs its first forward without gradients
-        reentrant = current.with_grad and not torch.is_grad_enabled()
-        if reentrant or saves_for_checkpoint():
-            self.in_checkpoint(path, current, reentrant=reentrant)
+    def bind_checkpoints(self, running: Sequence[SelectionHook[Any]]) -> None:
+        """Have the checkpoints between the pass on top and the caller repeat these in that pass. Raises as `bind`."""
+        bind(self.passes.top.input, running, self.recomputing, until=ModelHooks.run_pass.__code__)
 
     def _require_no_capture(self) -> None:
         """Raise `ReplayError` if a CUDA graph is being captured.
@@ -292,104 +269,3 @@ class ModelHooks(ABC):
             weights=any(listener.watch.weights for listener in listeners),
             indexers=any(listener.watch.indexers for listener in listeners),
         )
-
-
-def told_apart(
-    function: Callable[..., Any],
-    first: Callable[[], AbstractContextManager[Any]],
-    again: Callable[[], AbstractContextManager[Any]],
-) -> Callable[..., Any]:
-    """A checkpointed function that runs in one context at first, and in another whenever it is recomputed."""
-    ran_before = False
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        nonlocal ran_before
-        context, ran_before = (again if ran_before else first), True
-        with context():
-            return function(*args, **kwargs)
-
-    return run
-
-
-def saves_for_checkpoint() -> bool:
-    """Whether a non-reentrant `torch.utils.checkpoint` is running its function now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
-
-
-def runs_without_gradients_in(*forwards: CodeType) -> bool:
-    """Whether one of these forwards of reentrant checkpoints is running its function now.
-
-    That looks like any evaluation without gradients; what tells it apart is who called.
-    """
-    frame = None if torch.is_grad_enabled() else sys._getframe()
-    # By code object, since a name proves nothing; the stack ends, and is walked only where gradients are off.
-    while frame is not None:
-        if frame.f_code in forwards:
-            return True
-        frame = frame.f_back
-    return False
-
-
-@contextmanager
-def patched(overrides: Iterable[Override], *, uncopyable_too: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Override all of these while the context is open, and refuse to copy some modules."""
-    with ExitStack() as stack:
-        for override in overrides:
-            stack.enter_context(overridden(*override))
-        for module in uncopyable_too:
-            stack.enter_context(uncopyable(module))
-        yield
-
-
-@contextmanager
-def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Let `wrapper(original, ...)` stand in for an attribute of the instance; restore exactly what was there.
-
-    Somebody who wraps the attribute meanwhile keeps the stand-in below theirs for good. It then only hands on.
-    """
-    original = getattr(module, name)
-    is_over = False
-
-    @wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        if is_over:
-            return original(*args, **kwargs)
-        return wrapper(original, *args, **kwargs)
-
-    try:
-        with _in_place(module, name, stand_in):
-            yield
-    finally:
-        is_over = True
-
-
-@contextmanager
-def uncopyable(module: nn.Module) -> Iterator[None]:
-    """Refuse `copy.deepcopy` and pickling while hooks are in place: the copy's hooks would run the original."""
-    with ExitStack() as stack:
-        for name in COPYING:
-            stack.enter_context(_in_place(module, name, _refuse_copy))
-        yield
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a session is open on this trunk or router."""
-    return module.__dict__.get(COPYING[0]) is _refuse_copy
-
-
-@contextmanager
-def _in_place(module: nn.Module, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
-    own = module.__dict__
-    before = {name: own[name]} if name in own else {}
-    own[name] = stand_in
-    try:
-        yield
-    finally:
-        if own.get(name) is stand_in:  # else somebody replaced it meanwhile; theirs stays
-            del own[name]
-            own.update(before)
-
-
-def _refuse_copy(memo_or_protocol: object) -> nn.Module:
-    raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")

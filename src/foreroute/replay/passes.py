@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from foreroute.core.overrides import overridden
 from foreroute.errors import ReplayError
 from foreroute.replay.indexers import IndexerPass
 from foreroute.replay.rows import ReplayRows
@@ -60,6 +61,7 @@ class SelectionHook(ABC, Generic[Now]):
 
     Args:
         path: dotted name inside the chunk.
+        selecting: the module and the name of its method in which the selection is made.
 
     Attributes:
         noun: what it is, for messages.
@@ -68,9 +70,19 @@ class SelectionHook(ABC, Generic[Now]):
 
     noun: ClassVar[str]
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, selecting: tuple[nn.Module, str]) -> None:
         self.path = path
+        self.selecting = selecting
         self.now: Now | None = None
+        self._installed = ExitStack()
+
+    def install(self, run: Callable[..., Any]) -> None:
+        """Have `run(method, ...)` called in the place of the method, until `remove`."""
+        self._installed.enter_context(overridden(*self.selecting, run))
+
+    def remove(self) -> None:
+        """Restore what was there; what somebody replaced meanwhile stays theirs."""
+        self._installed.close()
 
     @abstractmethod
     def select(self, now: Now, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -124,9 +136,7 @@ class PassInput:
     def open_again(self) -> Pass:
         """The recomputation of a part of a pass over this. What it observes and counts is read by nobody."""
         layers, observed, calls_L = self._again
-        again = Pass(self, layers, observed, [0] * len(layers), calls_L, torch.is_grad_enabled())
-        again.is_recompute = True
-        return again
+        return Pass(self, layers, observed, [0] * len(layers), calls_L, torch.is_grad_enabled(), is_recompute=True)
 
     @cached_property
     def _again(self) -> tuple[list[LayerPass | IndexerPass], PassObservation, Tensor]:
@@ -169,7 +179,6 @@ class Pass:
         calls_L: int32 [L + D], the same inside them, on the device.
         with_grad: whether gradients were recorded when it began.
         is_recompute: whether this is a recomputation in backward.
-        is_checkpointed: whether some router of it will run again in backward.
     """
 
     input: PassInput
@@ -179,7 +188,6 @@ class Pass:
     calls_L: Tensor
     with_grad: bool
     is_recompute: bool = False
-    is_checkpointed: bool = False
 
 
 class PassStack:

@@ -14,8 +14,8 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.without_weights import structure_of
+from foreroute.core.overrides import overridden
 from foreroute.errors import ConfigError, ReplayError
-from foreroute.replay import overridden
 from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_gates import GATES

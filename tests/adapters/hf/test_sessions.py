@@ -6,11 +6,13 @@ import gc
 import pickle
 import warnings
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed._composable
 from torch.utils.checkpoint import checkpoint
 
 import foreroute as fr
@@ -20,6 +22,7 @@ from foreroute.replay import ReplayRows
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import (
     batch_of,
+    checkpoint_by_hand,
     enable_checkpointing,
     gradients,
     loss_of,
@@ -139,30 +142,75 @@ def test_micro_batches_in_flight_keep_their_own_routes(order, use_reentrant, bac
     assert all(torch.equal(seen[name], gradient) for name, gradient in expected.items())
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_called_by_hand_is_refused(use_reentrant):
-    model = tiny("qwen3_moe").train()
-    routed = hf.attach(model)
-    layer = model.model.layers[1]
-    original = layer.forward
-    layer.forward = lambda h, **kw: checkpoint(lambda x: original(x, **kw), h, use_reentrant=use_reentrant)
-    with (
-        pytest.raises(ReplayError, match="called by hand"),
-        routed.replay(random_routes(routed.spec, BATCH)),
-    ):
-        loss_of(model, BATCH)
+def layers_by_hand(model, use_reentrant):
+    checkpoint_by_hand(model, use_reentrant)
+    return lambda batch: loss_of(model, batch)
+
+
+def pairs_by_hand(model, use_reentrant):
+    """A checkpoint around two layers, each of which has one of its own."""
+    checkpoint_by_hand(model, use_reentrant)
+    first, second = model.model.layers[0], model.model.layers[1]
+    run, then = first.forward, second.forward
+    first.forward = lambda h, **kw: checkpoint(lambda x: then(run(x, **kw), **kw), h, use_reentrant=use_reentrant)
+    second.forward = lambda h, **kw: h
+    return lambda batch: loss_of(model, batch)
+
+
+def whole_model_by_hand(model, use_reentrant):
+    anchor = torch.zeros(1, requires_grad=True)
+    return lambda batch: checkpoint(lambda zero: loss_of(model, batch) + zero, anchor, use_reentrant=use_reentrant)
+
+
+def composable(model, use_reentrant):
+    for layer in model.model.layers:
+        torch.distributed._composable.checkpoint(layer)
+    return lambda batch: loss_of(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "use_reentrant"),
+    [
+        *((form, kind) for form in (layers_by_hand, pairs_by_hand, whole_model_by_hand) for kind in (True, False)),
+        (composable, False),
+    ],
+)
+@pytest.mark.parametrize("inside_another", [False, True])
+def test_a_checkpoint_called_by_hand_finds_its_routes(by_hand, use_reentrant, inside_another):
+    """Two micro-batches in flight, whose backwards run when their sessions are closed, in the other order."""
+    batches = [batch_of(9, 6, seed=1), batch_of(5, 8, seed=2)]
+
+    def run(prepare):
+        model = tiny("qwen3_moe").train()
+        routed = hf.attach(model)
+        loss_on = prepare(model)
+        losses = []
+        for number, batch in enumerate(batches):
+            with routed.replay(random_routes(routed.spec, batch, number)):
+                losses.append(loss_on(batch))
+        with routed.record() if inside_another else nullcontext():
+            for loss in reversed(losses):
+                loss.backward()
+            if inside_another:
+                model(**BATCH)
+        return gradients(model)
+
+    expected = run(lambda model: lambda batch: loss_of(model, batch))
+    seen = run(lambda model: by_hand(model, use_reentrant))
+    assert all(torch.equal(seen[name], gradient) for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_whole_model_checkpointed_by_hand_is_refused(use_reentrant):
+def test_one_checkpoint_around_two_forwards_is_refused(use_reentrant):
+    """Its recomputation would run the second on the routes of the first."""
     model = tiny("qwen3_moe").train()
     routed = hf.attach(model)
     anchor = torch.zeros(1, requires_grad=True)
+    twice = lambda zero: loss_of(model, BATCH) + loss_of(model, BATCH) + zero  # noqa: E731
     with routed.replay(random_routes(routed.spec, BATCH)):
-        with torch.no_grad():
-            model(**BATCH)
-        with pytest.raises(ReplayError, match="called by hand"):
-            checkpoint(lambda zero: loss_of(model, BATCH) + zero, anchor, use_reentrant=use_reentrant)
+        with pytest.raises(ReplayError, match="holds two forwards of a model"):
+            checkpoint(twice, anchor, use_reentrant=use_reentrant)
+        loss_of(model, BATCH)
 
 
 def test_a_bypassed_router_is_named():
@@ -389,15 +437,13 @@ def test_a_model_is_not_attached_and_no_part_of_it_copied_inside_a_session():
     assert pickle.loads(pickle.dumps(model.model.layers[1].mlp.gate)).weight.shape == (8, 32)
 
 
-@pytest.mark.parametrize("what", ["trunk", "router", "layer's checkpoint", "aux loss"])
+@pytest.mark.parametrize("what", ["trunk", "router", "aux loss"])
 def test_what_somebody_wraps_inside_a_session_still_runs_after_it(what):
     """Their wrapper keeps ours below it, for good; sessions and native forwards go on, each router once."""
     model = tiny("qwen3_moe")
-    enable_checkpointing(model, False if what == "layer's checkpoint" else None)
     holder, name = {
         "trunk": (model.model, "forward"),
         "router": (model.model.layers[1].mlp.gate, "forward"),
-        "layer's checkpoint": (model.model.layers[1], "_gradient_checkpointing_func"),
         "aux loss": (model, "forward"),
     }[what]
     routed = hf.attach(model)

@@ -1,5 +1,7 @@
 """Native replay changes no bit, foreign routes are followed, and the gate rule is the model's own on live scores."""
 
+from functools import partial
+
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -129,9 +131,9 @@ def forced(site, hidden, ids_RK):
     every = torch.ones(len(ids_RK), dtype=torch.bool).numpy()
     rows = ReplayRows.from_host(ids_RK[None], every, every, every, ids_RK.device)
     now = LayerPass(0, rows, None, torch.zeros(1, dtype=torch.int32), *ids_RK.shape)
-    hook = TopKRouterHook(site, lambda router, forward, *args: router.select(now, forward, *args))
+    hook = TopKRouterHook(site)
     hook.now = now
-    hook.install()
+    hook.install(partial(hook.select, now))
     try:
         return site.module(hidden)
     finally:

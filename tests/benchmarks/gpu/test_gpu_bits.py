@@ -4,7 +4,6 @@ Attaching proves replay on eight tokens; what is broken here is broken for other
 """
 
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from benchmarks.gpu.jobs_graphs import check_captures
 from benchmarks.gpu.part import Part, Skipped
 from foreroute.adapters.hf import selection as hf_selection
 from foreroute.adapters.hf.discover import PROBE_TOKENS
-from foreroute.adapters.hf.model import TransformerHooks
-from foreroute.replay import ModelHooks, selection, told_apart
+from foreroute.replay import ModelHooks, hooks, selection
 
 NAME = "qwen3_moe/float32/grouped_mm"
 
@@ -77,10 +75,7 @@ def forcing_without_gradient(patch):
 
 
 def recomputing_natively(patch):
-    def forgetful(self, checkpoint, function, *args, **kwargs):
-        return checkpoint(told_apart(function, self._in_checkpoint, nullcontext), *args, **kwargs)
-
-    patch.setattr(TransformerHooks, "_run_checkpoint", forgetful)
+    patch.setattr(hooks, "bind", lambda *_, **__: None)
 
 
 def capturing_what_is_replayed(patch):

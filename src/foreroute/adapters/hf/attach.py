@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from foreroute.adapters.hf.discover import PROBE_TOKENS, RouterSite, find_routers, hidden, layer_of, probe, spec_of
 from foreroute.adapters.hf.indexers import FoundIndexers, find_indexers
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
+from foreroute.core.overrides import is_hooked, overridden
+from foreroute.core.recompute import prove
 from foreroute.errors import AttachError, TraceContentError
-from foreroute.replay import is_hooked, overridden
 from foreroute.trace import INDEXER, DecisionStream, RoutingTrace
 
 PLAIN = (bool, int, float, str, Tensor, type(None))
@@ -35,6 +36,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
     Raises:
         AttachError: when the model has no routers, is known not to be replayable, has routers of different shapes, or
             does not pass the self-check. The message says which router and why.
+        ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
     if not isinstance(model, nn.Module):
         raise AttachError(
@@ -43,6 +45,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
         )
     if any(is_hooked(module) for module in model.modules()):
         raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
+    prove()
     candidates = find_routers(model)
     _refuse_two_stacks(model, candidates)
     with _untouched(model):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf.selection import Selection, SelectionRule
 from foreroute.adapters.hf.selection_rules import REFUSED, RULES, TOP_K_RULE
+from foreroute.core.overrides import overridden
 from foreroute.errors import AttachError
-from foreroute.replay import overridden
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")

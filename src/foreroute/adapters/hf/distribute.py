@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
-from foreroute.adapters.hf.model import CHECKPOINTS_IN, require_prepared
+from foreroute.core.overrides import is_hooked
 from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
 from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import ExecutionStack
@@ -28,7 +26,6 @@ from foreroute.errors import AttachError, ForerouteError, TopologyError
 from foreroute.files import blake2b_hex, blake2b_int64
 from foreroute.layout import block_homes
 from foreroute.planner.homes import check_homes
-from foreroute.replay import is_hooked, overridden, told_apart
 
 NAME = "foreroute"
 """Name of our function in the registry of transformers."""
@@ -79,20 +76,19 @@ def distribute(
     homes_LE = _on_all_ranks(consensus, TopologyError, lambda: _checked_homes(sites, ranks.size(), home_LE))
     _require_same_models(model, homes_LE, consensus)
     executions = ExecutionStack(Execution(ranks, len(sites)))
-    recomputing = Recomputing(model, executions)
     ExpertsInterface.register(NAME, _run_stand_in)
     layers = []
     for number, (path, module) in enumerate(sites):
         names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
         shards = ExpertShards(module, names, homes_LE[number], ranks)
-        layers.append(ExpertLayer(number, path, shards, ranks, lambda: executions.top))
-        module.__dict__[STAND_IN] = recomputing.guarded(layers[-1])
+        layers.append(ExpertLayer(number, path, shards, ranks, executions.in_force))
+        module.__dict__[STAND_IN] = layers[-1]
         # a configuration of its own: other modules, and other models made from this one, keep theirs
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = NAME
         module.config = config
     peers = PeerGroup(*along, timeout_s=timeout_s)
-    return ExpertParallelModel(model, layers, executions, consensus, peers, recomputing.captured)
+    return ExpertParallelModel(model, layers, executions, consensus, peers)
 
 
 def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -245,58 +241,3 @@ def _checksum(tensor: Tensor) -> str:
     # the checksum of checksums of parts: one part at a time is on the host
     parts = tensor.detach().reshape(-1).view(torch.uint8).split(BYTES_AT_A_TIME)
     return blake2b_hex(*(blake2b_hex(part.cpu().numpy()).encode() for part in parts))
-
-
-class Recomputing:
-    """Puts an execution back in force around every recomputation of a part of its forward.
-
-    Backward runs checkpointed parts of a model again, when another execution, or none, may be in force.
-
-    Args:
-        model: whose parts are checkpointed.
-        executions: of the model.
-    """
-
-    def __init__(self, model: nn.Module, executions: ExecutionStack) -> None:
-        self._model = model
-        self._executions = executions
-        self._open = 0
-
-    @contextmanager
-    def captured(self) -> Iterator[None]:
-        """While the context is open, checkpoints remember the execution in which they were made."""
-        with ExitStack() as stack:
-            for module in self._model.modules():
-                for name in CHECKPOINTS_IN:
-                    if callable(module.__dict__.get(name)):
-                        stack.enter_context(overridden(module, name, self._checkpoint))
-            yield
-
-    def guarded(self, layer: ExpertLayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The layer, refusing checkpoints that remember nothing."""
-        return partial(self._run, layer)
-
-    def _run(self, layer: ExpertLayer, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        now = self._executions.top
-        if now.active_plan is not None and not now.is_recomputing and not self._open:
-            require_prepared(layer.path)
-        return layer(hidden_ND, ids_NK, weights_NK)
-
-    def _checkpoint(
-        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        again = partial(self._again, self._executions.top)
-        return checkpoint(told_apart(function, self._first, again), *args, **kwargs)
-
-    @contextmanager
-    def _first(self) -> Iterator[None]:
-        self._open += 1
-        try:
-            yield
-        finally:
-            self._open -= 1
-
-    @contextmanager
-    def _again(self, execution: Execution) -> Iterator[None]:
-        with self._executions.on_top(execution), execution.recomputing():
-            yield

@@ -193,7 +193,7 @@ class ChoosingIndexer(IndexerHook):
     """
 
     def __init__(self, path: str, module: nn.Module, form: IndexerForm) -> None:
-        super().__init__(path)
+        super().__init__(path, (module, "forward"))
         self.module = module
         self._form = form
 

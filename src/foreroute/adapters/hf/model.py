@@ -1,8 +1,8 @@
 """A Hugging Face model whose routing can be recorded and replayed, and the hooks on it while a session is open.
 
 Hooks are put on instances, never on classes, and taken off when the last session closes: on the forward of the trunk
-(to know where one pass over a batch begins and ends), on the forward of each router (to watch or force its selection),
-and on the activation-checkpointing function of each layer (to know which pass a recomputation belongs to).
+(to know where one pass over a batch begins and ends), and on the forward of each router (to watch or force its
+selection).
 
 Compiled by `torch.compile`, the same code is traced: routes and observations are tensors of the graph, the host is
 called at both ends of a pass (`graph_ops`), and a recomputation inside the graph needs nothing, since the graph kept
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
@@ -30,13 +29,13 @@ from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, Forwar
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
 from foreroute.adapters.hf.selection import SelectingRouter
 from foreroute.adapters.hf.selection_rules import require_looked_up
+from foreroute.core.overrides import Override, overridden
 from foreroute.errors import ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.replay import (
     ForwardRows,
     Listener,
     ModelHooks,
-    Override,
     Pass,
     PassInput,
     PassObservation,
@@ -45,22 +44,15 @@ from foreroute.replay import (
     RecordedPass,
     ReplayRows,
     RoutedModel,
+    SelectionHook,
     Watch,
     id_dtype,
     not_of_kind,
-    overridden,
-    patched,
     require_choices,
     require_each_once,
-    runs_without_gradients_in,
-    saves_for_checkpoint,
-    told_apart,
 )
 from foreroute.trace import IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_offsets
-
-CHECKPOINTS_IN = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""The attributes in which a layer of transformers, and torch's CheckpointWrapper, keep what checkpoints them."""
 
 
 class RoutedTransformer(RoutedModel):
@@ -142,11 +134,10 @@ class TransformerHooks(ModelHooks):
         ]
         self.found_indexers = indexers
         of_indexers = [] if indexers is None else indexers.hooks
-        self._selecting = {router.selecting[0] for router in routers} | {each.module for each in of_indexers}
-        super().__init__(0, trunk, routers, spec, list({trunk, *self._selecting}), of_indexers)
+        every: list[SelectionHook[Any]] = [*routers, *of_indexers]
+        super().__init__(0, trunk, routers, spec, list({trunk, *(hook.selecting[0] for hook in every)}), of_indexers)
         self.counting = [(model, "forward", self._run_model)]
         self._names = parameter_names(trunk.forward)
-        self._checkpoints_open = 0
         self._number = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -159,40 +150,27 @@ class TransformerHooks(ModelHooks):
         return self.watch
 
     def session_overrides(self) -> list[Override]:
-        """The trunk, and whatever checkpoints a part of it, or was compiled on its own with a router in it."""
+        """The trunk, and whatever was compiled on its own with a router in it."""
         overrides: list[Override] = [(self.trunk, "forward", self._run_trunk)]
+        every: list[SelectionHook[Any]] = [*self.routers, *self.indexers]
         for path, module in self.trunk.named_modules():
             own = module.__dict__
-            checkpoints = [name for name in CHECKPOINTS_IN if callable(own.get(name))]
-            overrides += [(module, name, self._run_checkpoint) for name in checkpoints]
             # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
             # attribute
             compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
-            if own.get(compiled) is not None and not self._selecting.isdisjoint(module.modules()):
-                overrides.append((module, compiled, partial(self._run_compiled, path)))
+            if own.get(compiled) is None:
+                continue
+            inside = set(module.modules())
+            hooks = [hook for hook in every if hook.selecting[0] in inside]
+            if hooks:
+                overrides.append((module, compiled, partial(self._run_compiled, path, hooks)))
         return overrides
-
-    def hook_routers(self) -> Callable[[], None]:
-        """On the method of each router, or of the block around it, that selects, and of each indexer."""
-        overrides: list[Override] = [(*hook.selecting, partial(self.run_selecting, hook)) for hook in self.routers]
-        overrides += [(hook.module, "forward", partial(self.run_selecting, hook)) for hook in self.indexers]
-        stack = ExitStack()
-        stack.enter_context(patched(overrides))
-        return stack.close
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """See `ModelHooks`."""
-        checkpoints = any(
-            callable(module.__dict__.get(name)) for module in self.trunk.modules() for name in CHECKPOINTS_IN
-        )
-        with super().listening(listener), _compilable_under_checkpointing() if checkpoints else nullcontext():
+        with super().listening(listener), _compilable_under_checkpointing():
             yield
-
-    def in_checkpoint(self, path: str, current: Pass | None, *, reentrant: bool) -> None:
-        """Raise `ReplayError` if the checkpoint is not one of the model's own, which is prepared."""
-        if current is None or not (current.is_recompute or self._checkpoints_open):
-            raise _by_hand(path)
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         counts = ExecutedCounts(lambda: self._executed, self.spec.num_experts)
@@ -213,34 +191,19 @@ class TransformerHooks(ModelHooks):
             partial(ForwardTokens.of_call, self._names, args, kwargs), partial(forward, *args, **kwargs)
         )
 
-    def after_pass(self, output: Any, current: Pass) -> None:
+    def after_pass(self, current: Pass) -> None:
         """Let the auxiliary loss that follows the trunk see what was executed."""
-        if not current.is_recompute:
-            self._executed = current.observed.ids_LRK if self.counts_executed else None
+        self._executed = current.observed.ids_LRK if self.counts_executed else None
 
-    def _run_compiled(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled(
+        self, path: str, hooks: Sequence[SelectionHook[Any]], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """A layer with a graph of its own, in which its router cannot look around."""
         if self.passes and not torch.compiler.is_compiling():
             if self.passes.top.input.heeds_indexers:
                 raise _in_graph("choices of indexers are", path)
-            self.look_for_checkpoint(path, self.passes.top)
+            self.bind_checkpoints(hooks)
         return call(*args, **kwargs)
-
-    def _run_checkpoint(
-        self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if torch.compiler.is_compiling() or not self.passes:
-            return checkpoint(function, *args, **kwargs)
-        again = partial(self.recomputing, self.passes.top.input)
-        return checkpoint(told_apart(function, self._in_checkpoint, again), *args, **kwargs)
-
-    @contextmanager
-    def _in_checkpoint(self) -> Iterator[None]:
-        self._checkpoints_open += 1
-        try:
-            yield
-        finally:
-            self._checkpoints_open -= 1
 
     # a pass in a compiled graph
 
@@ -301,12 +264,6 @@ class TransformerHooks(ModelHooks):
         return [self.spec.num_layers, num_slots if self.is_forcing else 0, self.spec.top_k], id_dtype(self.spec)
 
 
-def require_prepared(path: str) -> None:
-    """Raise `ReplayError` if a checkpoint called by hand is running its function now."""
-    if saves_for_checkpoint() or runs_without_gradients_in(CheckpointFunction.forward.__code__):
-        raise _by_hand(path)
-
-
 def _compilable_under_checkpointing() -> AbstractContextManager[Any]:
     """Let Dynamo trace a checkpointed region with a function mode in it, as long as the context is open.
 
@@ -320,14 +277,6 @@ def _in_graph(what: str, path: str) -> ReplayError:
     return ReplayError(
         f"{what} recorded and replayed in eager mode alone, and {path} is compiled; take torch.compile off it, or "
         "leave them out of the session"
-    )
-
-
-def _by_hand(path: str) -> ReplayError:
-    return ReplayError(
-        f"{path} runs inside torch.utils.checkpoint called by hand, whose recomputation cannot be told which forward "
-        "it belongs to. Use the model's own activation checkpointing (model.gradient_checkpointing_enable()) or "
-        "torch's CheckpointWrapper, switched on before the session is opened"
     )
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
-from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, overridden, to_device
+from foreroute.core.overrides import overridden
+from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
 from foreroute.trace import SAMPLING, RoutingTrace
 
 

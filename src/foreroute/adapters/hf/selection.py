@@ -138,9 +138,8 @@ class SelectingRouter(RouterHook):
     """
 
     def __init__(self, path: str, rule: SelectionRule, selecting: tuple[nn.Module, str], final: int) -> None:
-        super().__init__(path)
+        super().__init__(path, selecting)
         self.rule = rule
-        self.selecting = selecting
         self.final = final
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

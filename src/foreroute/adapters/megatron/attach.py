@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import Chunk, ChunkRouter, find_chunks, require_replayable
-from foreroute.adapters.megatron.hooks import require_idle
 from foreroute.adapters.megatron.model import RoutedMegatron
 from foreroute.adapters.megatron.route_shard import Share
-from foreroute.adapters.megatron.router_hook import TopKRouterHook
+from foreroute.adapters.megatron.router_hook import TopKRouterHook, require_idle
+from foreroute.core.overrides import is_hooked
+from foreroute.core.recompute import prove
 from foreroute.errors import AttachError, ForerouteError, ReplayError
-from foreroute.replay import LayerObservation, LayerPass, ReplayRows, RouterHook, is_hooked
+from foreroute.replay import LayerObservation, LayerPass, ReplayRows
 from foreroute.trace import RoutedLayer, RoutingSpec
 
 ROWS = 8
@@ -79,8 +81,9 @@ def _problem(chunks: tuple[Chunk, ...], sites: list[ChunkRouter]) -> ForerouteEr
         return AttachError("a session is open on this model; attach it before or after, or use the one that it has")
     try:
         require_replayable(sites)
-        require_idle(sites)
+        prove()
         for site in sites:
+            require_idle(site)
             self_check(site)
     except ForerouteError as error:
         return error
@@ -156,11 +159,11 @@ def _require_obeyed(site: ChunkRouter, handed_on: tuple[Tensor, Tensor], wanted_
 
 def _route(site: ChunkRouter, hidden: Tensor, now: LayerPass | None = None) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)  # input jitter draws numbers
-    hook = TopKRouterHook(site, _run_alone)
-    hook.now = now
+    hook = TopKRouterHook(site)
     try:
         if now is not None:
-            hook.install()
+            hook.now = now
+            hook.install(partial(hook.select, now))
         try:
             # its hooks are not for rows of ours: those of DDP would begin to gather parameters
             probs, routing_map = site.module.forward(hidden)
@@ -180,12 +183,6 @@ def _moderate(hidden: Tensor, weight: Tensor) -> Tensor:
     """Rows for which logits are of the order of one: the softmax of a confident router may underflow to zero."""
     largest: float = weight.detach().float().norm(dim=-1).max().item()
     return hidden / max(1.0, largest)
-
-
-def _run_alone(router: RouterHook, forward: Callable[..., Any], *args: Any) -> Any:
-    """Outside of any pass of its chunk."""
-    assert router.now is not None, "it was told what to do"
-    return router.select(router.now, forward, *args)
 
 
 def _into(ids_RK: Tensor) -> LayerObservation:

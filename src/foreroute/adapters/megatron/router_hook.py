@@ -42,22 +42,16 @@ class Selected:
     counts: Counts
 
 
-RunRouter = Callable[..., Any]
-"""`ModelHooks.run_selecting` of its chunk, which has `TopKRouterHook.select` called."""
-
-
 class TopKRouterHook(RouterHook):
     """The hook on one router.
 
     Args:
         site: the router.
-        run: called in the place of its forward.
     """
 
-    def __init__(self, site: ChunkRouter, run: RunRouter) -> None:
-        super().__init__(site.path)
+    def __init__(self, site: ChunkRouter) -> None:
+        super().__init__(site.path, (site.module, "forward"))
         self.site = site
-        self._run = run
         self._selected: list[Selected] = []
         self._installation: object = None
         self._stand_ins: dict[str, Any] = {}
@@ -67,8 +61,14 @@ class TopKRouterHook(RouterHook):
         self._asks_all = bool(router.config.moe_router_group_topk)
         self._has_bias = bool(router.enable_expert_bias)
 
-    def install(self) -> None:
-        """Take the router's place. Done for every recomputed part of a pass, and so kept to a few assignments."""
+    def install(self, run: Callable[..., Any]) -> None:
+        """See `SelectionHook`. Kept to a few assignments, since every recomputed part of a pass does it.
+
+        Raises:
+            ReplayError: when Megatron's own router replay is switched on.
+        """
+        require_idle(self.site)
+        self._run = run
         router, own = self.site.module, self.site.module.__dict__
         # somebody who wraps a stand-in meanwhile keeps it below theirs for good; it then only hands on
         self._installation = installation = object()
@@ -85,7 +85,7 @@ class TopKRouterHook(RouterHook):
         own.update(stand_ins)
 
     def remove(self) -> None:
-        """Restore exactly what was there; what somebody replaced meanwhile stays theirs."""
+        """See `SelectionHook`."""
         own = self.site.module.__dict__
         for name, stand_in in self._stand_ins.items():
             if own.get(name) is not stand_in:
@@ -101,7 +101,7 @@ class TopKRouterHook(RouterHook):
     ) -> Any:
         if installation is not self._installation:
             return forward(hidden, padding_mask)
-        return self._run(self, forward, hidden, padding_mask)
+        return self._run(forward, hidden, padding_mask)
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `RouterHook`. The forward takes hidden states [T, B, H] and a mask of padding [T, B], or None."""
@@ -228,6 +228,17 @@ class TopKInput(TorchFunctionMode):
             if given.shape == self.scores_RE.shape:
                 self.scores_RE = given
         return func(*args, **kwargs)
+
+
+def require_idle(site: ChunkRouter) -> None:
+    """Raise `ReplayError` if Megatron's own router replay is switched on."""
+    own: Any = getattr(site.module, "router_replay", None)
+    action = getattr(own, "router_replay_action", None)
+    if action is not None:
+        raise ReplayError(
+            f"Megatron's own router replay is active at {site.path} ({action}); clear it with "
+            "RouterReplay.clear_global_router_replay_action(), two replays cannot drive one router"
+        )
 
 
 def _as_map(ids_RK: Tensor, like_RE: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.hf.model import require_no_beams
 from foreroute.capture.sampling_masks import masks_of_steps
+from foreroute.core.overrides import overridden
 from foreroute.errors import ReplayError
-from foreroute.replay import Recording, overridden
+from foreroute.replay import Recording
 from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.trl.rollout import joined_tokens
 from foreroute.trainers.trl.sampling import leaves_out

@@ -1,0 +1,1 @@
+"""The heart, on torch alone: what replay needs whatever holds the routes."""

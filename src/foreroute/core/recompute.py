@@ -1,0 +1,146 @@
+"""Activation checkpoints, each bound to the pass that it will repeat.
+
+A checkpoint runs its function in the forward and once more in backward, when its session may be closed and other
+micro-batches may have run since. While a router runs in the forward, the checkpoints that will run it again have not
+returned: they are on the call stack. Each is handed a function that opens the pass of the first run before it repeats
+it. So a recomputation finds its own pass whoever called the checkpoint, around a layer or around the whole model.
+
+Two kinds of checkpoint are known by how they are written, in torch and in what was modelled on it. A reentrant one is
+an autograd function, `forward(ctx, run_function, ...)`, which runs `ctx.run_function` in backward. The other one has a
+frame object, whose `recompute_fn` it calls: `torch.utils.checkpoint.checkpoint` holds it in its generator, and the hook
+on saved tensors that is in force holds it too. These names are private to torch; `prove` tries them on the release that
+is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from .errors import ReplayError
+
+REENTRANT = ("ctx", "run_function")
+"""The first parameters of the forward of a reentrant checkpoint."""
+NON_REENTRANT: CodeType = getattr(checkpoint.checkpoint, "__wrapped__", checkpoint.checkpoint).__code__
+
+
+Reopen = Callable[[Any, list[Any]], AbstractContextManager[Any]]
+"""Opens a pass for its recomputation, given what ran in the part that is repeated."""
+
+
+def bind(current: object, ran: Iterable[Any], reopen: Reopen, *, until: CodeType | None = None) -> None:
+    """Have every checkpoint around the caller run its function again inside of `reopen(current, ran)`.
+
+    Called as often as something runs in the checkpoint, by any number of owners, who are told apart by `reopen`.
+
+    Args:
+        current: the pass, or what else the recomputation is to find again.
+        ran: added to what ran in the checkpoint.
+        reopen: a bound method of the owner.
+        until: the code of a caller; checkpoints around that are left alone.
+
+    Raises:
+        ReplayError: for a checkpoint around two passes of one owner, or one that keeps its function elsewhere than
+            torch's.
+    """
+    for holder, name in _checkpoints_around(sys._getframe(1), until):
+        _bind_one(holder, name, current, ran, reopen)
+
+
+class _Again:
+    """What a checkpoint runs in backward: its function, in the pass of one owner's first run."""
+
+    def __init__(self, function: Callable[..., Any], current: object, reopen: Reopen) -> None:
+        self.function, self.current, self.reopen = function, current, reopen
+        self.ran: dict[int, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.reopen(self.current, list(self.ran.values())):
+            return self.function(*args, **kwargs)
+
+
+def _bind_one(holder: Any, name: str, current: object, ran: Iterable[Any], reopen: Reopen) -> None:
+    outermost = again = getattr(holder, name)
+    while isinstance(again, _Again) and again.reopen != reopen:
+        again = again.function
+    if not isinstance(again, _Again):
+        again = _Again(outermost, current, reopen)
+        setattr(holder, name, again)
+    if again.current is not current:
+        raise ReplayError(
+            "one activation checkpoint holds two forwards of a model, which its recomputation could not tell apart; "
+            "checkpoint each of them on its own"
+        )
+    again.ran.update((id(each), each) for each in ran)
+
+
+def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> Iterator[tuple[Any, str]]:
+    """What keeps the function of each checkpoint whose function is running now, and under which name.
+
+    What runs a function again is not passed: the checkpoints around that one have been bound in the forward.
+    """
+    known = []
+    while frame is not None and frame.f_code is not until and frame.f_code is not _Again.__call__.__code__:
+        code = frame.f_code
+        if code.co_varnames[:2] == REENTRANT and code.co_argcount >= 2:
+            ctx = frame.f_locals["ctx"]
+            if not hasattr(ctx, "run_function"):
+                raise ReplayError(
+                    f"{code.co_qualname} ({code.co_filename}) is an activation checkpoint that keeps what it runs "
+                    "again in a place that is not known, so that a recomputation would not find its routes; use one "
+                    "of torch.utils.checkpoint"
+                )
+            yield ctx, "run_function"
+        elif code is NON_REENTRANT and frame.f_locals.get("gen") is not None:
+            known.append(frame.f_locals["gen"].gi_frame.f_locals["new_frame"])
+            yield known[-1], "recompute_fn"
+        frame = frame.f_back
+    saving = _saving_now()
+    if saving is not None and all(saving is not each for each in known):
+        yield saving, "recompute_fn"
+
+
+def _saving_now() -> Any:
+    """The frame object of the innermost checkpoint that saves tensors now, whoever began it; None where none does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else hooks[0]
+    if "_checkpoint_hook" not in getattr(pack, "__qualname__", ""):
+        return None
+    held = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    return held["frame"].cell_contents if "frame" in held else None
+
+
+@cache
+def prove() -> None:
+    """Try both kinds of checkpoint, once.
+
+    Raises:
+        ReplayError: when this release of torch keeps the functions of its checkpoints elsewhere.
+    """
+    reopened: list[Any] = []
+
+    @contextmanager
+    def reopen(current: object, ran: list[Any]) -> Iterator[None]:
+        reopened.append((current, *ran))
+        yield
+
+    def function(x: torch.Tensor, kind: bool) -> torch.Tensor:
+        bind(kind, ["ran"], reopen)
+        return x.sin()
+
+    for kind in (True, False):
+        with torch.enable_grad():
+            x = torch.ones(1, requires_grad=True)
+            checkpoint.checkpoint(function, x, kind, use_reentrant=kind).backward()
+    if reopened != [(True, "ran"), (False, "ran")]:
+        raise ReplayError(
+            f"torch {torch.__version__} keeps what its checkpoints run again in a place that is not known, so that a "
+            f"recomputation would not find its routes; found of reentrant and other ones: {reopened}"
+        )

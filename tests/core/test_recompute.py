@@ -1,0 +1,116 @@
+"""Checkpoints bound by the call stack, without a model: who is told of what, and what is refused."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from foreroute.core import recompute
+from foreroute.core.errors import ReplayError
+
+
+class Owner:
+    """Notes which pass is open whenever the function runs again."""
+
+    def __init__(self):
+        self.now, self.again = None, []
+
+    @contextmanager
+    def reopen(self, current, ran):
+        before, self.now = self.now, current
+        self.again.append((current, ran))
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+def part(owner, current, *names):
+    """A function that binds the checkpoints around it, as routers do, once for each name."""
+
+    def run(x):
+        for name in names:
+            recompute.bind(current, [name], owner.reopen)
+        return x.sin()
+
+    return run
+
+
+def leaf():
+    return torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_ran_in_a_checkpoint_runs_again_in_its_own_pass(use_reentrant):
+    owner = Owner()
+    outs = [checkpoint(part(owner, n, "a", "b", "a"), leaf(), use_reentrant=use_reentrant) for n in range(3)]
+    for number in (1, 0, 2):
+        outs[number].sum().backward()
+    assert owner.again == [(number, ["a", "b"]) for number in (1, 0, 2)]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_two_owners_bind_one_checkpoint(use_reentrant):
+    one, two = Owner(), Owner()
+
+    def both(x):
+        return part(two, "second", "b")(part(one, "first", "a")(x))
+
+    checkpoint(both, leaf(), use_reentrant=use_reentrant).sum().backward()
+    assert (one.again, two.again) == ([("first", ["a"])], [("second", ["b"])])
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_checkpoint_in_a_checkpoint_is_bound_anew(outer, inner):
+    owner = Owner()
+    inside = lambda x: checkpoint(part(owner, "pass", "a"), x, use_reentrant=inner)  # noqa: E731
+    checkpoint(inside, leaf(), use_reentrant=outer).sum().backward()
+    assert owner.again == [("pass", ["a"])] * 2
+
+
+def test_a_caller_ends_the_search():
+    owner = Owner()
+
+    def stop(x):
+        recompute.bind("pass", ["a"], owner.reopen, until=stop.__code__)
+        return x.sin()
+
+    checkpoint(stop, leaf(), use_reentrant=True).sum().backward()
+    assert owner.again == []
+
+
+def test_one_checkpoint_around_two_passes_is_refused():
+    owner = Owner()
+    twice = lambda x: part(owner, "second", "a")(part(owner, "first", "a")(x))  # noqa: E731
+    with pytest.raises(ReplayError, match="holds two forwards"):
+        checkpoint(twice, leaf(), use_reentrant=False)
+
+
+class Elsewhere(torch.autograd.Function):
+    """A checkpoint that keeps its function in no place that is known."""
+
+    @staticmethod
+    def forward(ctx, run_function, x):
+        ctx.kept = run_function
+        with torch.no_grad():
+            return run_function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad
+
+
+def test_a_checkpoint_of_unknown_kind_is_refused():
+    with pytest.raises(ReplayError, match=r"Elsewhere\.forward .* in a place that is not known"):
+        Elsewhere.apply(part(Owner(), "pass", "a"), leaf())
+
+
+@pytest.mark.parametrize("name", ["REENTRANT", "NON_REENTRANT"])
+def test_a_release_of_torch_that_keeps_it_elsewhere_is_refused(name, monkeypatch):
+    recompute.prove()
+    monkeypatch.setattr(recompute, name, None)
+    monkeypatch.setattr(recompute, "_saving_now", lambda: None)
+    with pytest.raises(ReplayError, match=rf"torch {torch.__version__.split('+')[0]}.* in a place that is not known"):
+        recompute.prove.__wrapped__()
