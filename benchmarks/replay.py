@@ -22,7 +22,8 @@ import torch
 from benchmarks.harness.instructions import Counter, count_in_user_space
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
-from foreroute.replay import PassObservation, ReplayRows, Watch
+from foreroute.core.passes import Pass, Watch
+from foreroute.replay import ReplayRows
 from foreroute.trace import RoutingTrace
 
 VOCABULARY = 1024
@@ -175,8 +176,12 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     """Of all layers: the trace on the host, routes on the device until backward, notes on the device in a forward."""
     trace, device = bench.trace, torch.device("cpu")
     rows = ReplayRows.gather(trace, np.arange(trace.num_rows), device)
-    queued = [rows.ids_LRK, rows.routed_R, rows.real_R, rows.counted_R]
-    notes = PassObservation.empty(Watch(own=True), trace.num_rows, trace.spec, device).tensors()
+    queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
+    routers = [("router", trace.spec.top_k)] * trace.spec.num_layers
+    current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, Watch(scores=True))
+    assert current.scores is not None
+    queued.append(current.own_LRK)
+    notes = current.scores.tensors()
     host = [trace.expert_ids_NLK, trace.valid_N, trace.token_ids_N, trace.weight_versions_N]
     parts = {
         "host": sum(array.nbytes for array in host),

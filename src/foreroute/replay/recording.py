@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from foreroute.core.hooks import Listener
+from foreroute.core.passes import Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
-from foreroute.replay.passes import Listener
-from foreroute.replay.rows import ReplayRows
-from foreroute.replay.selection import PassObservation, Watch
 from foreroute.trace import (
     GATE_WEIGHTS,
     INDEXER,
@@ -113,7 +113,7 @@ class Recording(Listener):
         weights: bool,
         indexers: bool,
     ) -> None:
-        self.watch = Watch(ids=True, own=margins, weights=weights, indexers=indexers)
+        self.watch = Watch(scores=margins, weights=weights, others=indexers)
         self._spec = spec
         self._rows_of = rows_of
         self._version = weight_version
@@ -121,23 +121,23 @@ class Recording(Listener):
         self._passes: list[list[RecordedPass]] = [[] for _ in range(num_chunks)]
         self._begun: list[Any] = [None] * num_chunks
 
-    def begin(self, chunk: int, args: Recordable) -> ReplayRows | None:
+    def begin(self, chunk: int, args: Recordable) -> Rows | None:
         """Keep what says where the sequences are."""
         self._begun[chunk] = args.kept()
         return None
 
-    def end(self, chunk: int, args: Recordable, observed: PassObservation | None) -> None:
-        """Keep the pass; one that failed is forgotten."""
+    def end(self, chunk: int, args: Recordable, current: Pass | None) -> None:
+        """Keep what is asked for of the pass; one that failed is forgotten."""
         begun, watch = self._begun[chunk], self.watch
-        if observed is None:
+        if current is None:
             recorded = RecordedPass(begun, None)
         else:
             recorded = RecordedPass(
                 begun,
-                observed.ids_LRK,
-                observed.own()[2] if watch.own else None,
-                observed.weights_LRK if watch.weights else None,
-                observed.choices if watch.indexers else None,
+                _narrow(current.executed_LRK, self._spec.num_experts),
+                current.scores.margin() if watch.scores and current.scores is not None else None,
+                current.weights_LRK if watch.weights else None,
+                current.kept if watch.others else None,
             )
         self._passes[chunk].append(recorded)
 
@@ -188,7 +188,7 @@ class Recording(Listener):
         Raises:
             ReplayError: when the session was not opened with `margins=True`.
         """
-        if not self.watch.own or not any(self._passes):
+        if not self.watch.scores or not any(self._passes):
             raise ReplayError("no margins were recorded; open the session with record(margins=True) and run a forward")
         return np.concatenate([_in_order(group, lambda rows: rows.margins_NL) for group in self._groups()])
 
@@ -218,13 +218,18 @@ class Recording(Listener):
         trace = RoutingTrace.from_sequences(
             self._spec, np.split(tokens_N, ends), np.split(ids_NLK, ends), weight_version=NO_VERSION
         )
-        if self.watch.indexers:
+        if self.watch.others:
             chosen = joined(INDEXER, [rows.choices for rows in group], [rows.tokens_N >= 0 for rows in group])
             trace = trace.with_stream(INDEXER, chosen.take(_order(group)))
         if not self.watch.weights:
             return trace
         weights_NLK = _in_order(group, lambda rows: rows.weights_NLK)
         return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N))
+
+
+def _narrow(ids_LRK: Tensor, num_experts: int) -> Tensor:
+    """Ids as a trace has them, in memory of their own: uint8 up to 256 experts, else uint16."""
+    return ids_LRK.to(torch.uint8) if num_experts <= 256 else ids_LRK.to(torch.int16, copy=True).view(torch.uint16)
 
 
 def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.core.hooks import signed_dtype
+from foreroute.core.passes import Rows
 from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout import fill_padding
 from foreroute.replay.indexers import IndexerRows
@@ -61,35 +63,34 @@ class Policy:
         require_switch("gate_weights", self.gate_weights)
 
 
-@dataclass(frozen=True)
-class ReplayRows:
-    """Expert ids for every slot of a flattened batch.
+@dataclass(frozen=True, kw_only=True)
+class ReplayRows(Rows):
+    """Routes for every slot of a flattened batch, and what a session knows of its slots.
 
     Attributes:
-        ids_LRK: uint8 or uint16 [L, R, K]; arbitrary where a slot has no route.
-        routed_R: bool [R], slots that have a route.
-        unrouted_Q: int64 [Q], the slots that have none, or None where all have one.
         real_R: bool [R], False for padding.
         counted_R: bool [R], tokens that belong in the loss under the policy for missing rows; False for padding.
         padding_R: bool [R], padding that statistics of the routers leave out; None where that is the framework's work.
         counts: which selection auxiliary losses and expert-bias counters count.
-        weights_LRK: float32 [L, R, K], gate weights to force where a slot has a route; None leaves them live.
         drops: whether `counted_R` leaves out a row that is real; known on the host, and never set in a graph.
+        is_whole: whether every slot has a route; likewise.
         micro_step: of the plan that is executed on them; None where none is.
         indexers: the choices to force on indexers; None leaves them alone.
     """
 
-    ids_LRK: Tensor
-    routed_R: Tensor
-    unrouted_Q: Tensor | None
     real_R: Tensor
     counted_R: Tensor
     padding_R: Tensor | None = None
     counts: Counts = "native"
-    weights_LRK: Tensor | None = None
     drops: bool = False
+    is_whole: bool = False
     micro_step: int | None = None
     indexers: IndexerRows | None = None
+
+    @property
+    def routed_R(self) -> Tensor:
+        """Bool [R], slots that have a route."""
+        return self.ids_LRK[0, :, 0] >= 0
 
     @classmethod
     def gather(
@@ -140,17 +141,10 @@ class ReplayRows:
         if weights and trace.gate_weights_NLK is not None:
             weights_LRK = np.ascontiguousarray(_of_slots(trace.gate_weights_NLK, row_of_slot).transpose(1, 0, 2))
         pinned = _pinned(ids_LRK, device)
-        rows = cls.from_host(pinned, routed, real, counted, device, weights_LRK=weights_LRK, counts=counts)
+        rows = cls.from_host(
+            pinned, routed, real, counted, device, trace.spec.num_experts, weights_LRK=weights_LRK, counts=counts
+        )
         return replace(rows, indexers=indexers)
-
-    def by_layer(self) -> list[ReplayRows]:
-        """Those of each layer, on an axis of one.
-
-        A graph that is compiled for one layer then serves them all: it would be bound to the number of a layer.
-        """
-        ids, weights = self.ids_LRK.split(1), self.weights_LRK
-        of_layers = [None] * len(ids) if weights is None else weights.split(1)
-        return [replace(self, ids_LRK=i, weights_LRK=w) for i, w in zip(ids, of_layers, strict=True)]
 
     @classmethod
     def from_host(
@@ -160,26 +154,41 @@ class ReplayRows:
         real_R: NDArray[np.bool_],
         counted_R: NDArray[np.bool_],
         device: torch.device,
+        num_experts: int,
         *,
         weights_LRK: NDArray[np.float32] | None = None,
         mask_padding: bool = False,
         counts: Counts = "native",
     ) -> ReplayRows:
-        """Move what is known on the host, attributes as above, to the device, ids from pinned memory where it is a GPU.
+        """Move what is known on the host to the device, which is not waited for.
 
-        The device is not waited for. `mask_padding` fills `padding_R`.
+        Args:
+            ids_LRK: uint8 or uint16 [L, R, K], in pinned memory where the device is a GPU; arbitrary without a route.
+            routed_R: bool [R], slots that have a route.
+            real_R: as the attribute.
+            counted_R: as the attribute.
+            device: where the model runs.
+            num_experts: E.
+            weights_LRK: float32 [L, R, K], gate weights to force; arbitrary for padding and without a route.
+            mask_padding: whether to fill `padding_R`.
+            counts: as the attribute.
         """
-        unrouted = np.flatnonzero(~routed_R)
+        is_whole = bool(routed_R.all())
+        # as narrow as they are on the way; -1 is for the device
+        narrow = ids_LRK.view(torch.int16) if ids_LRK.dtype == torch.uint16 else ids_LRK
+        ids = narrow.to(device, non_blocking=True).to(signed_dtype(num_experts))
+        weights = None
+        if weights_LRK is not None:
+            weights = to_device(np.where((routed_R & real_R)[:, None], weights_LRK, np.float32("nan")), device)
         return cls(
-            ids_LRK.to(device, non_blocking=True),
-            to_device(routed_R, device),
-            to_device(unrouted, device) if len(unrouted) else None,
-            to_device(real_R, device),
-            to_device(counted_R, device),
-            to_device(~real_R, device) if mask_padding else None,
-            counts,
-            None if weights_LRK is None else to_device(weights_LRK, device),
-            bool((counted_R != real_R).any()),
+            ids if is_whole else ids.masked_fill(~to_device(routed_R, device)[:, None], -1),
+            weights,
+            real_R=to_device(real_R, device),
+            counted_R=to_device(counted_R, device),
+            padding_R=to_device(~real_R, device) if mask_padding else None,
+            counts=counts,
+            drops=bool((counted_R != real_R).any()),
+            is_whole=is_whole,
         )
 
 

@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.core.hooks import Listener, ModelHooks
+from foreroute.core.passes import Pass, Watch
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.mismatch import LiveAgreement
 from foreroute.replay.arguments import as_version, require_version
-from foreroute.replay.hooks import ModelHooks
-from foreroute.replay.passes import Listener
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows, require_switch
-from foreroute.replay.selection import PassObservation, Watch
 from foreroute.replay.telemetry import Telemetry
 from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 
@@ -76,6 +75,7 @@ class RoutedModel(ABC):
     Args:
         spec: experts, picks and routed layers of the whole model.
         hooks: of each chunk that this rank runs.
+        chunk_specs: experts, picks and routed layers of each; None of one without routers.
         provenance: of what is recorded.
 
     Attributes:
@@ -85,11 +85,17 @@ class RoutedModel(ABC):
 
     padding: PaddingRows = "native"
 
-    def __init__(self, spec: RoutingSpec, hooks: Sequence[ModelHooks], provenance: dict[str, str]) -> None:
+    def __init__(
+        self,
+        spec: RoutingSpec,
+        hooks: Sequence[ModelHooks],
+        chunk_specs: list[RoutingSpec | None],
+        provenance: dict[str, str],
+    ) -> None:
         self.spec = spec
         self._hooks = hooks
         self._provenance = provenance
-        self._chunk_specs = [each.spec for each in hooks]
+        self._chunk_specs = chunk_specs
         self._session: Callable[[], ReplaySession | None] | None = None
 
     @abstractmethod
@@ -314,7 +320,7 @@ class ReplaySession(Listener):
         telemetry: dict[int, Telemetry] | None = None,
     ) -> None:
         self.num_forwards = 0
-        self.watch = Watch.under(policy)
+        self.watch = Watch(scores=policy.telemetry)
         self.counts_executed = policy.counts == "replayed"
         self._routes = routes
         self._policy = policy
@@ -330,12 +336,12 @@ class ReplaySession(Listener):
         self._drops = self._drops or self._now.drops
         return self._now.rows
 
-    def end(self, chunk: int, args: Any, observed: PassObservation | None) -> None:
+    def end(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Add up the telemetry, on the device."""
         self.num_forwards += 1
         spec, rows = self._specs[chunk], None if self._now is None else self._now.rows
-        if self._policy.telemetry and observed is not None and rows is not None and spec is not None:
-            self._telemetry.setdefault(chunk, Telemetry(spec)).add(observed, rows)
+        if self._policy.telemetry and current is not None and rows is not None and spec is not None:
+            self._telemetry.setdefault(chunk, Telemetry(spec)).add(current, rows)
 
     def close(self) -> None:
         """Called when the session ends without an error.

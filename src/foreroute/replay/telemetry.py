@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.core.passes import Pass
 from foreroute.mismatch import LOG10_EDGES, LiveAgreement
 from foreroute.replay.rows import ReplayRows, to_device
-from foreroute.replay.selection import PassObservation
 from foreroute.trace import RoutingSpec
 
 
@@ -25,20 +25,20 @@ class Telemetry:
         self._edges: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, observed: PassObservation, rows: ReplayRows) -> None:
+    def add(self, current: Pass, rows: ReplayRows) -> None:
         """Add one pass. Rows that were replayed count, and no others; padding that replay picks for is no route."""
-        own_LRK, values_LRK, margin_LR, by_probability_L = observed.own()
+        own_LRK, scores = current.own_LRK, current.scores
+        assert scores is not None, "telemetry watches scores"
         routed_R = rows.routed_R & rows.real_R
         device, num_layers = routed_R.device, len(own_LRK)
         kept_LRK = is_in(own_LRK, rows.ids_LRK)
         shared_LR = kept_LRK.sum(-1)
         differs_LR = (shared_LR < own_LRK.shape[-1]) & routed_R
         per_row_R = differs_LR.sum(0)
-        mass_LRK = selection_mass(values_LRK, by_probability_L)
-        bins_LR = self._bins(margin_LR)
+        mass_LRK = selection_mass(scores.picked, scores.by_probability)
+        bins_LR = self._bins(scores.margin())
         histogram = torch.zeros(num_layers, len(LOG10_EDGES) - 1, dtype=torch.int64, device=device)
-        counted_LRK = observed.ids_LRK if rows.counts == "replayed" else own_LRK
-        assert counted_LRK is not None, "who counts what is executed has watched for it"
+        counted_LRK = current.executed_LRK if rows.counts == "replayed" else own_LRK
         parts = {
             "rows": routed_R.sum(),
             "differing_L": differs_LR.sum(1),
@@ -71,10 +71,9 @@ class Telemetry:
 
 def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:
     """Bool [L, R, K], which ids are among the other K of their row. Takes memory of the size of its result only."""
-    ids, others = (_comparable(each) for each in (ids_LRK, others_LRK))
-    found = ids == others[..., :1]
-    for k in range(1, others.shape[-1]):
-        found |= ids == others[..., k : k + 1]
+    found = ids_LRK == others_LRK[..., :1]
+    for k in range(1, others_LRK.shape[-1]):
+        found |= ids_LRK == others_LRK[..., k : k + 1]
     return found
 
 
@@ -93,11 +92,6 @@ def count_experts(ids_LRK: Tensor, real_R: Tensor, num_experts: int) -> Tensor:
     counts = torch.zeros(len(ids_LRK), num_experts, dtype=torch.int64, device=real_R.device)
     ones_LRK = real_R.long()[:, None].expand_as(ids_LRK)
     return counts.scatter_add(1, ids_LRK.long().flatten(1), ones_LRK.flatten(1))
-
-
-def _comparable(ids: Tensor) -> Tensor:
-    """Torch compares no unsigned integers wider than a byte."""
-    return ids.view(torch.int16) if ids.dtype == torch.uint16 else ids
 
 
 def _histogram(values_R: Tensor, counted_R: Tensor, size: int) -> Tensor:

@@ -5,7 +5,10 @@ import importlib
 import pytest
 import torch
 
-from foreroute.replay import Recording, forced_selection, hooks, selection
+from foreroute.core import hooks
+from foreroute.core.passes import LayerPass
+from foreroute.core.selection import MaskedScores, SelectionMode
+from foreroute.replay import Recording
 from tests.adapters.hf.family_checks import (
     attached_once,
     backends,
@@ -34,29 +37,42 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(attaching, "self_check", lambda routed, sites: None)
 
 
-def changed_selection(monkeypatch, change):
-    """`change` gets the forced values and ids and returns others."""
+def changed_ids(monkeypatch, change):
+    """`change` gets the ids to run, where routes are forced, and returns others."""
+    choose = LayerPass.choose
 
-    def changed(*args, **options):
-        forced = forced_selection(*args, **options)
-        values, ids = change(forced.values_RK, forced.ids_RK)
-        return forced._replace(values_RK=values, ids_RK=ids)
+    def changed(now, own_choice):
+        ids, own = choose(now, own_choice)
+        return ids if now.ids_RK is None else change(ids), own
 
-    monkeypatch.setattr(selection, "forced_selection", changed)
+    monkeypatch.setattr(LayerPass, "choose", changed)
+
+
+def changed_values(monkeypatch, change):
+    """`change` gets the scores at forced ids and returns others."""
+    top_k = SelectionMode._top_k
+
+    def changed(mode, *args):
+        result = top_k(mode, *args)
+        if mode.now is None or mode.now.ids_RK is None or len(mode.seen) != mode.final + 1:
+            return result
+        return torch.return_types.topk((change(result.values), result.indices))
+
+    monkeypatch.setattr(SelectionMode, "_top_k", changed)
 
 
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "deepseek_v3", "dbrx", "llama4", "jetmoe", "switch_transformers", "zaya"]
 )
 def test_rows_that_are_off_by_one_are_seen(name, unchecked, monkeypatch):
-    changed_selection(monkeypatch, lambda values, ids: (values, ids.roll(1, 0)))
+    changed_ids(monkeypatch, lambda ids: ids.roll(1, 0))
     with pytest.raises(AssertionError):
         foreign(name)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "jetmoe"])
 def test_gate_weights_by_another_rule_are_seen(name, unchecked, monkeypatch):
-    changed_selection(monkeypatch, lambda values, ids: (values.exp(), ids))
+    changed_values(monkeypatch, torch.exp)
     with pytest.raises(AssertionError):
         weights(name)
     with pytest.raises(AssertionError):
@@ -65,17 +81,14 @@ def test_gate_weights_by_another_rule_are_seen(name, unchecked, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
 def test_a_router_without_gradient_is_seen(name, unchecked, monkeypatch):
-    changed_selection(monkeypatch, lambda values, ids: (values.detach(), ids))
+    changed_values(monkeypatch, torch.Tensor.detach)
     with pytest.raises((AssertionError, RuntimeError)):
         gradient(name)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "unlimited_ocr", "deepseek_ocr2"])
 def test_weights_from_scores_that_were_zeroed_are_seen(name, unchecked, monkeypatch):
-    def from_masked(scores, dense, *rest, **options):
-        return forced_selection(scores, scores, *rest, **options)
-
-    monkeypatch.setattr(selection, "forced_selection", from_masked)
+    monkeypatch.setattr(MaskedScores, "before_masking", lambda self, scores: scores)
     with pytest.raises(AssertionError):
         weights(name)
 
@@ -97,6 +110,6 @@ def test_a_recording_of_something_else_is_seen(name, unchecked, monkeypatch):
 
 
 def test_a_backend_that_is_handed_other_routes_is_seen(unchecked, monkeypatch):
-    changed_selection(monkeypatch, lambda values, ids: (values, ids.roll(1, 0)))
+    changed_ids(monkeypatch, lambda ids: ids.roll(1, 0))
     with pytest.raises(AssertionError):
         backends("qwen3_moe")

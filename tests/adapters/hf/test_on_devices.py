@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.model import TransformerHooks
 from foreroute.errors import ReplayError
-from foreroute.replay import PassObservation
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
 
@@ -62,14 +62,14 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, co
 def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(monkeypatch):
     model = tiny("qwen3_moe", experts="grouped_mm")
     routed = hf.attach(model)
-    static = {}
+    end = TransformerHooks.end_from_graph
 
-    def same_addresses(watch, num_slots, spec, device, make=PassObservation.empty):
-        if watch not in static:
-            static[watch] = make(watch, num_slots, spec, device)
-        return static[watch]
+    def written_over(hooks, calls_L, kept):
+        end(hooks, calls_L, kept)
+        for tensor in kept:
+            tensor.zero_()
 
-    monkeypatch.setattr(PassObservation, "empty", same_addresses)
+    monkeypatch.setattr(TransformerHooks, "end_from_graph", written_over)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     traces = [random_routes(routed.spec, BATCH, seed) for seed in (1, 2)]
     recordings = []

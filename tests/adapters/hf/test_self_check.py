@@ -5,8 +5,8 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.selection import MaskedScores
-from foreroute.adapters.hf.selection_rules import RULES
+from foreroute.core.selection import MaskedScores
+from foreroute.core.selection_rules import RULES
 from foreroute.errors import AttachError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build

@@ -6,8 +6,8 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from foreroute.adapters.megatron.router_hook import TopKRouterHook
+from foreroute.core.passes import Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError
-from foreroute.replay import LayerPass, ReplayRows
 from tests.adapters.megatron import one_rank as on
 
 ROWS = 16
@@ -128,9 +128,8 @@ def replayed(built, routed, trace, ids):
 
 
 def forced(site, hidden, ids_RK):
-    every = torch.ones(len(ids_RK), dtype=torch.bool).numpy()
-    rows = ReplayRows.from_host(ids_RK[None], every, every, every, ids_RK.device)
-    now = LayerPass(0, rows, None, torch.zeros(1, dtype=torch.int32), *ids_RK.shape)
+    shape = [(site.path, ids_RK.shape[1])], len(ids_RK), torch.int16, ids_RK.device
+    [now] = Pass(*shape, Rows(ids_RK[None].short()), Watch()).parts()
     hook = TopKRouterHook(site)
     hook.now = now
     hook.install(partial(hook.select, now))

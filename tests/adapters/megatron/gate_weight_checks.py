@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from foreroute.core.passes import LayerPass
 from foreroute.errors import TraceContentError
 from foreroute.layout import pad
-from foreroute.replay import LayerObservation
 from tests.adapters.megatron import one_rank as on
 from tests.traces import weighted
 
@@ -87,21 +87,25 @@ def check_weights_that_there_are_not_are_refused_at_once():
         on.refuses(TraceContentError, "no gate weights", opening.__enter__)
 
 
-def check_a_recomputation_observes_nothing():
-    """Nobody reads it, and routers would select by themselves once more."""
+def check_a_recomputation_keeps_nothing_anew():
+    """Nobody reads it, and what runs is what the forward kept."""
     built, routed = on.attached("uniform")
     ids = on.tokens()
-    written = []
-    write = LayerObservation.write
-    LayerObservation.write = lambda *args, **kwargs: written.append(0) or write(*args, **kwargs)
+    asked = []
+    choose = LayerPass.choose
+
+    def noted(now, own_choice):
+        return choose(now, lambda: asked.append(0) or own_choice())
+
+    LayerPass.choose = noted
     try:
         with routed.replay(on.foreign(routed.spec, ids), telemetry=True):
             loss = on.forward(built, ids)
-            assert len(written) == routed.spec.num_layers
+            assert len(asked) == routed.spec.num_layers
             loss.backward()
     finally:
-        LayerObservation.write = write
-    assert len(written) == routed.spec.num_layers
+        LayerPass.choose = choose
+    assert len(asked) == routed.spec.num_layers
 
 
 def check_margins_are_the_gap_to_the_best_expert_that_could_have_been_picked():

@@ -12,9 +12,11 @@ from benchmarks.gpu.bits import Case, Look, check_checkpointing, check_experts
 from benchmarks.gpu.driving import step
 from benchmarks.gpu.jobs_graphs import check_captures
 from benchmarks.gpu.part import Part, Skipped
-from foreroute.adapters.hf import selection as hf_selection
 from foreroute.adapters.hf.discover import PROBE_TOKENS
-from foreroute.replay import ModelHooks, hooks, selection
+from foreroute.core import hooks
+from foreroute.core import selection as hf_selection
+from foreroute.core.hooks import ModelHooks
+from foreroute.core.passes import LayerPass
 
 NAME = "qwen3_moe/float32/grouped_mm"
 
@@ -42,15 +44,13 @@ def test_sound_replay_passes(part):
 
 
 def ignoring_the_trace(patch):
-    forced = selection.forced_selection
+    choose = LayerPass.choose
 
-    def own(choice_scores_RE, dense_scores_RE, rows, own_choice, **options):
-        if len(choice_scores_RE) == PROBE_TOKENS:
-            return forced(choice_scores_RE, dense_scores_RE, rows, own_choice, **options)
-        ids_RK = own_choice(choice_scores_RE)
-        return dense_scores_RE.gather(-1, ids_RK), ids_RK, None
+    def own(now, own_choice):
+        ids_RK, own_RK = choose(now, own_choice)
+        return (ids_RK if len(own_RK) == PROBE_TOKENS else own_RK), own_RK
 
-    patch.setattr(selection, "forced_selection", own)
+    patch.setattr(LayerPass, "choose", own)
 
 
 def rounding_gate_weights(patch):
@@ -58,20 +58,20 @@ def rounding_gate_weights(patch):
 
     def rounded(router, now, *args, **kwargs):
         logits, weights, ids = select(router, now, *args, **kwargs)
-        kept = now.num_slots == PROBE_TOKENS or now.rows is None
+        kept = len(now.own_RK) == PROBE_TOKENS or now.rows is None
         return (logits, weights if kept else weights.bfloat16().float(), ids)
 
     patch.setattr(hf_selection.SelectingRouter, "select", rounded)
 
 
 def forcing_without_gradient(patch):
-    forced = selection.forced_selection
+    top_k = hf_selection.SelectionMode._top_k
 
-    def detached(*args, **options):
-        values_RK, ids_RK, own_ids_RK = forced(*args, **options)
-        return values_RK.detach(), ids_RK, own_ids_RK
+    def detached(mode, *args):
+        result = top_k(mode, *args)
+        return torch.return_types.topk((result.values.detach(), result.indices))
 
-    patch.setattr(selection, "forced_selection", detached)
+    patch.setattr(hf_selection.SelectionMode, "_top_k", detached)
 
 
 def recomputing_natively(patch):

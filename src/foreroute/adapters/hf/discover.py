@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.selection import Selection, SelectionRule
-from foreroute.adapters.hf.selection_rules import REFUSED, RULES, TOP_K_RULE
 from foreroute.core.overrides import overridden
+from foreroute.core.selection import Selection, SelectionRule
+from foreroute.core.selection_rules import REFUSED, RULES, TOP_K_RULE
 from foreroute.errors import AttachError
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 

@@ -23,8 +23,8 @@ class Host(Protocol):
 
     def begin_from_graph(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
-    ) -> tuple[Tensor, Tensor]:
-        """A compiled pass begins. Returns ids [L, R, K] (empty without replay) and routed [R]."""
+    ) -> Tensor:
+        """A compiled pass begins. Returns `Rows.ids_LRK`, empty without replay."""
 
     def end_from_graph(self, calls_L: Tensor, notes: list[Tensor]) -> None:
         """It is over."""
@@ -53,7 +53,7 @@ def begin_pass(
     positions: Tensor | None,
     cumulative: Tensor | None,
     past: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Locate the rows of a batch; see `Host.begin_from_graph`."""
     ledger.add_(1)
     return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, past)
@@ -68,10 +68,9 @@ def _(
     positions: Tensor | None,
     cumulative: Tensor | None,
     past: int,
-) -> tuple[Tensor, Tensor]:
-    num_slots = input_ids.shape[0] * input_ids.shape[1]
-    shape, dtype = _hosts[host].shapes_for_graph(num_slots)
-    return input_ids.new_empty(shape, dtype=dtype), input_ids.new_empty(num_slots, dtype=torch.bool)
+) -> Tensor:
+    shape, dtype = _hosts[host].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])
+    return input_ids.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("foreroute::end_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,29 +28,22 @@ from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens, parameter_names
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
-from foreroute.adapters.hf.selection import SelectingRouter
-from foreroute.adapters.hf.selection_rules import require_looked_up
+from foreroute.core.hooks import Listener, ModelHooks, SelectionHook
 from foreroute.core.overrides import Override, overridden
-from foreroute.errors import ReplayError, TraceContentError
+from foreroute.core.passes import Pass, Rows, Scores
+from foreroute.core.selection import SelectingRouter
+from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.replay import (
     ForwardRows,
-    Listener,
-    ModelHooks,
-    Pass,
-    PassInput,
-    PassObservation,
+    IndexerPass,
     Places,
     Policy,
     RecordedPass,
     ReplayRows,
     RoutedModel,
-    SelectionHook,
-    Watch,
-    id_dtype,
     not_of_kind,
     require_choices,
-    require_each_once,
 )
 from foreroute.trace import IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_offsets
@@ -63,7 +57,7 @@ class RoutedTransformer(RoutedModel):
     """
 
     def __init__(self, model: nn.Module, spec: RoutingSpec, sites: list[RouterSite], hooks: TransformerHooks) -> None:
-        super().__init__(spec, [hooks], {"engine": "transformers", "engine_version": transformers.__version__})
+        super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
         self._sites = sites
         self._found_indexers = hooks.found_indexers
@@ -116,8 +110,7 @@ class TransformerHooks(ModelHooks):
     """
 
     routers: Sequence[SelectingRouter]
-    indexers: Sequence[ChoosingIndexer]
-    spec: RoutingSpec
+    others: Sequence[ChoosingIndexer]
 
     def __init__(
         self,
@@ -129,30 +122,41 @@ class TransformerHooks(ModelHooks):
         indexers: FoundIndexers | None,
     ) -> None:
         routers = [
-            SelectingRouter(site.path, site.rule, site.selecting, final)
+            SelectingRouter(site.path, site.rule, site.selecting, spec.top_k, final)
             for site, final in zip(sites, finals, strict=True)
         ]
         self.found_indexers = indexers
         of_indexers = [] if indexers is None else indexers.hooks
-        every: list[SelectionHook[Any]] = [*routers, *of_indexers]
-        super().__init__(0, trunk, routers, spec, list({trunk, *(hook.selecting[0] for hook in every)}), of_indexers)
+        every: list[SelectionHook] = [*routers, *of_indexers]
+        hooked = list({trunk, *(hook.selecting[0] for hook in every)})
+        super().__init__(0, trunk, routers, spec.num_experts, hooked, of_indexers)
+        self.spec = spec
         self.counting = [(model, "forward", self._run_model)]
         self._names = parameter_names(trunk.forward)
         self._number = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._executed: Tensor | None = None
-        self._begun_in_graph: ForwardTokens | None = None
+        self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
 
-    @property
-    def watch_again(self) -> Watch:
-        """The same: torch compares what a checkpoint saves the second time, and a compiled layer has one graph."""
-        return self.watch
+    def open_others(self, current: Pass) -> list[tuple[IndexerPass, IndexerPass]]:
+        """The indexers. See `ModelHooks`."""
+        chosen = current.rows.indexers if isinstance(current.rows, ReplayRows) else None
+        kept = current.kept if current.watch.others else None
+        opened = []
+        for number, calls_1 in enumerate(current.calls_L.split(1)[len(self.routers) :]):
+            first = IndexerPass(len(self.routers) + number, number, chosen, kept, calls_1)
+            opened.append((first, replace(first, observed=None)))
+        return opened
+
+    def expected(self, current: Pass) -> Sequence[SelectionHook]:
+        """Routers, and indexers if their choices are kept or forced. See `ModelHooks`."""
+        return [*self.routers, *(self.others if heeds_indexers(current) else ())]
 
     def session_overrides(self) -> list[Override]:
         """The trunk, and whatever was compiled on its own with a router in it."""
         overrides: list[Override] = [(self.trunk, "forward", self._run_trunk)]
-        every: list[SelectionHook[Any]] = [*self.routers, *self.indexers]
+        every: list[SelectionHook] = [*self.routers, *self.others]
         for path, module in self.trunk.named_modules():
             own = module.__dict__
             # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
@@ -193,14 +197,14 @@ class TransformerHooks(ModelHooks):
 
     def after_pass(self, current: Pass) -> None:
         """Let the auxiliary loss that follows the trunk see what was executed."""
-        self._executed = current.observed.ids_LRK if self.counts_executed else None
+        self._executed = current.executed_LRK if self.counts_executed else None
 
     def _run_compiled(
-        self, path: str, hooks: Sequence[SelectionHook[Any]], call: Callable[..., Any], *args: Any, **kwargs: Any
+        self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """A layer with a graph of its own, in which its router cannot look around."""
         if self.passes and not torch.compiler.is_compiling():
-            if self.passes.top.input.heeds_indexers:
+            if heeds_indexers(self.passes.top):
                 raise _in_graph("choices of indexers are", path)
             self.bind_checkpoints(hooks)
         return call(*args, **kwargs)
@@ -210,7 +214,7 @@ class TransformerHooks(ModelHooks):
     def _run_trunk_in_graph(
         self, tensors: BatchTensors, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        ids_LRK, routed_R = graph_ops.begin_pass(
+        ids_LRK = graph_ops.begin_pass(
             self._number,
             self._ledger,
             tensors.input_ids_BT,
@@ -219,19 +223,19 @@ class TransformerHooks(ModelHooks):
             tensors.cumulative,
             tensors.past,
         )
-        rows = ReplayRows(ids_LRK, routed_R, None, routed_R, routed_R) if self.is_forcing else None
+        rows = Rows(ids_LRK) if self.is_forcing else None
         slots = tensors.input_ids_BT
-        fixed = self.spec, rows, slots.numel(), slots.device, self.watch, self.watch, len(self.indexers)
-        current = PassInput(*fixed).open()
+        current = self.open_pass(rows, slots.numel(), slots.device)
         with self.passes.on_top(current):
             result = forward(*args, **kwargs)
-        self._executed = current.observed.ids_LRK if self.counts_executed else None
-        graph_ops.end_pass(self._number, self._ledger, current.calls_L, current.observed.tensors())
+        self._executed = current.executed_LRK if self.counts_executed else None
+        scores = [] if current.scores is None else current.scores.tensors()
+        graph_ops.end_pass(self._number, self._ledger, current.calls_L, [current.own_LRK, *scores])
         return result
 
     def begin_from_graph(
         self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
         self._require_no_capture()
@@ -239,29 +243,35 @@ class TransformerHooks(ModelHooks):
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise _in_graph("gate weights are", "the model")
-        if self.watch.indexers or (rows is not None and rows.indexers is not None):
+        current = self.open_pass(rows, batch.num_slots, batch.device)
+        if heeds_indexers(current):
             raise _in_graph("choices of indexers are", "the model")
-        self._begun_in_graph = batch
+        self._begun_in_graph = batch, current
         if rows is not None:
-            return rows.ids_LRK, rows.routed_R
-        num_slots = batch.num_slots
-        shape, dtype = self.shapes_for_graph(num_slots)
-        nothing = torch.zeros(num_slots, dtype=torch.bool, device=batch.device)
-        return torch.empty(shape, dtype=dtype, device=batch.device), nothing
+            return rows.ids_LRK
+        shape, dtype = self.shapes_for_graph(batch.num_slots)
+        return torch.empty(shape, dtype=dtype, device=batch.device)
 
-    def end_from_graph(self, calls_L: Tensor, observed: list[Tensor]) -> None:
+    def end_from_graph(self, calls_L: Tensor, kept: list[Tensor]) -> None:
         """See `graph_ops.Host`."""
-        require_each_once(self.routers, [0] * len(self.routers), calls_L[: len(self.routers)])
         assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
-        batch, self._begun_in_graph = self._begun_in_graph, None
-        # a CUDA graph writes what it observes of the next pass to the same addresses
-        kept = PassObservation.from_tensors(self.watch, [tensor.clone() for tensor in observed])
+        (batch, current), self._begun_in_graph = self._begun_in_graph, None
+        current.calls_L = calls_L
+        self.require_each_once(current)
+        # a CUDA graph writes what is kept of the next pass to the same addresses
+        current.own_LRK, *scores = (tensor.clone() for tensor in kept)
+        current.scores = Scores(*scores) if scores else None
         for listener in list(self.listeners):
-            listener.end(self.chunk, batch, kept)
+            listener.end(self.chunk, batch, current)
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
-        return [self.spec.num_layers, num_slots if self.is_forcing else 0, self.spec.top_k], id_dtype(self.spec)
+        return [self.spec.num_layers, num_slots if self.is_forcing else 0, self.spec.top_k], self.id_dtype
+
+
+def heeds_indexers(current: Pass) -> bool:
+    """Whether choices of indexers are kept or forced in a pass."""
+    return current.watch.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
 
 
 def _compilable_under_checkpointing() -> AbstractContextManager[Any]:
@@ -337,4 +347,28 @@ def require_no_beams(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             f"generate() was asked for num_beams={num_beams}: beams change places from token to token, so that what a "
             "router did for a row of the batch is not what it did for the sequence that is returned. Sample with "
             "num_beams=1, or record one forward over what the beam search returned"
+        )
+
+
+def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
+    """Raise `BatchMismatchError` unless a hash layer of the trace holds what its table says for each token.
+
+    Args:
+        trace: the routes to check.
+        position: of the layer on the layer axis.
+        router: with its table `tid2eid`, integers [vocabulary, K].
+    """
+    table_VK: Any = router.tid2eid
+    routed = trace.valid_N
+    tokens = torch.from_numpy(trace.token_ids_N[routed].astype(np.int64)).to(table_VK.device)
+    expected_NK = table_VK[tokens].cpu().numpy()
+    given_NK = trace.expert_ids_NLK[routed, position]
+    wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
+    if len(wrong):
+        row = int(np.flatnonzero(routed)[wrong[0]])
+        raise BatchMismatchError(
+            f"{trace.spec.layers[position]} routes by a table of tokens, and {len(wrong)} of {len(expected_NK)} rows "
+            f"of the trace disagree with it; the first is row {row}, token {int(trace.token_ids_N[row])}: experts "
+            f"{given_NK[wrong[0]].tolist()} instead of {expected_NK[wrong[0]].tolist()}. Routes and tokens are shifted "
+            "against each other, or the trace is of another model"
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +15,11 @@ from foreroute.adapters.megatron.discover import Chunk, ChunkRouter, find_chunks
 from foreroute.adapters.megatron.model import RoutedMegatron
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook, require_idle
+from foreroute.core.hooks import signed_dtype
 from foreroute.core.overrides import is_hooked
+from foreroute.core.passes import Pass, Rows, Watch
 from foreroute.core.recompute import prove
 from foreroute.errors import AttachError, ForerouteError, ReplayError
-from foreroute.replay import LayerObservation, LayerPass, ReplayRows
 from foreroute.trace import RoutedLayer, RoutingSpec
 
 ROWS = 8
@@ -129,11 +129,12 @@ def self_check(site: ChunkRouter) -> None:
     with _untouched(site):
         hidden = _moderate(torch.randn(ROWS, 1, router.config.hidden_size).to(router.weight), router.weight)
         native = _route(site, hidden)
-        seen_RK = torch.zeros(ROWS, router.topk, dtype=torch.int64, device=hidden.device)
-        watched = _route(site, hidden, _work(router.topk, None, _into(seen_RK)))
-        own = _route(site, hidden, _work(router.topk, seen_RK))
-        other_RK = (seen_RK + 1) % router.num_experts
-        other = _route(site, hidden, _work(router.topk, other_RK))
+        seen = _pass(site, hidden)
+        watched = _route(site, hidden, seen)
+        own_RK = seen.own_LRK[0].long()
+        own = _route(site, hidden, _pass(site, hidden, own_RK))
+        other_RK = (own_RK + 1) % router.num_experts
+        other = _route(site, hidden, _pass(site, hidden, other_RK))
     for what, result in (("watching it", watched), ("replaying its own routes", own)):
         if not all(torch.equal(a, b) for a, b in zip(native, result, strict=True)):
             raise AttachError(
@@ -157,13 +158,13 @@ def _require_obeyed(site: ChunkRouter, handed_on: tuple[Tensor, Tensor], wanted_
         )
 
 
-def _route(site: ChunkRouter, hidden: Tensor, now: LayerPass | None = None) -> tuple[Tensor, Tensor]:
+def _route(site: ChunkRouter, hidden: Tensor, current: Pass | None = None) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)  # input jitter draws numbers
     hook = TopKRouterHook(site)
     try:
-        if now is not None:
-            hook.now = now
-            hook.install(partial(hook.select, now))
+        if current is not None:
+            [hook.now] = current.parts()
+            hook.install(partial(hook.select, hook.now))
         try:
             # its hooks are not for rows of ours: those of DDP would begin to gather parameters
             probs, routing_map = site.module.forward(hidden)
@@ -185,15 +186,10 @@ def _moderate(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden / max(1.0, largest)
 
 
-def _into(ids_RK: Tensor) -> LayerObservation:
-    return LayerObservation(ids_RK, None, None, None, None)
-
-
-def _work(top_k: int, ids_RK: Tensor | None, observed: LayerObservation | None = None) -> LayerPass:
-    every, rows = np.ones(ROWS, np.bool_), None
-    if ids_RK is not None:
-        rows = ReplayRows.from_host(ids_RK[None], every, every, every, ids_RK.device)
-    return LayerPass(0, rows, observed, torch.zeros(1, dtype=torch.int32), ROWS, top_k)
+def _pass(site: ChunkRouter, hidden: Tensor, ids_RK: Tensor | None = None) -> Pass:
+    router = site.module
+    rows = None if ids_RK is None else Rows(ids_RK[None])
+    return Pass([(site.path, router.topk)], ROWS, signed_dtype(router.num_experts), hidden.device, rows, Watch())
 
 
 @contextmanager

@@ -14,9 +14,10 @@ from foreroute.adapters.megatron.discover import Chunk
 from foreroute.adapters.megatron.forward_args import Call, parameter_names, require_plain
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook
+from foreroute.core.hooks import ModelHooks
 from foreroute.core.overrides import Override
+from foreroute.core.passes import Pass
 from foreroute.errors import ReplayError
-from foreroute.replay import ModelHooks, Pass
 from foreroute.trace import RoutingSpec
 
 
@@ -39,7 +40,8 @@ class ChunkHooks(ModelHooks):
     def __init__(self, chunk: Chunk, number: int, spec: RoutingSpec | None, share: Share) -> None:
         routers = [TopKRouterHook(site) for site in chunk.sites]
         modules = (chunk.trunk, chunk.decoder, *(site.module for site in chunk.sites))
-        super().__init__(number, chunk.trunk, routers, spec, modules)
+        super().__init__(number, chunk.trunk, routers, spec.num_experts if spec else 0, modules)
+        self.spec = spec
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in chunk.sites)
         self._decoder = chunk.decoder
         self._sites = chunk.sites
@@ -55,7 +57,7 @@ class ChunkHooks(ModelHooks):
         """Nothing follows the decoder that needs its selection."""
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.is_recomputing:
+        if self.passes.is_again:
             return forward(*args, **kwargs)
         self.sessions.require_mine("runs a model")
         if not self.listeners:  # another thread closed its session when this one was about to be refused

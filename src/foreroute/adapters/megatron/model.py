@@ -57,7 +57,12 @@ class RoutedMegatron(RoutedModel):
             ChunkHooks(chunk, number, _part(spec, self._chunk_layers[number]), share)
             for number, chunk in enumerate(chunks)
         ]
-        super().__init__(spec, hooks, {"engine": "megatron-core", "engine_version": megatron.core.__version__})
+        super().__init__(
+            spec,
+            hooks,
+            [each.spec for each in hooks],
+            {"engine": "megatron-core", "engine_version": megatron.core.__version__},
+        )
         self.chunks = chunks
         self.share = share
         sites = [site for chunk in chunks for site in chunk.sites]

@@ -170,6 +170,7 @@ class RouteShard:
             self.real_R,
             self._flagged(COUNTED),
             device,
+            self.spec.num_experts,
             weights_LRK=None if self.weights_LRK is None else self.weights_LRK[here],
             mask_padding=mask_padding or self.is_padded,
             counts=counts,

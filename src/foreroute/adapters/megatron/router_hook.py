@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.core.hooks import RouterHook
+from foreroute.core.passes import LayerPass
 from foreroute.errors import ReplayError
-from foreroute.replay import Counts, LayerPass, RouterHook
+from foreroute.replay import Counts, ReplayRows
 
 AUX_LOSSES = ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss")
 """The methods of Megatron's `TopKRouter` that count tokens for a load-balancing loss."""
@@ -31,13 +33,13 @@ class Selected:
 
     Attributes:
         ids_RK: int64 [R, K], executed.
-        own_ids_RK: int64 [R, K], what it would have picked by itself; None if it was not asked.
+        own_RK: int64 [R, K], what it would have picked by itself.
         padding_R: bool [R], True for padding, or None.
         counts: which of the two its statistics count.
     """
 
     ids_RK: Tensor
-    own_ids_RK: Tensor | None
+    own_RK: Tensor
     padding_R: Tensor | None
     counts: Counts
 
@@ -50,15 +52,14 @@ class TopKRouterHook(RouterHook):
     """
 
     def __init__(self, site: ChunkRouter) -> None:
-        super().__init__(site.path, (site.module, "forward"))
+        super().__init__(site.path, (site.module, "forward"), site.module.topk)
         self.site = site
         self._selected: list[Selected] = []
         self._installation: object = None
         self._stand_ins: dict[str, Any] = {}
         self._before: dict[str, Any] = {}
         router = site.module
-        # group-limited routing reshapes by the number of rows it was called with, so that it takes all or none
-        self._asks_all = bool(router.config.moe_router_group_topk)
+        self._has_groups = bool(router.config.moe_router_group_topk)
         self._has_bias = bool(router.enable_expert_bias)
 
     def install(self, run: Callable[..., Any]) -> None:
@@ -106,7 +107,7 @@ class TopKRouterHook(RouterHook):
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `RouterHook`. The forward takes hidden states [T, B, H] and a mask of padding [T, B], or None."""
         hidden, padding_mask = args
-        padding_R = None if now.rows is None else now.rows.padding_R
+        padding_R = now.rows.padding_R if isinstance(now.rows, ReplayRows) else None
         if padding_R is not None:
             padding_mask = padding_R.view(hidden.shape[:2])
         self._selected.clear()
@@ -118,7 +119,7 @@ class TopKRouterHook(RouterHook):
             )
         (selected,) = self._selected
         self._selected.clear()
-        return _with_gate_weights(result, selected.ids_RK, now) if now.handles_gate_weights else result
+        return _with_gate_weights(result, selected.ids_RK, now) if now.handles_weights else result
 
     def get_replay_topk(
         self,
@@ -141,31 +142,26 @@ class TopKRouterHook(RouterHook):
         if now is None or default is None:
             raise ReplayError(f"router {self.path} selected outside of its forward")
 
-        def own_choice(own: Tensor) -> Tensor:
-            return default(own, topk, num_groups=num_groups, group_topk=group_topk)[1]
+        def own_choice() -> Tensor:
+            return default(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
 
         # with groups, the best score that is left out is that of an expert which could have been picked
-        seen = TopKInput(scores) if self._asks_all and now.ask_all else None
+        seen = TopKInput(scores) if self._has_groups and now.scores_into is not None else None
         with seen or nullcontext():
-            if now.rows is None:
+            if now.is_native:
                 values_RK, ids_RK = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
-                own_ids_RK: Tensor | None = ids_RK
+                own_RK = ids_RK
+                now.keep(own_RK)
             else:
-                values_RK, ids_RK, own_ids_RK = now.force(scores, scores, own_choice, ask_all=self._must_ask_all(now))
+                ids_RK, own_RK = now.choose(own_choice)
+                values_RK = scores.gather(1, ids_RK)
         router = self.site.module
         by_probability = router.score_function != "softmax" or router.config.moe_router_pre_softmax
-        chosen_from = scores if seen is None else seen.scores_RE
-        now.observe(chosen_from, ids_RK, own_ids_RK, path=self.path, by_probability=by_probability)
-        padding_R, counts = (None, "native") if now.rows is None else (now.rows.padding_R, now.rows.counts)
-        self._selected.append(Selected(ids_RK, own_ids_RK, padding_R, counts))
+        now.keep_scores(scores if seen is None else seen.scores_RE, own_RK, by_probability=by_probability)
+        rows = now.rows if isinstance(now.rows, ReplayRows) else None
+        padding_R, counts = (None, "native") if rows is None else (rows.padding_R, rows.counts)
+        self._selected.append(Selected(ids_RK, own_RK, padding_R, counts))
         return values_RK, ids_RK
-
-    def _must_ask_all(self, now: LayerPass) -> bool:
-        """Whether the router has to be asked about every row."""
-        rows = now.rows
-        assert rows is not None, "who forces has rows"
-        counts_own = self._has_bias and rows.counts == "native" and torch.is_grad_enabled()
-        return counts_own or (self._asks_all and rows.unrouted_Q is not None)
 
     def _count_for_bias(
         self, installation: object, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
@@ -176,8 +172,8 @@ class TopKRouterHook(RouterHook):
         if not torch.is_grad_enabled():
             return apply(routing_map, padding_mask=None)
         selected = self._selected[-1]
-        if selected.counts == "native" and selected.own_ids_RK is not None:
-            routing_map = _as_map(selected.own_ids_RK, routing_map)
+        if selected.counts == "native":
+            routing_map = _as_map(selected.own_RK, routing_map)
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask[:, None]
         return apply(routing_map, padding_mask=None)
@@ -253,5 +249,5 @@ def _with_gate_weights(result: tuple[Tensor, Tensor], ids_RK: Tensor, now: Layer
     """
     probs_RE, routing_map = result
     own_RK = probs_RE.gather(1, ids_RK)
-    weights_RK = now.with_gate_weights(own_RK)
+    weights_RK = now.gate_weights(own_RK)
     return (probs_RE if weights_RK is own_RK else probs_RE.scatter(1, ids_RK, weights_RK)), routing_map

@@ -13,9 +13,11 @@ from torch import nn
 
 from foreroute.adapters.megatron.forward_args import Call
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.core.hooks import Listener
+from foreroute.core.passes import Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.mismatch import LiveAgreement
-from foreroute.replay import Listener, PassObservation, Policy, ReplayRows, ReplaySession, Telemetry, Watch, added_up
+from foreroute.replay import Policy, ReplaySession, Telemetry, added_up
 from foreroute.trace import RoutingTrace
 
 BatchRoutes = RoutingTrace | RouteShard
@@ -134,12 +136,12 @@ class StepListener(Listener):
     def __init__(
         self, batches: WatchedBatches, open_session: Callable[[BatchRoutes], ReplaySession], policy: Policy
     ) -> None:
-        self.watch = Watch.under(policy)
+        self.watch = Watch(scores=policy.telemetry)
         self.session: ReplaySession | None = None
         self._batches = batches
         self._open = open_session
 
-    def begin(self, chunk: int, call: Call) -> ReplayRows | None:
+    def begin(self, chunk: int, call: Call) -> Rows | None:
         """Replay the routes of the batch, if it has any."""
         if self._batches.taken != 1:
             raise ReplayError(
@@ -152,10 +154,10 @@ class StepListener(Listener):
             self.session = self._open(self._batches.routes)
         return self.session.begin(chunk, call)
 
-    def end(self, chunk: int, call: Call, observed: PassObservation | None) -> None:
+    def end(self, chunk: int, call: Call, current: Pass | None) -> None:
         """The session adds up."""
         if self.session is not None:
-            self.session.end(chunk, call, observed)
+            self.session.end(chunk, call, current)
 
     def close(self) -> None:
         """Raise `ReplayError` if routes were brought and not replayed."""

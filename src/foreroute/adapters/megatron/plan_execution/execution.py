@@ -23,6 +23,7 @@ from foreroute.adapters.megatron.plan_execution.fetching import Fetch, FetchAhea
 from foreroute.adapters.megatron.plan_execution.layer import CellWork, PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.core.passes import PassStack
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup
@@ -30,7 +31,6 @@ from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError
 from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.counts import counts_digest
 from foreroute.replay import ReplayRows
-from foreroute.replay.passes import PassStack
 from foreroute.trace import RoutedLayer, RoutingSpec
 
 
@@ -224,7 +224,7 @@ class PlanExecution:
             def fetch() -> None:
                 replicas.take(fetches.visit(cell))
 
-            planned_R = None if rows.unrouted_Q is None else rows.routed_R
+            planned_R = None if rows.is_whole else rows.routed_R
             note = (lambda _: None) if is_recompute else partial(self._note, cell)
             return CellWork(columns, planned_R, self._known_M[cell.micro_step], replicas, fetch, note)
 
@@ -284,13 +284,13 @@ def whole_counts(
 
 def _replayed(passes: PassStack, site: ChunkRouter) -> tuple[ReplayRows, bool, int]:
     """The rows of the pass that runs, whether it is a recomputation, and its micro-step."""
-    rows = passes.top.input.rows if passes else None
-    if rows is None or rows.micro_step is None:
+    rows = passes.top.rows if passes else None
+    if not isinstance(rows, ReplayRows) or rows.micro_step is None:
         raise ReplayError(
             f"the layer of {site.path} runs under a plan, and outside of a replay of planned routes; call the schedule "
             "with routed.replaying(forward_step), and bring the routes that were given to execute() in every batch"
         )
-    return rows, passes.top.is_recompute, rows.micro_step
+    return rows, passes.is_again, rows.micro_step
 
 
 def _raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:

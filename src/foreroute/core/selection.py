@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from foreroute.errors import ReplayError
-from foreroute.replay import LayerPass, RouterHook
+from .errors import ReplayError
+from .hooks import RouterHook
+from .passes import LayerPass
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 SQUASHING = frozenset(
@@ -32,13 +33,13 @@ class Selection:
     Attributes:
         scores_RE: [R, E], what was selected by.
         ids_RK: int64 [R, K], the experts that were selected, forced or not.
-        own_ids_RK: int64 [R, K], what the router picks by itself; None where it was forced and not asked.
+        own_RK: int64 [R, K], what the router picks by itself.
         by_probability: whether it selected by probabilities, and not by logits.
     """
 
     scores_RE: Tensor
     ids_RK: Tensor
-    own_ids_RK: Tensor | None
+    own_RK: Tensor
     by_probability: bool = False
 
 
@@ -57,7 +58,6 @@ class SelectionMode(TorchFunctionMode):
         super().__init__()
         self.final = final
         self.now = now
-        self.rows = None if now is None else now.rows
         self.seen: list[Selection] = []
         self._squashed = False
         self.masked = MaskedScores()
@@ -83,26 +83,28 @@ class SelectionMode(TorchFunctionMode):
         if "input" in kwargs:
             args, kwargs = (kwargs["input"], *args), {name: kwargs[name] for name in kwargs if name != "input"}
         scores = args[0]
-        if self.rows is None or len(self.seen) != self.final:
+        now = self.now if len(self.seen) == self.final else None
+        if now is None or now.is_native:
             result = func(*args, **kwargs)
             ids_RK = _flat(result.indices)
             self.seen.append(Selection(_flat(scores), ids_RK, ids_RK, self._squashed))
+            if now is not None:
+                now.keep(ids_RK)
             return result
-        values, ids = self.forced(scores, lambda own_scores: func(own_scores, *args[1:], **kwargs).indices)
-        return torch.return_types.topk((values, ids))
+        ids = self.chosen(scores, lambda: func(scores.detach(), *args[1:], **kwargs).indices)
+        return torch.return_types.topk((self.masked.before_masking(scores).gather(-1, ids), ids))
 
-    def forced(self, scores: Tensor, own_choice: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The replayed selection by `scores` [..., E], noted as seen.
+    def chosen(self, scores: Tensor, own_choice: Callable[[], Tensor]) -> Tensor:
+        """The experts to run, int64 [..., K], noted as seen.
 
-        Returns:
-            The scores [..., K] before masking at the replayed ids, and the ids, int64 [..., K].
+        Args:
+            scores: [..., E], what the router selects by.
+            own_choice: its own selection, integers [..., K].
         """
-        assert self.now is not None, "there are no routes to force"
-        dense_RE = _flat(self.masked.before_masking(scores))
-        values_RK, ids_RK, own_ids_RK = self.now.force(_flat(scores), dense_RE, own_choice)
-        self.seen.append(Selection(_flat(scores), ids_RK, own_ids_RK, self._squashed))
-        shape = (*scores.shape[:-1], ids_RK.shape[-1])
-        return values_RK.view(shape), ids_RK.view(shape)
+        assert self.now is not None, "somebody decides"
+        ids_RK, own_RK = self.now.choose(lambda: _flat(own_choice()))
+        self.seen.append(Selection(_flat(scores), ids_RK, own_RK, self._squashed))
+        return ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -134,11 +136,14 @@ class SelectingRouter(RouterHook):
         path: dotted name inside the model.
         rule: how it selects.
         selecting: the module and the name of its method in which the selection is made.
+        top_k: its number of picks.
         final: which top-k of its forward is its selection.
     """
 
-    def __init__(self, path: str, rule: SelectionRule, selecting: tuple[nn.Module, str], final: int) -> None:
-        super().__init__(path, selecting)
+    def __init__(
+        self, path: str, rule: SelectionRule, selecting: tuple[nn.Module, str], top_k: int, final: int
+    ) -> None:
+        super().__init__(path, selecting, top_k)
         self.rule = rule
         self.final = final
 
@@ -152,11 +157,9 @@ class SelectingRouter(RouterHook):
                 f"router {self.path} made {len(mode.seen)} top-k selections, but {self.final + 1} when it was "
                 "attached; its forward takes another path now. Attach again"
             )
-        chosen = mode.seen[-1]
-        now.observe(
-            chosen.scores_RE, chosen.ids_RK, chosen.own_ids_RK, path=self.path, by_probability=chosen.by_probability
-        )
-        if torch.compiler.is_compiling() or not now.handles_gate_weights:
+        seen = mode.seen[-1]
+        now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
+        if torch.compiler.is_compiling() or not now.handles_weights:
             return result
         return with_gate_weights(self.path, result, now, regroups=self.rule.read_back is not None)
 
@@ -179,8 +182,8 @@ def with_gate_weights(path: str, output: Any, now: LayerPass, *, regroups: bool)
         for place, part in parts
         if isinstance(part, Tensor)
         and part.is_floating_point()
-        and part.numel() == now.num_slots * now.top_k
-        and part.shape[-1] == now.top_k
+        and part.numel() == now.own_RK.numel()
+        and part.shape[-1] == now.own_RK.shape[-1]
     ]
     if len(found) != 1 or regroups:
         handed = f"hands on {len(found) or 'no'} tensors of one number per pick"
@@ -190,7 +193,7 @@ def with_gate_weights(path: str, output: Any, now: LayerPass, *, regroups: bool)
             "family can be neither recorded nor replayed; leave gate_weights out"
         )
     place, own = found[0]
-    weights = now.with_gate_weights(own)
+    weights = now.gate_weights(own)
     if weights is own:
         return output
     return weights if place is None else _put(output, place, weights)

@@ -2,9 +2,9 @@
 
 What a router does is decided by the pass on top of a per-model stack. A pass is pushed when the forward of the trunk
 begins and popped when it ends, so two threads that run one model would take each other's routes: the second is refused
-by the names of both, and the first goes on. A recomputation pushes the input of the pass that it repeats once more, so
-that a backward may run after the session has closed, or between the forwards of other micro-batches, and still sees its
-own rows.
+by the names of both, and the first goes on. A recomputation pushes the pass that it repeats once more, so that a
+backward may run after the session has closed, or between the forwards of other micro-batches, and still sees its own
+rows.
 
 A framework derives its hooks from `ModelHooks` and says three things: which routers there are, what the arguments of a
 forward mean, and how one router is forced or watched (`RouterHook.select`).
@@ -16,35 +16,105 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from operator import or_
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from foreroute.core.overrides import Override, is_hooked, patched
-from foreroute.core.recompute import bind
-from foreroute.errors import ReplayError
-from foreroute.replay.passes import (
-    ForwardArgs,
-    IndexerHook,
-    Listener,
-    OneThread,
-    Pass,
-    PassInput,
-    PassStack,
-    RouterHook,
-    SelectionHook,
-    require_each_once,
-)
-from foreroute.replay.rows import ReplayRows
-from foreroute.replay.selection import Watch
-from foreroute.trace import RoutingSpec
+from .errors import ReplayError
+from .overrides import Override, is_hooked, overridden, patched
+from .passes import LayerPass, OneThread, Pass, PassStack, Rows, Watch
+from .recompute import bind
 
 ATTACHED_TWICE = (
     "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
     "attach() returned"
 )
+
+
+class ForwardArgs(Protocol):
+    """What the arguments of one forward say about its batch. Every framework has its own."""
+
+    @property
+    def num_slots(self) -> int:
+        """R, rows of the batch that routers see, padding included."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model takes them."""
+
+
+class Listener:
+    """What a session wants to know and to decide. The default does nothing.
+
+    Attributes:
+        watch: what its passes keep.
+        forces: whether `begin` gives routes.
+        counts_executed: whether losses after the routers are to count the executed selection.
+    """
+
+    watch = Watch()
+    forces = False
+    counts_executed = False
+
+    def begin(self, chunk: int, args: Any) -> Rows | None:
+        """A pass of a chunk begins. Returns the routes to force on it, or None."""
+        return None
+
+    def end(self, chunk: int, args: Any, current: Pass | None) -> None:
+        """The pass is over, and every router of the chunk selected once in it; None of a chunk without routers."""
+
+
+class SelectionHook(ABC):
+    """One module of a chunk that selects. A framework says how its selection is forced or watched.
+
+    Args:
+        path: dotted name inside the chunk.
+        selecting: the module and the name of its method in which the selection is made.
+
+    Attributes:
+        noun: what it is, for messages.
+        now: what it does in the pass on top; None outside of any.
+    """
+
+    noun: ClassVar[str]
+
+    def __init__(self, path: str, selecting: tuple[nn.Module, str]) -> None:
+        self.path = path
+        self.selecting = selecting
+        self.now: Any = None
+        self._installed = ExitStack()
+
+    def install(self, run: Callable[..., Any]) -> None:
+        """Have `run(method, ...)` called in the place of the method, until `remove`."""
+        self._installed.enter_context(overridden(*self.selecting, run))
+
+    def remove(self) -> None:
+        """Restore what was there; what somebody replaced meanwhile stays theirs."""
+        self._installed.close()
+
+    @abstractmethod
+    def select(self, now: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the module, its selection forced and observed as `now` says."""
+
+
+class RouterHook(SelectionHook):
+    """A router, whose `select` hands what it does to a `LayerPass`.
+
+    Args:
+        path: dotted name inside the chunk.
+        selecting: the module and the name of its method in which the selection is made.
+        top_k: its number of picks.
+    """
+
+    noun = "router"
+    now: LayerPass | None
+
+    def __init__(self, path: str, selecting: tuple[nn.Module, str], top_k: int) -> None:
+        super().__init__(path, selecting)
+        self.top_k = top_k
 
 
 class ModelHooks(ABC):
@@ -53,13 +123,14 @@ class ModelHooks(ABC):
     Args:
         chunk: which chunk of its rank this is.
         trunk: the module whose forward is one pass.
-        routers: in layer order.
-        spec: experts and routed layers of the chunk; None where it has no routers, so that its passes replay nothing.
+        routers: in layer order. Where there are none, its passes replay nothing.
+        num_experts: E, the most of any router.
         hooked: the modules that must not be copied while hooks are in place.
-        indexers: in layer order, where the framework can record and replay them.
+        others: other modules that select, where the framework can record and replay them.
 
     Attributes:
-        watch: what any listener wants to observe.
+        watch: what any listener wants to keep.
+        id_dtype: of ids on the device, signed.
         is_forcing: whether one gives routes.
         counts_executed: whether losses after the routers are to count the executed selection.
         counting: what else a session overrides where losses after the routers are to count the executed selection.
@@ -70,36 +141,26 @@ class ModelHooks(ABC):
         chunk: int,
         trunk: nn.Module,
         routers: Sequence[RouterHook],
-        spec: RoutingSpec | None,
+        num_experts: int,
         hooked: Sequence[nn.Module],
-        indexers: Sequence[IndexerHook] = (),
+        others: Sequence[SelectionHook] = (),
     ) -> None:
         self.chunk = chunk
         self.trunk = trunk
-        self.spec = spec
         self.routers = routers
-        self.indexers = indexers
+        self.others = others
+        self.id_dtype = signed_dtype(num_experts)
         self.watch = Watch()
         self.is_forcing = False
         self.counts_executed = False
         self.counting: list[Override] = []
-        self.passes = PassStack([*routers, *indexers])
+        self.passes = PassStack([*routers, *others])
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
         self._hooked = hooked
         self._session_hooks = ExitStack()
-        self._users: dict[SelectionHook[Any], int] = {}
+        self._users: dict[SelectionHook, int] = {}
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
-
-    @property
-    def watch_again(self) -> Watch:
-        """What recomputations of a pass that begins now observe. Nothing by default."""
-        return Watch()
-
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether what runs now is in a recomputation, of a checkpoint around the whole model where it is that."""
-        return bool(self.passes) and self.passes.top.is_recompute
 
     @abstractmethod
     def session_overrides(self) -> Iterable[Override]:
@@ -109,6 +170,14 @@ class ModelHooks(ABC):
     def after_pass(self, current: Pass) -> None:
         """Called when every router selected once in a pass."""
 
+    def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
+        """What each of the other modules does in a pass, and in its recomputation."""
+        return ()
+
+    def expected(self, current: Pass) -> Sequence[SelectionHook]:
+        """Which hooks must select once in a pass: the routers, and others where their choices matter."""
+        return self.routers
+
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """Keep the hooks in place, and `listener` informed, while the context is open.
@@ -117,7 +186,7 @@ class ModelHooks(ABC):
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
         counting = self.counting if listener.counts_executed else []
-        with self.sessions.held("opens a session on a model"), self.hooked([*self.routers, *self.indexers]):
+        with self.sessions.held("opens a session on a model"), self.hooked([*self.routers, *self.others]):
             if not self.listeners:
                 hooks = patched(self.session_overrides(), uncopyable_too=self._hooked)
                 self._session_hooks.enter_context(hooks)
@@ -133,7 +202,7 @@ class ModelHooks(ABC):
                     self._session_hooks.close()
 
     @contextmanager
-    def hooked(self, hooks: Sequence[SelectionHook[Any]]) -> Iterator[None]:
+    def hooked(self, hooks: Sequence[SelectionHook]) -> Iterator[None]:
         """Keep hooks in place until their last user leaves: sessions, and recomputations after them."""
         with ExitStack() as stack:
             with self._lock:
@@ -144,12 +213,12 @@ class ModelHooks(ABC):
                     stack.callback(self._leave, hook)
             yield
 
-    def _use(self, hook: SelectionHook[Any]) -> None:
+    def _use(self, hook: SelectionHook) -> None:
         if hook not in self._users:
             hook.install(partial(self.run_selecting, hook))
         self._users[hook] = self._users.get(hook, 0) + 1
 
-    def _leave(self, hook: SelectionHook[Any]) -> None:
+    def _leave(self, hook: SelectionHook) -> None:
         with self._lock:
             self._users[hook] -= 1
             if not self._users[hook]:
@@ -166,53 +235,75 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when a router did not select exactly once, or the session was closed on the way.
         """
-        if self.is_recomputing:
+        if self.passes.is_again:  # of a checkpoint around the whole model
             return forward()
         self.sessions.require_mine("runs a model")
         listeners = list(self.listeners)
         if not listeners:  # another thread closed its session when this one was about to be refused
             return forward()
-        if self.spec is not None:
+        if self.routers:
             self._require_no_capture()
         args = read()
         rows = self.begin(args)
-        if self.spec is None:
+        if not self.routers:
             result = forward()
             for listener in listeners:
                 listener.end(self.chunk, args, None)
             return result
-        watches = self.watch, self.watch_again
-        current = PassInput(self.spec, rows, args.num_slots, args.device, *watches, len(self.indexers)).open()
+        current = self.open_pass(rows, args.num_slots, args.device)
         with self.passes.on_top(current):
-            bind(current.input, [*self.routers, *self.indexers], self.recomputing)
+            bind(current, [*self.routers, *self.others], self.recomputing)
             result = forward()
         if not self._users:
             raise ReplayError("the session was closed in the middle of a forward; close it when the model has returned")
         self.require_each_once(current)
         self.after_pass(current)
         for listener in listeners:
-            listener.end(self.chunk, args, current.observed)
+            listener.end(self.chunk, args, current)
         return result
 
-    def require_each_once(self, current: Pass) -> None:
-        """Raise `ReplayError` unless every router selected once in the pass, and every indexer if they matter."""
-        hooks: list[SelectionHook[Any]] = [*self.routers, *(self.indexers if current.input.heeds_indexers else ())]
-        require_each_once(hooks, current.calls[: len(hooks)], current.calls_L[: len(hooks)])
+    def open_pass(self, rows: Rows | None, num_rows: int, device: torch.device) -> Pass:
+        """A pass over this many rows as routers see them, with room for what is watched."""
+        routers = [(router.path, router.top_k) for router in self.routers]
+        current = Pass(routers, num_rows, self.id_dtype, device, rows, self.watch, len(self.others))
+        current.others = self.open_others(current)
+        return current
 
-    def begin(self, args: ForwardArgs) -> ReplayRows | None:
+    def require_each_once(self, current: Pass) -> None:
+        """Raise `ReplayError` naming the first of those expected that did not select exactly once.
+
+        The device is waited for only if one ran in a compiled graph.
+        """
+        hooks = self.expected(current)
+        if all(count == 1 for count in current.calls[: len(hooks)]):
+            return
+        for hook, outside, inside in zip(hooks, current.calls, current.calls_L.tolist(), strict=False):
+            count = outside + inside
+            if count != 1:
+                why = (
+                    "its rows would be consumed twice"
+                    if count
+                    else "a fused kernel, a captured graph or another branch bypassed it"
+                )
+                raise ReplayError(
+                    f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: {why}. "
+                    "Its choices cannot be recorded or replayed in this configuration"
+                )
+
+    def begin(self, args: ForwardArgs) -> Rows | None:
         """The routes to force on a pass that begins."""
         # All are asked, even if the first forces: each notes which batch its `end` will be about.
         given = [listener.begin(self.chunk, args) for listener in self.listeners]
         return next((rows for rows in given if rows is not None), None)
 
     @contextmanager
-    def recomputing(self, first: PassInput, ran: Sequence[SelectionHook[Any]]) -> Iterator[None]:
+    def recomputing(self, current: Pass, ran: Sequence[SelectionHook]) -> Iterator[None]:
         """While the context is open, a part of a pass runs again, and in it the routers that ran there at first."""
-        with self.passes.on_top(first.open_again()), self.hooked(ran):
+        with self.passes.on_top(current, again=True), self.hooked(ran):
             yield
 
-    def run_selecting(self, hook: SelectionHook[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a router or an indexer that is called now, as the pass on top wants it.
+    def run_selecting(self, hook: SelectionHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a router, or another module that selects, which is called now, as the pass on top wants it.
 
         Raises:
             ReplayError: when it runs in another thread's pass, or outside of any, or in a checkpoint that cannot be
@@ -235,21 +326,21 @@ class ModelHooks(ABC):
             result = hook.select(now, forward, *args, **kwargs)
             now.calls_1.add_(1)
             return result
-        current = self.passes.top
+        current, is_again = self.passes.top, self.passes.is_again
         self.bind_checkpoints([hook])
         result = hook.select(now, forward, *args, **kwargs)
-        current.calls[now.layer] += 1
+        if not is_again:
+            current.calls[now.layer] += 1
         return result
 
-    def bind_checkpoints(self, running: Sequence[SelectionHook[Any]]) -> None:
+    def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:
         """Have the checkpoints between the pass on top and the caller repeat these in that pass. Raises as `bind`."""
-        bind(self.passes.top.input, running, self.recomputing, until=ModelHooks.run_pass.__code__)
+        bind(self.passes.top, running, self.recomputing, until=ModelHooks.run_pass.__code__)
 
     def _require_no_capture(self) -> None:
         """Raise `ReplayError` if a CUDA graph is being captured.
 
-        It would keep the addresses of the rows and observations of this pass, and use them again, whatever session is
-        open then.
+        It would keep the addresses of the tensors of this pass, and use them again, whatever session is open then.
         """
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise ReplayError(
@@ -263,9 +354,9 @@ class ModelHooks(ABC):
         listeners = self.listeners
         self.is_forcing = any(listener.forces for listener in listeners)
         self.counts_executed = any(listener.counts_executed for listener in listeners)
-        self.watch = Watch(
-            ids=any(listener.watch.ids for listener in listeners),
-            own=any(listener.watch.own for listener in listeners),
-            weights=any(listener.watch.weights for listener in listeners),
-            indexers=any(listener.watch.indexers for listener in listeners),
-        )
+        self.watch = reduce(or_, (listener.watch for listener in listeners), Watch())
+
+
+def signed_dtype(num_experts: int) -> torch.dtype:
+    """The narrowest type of ids on the device, in which -1 is none."""
+    return torch.int16 if num_experts <= 2**15 else torch.int32

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foreroute.adapters.hf.selection import FILLING, Selection, SelectionMode, SelectionRule
-from foreroute.errors import BatchMismatchError, ReplayError
-from foreroute.trace import RoutingTrace
+from .passes import forced
+from .selection import FILLING, Selection, SelectionMode, SelectionRule
 
 ARG_MAX = frozenset({torch.argmax, Tensor.argmax})
 CLOSING_OUT = frozenset({torch.scatter, Tensor.scatter})
@@ -45,23 +43,21 @@ class ArgMaxMode(SelectionMode):
 
     def _arg_max(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         scores: Tensor = args[0]
-        if self.rows is None:
+        if self.now is None:
             ids: Tensor = func(*args, **kwargs)
             ids_R1 = ids.reshape(-1, 1)
             self.seen.append(Selection(scores.reshape(-1, scores.shape[-1]), ids_R1, ids_R1, by_probability=True))
             return ids
         self._squashed = True
-        _, ids = self.forced(scores, lambda own_scores: own_scores.argmax(dim=-1, keepdim=True))
-        self._ids = ids[..., 0]
+        self._ids = self.chosen(scores, lambda: scores.detach().argmax(dim=-1, keepdim=True))[..., 0]
         return self._ids
 
 
 class HashLookupMode(SelectionMode):
     """Hash layers of DeepSeek V4: the experts of a token are looked up in a fixed table.
 
-    There is nothing to replay: the model's own selection is a function of the token. It stays native, and the trace is
-    compared with the table instead (`require_looked_up`), which tells at no cost whether routes and tokens belong
-    together. The looked-up ids are seen where the router gathers its scores at them.
+    There is nothing to replay: the model's own selection is a function of the token. It stays native. The looked-up
+    ids are seen where the router gathers its scores at them.
     """
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,6 +65,8 @@ class HashLookupMode(SelectionMode):
         result = func(*args, **kwargs)
         if func in GATHER:
             self.seen.append(Selection(args[0], args[2], args[2]))
+            if self.now is not None:
+                self.now.keep(args[2])
         return result
 
 
@@ -112,21 +110,23 @@ class SparseMixerMode(SelectionMode):
     def __exit__(self, *exc: Any) -> None:
         """Note the selection, complete only now."""
         super().__exit__(*exc)
-        if self._scores is not None and len(self._picks) > 1:
-            ids_RK = torch.cat(self._picks, dim=-1)
-            own_ids_RK = ids_RK if self.rows is None else self._scores.detach().topk(2, dim=-1).indices
-            self.seen.append(Selection(self._scores, ids_RK, own_ids_RK))
+        if self._scores is None or len(self._picks) < 2:
+            return
+        ids_RK = own_RK = torch.cat(self._picks, dim=-1)
+        if self.now is not None:
+            if self.now.ids_RK is not None:  # a row that is forced says nothing of what would have been picked
+                own_RK = torch.where(self.now.ids_RK < 0, ids_RK, self._scores.detach().topk(2, dim=-1).indices)
+            self.now.keep(own_RK)
+        self.seen.append(Selection(self._scores, ids_RK, own_RK))
 
     def _forced(self, own_R1: Tensor) -> Tensor:
-        if self.rows is None:
+        now, pick = self.now, len(self._picks) - self._in_band
+        if now is None:
             return own_R1
-        if len(own_R1) != len(self.rows.routed_R):
-            raise ReplayError(
-                f"the router selects for {len(own_R1)} rows; the batch has {len(self.rows.routed_R)} slots"
-            )
-        pick = len(self._picks) - self._in_band
-        ids_R1 = self.rows.ids_LRK[0][:, pick : pick + 1].to(own_R1)
-        return torch.where(self.rows.routed_R.to(own_R1.device)[:, None], ids_R1, own_R1)
+        if now.again:
+            own_R1 = now.own_RK[:, pick : pick + 1].long()
+        ids_RK = now.ids_RK
+        return own_R1 if ids_RK is None else forced(ids_RK[:, pick : pick + 1], own_R1)
 
 
 def grouped_by_expert(output: Any) -> Tensor:
@@ -165,27 +165,3 @@ REFUSED = {
     ),
     "VitPoseNaiveMoe": "its experts are chosen by the dataset of an image and not by a router",
 }
-
-
-def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
-    """Raise `BatchMismatchError` unless a hash layer of the trace holds what its table says for each token.
-
-    Args:
-        trace: the routes to check.
-        position: of the layer on the layer axis.
-        router: with its table `tid2eid`, integers [vocabulary, K].
-    """
-    table_VK: Any = router.tid2eid
-    routed = trace.valid_N
-    tokens = torch.from_numpy(trace.token_ids_N[routed].astype(np.int64)).to(table_VK.device)
-    expected_NK = table_VK[tokens].cpu().numpy()
-    given_NK = trace.expert_ids_NLK[routed, position]
-    wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
-    if len(wrong):
-        row = int(np.flatnonzero(routed)[wrong[0]])
-        raise BatchMismatchError(
-            f"{trace.spec.layers[position]} routes by a table of tokens, and {len(wrong)} of {len(expected_NK)} rows "
-            f"of the trace disagree with it; the first is row {row}, token {int(trace.token_ids_N[row])}: experts "
-            f"{given_NK[wrong[0]].tolist()} instead of {expected_NK[wrong[0]].tolist()}. Routes and tokens are shifted "
-            "against each other, or the trace is of another model"
-        )

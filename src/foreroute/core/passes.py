@@ -1,0 +1,401 @@
+"""A pass: one forward of a stack of layers, and what each of its routers does in it, as tensors on its device.
+
+Only the selection is replaced. A router computes scores, selects K experts, and turns the scores of the selected ones
+into gate weights. Whatever its own rule is, it is evaluated at the forced experts, on live scores, with live gradients:
+
+    g_i = exp(s_i) / sum_{j in I} exp(s_j)   for i in the replayed set I, else 0
+
+for the softmax family (Rollout Routing Replay, arXiv 2510.11370, section 4.1).
+
+Absence is data: an id of -1 stands for a row that has no route, and a gate weight of NaN for one that stays live. So
+the host knows nothing of which rows these are, and nothing here waits for the device. What routers pick by themselves
+is kept, and a recomputation runs the same experts as the forward in rows without a route too.
+
+Letters: L routers in forward order, R rows of the batch as they see them, K picks, E experts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ReplayError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Routes of a flattened batch, made once on the device and replayed as often as wanted.
+
+    Attributes:
+        ids_LRK: signed integers [L, R, K], the experts to run; -1 where the router chooses.
+        weights_LRK: float32 [L, R, K], gate weights to force as constants; NaN where they stay live, None if all do.
+    """
+
+    ids_LRK: Tensor
+    weights_LRK: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What to keep of a pass, beside what routers picked by themselves.
+
+    Attributes:
+        scores: of their picks, and the best score that they left out.
+        weights: the gate weights that they handed on. Not in a compiled graph.
+        others: what other modules that select handed on. Not in a compiled graph.
+    """
+
+    scores: bool = False
+    weights: bool = False
+    others: bool = False
+
+    def __or__(self, other: Watch) -> Watch:
+        return Watch(self.scores or other.scores, self.weights or other.weights, self.others or other.others)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What routers selected by: a tensor each for all L of them, or for one without that axis.
+
+    Attributes:
+        picked: float32 [L, R, K], of what they pick by themselves.
+        next: float32 [L, R], the best of the others; of the last pick where all experts are picked.
+        by_probability: bool [L], whether they select by probabilities, and not by logits.
+    """
+
+    picked: Tensor
+    next: Tensor
+    by_probability: Tensor
+
+    def margin(self) -> Tensor:
+        """float32 [L, R], the K-th minus the (K+1)-th score, in a router's own scale; 0 where it picks all."""
+        return self.picked.amin(-1) - self.next
+
+    def tensors(self) -> list[Tensor]:
+        """In the order of the attributes."""
+        return [self.picked, self.next, self.by_probability]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPass:
+    """What one router does in one pass.
+
+    Attributes:
+        path: of the router, for messages.
+        layer: its place in the stack.
+        again: whether it is recomputed.
+        calls_1: int32 [1], how often it has selected inside a compiled graph.
+        rows: of the pass.
+        own_RK: integers [R, K], where to keep what it picks by itself.
+        kept_RK: integers [R, K], what it picked by itself in the forward; -1 in the forward itself. Nobody writes to
+            it: a graph may keep it for its backward.
+        ids_RK: the routes to force, as `Rows.ids_LRK`, or None.
+        weights_RK: the gate weights to force, as `Rows.weights_LRK`, or None.
+        weights_into: float32 [R, K], where to keep gate weights; None where nobody wants to know.
+        scores_into: where to keep its scores, without the axis of layers; likewise.
+    """
+
+    path: str
+    layer: int
+    again: bool
+    calls_1: Tensor
+    rows: Rows | None
+    own_RK: Tensor
+    kept_RK: Tensor
+    ids_RK: Tensor | None
+    weights_RK: Tensor | None
+    weights_into: Tensor | None
+    scores_into: Scores | None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the router's own selection is what is executed."""
+        return self.ids_RK is None
+
+    def choose(self, own_choice: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """The experts to run, and those that the router picks by itself, int64 [R, K].
+
+        Args:
+            own_choice: the router's selection, integers [R, K]. A recomputation does not ask for it.
+
+        Raises:
+            ReplayError: when the router selects for other rows than the batch has.
+        """
+        if torch.compiler.is_compiling():  # one graph for the forward and its recomputation
+            own = torch.where(self.kept_RK < 0, own_choice(), self.kept_RK)
+        else:
+            own = self.kept_RK if self.again else own_choice()
+        own = own.long()
+        self.keep(own)
+        return own if self.ids_RK is None else forced(self.ids_RK, own), own
+
+    def keep(self, own_RK: Tensor) -> None:
+        """Keep what the router picks by itself, for the recomputation. Raises as `choose`."""
+        if own_RK.shape != self.own_RK.shape:
+            raise ReplayError(
+                f"router {self.path} selects {own_RK.shape[1]} experts in {own_RK.shape[0]} of the "
+                f"{self.own_RK.shape[0]} rows of the batch, expected {self.own_RK.shape[1]} in each; a router that "
+                "sees only part of the batch cannot be recorded or replayed"
+            )
+        if torch.compiler.is_compiling() or not self.again:
+            self.own_RK.copy_(own_RK)
+
+    def keep_scores(self, scores_RE: Tensor, own_RK: Tensor, *, by_probability: bool) -> None:
+        """Keep what the router selected by, if anybody wants to know.
+
+        Args:
+            scores_RE: [R, E].
+            own_RK: int64 [R, K], what it picks by itself.
+            by_probability: whether the scores are probabilities, and no logits.
+        """
+        into = self.scores_into
+        if into is None or (self.again and not torch.compiler.is_compiling()):
+            return
+        scores_RE = scores_RE.detach()
+        picked_RK = scores_RE.gather(-1, own_RK)
+        picks_all = own_RK.shape[-1] == scores_RE.shape[-1]
+        into.picked.copy_(picked_RK)
+        into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, own_RK, -torch.inf).amax(-1))
+        if by_probability:
+            into.by_probability.fill_(True)
+
+    @property
+    def handles_weights(self) -> bool:
+        """Whether gate weights are kept or forced in this pass."""
+        return self.weights_into is not None or self.weights_RK is not None
+
+    def gate_weights(self, own: Tensor) -> Tensor:
+        """The gate weights of the executed experts, live or forced, kept if anybody wants to know.
+
+        Whatever the model does with the weights afterwards, it does to forced ones as well: they are kept and put back
+        at the same place. Forced weights are constants.
+
+        Args:
+            own: [..., K] for R rows, what the router made of live scores.
+        """
+        if self.weights_RK is not None:
+            forced = self.weights_RK.to(own.device, own.dtype).view(own.shape)
+            own = torch.where(forced.isnan(), own, forced)
+        if self.weights_into is not None and not self.again:
+            self.weights_into.copy_(own.detach().reshape(self.weights_into.shape))
+        return own
+
+
+def forced(ids: Tensor, own: Tensor) -> Tensor:
+    """int64, the ids to force, and the router's own where there is none (-1). One shape."""
+    if ids.shape != own.shape:
+        raise ReplayError(
+            f"the routes are for {ids.shape[0]} rows of {ids.shape[1]} picks, the router selects for {own.shape[0]} "
+            f"of {own.shape[1]}; a router that sees only part of the batch cannot be replayed"
+        )
+    ids = ids.to(own.device)
+    return torch.where(ids < 0, own, ids.long())
+
+
+class Pass:
+    """One forward over one batch.
+
+    Args:
+        routers: path and number of picks of each of the L routers.
+        num_rows: R.
+        id_dtype: of ids that are kept.
+        device: of the batch.
+        rows: the routes to force, or None.
+        watch: what to keep.
+        num_others: how many other modules select in it.
+
+    Attributes:
+        own_LRK: [L, R, K], what routers picked by themselves; -1 where they have not selected, or have fewer picks.
+        scores: what they selected by; None where that is not watched.
+        weights_LRK: float32 [L, R, K], the gate weights that they handed on; None where they are not watched.
+        calls: how often each router, and each other module, has selected outside of compiled graphs.
+        calls_L: int32, the same inside of them, on the device.
+        others: for each other module, what it does in the pass, and in its recomputation.
+        kept: what other modules handed on, by their number.
+        with_grad: whether gradients were recorded when it began.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[tuple[str, int]],
+        num_rows: int,
+        id_dtype: torch.dtype,
+        device: torch.device,
+        rows: Rows | None,
+        watch: Watch,
+        num_others: int = 0,
+    ) -> None:
+        num_layers, top_k = len(routers), max(picks for _, picks in routers)
+        self.rows = rows
+        self.watch = watch
+        self.own_LRK = torch.full((num_layers, num_rows, top_k), -1, dtype=id_dtype, device=device)
+        self.weights_LRK = torch.empty(num_layers, num_rows, top_k, device=device) if watch.weights else None
+        self.scores: Scores | None = None
+        if watch.scores:
+            self.scores = Scores(
+                torch.empty(num_layers, num_rows, top_k, device=device),
+                torch.empty(num_layers, num_rows, device=device),
+                torch.zeros(num_layers, dtype=torch.bool, device=device),
+            )
+        self.calls = [0] * (num_layers + num_others)
+        self.calls_L = torch.zeros(num_layers + num_others, dtype=torch.int32, device=device)
+        self.others: Sequence[tuple[Any, Any]] = ()
+        self.kept: dict[int, Tensor] = {}
+        self.with_grad = torch.is_grad_enabled()
+        self._routers = routers
+        self._parts: dict[bool, list[Any]] = {}
+
+    def parts(self, *, again: bool = False) -> list[Any]:
+        """What each router does, and then each other module, now or in a recomputation."""
+        if again not in self._parts:
+            self._parts[again] = [*self._layers(again=again), *(each[again] for each in self.others)]
+        return self._parts[again]
+
+    @property
+    def executed_LRK(self) -> Tensor:
+        """[L, R, K], the experts that ran."""
+        if self.rows is None:
+            return self.own_LRK
+        return torch.where(self.rows.ids_LRK < 0, self.own_LRK, self.rows.ids_LRK)
+
+    def _layers(self, *, again: bool) -> list[LayerPass]:
+        rows, scores = self.rows, self.scores
+        nothing = torch.full_like(self.own_LRK[0], -1)  # for the forward to find, and for a recomputation to write to
+        into, kept = (nothing, self.own_LRK) if again else (self.own_LRK, nothing)
+        given = (None, None) if rows is None else (rows.ids_LRK, rows.weights_LRK)
+        picks = [self._by_layer(each) for each in (into, kept, *given, self.weights_LRK)]
+        calls, layers = self.calls_L.split(1), []
+        for layer, (path, top_k) in enumerate(self._routers):
+            own, before, ids, weights, weights_into = (None if each is None else each[layer] for each in picks)
+            if top_k < nothing.shape[-1]:
+                cut = (own, before, ids, weights, weights_into)
+                own, before, ids, weights, weights_into = (None if each is None else each[:, :top_k] for each in cut)
+            assert own is not None, "a part of every pass"
+            assert before is not None, "a part of every pass"
+            scores_into = None
+            if scores is not None:
+                scores_into = Scores(scores.picked[layer][:, :top_k], scores.next[layer], scores.by_probability[layer])
+            layers.append(
+                LayerPass(path, layer, again, calls[layer], rows, own, before, ids, weights, weights_into, scores_into)
+            )
+        return layers
+
+    def _by_layer(self, tensor: Tensor | None) -> Sequence[Tensor] | None:
+        """[R, K] of each layer, of a tensor for all of them, or of one that they share."""
+        if tensor is None or tensor.ndim == 3:
+            return tensor if tensor is None else tensor.unbind()
+        return [tensor] * len(self._routers)
+
+
+class PassStack:
+    """Passes, the last to begin on top. Truth value: whether there is one.
+
+    Args:
+        hooks: whose `now` is their part of the pass on top, or None: routers, then other modules that select.
+    """
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._hooks = hooks
+        self._passes: list[tuple[Pass, bool]] = []
+        self._thread = OneThread("is in the middle of a forward or a recomputation of it")
+
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    @property
+    def top(self) -> Pass:
+        """The pass that decides."""
+        return self._passes[-1][0]
+
+    @property
+    def is_again(self) -> bool:
+        """Whether what runs now is a recomputation of a part of it."""
+        return bool(self._passes) and self._passes[-1][1]
+
+    @contextmanager
+    def on_top(self, current: Pass, *, again: bool = False) -> Iterator[None]:
+        """Let this pass decide until the end of the block.
+
+        Raises:
+            ReplayError: while another thread is in the middle of a pass.
+        """
+        # a graph is traced in the thread that runs it, and holds no locks
+        with nullcontext() if torch.compiler.is_compiling() else self._thread.held("runs a model"):
+            self._passes.append((current, again))
+            self._arm()
+            try:
+                yield
+            finally:
+                self._passes.pop()
+                self._arm()
+
+    def require_own_thread(self, path: str) -> None:
+        """Raise `ReplayError` if the pass on top is another thread's, which runs this router or layer too."""
+        self._thread.require_mine(f"runs {path} of a model")
+
+    def _arm(self) -> None:
+        parts = [None] * len(self._hooks)
+        if self._passes:
+            current, again = self._passes[-1]
+            parts = current.parts(again=again)
+        for hook, part in zip(self._hooks, parts, strict=True):
+            hook.now = part
+
+
+ADVICE = (
+    "One model is recorded and replayed by one thread at a time: run it in the thread that opened the session, close "
+    "the session first, or give each thread a copy of the model"
+)
+
+
+class OneThread:
+    """Belongs to a thread while it is held, which that thread may do several times over.
+
+    Args:
+        held_for: what the holder does, for messages.
+    """
+
+    def __init__(self, held_for: str) -> None:
+        self._held_for = held_for
+        self._lock = threading.RLock()  # a session may be collected, and so closed, at any moment
+        self._times = 0
+        self._number: int | None = None
+        self._name = ""
+
+    @contextmanager
+    def held(self, doing: str) -> Iterator[None]:
+        """Hold it while the context is open, which may be closed in any thread.
+
+        Args:
+            doing: what this thread is about to do, for the message.
+
+        Raises:
+            ReplayError: when another thread holds it.
+        """
+        with self._lock:
+            self.require_mine(doing)
+            self._times += 1
+            self._number, self._name = threading.get_ident(), threading.current_thread().name
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._times -= 1
+                if not self._times:
+                    self._number = None
+
+    def require_mine(self, doing: str) -> None:
+        """Raise `ReplayError` if another thread holds it."""
+        # Read once: another thread may let go at any moment, and no lock is taken on the way of every router.
+        number = self._number
+        if number is not None and number != threading.get_ident():
+            raise ReplayError(
+                f"thread {threading.current_thread().name!r} {doing}, while thread {self._name!r} {self._held_for}. "
+                f"{ADVICE}"
+            )
