@@ -15,106 +15,23 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
 from operator import or_
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import ReplayError
-from .overrides import Override, is_hooked, overridden, patched
-from .passes import LayerPass, OneThread, Pass, PassStack, Rows, Watch
+from .overrides import Override, is_hooked, patched
+from .passes import ForwardArgs, Listener, Pass, RouterHook, Rows, SelectionHook, Watch, signed_dtype
 from .recompute import bind
 
 ATTACHED_TWICE = (
     "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
     "attach() returned"
 )
-
-
-class ForwardArgs(Protocol):
-    """What the arguments of one forward say about its batch. Every framework has its own."""
-
-    @property
-    def num_slots(self) -> int:
-        """R, rows of the batch that routers see, padding included."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model takes them."""
-
-
-class Listener:
-    """What a session wants to know and to decide. The default does nothing.
-
-    Attributes:
-        watch: what its passes keep.
-        forces: whether `begin` gives routes.
-        counts_executed: whether losses after the routers are to count the executed selection.
-    """
-
-    watch = Watch()
-    forces = False
-    counts_executed = False
-
-    def begin(self, chunk: int, args: Any) -> Rows | None:
-        """A pass of a chunk begins. Returns the routes to force on it, or None."""
-        return None
-
-    def end(self, chunk: int, args: Any, current: Pass | None) -> None:
-        """The pass is over, and every router of the chunk selected once in it; None of a chunk without routers."""
-
-
-class SelectionHook(ABC):
-    """One module of a chunk that selects. A framework says how its selection is forced or watched.
-
-    Args:
-        path: dotted name inside the chunk.
-        selecting: the module and the name of its method in which the selection is made.
-
-    Attributes:
-        noun: what it is, for messages.
-        now: what it does in the pass on top; None outside of any.
-    """
-
-    noun: ClassVar[str]
-
-    def __init__(self, path: str, selecting: tuple[nn.Module, str]) -> None:
-        self.path = path
-        self.selecting = selecting
-        self.now: Any = None
-        self._installed = ExitStack()
-
-    def install(self, run: Callable[..., Any]) -> None:
-        """Have `run(method, ...)` called in the place of the method, until `remove`."""
-        self._installed.enter_context(overridden(*self.selecting, run))
-
-    def remove(self) -> None:
-        """Restore what was there; what somebody replaced meanwhile stays theirs."""
-        self._installed.close()
-
-    @abstractmethod
-    def select(self, now: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the module, its selection forced and observed as `now` says."""
-
-
-class RouterHook(SelectionHook):
-    """A router, whose `select` hands what it does to a `LayerPass`.
-
-    Args:
-        path: dotted name inside the chunk.
-        selecting: the module and the name of its method in which the selection is made.
-        top_k: its number of picks.
-    """
-
-    noun = "router"
-    now: LayerPass | None
-
-    def __init__(self, path: str, selecting: tuple[nn.Module, str], top_k: int) -> None:
-        super().__init__(path, selecting)
-        self.top_k = top_k
 
 
 class ModelHooks(ABC):
@@ -357,6 +274,109 @@ class ModelHooks(ABC):
         self.watch = reduce(or_, (listener.watch for listener in listeners), Watch())
 
 
-def signed_dtype(num_experts: int) -> torch.dtype:
-    """The narrowest type of ids on the device, in which -1 is none."""
-    return torch.int16 if num_experts <= 2**15 else torch.int32
+class PassStack:
+    """Passes, the last to begin on top. Truth value: whether there is one.
+
+    Args:
+        hooks: whose `now` is their part of the pass on top, or None: routers, then other modules that select.
+    """
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._hooks = hooks
+        self._passes: list[tuple[Pass, bool]] = []
+        self._thread = OneThread("is in the middle of a forward or a recomputation of it")
+
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    @property
+    def top(self) -> Pass:
+        """The pass that decides."""
+        return self._passes[-1][0]
+
+    @property
+    def is_again(self) -> bool:
+        """Whether what runs now is a recomputation of a part of it."""
+        return bool(self._passes) and self._passes[-1][1]
+
+    @contextmanager
+    def on_top(self, current: Pass, *, again: bool = False) -> Iterator[None]:
+        """Let this pass decide until the end of the block.
+
+        Raises:
+            ReplayError: while another thread is in the middle of a pass.
+        """
+        # a graph is traced in the thread that runs it, and holds no locks
+        with nullcontext() if torch.compiler.is_compiling() else self._thread.held("runs a model"):
+            self._passes.append((current, again))
+            self._arm()
+            try:
+                yield
+            finally:
+                self._passes.pop()
+                self._arm()
+
+    def require_own_thread(self, path: str) -> None:
+        """Raise `ReplayError` if the pass on top is another thread's, which runs this router or layer too."""
+        self._thread.require_mine(f"runs {path} of a model")
+
+    def _arm(self) -> None:
+        parts = [None] * len(self._hooks)
+        if self._passes:
+            current, again = self._passes[-1]
+            parts = current.parts(again=again)
+        for hook, part in zip(self._hooks, parts, strict=True):
+            hook.now = part
+
+
+ADVICE = (
+    "One model is recorded and replayed by one thread at a time: run it in the thread that opened the session, close "
+    "the session first, or give each thread a copy of the model"
+)
+
+
+class OneThread:
+    """Belongs to a thread while it is held, which that thread may do several times over.
+
+    Args:
+        held_for: what the holder does, for messages.
+    """
+
+    def __init__(self, held_for: str) -> None:
+        self._held_for = held_for
+        self._lock = threading.RLock()  # a session may be collected, and so closed, at any moment
+        self._times = 0
+        self._number: int | None = None
+        self._name = ""
+
+    @contextmanager
+    def held(self, doing: str) -> Iterator[None]:
+        """Hold it while the context is open, which may be closed in any thread.
+
+        Args:
+            doing: what this thread is about to do, for the message.
+
+        Raises:
+            ReplayError: when another thread holds it.
+        """
+        with self._lock:
+            self.require_mine(doing)
+            self._times += 1
+            self._number, self._name = threading.get_ident(), threading.current_thread().name
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._times -= 1
+                if not self._times:
+                    self._number = None
+
+    def require_mine(self, doing: str) -> None:
+        """Raise `ReplayError` if another thread holds it."""
+        # Read once: another thread may let go at any moment, and no lock is taken on the way of every router.
+        number = self._number
+        if number is not None and number != threading.get_ident():
+            raise ReplayError(
+                f"thread {threading.current_thread().name!r} {doing}, while thread {self._name!r} {self._held_for}. "
+                f"{ADVICE}"
+            )

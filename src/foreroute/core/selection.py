@@ -17,8 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .errors import ReplayError
-from .hooks import RouterHook
-from .passes import LayerPass
+from .passes import LayerPass, RouterHook
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 SQUASHING = frozenset(
@@ -84,27 +83,33 @@ class SelectionMode(TorchFunctionMode):
             args, kwargs = (kwargs["input"], *args), {name: kwargs[name] for name in kwargs if name != "input"}
         scores = args[0]
         now = self.now if len(self.seen) == self.final else None
-        if now is None or now.is_native:
+        if now is None or now.ids_RK is None:
             result = func(*args, **kwargs)
             ids_RK = _flat(result.indices)
             self.seen.append(Selection(_flat(scores), ids_RK, ids_RK, self._squashed))
             if now is not None:
                 now.keep(ids_RK)
             return result
-        ids = self.chosen(scores, lambda: func(scores.detach(), *args[1:], **kwargs).indices)
+        own = func(scores.detach(), *args[1:], **kwargs).indices if asks(now) else None
+        ids = self.chosen(scores, own)
         return torch.return_types.topk((self.masked.before_masking(scores).gather(-1, ids), ids))
 
-    def chosen(self, scores: Tensor, own_choice: Callable[[], Tensor]) -> Tensor:
+    def chosen(self, scores: Tensor, own: Tensor | None) -> Tensor:
         """The experts to run, int64 [..., K], noted as seen.
 
         Args:
             scores: [..., E], what the router selects by.
-            own_choice: its own selection, integers [..., K].
+            own: its own selection, integers [..., K]; None if it was not asked.
         """
         assert self.now is not None, "somebody decides"
-        ids_RK, own_RK = self.now.choose(lambda: _flat(own_choice()))
+        ids_RK, own_RK = self.now.choose(None if own is None else _flat(own))
         self.seen.append(Selection(_flat(scores), ids_RK, own_RK, self._squashed))
         return ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
+
+
+def asks(now: LayerPass) -> bool:
+    """Whether a router is to select by itself: not in a recomputation, unless in a graph, which is one for both."""
+    return not now.again or torch.compiler.is_compiling()
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -158,8 +163,9 @@ class SelectingRouter(RouterHook):
                 "attached; its forward takes another path now. Attach again"
             )
         seen = mode.seen[-1]
-        now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
-        if torch.compiler.is_compiling() or not now.handles_weights:
+        if now.scores_into is not None:
+            now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
+        if torch.compiler.is_compiling() or (now.weights_into is None and now.weights_RK is None):
             return result
         return with_gate_weights(self.path, result, now, regroups=self.rule.read_back is not None)
 

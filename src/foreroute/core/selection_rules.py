@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .passes import forced
-from .selection import FILLING, Selection, SelectionMode, SelectionRule
+from .selection import FILLING, Selection, SelectionMode, SelectionRule, asks
 
 ARG_MAX = frozenset({torch.argmax, Tensor.argmax})
 CLOSING_OUT = frozenset({torch.scatter, Tensor.scatter})
@@ -49,7 +49,8 @@ class ArgMaxMode(SelectionMode):
             self.seen.append(Selection(scores.reshape(-1, scores.shape[-1]), ids_R1, ids_R1, by_probability=True))
             return ids
         self._squashed = True
-        self._ids = self.chosen(scores, lambda: scores.detach().argmax(dim=-1, keepdim=True))[..., 0]
+        own = scores.detach().argmax(dim=-1, keepdim=True) if asks(self.now) else None
+        self._ids = self.chosen(scores, own)[..., 0]
         return self._ids
 
 

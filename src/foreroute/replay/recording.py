@@ -11,8 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from foreroute.core.hooks import Listener
-from foreroute.core.passes import Pass, Rows, Watch
+from foreroute.core.passes import Listener, Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
 from foreroute.trace import (

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.hooks import signed_dtype
-from foreroute.core.passes import Rows
+from foreroute.core.passes import Rows, signed_dtype
 from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout import fill_padding
 from foreroute.replay.indexers import IndexerRows

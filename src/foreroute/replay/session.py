@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.hooks import Listener, ModelHooks
-from foreroute.core.passes import Pass, Watch
+from foreroute.core.hooks import ModelHooks
+from foreroute.core.passes import Listener, Pass, Watch
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.mismatch import LiveAgreement

@@ -41,8 +41,8 @@ def changed_ids(monkeypatch, change):
     """`change` gets the ids to run, where routes are forced, and returns others."""
     choose = LayerPass.choose
 
-    def changed(now, own_choice):
-        ids, own = choose(now, own_choice)
+    def changed(now, own):
+        ids, own = choose(now, own)
         return ids if now.ids_RK is None else change(ids), own
 
     monkeypatch.setattr(LayerPass, "choose", changed)

@@ -46,8 +46,8 @@ def test_sound_replay_passes(part):
 def ignoring_the_trace(patch):
     choose = LayerPass.choose
 
-    def own(now, own_choice):
-        ids_RK, own_RK = choose(now, own_choice)
+    def own(now, picked):
+        ids_RK, own_RK = choose(now, picked)
         return (ids_RK if len(own_RK) == PROBE_TOKENS else own_RK), own_RK
 
     patch.setattr(LayerPass, "choose", own)

@@ -28,9 +28,9 @@ from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens, parameter_names
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
-from foreroute.core.hooks import Listener, ModelHooks, SelectionHook
+from foreroute.core.hooks import ModelHooks
 from foreroute.core.overrides import Override, overridden
-from foreroute.core.passes import Pass, Rows, Scores
+from foreroute.core.passes import Listener, Pass, Rows, Scores, SelectionHook
 from foreroute.core.selection import SelectingRouter
 from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.layout import Layout

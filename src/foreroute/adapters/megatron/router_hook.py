@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.core.hooks import RouterHook
-from foreroute.core.passes import LayerPass
+from foreroute.core.passes import LayerPass, RouterHook
 from foreroute.errors import ReplayError
 from foreroute.replay import Counts, ReplayRows
 
@@ -119,7 +118,8 @@ class TopKRouterHook(RouterHook):
             )
         (selected,) = self._selected
         self._selected.clear()
-        return _with_gate_weights(result, selected.ids_RK, now) if now.handles_weights else result
+        is_live = now.weights_into is None and now.weights_RK is None
+        return result if is_live else _with_gate_weights(result, selected.ids_RK, now)
 
     def get_replay_topk(
         self,
@@ -142,18 +142,18 @@ class TopKRouterHook(RouterHook):
         if now is None or default is None:
             raise ReplayError(f"router {self.path} selected outside of its forward")
 
-        def own_choice() -> Tensor:
-            return default(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)[1]
+        def own_choice(given: Tensor) -> tuple[Tensor, Tensor]:
+            return default(given, topk, num_groups=num_groups, group_topk=group_topk)
 
         # with groups, the best score that is left out is that of an expert which could have been picked
         seen = TopKInput(scores) if self._has_groups and now.scores_into is not None else None
         with seen or nullcontext():
-            if now.is_native:
-                values_RK, ids_RK = default(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            if now.ids_RK is None:
+                values_RK, ids_RK = own_choice(scores)
                 own_RK = ids_RK
                 now.keep(own_RK)
             else:
-                ids_RK, own_RK = now.choose(own_choice)
+                ids_RK, own_RK = now.choose(None if now.again else own_choice(scores.detach())[1])
                 values_RK = scores.gather(1, ids_RK)
         router = self.site.module
         by_probability = router.score_function != "softmax" or router.config.moe_router_pre_softmax

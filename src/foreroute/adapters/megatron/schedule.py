@@ -13,8 +13,7 @@ from torch import nn
 
 from foreroute.adapters.megatron.forward_args import Call
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.core.hooks import Listener
-from foreroute.core.passes import Pass, Rows, Watch
+from foreroute.core.passes import Listener, Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.mismatch import LiveAgreement
 from foreroute.replay import Policy, ReplaySession, Telemetry, added_up
