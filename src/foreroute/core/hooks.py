@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial, reduce
-from operator import or_
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import ReplayError
-from .overrides import Override, is_hooked, patched
-from .passes import ForwardArgs, Listener, Pass, RouterHook, Rows, SelectionHook, Watch, signed_dtype
+from .overrides import Override, SelectionHook, install, is_hooked, patched, remove
+from .passes import ForwardArgs, Listener, Pass, RouterHook, Rows, Watch, signed_dtype
 from .recompute import bind
 
 ATTACHED_TWICE = (
@@ -76,7 +75,7 @@ class ModelHooks(ABC):
         self.listeners: list[Listener] = []
         self._hooked = hooked
         self._session_hooks = ExitStack()
-        self._users: dict[SelectionHook, int] = {}
+        self._users: Counter[SelectionHook] = Counter()
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
 
     @abstractmethod
@@ -121,26 +120,20 @@ class ModelHooks(ABC):
     @contextmanager
     def hooked(self, hooks: Sequence[SelectionHook]) -> Iterator[None]:
         """Keep hooks in place until their last user leaves: sessions, and recomputations after them."""
-        with ExitStack() as stack:
-            with self._lock:
-                if not (self._users or self.listeners) and any(map(is_hooked, self._hooked)):
-                    raise ReplayError(ATTACHED_TWICE)
-                for hook in hooks:
-                    self._use(hook)
-                    stack.callback(self._leave, hook)
-            yield
-
-    def _use(self, hook: SelectionHook) -> None:
-        if hook not in self._users:
-            hook.install(partial(self.run_selecting, hook))
-        self._users[hook] = self._users.get(hook, 0) + 1
-
-    def _leave(self, hook: SelectionHook) -> None:
         with self._lock:
-            self._users[hook] -= 1
-            if not self._users[hook]:
-                del self._users[hook]
-                hook.remove()
+            if not (self._users or self.listeners) and any(map(is_hooked, self._hooked)):
+                raise ReplayError(ATTACHED_TWICE)
+            install([hook for hook in hooks if hook not in self._users], self.run_selecting)
+            self._users.update(hooks)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users.subtract(hooks)
+                unused = [hook for hook in hooks if not self._users[hook]]
+                for hook in unused:
+                    del self._users[hook]
+                remove(unused)
 
     def run_pass(self, read: Callable[[], ForwardArgs], forward: Callable[[], Any]) -> Any:
         """Run the forward of the trunk as one pass, as all listeners want it.
@@ -244,7 +237,10 @@ class ModelHooks(ABC):
             now.calls_1.add_(1)
             return result
         current, is_again = self.passes.top, self.passes.is_again
-        self.bind_checkpoints([hook])
+        # a checkpoint saves tensors in a way of its own, or switches gradients off that were on
+        saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if saves or (not torch.is_grad_enabled() and (current.with_grad or is_again)):
+            self.bind_checkpoints([hook])
         result = hook.select(now, forward, *args, **kwargs)
         if not is_again:
             current.calls[now.layer] += 1
@@ -271,7 +267,7 @@ class ModelHooks(ABC):
         listeners = self.listeners
         self.is_forcing = any(listener.forces for listener in listeners)
         self.counts_executed = any(listener.counts_executed for listener in listeners)
-        self.watch = reduce(or_, (listener.watch for listener in listeners), Watch())
+        self.watch = Watch.of_any([listener.watch for listener in listeners])
 
 
 class PassStack:

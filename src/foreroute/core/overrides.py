@@ -5,10 +5,11 @@ Instances are changed, never classes, so that other models do not notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -19,6 +20,54 @@ COPYING = ("__deepcopy__", "__reduce_ex__")
 
 Override = tuple[nn.Module, str, Callable[..., Any]]
 """A module, the name of an attribute, and the wrapper that stands in for it: arguments of `overridden`."""
+
+
+class SelectionHook(ABC):
+    """One module of a chunk that selects. A framework says how its selection is forced or watched.
+
+    Args:
+        path: dotted name inside the chunk.
+        selecting: the module and the name of its method in which the selection is made.
+
+    Attributes:
+        noun: what it is, for messages.
+        now: what it does in the pass on top; None outside of any.
+    """
+
+    noun: ClassVar[str]
+
+    def __init__(self, path: str, selecting: tuple[nn.Module, str]) -> None:
+        self.path = path
+        self.selecting = selecting
+        self.now: Any = None
+        self._installed = ExitStack()
+
+    def install(self, run: Callable[..., Any]) -> None:
+        """Have `run(method, ...)` called in the place of the method, until `remove`."""
+        self._installed.enter_context(overridden(*self.selecting, run))
+
+    def remove(self) -> None:
+        """Restore what was there; what somebody replaced meanwhile stays theirs."""
+        self._installed.close()
+
+    @abstractmethod
+    def select(self, now: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the module, its selection forced and observed as `now` says."""
+
+
+def install(hooks: Sequence[SelectionHook], run: Callable[..., Any]) -> None:
+    """Have `run(hook, method, ...)` called in the place of the method of each hook; of none, where one cannot."""
+    with ExitStack() as undoing:
+        for hook in hooks:
+            hook.install(partial(run, hook))
+            undoing.callback(hook.remove)
+        undoing.pop_all()
+
+
+def remove(hooks: Iterable[SelectionHook]) -> None:
+    """Take hooks off again."""
+    for hook in hooks:
+        hook.remove()
 
 
 @contextmanager

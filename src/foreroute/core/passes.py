@@ -16,17 +16,15 @@ Letters: L routers in forward order, R rows of the batch as they see them, K pic
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .errors import ReplayError
-from .overrides import overridden
+from .overrides import SelectionHook
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,10 @@ class Watch:
     weights: bool = False
     others: bool = False
 
-    def __or__(self, other: Watch) -> Watch:
-        return Watch(self.scores or other.scores, self.weights or other.weights, self.others or other.others)
+    @classmethod
+    def of_any(cls, each: Sequence[Watch]) -> Watch:
+        """What any of these keeps."""
+        return cls(*map(any, zip(*(astuple(watch) for watch in each), strict=True))) if each else cls()
 
 
 @dataclass(frozen=True)
@@ -315,39 +315,6 @@ class Listener:
 
     def end(self, chunk: int, args: Any, current: Pass | None) -> None:
         """The pass is over, and every router of the chunk selected once in it; None of a chunk without routers."""
-
-
-class SelectionHook(ABC):
-    """One module of a chunk that selects. A framework says how its selection is forced or watched.
-
-    Args:
-        path: dotted name inside the chunk.
-        selecting: the module and the name of its method in which the selection is made.
-
-    Attributes:
-        noun: what it is, for messages.
-        now: what it does in the pass on top; None outside of any.
-    """
-
-    noun: ClassVar[str]
-
-    def __init__(self, path: str, selecting: tuple[nn.Module, str]) -> None:
-        self.path = path
-        self.selecting = selecting
-        self.now: Any = None
-        self._installed = ExitStack()
-
-    def install(self, run: Callable[..., Any]) -> None:
-        """Have `run(method, ...)` called in the place of the method, until `remove`."""
-        self._installed.enter_context(overridden(*self.selecting, run))
-
-    def remove(self) -> None:
-        """Restore what was there; what somebody replaced meanwhile stays theirs."""
-        self._installed.close()
-
-    @abstractmethod
-    def select(self, now: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of the module, its selection forced and observed as `now` says."""
 
 
 class RouterHook(SelectionHook):

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.passes import SelectionHook
+from foreroute.core.overrides import SelectionHook
 from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.trace import RoutingTrace
 from foreroute.trace.indexers import INDEXER, IndexerSpec

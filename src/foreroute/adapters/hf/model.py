@@ -29,8 +29,8 @@ from foreroute.adapters.hf.discover import RouterSite
 from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens, parameter_names
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
 from foreroute.core.hooks import ModelHooks
-from foreroute.core.overrides import Override, overridden
-from foreroute.core.passes import Listener, Pass, Rows, Scores, SelectionHook
+from foreroute.core.overrides import Override, SelectionHook, overridden
+from foreroute.core.passes import Listener, Pass, Rows, Scores
 from foreroute.core.selection import SelectingRouter
 from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.layout import Layout
