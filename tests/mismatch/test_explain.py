@@ -19,6 +19,7 @@ PLANTED = {
     Defect.PERMUTATION: planted.permutation,
     Defect.FLATTENING: planted.flattening,
     Defect.LAYER_OFFSET: planted.layer_offset,
+    Defect.LAYER_ORDER: planted.layer_order,
     Defect.PHYSICAL_IDS: planted.physical_ids,
     Defect.PREFIX_MISSING: planted.prefix_missing,
     Defect.WEIGHT_VERSION: planted.weight_version,
