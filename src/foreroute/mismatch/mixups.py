@@ -115,8 +115,8 @@ def _layer_orders(pair: TracePair) -> Iterator[Mixup]:
         np.bitwise_count(masks_a & masks_b[:, layer, None]).sum(axis=-1).mean(axis=0) for layer in range(num_layers)
     ]
     order = _assigned(pair.above_chance(np.array(shared_LL)))
-    if (order == np.arange(num_layers)).all():
-        return
+    if not np.ptp((order - np.arange(num_layers)) % num_layers):
+        return  # in place, or one offset for all
     agreed_L = pair.above_chance(
         shared_picks(pair.a.expert_ids_NLK[rows][:, order], pair.b.expert_ids_NLK[rows]).mean(axis=0)
     )
