@@ -218,6 +218,24 @@ def test_what_routes_exclude_is_not_called_a_cause():
     assert "Causes can be FP8, other weights" in other
 
 
+def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order():
+    trainer, engine, mask = logprobs(10)
+    _, own = planted.case(10)
+    theirs = planted.natural(np.random.default_rng(0), own)
+    ids, other, attended = (own.to_padded().expert_ids_BTLK, theirs.to_padded().expert_ids_BTLK, own.lengths)
+    given = {"trainer_routes": ids, "engine_routes": other, "attention_mask": attended, "spec": own.spec}
+    arrays = fr.compare(trainer, engine, mask, **given)
+    traces = fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs)
+    assert (arrays.metrics, arrays.errors) == (traces.metrics, traces.errors)
+    turned = theirs.select(np.roll(np.arange(len(own)), 1))
+    found = fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=turned)
+    assert found.metrics["overlap"] == traces.metrics["overlap"]
+    assert math.isnan(found.errors["overlap"])
+    assert "in another order" in found.diagnosis.headline
+    with pytest.raises(InputError, match="a trace is beside an array"):
+        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=other)
+
+
 def test_it_is_shown_with_headline_figures_and_errors():
     shown = str(fr.compare(*logprobs(5)))
     assert shown.startswith("Trainer and engine are apart by k3 ")

@@ -15,7 +15,7 @@ from foreroute.doctor.findings import Diagnosis, diagnose
 from foreroute.errors import InputError
 from foreroute.mismatch import TokenMismatch, as_traces, routing_mismatch, token_mismatch
 from foreroute.mismatch.measures import packed
-from foreroute.trace import RoutingSpec
+from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_array
 
 Ratio = Callable[[Any], tuple[float, float]]
@@ -63,8 +63,8 @@ def compare(
     mask: ArrayLike | None = None,
     *,
     replayed_logprobs: ArrayLike | None = None,
-    trainer_routes: ArrayLike | None = None,
-    engine_routes: ArrayLike | None = None,
+    trainer_routes: RoutingTrace | ArrayLike | None = None,
+    engine_routes: RoutingTrace | ArrayLike | None = None,
     attention_mask: ArrayLike | None = None,
     spec: RoutingSpec | None = None,
 ) -> Comparison:
@@ -77,7 +77,7 @@ def compare(
         mask: [B, T], 1 for a sampled response token. The others are not looked at.
         replayed_logprobs: by the trainer on the engine's routes, where it replays them.
         trainer_routes: integers [B, W, L, K], the experts that the trainer takes by itself, -1 in all of a position
-            that was not recorded. W is the width of prompts and responses.
+            that was not recorded, W the width of prompts and responses; or a trace, if both are.
         engine_routes: those that the engine took, likewise.
         attention_mask: [B, W], 1 for a token; every position is one by default.
         spec: the model of the routes, for its number of experts and the names of its layers.
@@ -88,7 +88,7 @@ def compare(
     kept = None if mask is None else as_array(mask, name="mask")
     trainer, engine = (as_array(each, name="log-probs") for each in (trainer_logprobs, engine_logprobs))
     replayed = None if replayed_logprobs is None else as_array(replayed_logprobs, name="log-probs")
-    executed, routed = None, None
+    executed = routed = None
     if trainer_routes is not None and engine_routes is not None:
         executed, routed = as_traces(trainer_routes, engine_routes, attention_mask, spec)
     elif trainer_routes is not None or engine_routes is not None:
@@ -114,7 +114,8 @@ def compare(
         figures.values["gain"] = measures.gain
     if measures.routes is not None and executed is not None and routed is not None:
         figures.values["routed_rows"] = float(measures.routes.rows)
-        parts = [routing_mismatch(routed.select([s]), executed.select([s])) for s in range(len(routed))]
+        alike = () if measures.reordered else range(len(routed))  # traces in another order have no errors
+        parts = [routing_mismatch(routed.select([s]), executed.select([s])) for s in alike]
         figures.add("", OF_ROUTES, measures.routes, parts)
     return Comparison(metrics=figures.values, errors=figures.errors, diagnosis=diagnosis)
 
@@ -149,7 +150,7 @@ class _Figures(NamedTuple):
         """Take the ratios of what was found, and their errors from what was found of each sequence."""
         for name, ratio in ratios.items():
             above, below = ratio(found)
-            parts = np.array([ratio(each) for each in by_sequence], np.float64)
+            parts = np.array([ratio(each) for each in by_sequence], np.float64).reshape(-1, 2)
             self.values[prefix + name] = float(above / below)
             self.errors[prefix + name] = standard_error(*parts.T)
 

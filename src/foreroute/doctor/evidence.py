@@ -107,8 +107,8 @@ class Measures:
         repacked_routes: the trainer's own routes against those when it is packed differently.
         ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
-        shift: by how many tokens the engine's log-probs are moved against the same ones of the trainer, -1, 0 or 1, and
-            the median |log r| with that undone and as they are, in nats.
+        shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
+            moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
         rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         choices: of indexers, engine against trainer on its own.
@@ -124,7 +124,7 @@ class Measures:
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
     ratio: tuple[float, float] | None = None
-    shift: tuple[int, float, float] = (0, 0.0, 0.0)
+    shift: tuple[int, float, float] | None = None
     rescored: tuple[Rescored, TokenMismatch] | None = None
     explanation: Explanation | None = None
     choices: StreamDifference | None = None
@@ -230,16 +230,16 @@ def _ratio(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple
     return float(ratios.mean()), float(ratios.std(ddof=1) / len(ratios) ** 0.5)
 
 
-def _shift(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[int, float, float]:
-    """Packed tokens are moved, so that one token of each sequence is compared with another's: hence medians."""
+def _shift(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[int, float, float] | None:
+    """By medians, since one token of each sequence is compared with one of another, where packed tokens are moved."""
     if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < 16:
-        return 0, 0.0, 0.0
+        return None
     own_R, size = np.asarray(trainer.logprobs_R, np.float64), len(reference)
     apart = {
         n: float(np.median(np.abs(reference[max(n, 0) : size + n] - own_R[max(-n, 0) : size - n]))) for n in (0, 1, -1)
     }
     best = min(apart, key=lambda n: apart[n])
-    return (best if apart[best] * EXPLAINS < apart[0] else 0), apart[best], apart[0]
+    return (best, apart[best], apart[0]) if apart[best] * EXPLAINS < apart[0] else None
 
 
 def _nearest(rescored: tuple[Rescored, ...], reference: NDArray[Any] | None) -> tuple[Rescored, TokenMismatch] | None:

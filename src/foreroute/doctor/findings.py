@@ -246,8 +246,8 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     without, replayed, gain = measures.without, measures.with_replay, measures.gain
     if without is None:
         return
-    moved, after, before = measures.shift
-    if moved:
+    if measures.shift is not None:
+        moved, after, before = measures.shift
         yield Finding(
             Severity.PROBLEM,
             "probabilities",
@@ -283,7 +283,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
             WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
-    if replayed.k3 > LARGE and gain > 1 / HELPS and not measures.shift[0]:
+    if replayed.k3 > LARGE and gain > 1 / HELPS and measures.shift is None:
         agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
         causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE
         yield Finding(

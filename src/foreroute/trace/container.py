@@ -205,7 +205,6 @@ class RoutingTrace:
         attention_mask: ArrayLike | None = None,
         *,
         weight_version: int = NO_VERSION,
-        provenance: Mapping[str, str] | None = None,
     ) -> RoutingTrace:
         """Take the sequences out of a padded batch, one in each row: tensors of torch, on any device, or arrays.
 
@@ -217,7 +216,6 @@ class RoutingTrace:
             attention_mask: 1 for a token and 0 for padding, [B, T], wherever the padding is; or lengths, integers [B],
                 of sequences with their padding on the right. Every place has a token by default.
             weight_version: the version of the weights that computed the routes.
-            provenance: what made the trace.
 
         Raises:
             TraceContentError: for ids out of range, an expert picked twice in a row, or shapes that disagree.
@@ -234,7 +232,6 @@ class RoutingTrace:
             [row[own] for row, own in zip(tokens, kept, strict=True)],
             [row[own] for row, own in zip(routes, kept, strict=True)],
             weight_version=weight_version,
-            provenance=provenance,
         )
 
     @classmethod
@@ -307,10 +304,7 @@ class RoutingTrace:
             )
         ids_NLK = self.expert_ids_NLK.astype(np.int16 if self.spec.num_experts <= 1 << 15 else np.int32)
         ids_NLK[~self.valid_N] = MISSING
-        tokens, routes = (
-            np.zeros(kept.shape, np.int32),
-            np.full((*kept.shape, *ids_NLK.shape[1:]), MISSING, ids_NLK.dtype),
-        )
+        tokens, routes = np.zeros(kept.shape, np.int32), np.full(kept.shape + ids_NLK.shape[1:], MISSING, ids_NLK.dtype)
         tokens[kept], routes[kept] = self.token_ids_N, ids_NLK
         return PaddedRoutes(tokens, routes, kept)
 
