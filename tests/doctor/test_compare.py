@@ -222,7 +222,7 @@ def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order()
     trainer, engine, mask = logprobs(10)
     _, own = planted.case(10)
     theirs = planted.natural(np.random.default_rng(0), own)
-    ids, other, attended = (own.to_padded().expert_ids_BTLK, theirs.to_padded().expert_ids_BTLK, own.lengths)
+    (_, ids, attended), other = own.to_padded(), theirs.to_padded().expert_ids_BTLK
     given = {"trainer_routes": ids, "engine_routes": other, "attention_mask": attended, "spec": own.spec}
     arrays = fr.compare(trainer, engine, mask, **given)
     traces = fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs)

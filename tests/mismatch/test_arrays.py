@@ -134,12 +134,20 @@ def test_routes_that_cannot_be_compared_are_refused():
     for pair, mask in (((trace, ids), None), ((ids, trace), None), ((trace, trace), np.ones((1, 4)))):
         with pytest.raises(InputError, match="a trace is beside an array or a mask"):
             routing_mismatch(*pair, mask=mask)
-    for other in (ids[0], ids[:, :3], ids[..., :1]):
-        with pytest.raises(InputError, match=r"expected \[B, T, layers, picks\] of both"):
+    for other, mask in ((ids[0], None), (ids[:, :3], None), (ids[..., :1], None), (ids, [1]), (ids, [[1] * 3])):
+        with pytest.raises(InputError, match=r"expected \[B, T, layers, picks\] of both, and \[B, T\]"):
+            routing_mismatch(ids, other, mask=mask)
+    for other in (ids * 1.0, ids * np.nan, ids.astype(str)):
+        with pytest.raises(TraceContentError, match="expected integers"):
             routing_mismatch(ids, other)
+    beyond = ids.copy()
+    beyond[0, 3] = 2**40
+    assert as_traces(ids, beyond, [[1, 1, 1, 0]])[0].spec.num_experts == 2, "padding is not looked at"
+    with pytest.raises(TraceContentError, match="num_experts is"):
+        routing_mismatch(ids, beyond)
     padded = ids.copy()
     padded[0, 3] = 0
-    assert routing_mismatch(padded, padded, mask=[3]).differing_share == 0
+    assert routing_mismatch(padded, padded, mask=[[1, 1, 1, 0]]).differing_share == 0
     with pytest.raises(TraceContentError, match=r"position 3.*a row of zeros is no route"):
         routing_mismatch(padded, padded)
     padded[0, 3, 0] = -1

@@ -73,7 +73,7 @@ def routing_mismatch(
     Args:
         rollout: of the engine, a trace or routes as in `as_traces`.
         trainer: of the trainer, likewise.
-        mask: of the tokens that count, as in `as_traces`.
+        mask: [B, T], bools, or 0 and 1: which tokens of arrays count.
 
     Raises:
         SpecMismatchError, BatchMismatchError: when they are of other models or other tokens.
@@ -147,7 +147,7 @@ def as_traces(
     Args:
         a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
         b: likewise.
-        mask: of the tokens, as the attention mask of `RoutingTrace.from_padded`.
+        mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
         spec: the model. By default the highest id is that of the last expert, and layers are numbered from 0.
 
     Raises:
@@ -160,13 +160,17 @@ def as_traces(
         raise InputError("a trace is beside an array or a mask; expected two traces, or two arrays (trace.to_padded())")
     sides = [as_array(routes, name="the routes") for routes in (a, b)]
     shape = sides[0].shape
-    if len(shape) != 4 or sides[1].shape != shape or 0 in shape[2:]:
-        raise InputError(f"routes have shapes {shape} and {sides[1].shape}; expected [B, T, layers, picks] of both")
+    kept = np.ones(shape[:2], np.bool_) if mask is None else as_mask(mask, name="mask")
+    if len(shape) != 4 or (sides[1].shape, kept.shape) != (shape, shape[:2]) or 0 in shape[2:]:
+        raise InputError(
+            f"routes have shapes {shape} and {sides[1].shape}, the mask {kept.shape}; expected "
+            "[B, T, layers, picks] of both, and [B, T]"
+        )
     if spec is None:
-        experts = max(shape[3], *(int(ids.max(initial=0)) + 1 for ids in sides))
-        spec = RoutingSpec(experts, shape[3], tuple(map(RoutedLayer, range(shape[2]))))
+        highest = max([0, *(int(ids[kept].max(initial=0)) for ids in sides if ids.dtype.kind in "iu")])
+        spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(RoutedLayer, range(shape[2]))))
     no_tokens = np.zeros(shape[:2], np.int32)
-    of_a, of_b = (RoutingTrace.from_padded(spec, no_tokens, ids, mask) for ids in sides)
+    of_a, of_b = (RoutingTrace.from_padded(spec, no_tokens, ids, kept) for ids in sides)
     return of_a, of_b
 
 
