@@ -247,7 +247,7 @@ def test_it_is_shown_with_headline_figures_and_errors():
     ("changed", "message"),
     [
         ({"mask": None}, r"log-probs of the trainer are float64 of shape \(40, 30\).*with mask="),
-        ({"mask": np.ones((40, 29))}, r"mask has the shape \(40, 29\)"),
+        ({"mask": np.ones((40, 29))}, r"with a mask of \(40, 29\)"),
         ({"engine_logprobs": np.zeros((40, 29))}, r"log-probs of the engine are float64 of shape \(40, 29\)"),
         ({"replayed_logprobs": np.zeros(3)}, r"under replay are float64 of shape \(3,\)"),
         ({"engine_logprobs": np.ones((40, 30))}, "the engine hold 1.0; expected finite numbers up to 0"),

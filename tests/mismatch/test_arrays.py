@@ -112,9 +112,9 @@ def test_margins_of_a_padded_batch_are_those_of_a_loop(kind):
 @pytest.mark.parametrize(
     ("values", "mask", "message"),
     [
-        (np.zeros((4, 17)), None, r"float64 of shape \(4, 17\).*those of a padded batch with mask="),
-        (np.zeros((4, 17)), np.ones((4, 16)), r"the mask has the shape \(4, 16\)"),
-        (np.zeros((4, 17)), np.ones(4), r"the mask has the shape \(4,\)"),
+        (np.zeros((4, 17)), None, r"float64 of shape \(4, 17\), without a mask; .*those of a padded batch with mask="),
+        (np.zeros((4, 17)), np.ones((4, 16)), r"with a mask of \(4, 16\)"),
+        (np.zeros((4, 17)), np.ones(4), r"with a mask of \(4,\)"),
         (np.zeros(()), None, r"of shape \(\)"),
         (np.array(["-1.0"]), None, "are <U4"),
         (np.zeros(2, complex), None, "are complex128"),
