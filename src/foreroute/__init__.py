@@ -23,6 +23,16 @@ from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, c
 
 if TYPE_CHECKING:
     from foreroute.doctor import compare
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Load `compare` when it is asked for: the doctor stands on most of the package."""
+        if name == "compare":
+            from foreroute.doctor import compare
+
+            return compare
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -42,12 +52,3 @@ __all__ = [
     "planner",
     "save",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Load `compare` when it is asked for: the doctor stands on most of the package."""
-    if name == "compare":
-        from foreroute.doctor import compare
-
-        return compare
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -131,8 +131,8 @@ def packed(values: ArrayLike, mask: ArrayLike | None, *, name: str, axes: int = 
     if array.dtype.kind not in "fiu" or kept.shape != tokens or (mask is None and len(tokens) != 1):
         given = "without a mask" if mask is None else f"with a mask of {kept.shape}"
         raise InputError(
-            f"{name} are {array.dtype} of shape {array.shape}, {given}; "
-            "expected numbers of one token after the other, or those of a padded batch with mask=, 0 or 1 for each token"
+            f"{name} are {array.dtype} of shape {array.shape}, {given}; expected numbers of one token after the other, "
+            "or those of a padded batch with mask=, 0 or 1 for each token"
         )
     return array[kept].astype(np.float64)
 
