@@ -24,6 +24,13 @@ def test_importing_the_package_loads_numpy_and_nothing_heavier():
     assert modules.isdisjoint(HEAVY)
 
 
+def test_comparing_arrays_loads_the_doctor_when_it_is_asked_for_and_no_framework():
+    assert "foreroute.doctor" not in loaded_by("import foreroute")
+    asked = loaded_by("import foreroute\nforeroute.compare")
+    assert "foreroute.doctor.comparison" in asked
+    assert asked.isdisjoint(FRAMEWORKS)
+
+
 @pytest.mark.parametrize(
     "room",
     [

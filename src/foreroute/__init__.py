@@ -10,12 +10,29 @@
         loss = policy_loss(model(**batch))
         loss.backward()
 
+Who has arrays and no trace: `fr.compare(trainer_logprobs, engine_logprobs, mask)`.
+
 Importing this package loads numpy and nothing heavier; frameworks are loaded by what is asked for by name.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from foreroute import capture, costs, plan, planner
 from foreroute.errors import ForerouteError
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
+
+if TYPE_CHECKING:
+    from foreroute.doctor import compare
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Load `compare` when it is asked for: the doctor stands on most of the package."""
+        if name == "compare":
+            from foreroute.doctor import compare
+
+            return compare
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 
@@ -27,6 +44,7 @@ __all__ = [
     "RoutingTrace",
     "__version__",
     "capture",
+    "compare",
     "concatenate",
     "costs",
     "load",

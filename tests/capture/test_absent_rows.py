@@ -82,10 +82,35 @@ def test_valid_is_for_routes_alone(writer):
         decode(writer(R), model=R.spec, token_ids=[R.tokens], valid=np.ones(11, bool))
 
 
-def test_minus_one_is_no_absent_row():
-    rows = R.routes_RLK.copy()
-    rows[4] = -1
-    with pytest.raises(CaptureError, match="rows that were never routed are told by valid"):
+@pytest.mark.parametrize("absent", [[0], [4, 5], [10], list(range(10))])
+def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
+    rows, batch = R.routes_RLK.astype(np.int64), wires.verl([R])
+    rows[absent] = batch["routed_experts"][0, absent] = -1
+    for trace in (decode(rows, model=R.spec, token_ids=R.tokens), decode(batch, model=R.spec)):
+        assert np.flatnonzero(~trace.valid_N).tolist() == [*absent, 11]
+        assert np.array_equal(trace.expert_ids_NLK[trace.valid_N], np.delete(R.routes_RLK, absent, axis=0))
+
+
+@pytest.mark.parametrize("dense", [0, -1])
+def test_dense_layers_hold_anything_in_a_row_that_was_not_recorded(dense):
+    rows = R.all_layers().astype(np.int64)
+    rows[3], rows[3, 0] = -1, dense
+    assert np.flatnonzero(~decode(rows, model=R.spec, token_ids=R.tokens).valid_N).tolist() == [3, 11]
+
+
+def test_a_batch_may_have_minus_one_for_the_last_token_and_over_padding():
+    batch, zeros = wires.verl([R, R]), wires.verl([R, R])
+    routes = batch["routed_experts"].astype(np.int64)
+    routes[(routes == 0).all(axis=(2, 3))] = -1
+    batch["routed_experts"] = routes
+    assert decode(batch, model=R.spec).equals(decode(zeros, model=R.spec))
+
+
+@pytest.mark.parametrize("part", [np.s_[4, 1], np.s_[4, 1, 2], np.s_[4, 1:]])
+def test_a_row_that_is_minus_one_in_part_is_refused(part):
+    rows = R.routes_RLK.astype(np.int64)
+    rows[part] = -1
+    with pytest.raises(CaptureError, match=r"holds ids from -1 .*, or -1 in every layer and pick of a row"):
         decode(rows, model=R.spec, token_ids=R.tokens)
 
 

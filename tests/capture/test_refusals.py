@@ -38,7 +38,7 @@ def edited(r, *, put):
         ([(np.s_[3, 2], [4, 4, 1])], "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"),
         ([(np.s_[3, 2, 0], 16)], "from 0 to 16; expected 0 to 15.*physical ids"),
         ([(np.s_[3, 2], -1)], "from -1 to 15; expected 0 to 15.*not filled"),
-        ([(np.s_[3, 1:], -1)], "from -1 to 15; expected 0 to 15"),
+        ([(np.s_[3, 2:], -1)], "from -1 to 15; expected 0 to 15"),
         ([(np.s_[:, 0], [1, 2, 3])], "decoder layer 0, which the spec says is dense"),
     ],
 )

@@ -55,6 +55,7 @@ PLANTS = {
     "permutation": planted.permutation,
     "flattening": planted.flattening,
     "layer offset": planted.layer_offset,
+    "layer order": planted.layer_order,
     "physical ids": planted.physical_ids,
     "prefix": planted.prefix_missing,
     "first row": first_row_lost,

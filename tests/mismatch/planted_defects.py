@@ -126,6 +126,18 @@ def layer_offset(rng, trace):
     return with_ids(trace, ids), {"layers": d, "dense_first": first > 0 and abs(d) == first}
 
 
+def layer_order(rng, trace):
+    """Two layers have changed places, or all of them are stacked in the order of their numbers as text."""
+    layers = trace.spec.num_layers
+    order = np.arange(layers)
+    if layers > 10 and rng.random() < 0.5:
+        order = np.array(sorted(range(layers), key=str))
+    else:
+        two = rng.choice(layers, 2, replace=False)
+        order[two] = order[two[::-1]]
+    return with_ids(trace, trace.expert_ids_NLK[:, order]), {"order": order.tolist()}
+
+
 def physical_ids(rng, trace):
     spec = trace.spec
     slots = np.stack([rng.permutation(spec.num_experts) for _ in range(spec.num_layers)])

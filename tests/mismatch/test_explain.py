@@ -61,6 +61,26 @@ def test_a_replaced_layer_is_named():
             assert (found.kind, found.parameters["row"]) == (Defect.LAYER_REPLACED, expected["row"]), found.sentence
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_layers_in_another_order_are_named(seeds):
+    """Two layers in each other's place are one offset."""
+    for seed in seeds:
+        reference, other = clean_pair(seed)
+        broken, expected = planted.layer_order(np.random.default_rng(seed), other)
+        found = explain(reference, broken)
+        if reference.spec.num_layers > 2:
+            assert (found.kind, dict(found.parameters)) == (Defect.LAYER_ORDER, expected), (seed, found.sentence)
+        else:
+            assert found.kind is Defect.LAYER_OFFSET, (seed, found.sentence)
+
+
+def test_a_rotation_of_all_layers_is_an_offset():
+    for seed in range(20):
+        reference, other = clean_pair(seed)
+        found = explain(reference, planted.with_ids(other, np.roll(other.expert_ids_NLK, 1, axis=1)))
+        assert (found.kind, found.parameters["layers"]) == (Defect.LAYER_OFFSET, 1), (seed, found.sentence)
+
+
 def test_a_mixup_lowers_the_overlap_and_is_told_in_a_sentence():
     reference, other = clean_pair(0)
     before = explain(reference, other).overlap_by_layer_L.mean()

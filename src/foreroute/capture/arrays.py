@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import CaptureError, shown
 from foreroute.files import parse_json
+from foreroute.trace.checks import host_array
 
 MAX_TEXT = 1 << 28
 """Characters of one text, JSON or base64: 256 Mi, some ten million tokens of a model of 48 layers in base64."""
@@ -76,7 +77,7 @@ def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
         CaptureError: when it makes none, or entries are masked, which a plain array cannot say.
     """
     try:
-        array = np.asarray(values)
+        array = host_array(values)
     except Exception as error:
         raise CaptureError(
             f"{name}, a {type(values).__name__}, cannot be read as an array ({shown(error)}); "

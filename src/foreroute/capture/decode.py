@@ -29,7 +29,7 @@ from foreroute.capture.recognition import Form, RawSequence, read_output
 from foreroute.capture.sampling_masks import decode_masks
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_tokens
+from foreroute.trace.checks import as_tokens, recorded_rows
 from foreroute.trace.spec import is_whole, whole_number
 
 
@@ -104,7 +104,7 @@ def decode(
         raise CaptureError(
             f"{error}. Ids beyond the experts are physical ids of an expert-parallel load balancer: switch it off, or "
             "upgrade the engine. Ids below 0, or an expert twice, are a buffer that was not filled, or bytes read with "
-            "the wrong shape or dtype; rows that were never routed are told by valid"
+            "the wrong shape or dtype; a row that was never routed is -1 throughout, or told by valid"
         ) from error
     refuse_constant_layers(trace)
     stream = decode_masks(sequences, tokens, vocabulary_size)
@@ -147,8 +147,9 @@ def _place(
     # so that they are judged by a rule of their own.
     columns = _routed_columns(rows_RAK.shape[1], spec, what)
     dense = np.setdiff1d(np.arange(rows_RAK.shape[1]), columns)
-    refuse_routed_dense(rows_RAK[valid_R][:, dense], dense.tolist(), what=what)
     rows_RLK = rows_RAK[:, columns]
+    valid_R = valid_R & recorded_rows(rows_RLK)
+    refuse_routed_dense(rows_RAK[valid_R][:, dense], dense.tolist(), what=what)
     refuse_unfilled_layers(rows_RLK[valid_R], spec, what=what)
     here = slice(start, start + len(rows_RLK))
     placed_TLK[here], valid_T[here] = rows_RLK, valid_R

@@ -18,6 +18,8 @@ from foreroute.errors import CaptureError
 def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any]]]:
     """Give for each sequence of a padded batch: rows [T, layers, K], which of them were routed [T], and tokens [T].
 
+    A row of -1 throughout, which verl never writes, counts as routed here; `decode` takes it as not recorded.
+
     Args:
         fields: `routed_experts` [b, width, layers, K], `input_ids` and `attention_mask` [b, width]; None where missing.
 
@@ -38,7 +40,7 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
         )
     places = kept_by_mask(mask)
     last_routed_S = np.array(
-        [kept.stop > kept.start and routes[s, kept.stop - 1].any() for s, kept in enumerate(places)]
+        [kept.stop > kept.start and (routes[s, kept.stop - 1] > 0).any() for s, kept in enumerate(places)]
     )
     ends_unrouted = any(routes[s, kept].any() and not last_routed_S[s] for s, kept in enumerate(places))
     for s, kept in enumerate(places):

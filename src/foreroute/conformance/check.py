@@ -39,6 +39,7 @@ _CHECK_OF = {
     Defect.FLATTENING: "sequence-order",
     Defect.PERMUTATION: "sequence-order",
     Defect.LAYER_OFFSET: "layer-axis",
+    Defect.LAYER_ORDER: "layer-axis",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many
+from foreroute.doctor.evidence import EXPLAINS, Evidence, Finding, Measures, Severity, many
 from foreroute.trace import INDEXER, SAMPLING
 
 RECORD_CHOICES = (
@@ -19,9 +19,9 @@ AS_SAMPLED = (
     "log-probs of what it drew from: processed_logprobs of vLLM, output_token_sampling_logprobs of SGLang."
 )
 RECORD_MASKS = "Record sampling masks, and score tokens on them, or sample without top_p, top_k and min_p."
-EXPLAINS, KEPT_MASS = 4.0, 0.99
-"""Factor by which another reading of log-probs must be nearer to be believed, and mean ratio below which tokens were
-left out. Both chosen by hand: precision leaves the mean at 1, and 4 standard errors are allowed for beside it."""
+KEPT_MASS = 0.99
+"""Mean ratio below which tokens were left out. Chosen by hand: precision leaves the mean at 1, and 4 standard errors
+are allowed for beside it."""
 
 
 def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
@@ -33,11 +33,11 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     far = measures.with_replay
     if measures.rescored is not None and far is not None and measures.rescored[1].k3 * EXPLAINS < far.k3:
         other, found = measures.rescored
-        on = "on the sampling masks" if other.on_sets else "over all tokens"
+        on = " on the sampling masks" if other.on_sets else " over all tokens" if has_masks else ""
         yield Finding(
             Severity.PROBLEM,
-            "masks",
-            f"The engine's log-probs fit a temperature of {other.temperature:g} {on}: k3 is {found.k3:.2e} nats so, "
+            "masks" if has_masks else "temperature",
+            f"The engine's log-probs fit a temperature of {other.temperature:g}{on}: k3 is {found.k3:.2e} nats so, "
             f"and {far.k3:.2e} as the trainer takes them{', on the sampling masks' if has_masks else ''}.",
             AS_SAMPLED,
         )

@@ -25,6 +25,8 @@ from foreroute.mismatch import (
 from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
 
 NAMES = ("the trainer's own trace", "the engine's trace")
+EXPLAINS = 4.0
+"""Factor by which another reading of log-probs must be nearer to be believed. Chosen by hand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +107,8 @@ class Measures:
         repacked_routes: the trainer's own routes against those when it is packed differently.
         ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
+        shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
+            moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
         rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         choices: of indexers, engine against trainer on its own.
@@ -120,6 +124,7 @@ class Measures:
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
     ratio: tuple[float, float] | None = None
+    shift: tuple[int, float, float] | None = None
     rescored: tuple[Rescored, TokenMismatch] | None = None
     explanation: Explanation | None = None
     choices: StreamDifference | None = None
@@ -155,7 +160,7 @@ class Finding:
 
     Attributes:
         severity: how bad it is.
-        topic: "wiring", "weights", "routes", "masks", "indexers", "probabilities", "replay" or "trainer".
+        topic: "wiring", "weights", "routes", "masks", "temperature", "indexers", "probabilities", "replay", "trainer".
         sentence: what was seen, in plain words and whole sentences.
         advice: what to do, likewise; empty when there is nothing to do.
     """
@@ -209,6 +214,7 @@ def measure(evidence: Evidence) -> Measures:
         with_replay=_tokens(evidence.replayed, logprobs_R),
         routes=_routes(engine, own) if explanation is not None else None,
         ratio=_ratio(evidence.replayed or native, logprobs_R),
+        shift=_shift(evidence.replayed or native, logprobs_R),
         rescored=_nearest(evidence.rescored, logprobs_R),
         explanation=explanation,
         choices=_choices(own, engine),
@@ -222,6 +228,18 @@ def _ratio(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple
         return None
     ratios = np.exp(np.asarray(trainer.logprobs_R, np.float64) - reference)
     return float(ratios.mean()), float(ratios.std(ddof=1) / len(ratios) ** 0.5)
+
+
+def _shift(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[int, float, float] | None:
+    """By medians, since one token of each sequence is compared with one of another, where packed tokens are moved."""
+    if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < 16:
+        return None
+    own_R, size = np.asarray(trainer.logprobs_R, np.float64), len(reference)
+    apart = {
+        n: float(np.median(np.abs(reference[max(n, 0) : size + n] - own_R[max(-n, 0) : size - n]))) for n in (0, 1, -1)
+    }
+    best = min(apart, key=lambda n: apart[n])
+    return (best, apart[best], apart[0]) if apart[best] * EXPLAINS < apart[0] else None
 
 
 def _nearest(rescored: tuple[Rescored, ...], reference: NDArray[Any] | None) -> tuple[Rescored, TokenMismatch] | None:

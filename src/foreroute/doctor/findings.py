@@ -37,6 +37,19 @@ WITHOUT_CHOICES = (
     "Routes without the choices of indexers can do that. Record both (see indexers). If it stays so, these are not the "
     "routes of these tokens under these weights."
 )
+NEXT_TOKEN = (
+    "Logits of position p score token p + 1. Cut both sides alike: the first log-prob of a response is that of its "
+    "first token."
+)
+UNLIKE = (
+    "Causes can be FP8, other weights, another temperature, or another prompt.",
+    "Check that the engine received the last weights, and that temperature and template are the same.",
+)
+UNLIKE_ON_LIKE_ROUTES = (
+    "Routes agree, so that other weights and another prompt are unlikely. Causes can be another temperature, or "
+    "log-probs of other tokens.",
+    "Check that both sides have the same temperature, and log-probs of the same tokens.",
+)
 NO_ROUTES = "Look at both with foreroute inspect: a trace without routed rows was captured without routes."
 
 ADVICE = {
@@ -46,6 +59,8 @@ ADVICE = {
     "trainer.",
     Defect.FLATTENING: "Flatten and read the padded batch in one order, or hand over packed sequences.",
     Defect.LAYER_OFFSET: "Give the trace the layer table of the model: dense layers have no row (capture.decode does).",
+    Defect.LAYER_ORDER: "Stack layers by their number in the model: as text, layer 10 sorts before layer 2, and stages "
+    "of a pipeline may be joined in another order.",
     Defect.PHYSICAL_IDS: "Switch the engine's expert load balancer off, or upgrade to a version that returns logical "
     "experts.",
     Defect.PREFIX_MISSING: "Switch the engine's prefix cache off for captured requests, or join the rows of the cached "
@@ -120,7 +135,7 @@ def _headline(findings: tuple[Finding, ...]) -> str:
     warnings = [f for f in findings if f.severity is Severity.WARNING]
     if warnings:
         return f"Look at this: {warnings[0].sentence}"
-    verdict = [f.sentence for f in findings if f.topic == "replay"]
+    verdict = [f.sentence for f in findings if f.topic in ("replay", "probabilities")]
     return verdict[0] if verdict else "Nothing is wrong with what was examined."
 
 
@@ -231,6 +246,15 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     without, replayed, gain = measures.without, measures.with_replay, measures.gain
     if without is None:
         return
+    if measures.shift is not None:
+        moved, after, before = measures.shift
+        yield Finding(
+            Severity.PROBLEM,
+            "probabilities",
+            f"The engine's log-probs are shifted by {moved:+d} token: that of token p is the trainer's of token p "
+            f"{'-' if moved > 0 else '+'} 1. So, half of them are within {after:.2e} nats; as they are, {before:.2e}.",
+            NEXT_TOKEN,
+        )
     versions = _known_versions(evidence)
     sampled_by = f" of {_version_words(versions)}" if versions else ""
     over = f"over {many(without.count, 'response token')}{sampled_by}"
@@ -239,7 +263,8 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             _by_probabilities(without, Severity.NOTE),
             "probabilities",
             f"Trainer and engine are apart by k3 {without.k3:.2e} nats{_tail(without)}, {over}, without replay.",
-            "Measure with replay as well (--model, or --replayed): it tells how much of this is routing.",
+            "Measure with replay as well (--model, --replayed, or replayed_logprobs of fr.compare): it tells how much "
+            "of this is routing.",
         )
         return
     both = f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats{_tail(without, replayed)}, {over}"
@@ -258,13 +283,15 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
             WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
-    if replayed.k3 > LARGE and gain > 1 / HELPS:
+    if replayed.k3 > LARGE and gain > 1 / HELPS and measures.shift is None:
+        agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
+        causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE
         yield Finding(
             _by_probabilities(replayed, Severity.WARNING),
             "probabilities",
             f"Also on the engine's routes the probabilities are apart (k3 {replayed.k3:.2e} nats), by more than "
-            "bfloat16 makes. Causes can be FP8, other weights, another temperature, or another prompt.",
-            "Check that the engine received the last weights, and that temperature and template are the same.",
+            f"bfloat16 makes. {causes}",
+            advice,
         )
 
 

@@ -136,6 +136,11 @@ def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
     if kind is Defect.LAYER_OFFSET:
         axis = ": an axis of all layers was read as one of routed layers, or the other way round"
         return f"is offset by {_steps(p['layers'], 'layer')}{axis if p['dense_first'] else ''}"
+    if kind is Defect.LAYER_ORDER:
+        moved = [f"{spec.layers[at]} has those of {spec.layers[of]}" for at, of in enumerate(p["order"]) if at != of]
+        return (
+            f"has the routes of its layers in another order: {', '.join(moved[:8])}{', ...' if len(moved) > 8 else ''}"
+        )
     if kind is Defect.FLATTENING:
         return f"was flattened {p['written']} and read {p['read']} (padded to {p['width']})"
     if kind is Defect.PERMUTATION:

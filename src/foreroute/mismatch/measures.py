@@ -1,5 +1,7 @@
 """Measures of how far trainer and engine are apart, kept as sums and counts so that batches and ranks can be added.
 
+What is compared may be an array or a tensor of any type and library. `packed` and `as_traces` alone turn it into rows.
+
 `TokenMismatch` is about token probabilities, `RoutingMismatch` about routes. `LiveAgreement` is about a model's own
 selection under replay, and how close its decisions were: a margin is the gap between the last expert that is in and
 the first that is out.
@@ -13,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import InputError
-from foreroute.trace import RoutingTrace, overlap
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, overlap
+from foreroute.trace.checks import as_array, as_mask
 
 THRESHOLDS = (1.5, 2.0)
 """The tau of F(tau), share of tokens whose probabilities differ more than tau-fold; arXiv 2510.11370 reports tau 2."""
@@ -27,16 +30,24 @@ LOG10_EDGES = np.linspace(-8.0, 1.0, 37)
 """Bin edges of log10(margin), a quarter of a decade wide. Outliers fall into the outermost bins."""
 
 
-def token_mismatch(train_logprobs_R: NDArray[Any], infer_logprobs_R: NDArray[Any]) -> TokenMismatch:
+def token_mismatch(
+    train_logprobs: ArrayLike, infer_logprobs: ArrayLike, *, mask: ArrayLike | None = None
+) -> TokenMismatch:
     """Compare log-probabilities of the same R sampled response tokens, computed in float64.
+
+    Args:
+        train_logprobs: of the trainer, numbers [R], or of any shape with a mask of that shape.
+        infer_logprobs: of the engine, of the same shape.
+        mask: bools, or 0 and 1: which entries are sampled response tokens. The others are not looked at.
 
     Raises:
         InputError: when the shapes differ, or a value is not finite or above `MOST_LOGPROB`.
     """
-    train, infer = np.asarray(train_logprobs_R, np.float64), np.asarray(infer_logprobs_R, np.float64)
-    if train.shape != infer.shape or train.ndim != 1:
+    train = packed(train_logprobs, mask, name="log-probs of the trainer")
+    infer = packed(infer_logprobs, mask, name="log-probs of the engine")
+    if train.shape != infer.shape:
         raise InputError(
-            f"log-probs of the trainer have shape {train.shape}, of the engine {infer.shape}; expected [R]"
+            f"log-probs of the trainer have shape {train.shape}, of the engine {infer.shape}; expected the same tokens"
         )
     for side, logprobs in (("the trainer", train), ("the engine", infer)):
         impossible = ~(np.isfinite(logprobs) & (logprobs <= MOST_LOGPROB))
@@ -54,12 +65,22 @@ def token_mismatch(train_logprobs_R: NDArray[Any], infer_logprobs_R: NDArray[Any
     )
 
 
-def routing_mismatch(rollout: RoutingTrace, trainer: RoutingTrace) -> RoutingMismatch:
-    """Compare two traces of the same tokens.
+def routing_mismatch(
+    rollout: RoutingTrace | ArrayLike, trainer: RoutingTrace | ArrayLike, *, mask: ArrayLike | None = None
+) -> RoutingMismatch:
+    """Compare the routes of the same tokens by two sides.
+
+    Args:
+        rollout: of the engine, a trace or routes as in `as_traces`.
+        trainer: of the trainer, likewise.
+        mask: [B, T], bools, or 0 and 1: which tokens of arrays count.
 
     Raises:
         SpecMismatchError, BatchMismatchError: when they are of other models or other tokens.
+        TraceContentError: when routes cannot be true.
+        InputError: when a trace is given beside an array, or with a mask.
     """
+    rollout, trainer = as_traces(rollout, trainer, mask)
     shared_RL = overlap(rollout, trainer).shared_RL
     differs_RL: NDArray[Any] = shared_RL < rollout.spec.top_k
     num_layers = rollout.spec.num_layers
@@ -75,16 +96,83 @@ def routing_mismatch(rollout: RoutingTrace, trainer: RoutingTrace) -> RoutingMis
     )
 
 
-def margin_histogram(margins_NL: NDArray[Any]) -> NDArray[np.int64]:
-    """Count margins (K-th minus (K+1)-th selection score, [N, L], in the router's own scale) into bins.
+def margin_histogram(margins_NL: ArrayLike, *, mask: ArrayLike | None = None) -> NDArray[np.int64]:
+    """Count margins (K-th minus (K+1)-th selection score, in the router's own scale) into bins.
+
+    Args:
+        margins_NL: numbers [N, L], or [..., L] with a mask [...].
+        mask: bools, or 0 and 1: which tokens count.
 
     Returns:
         int64 [L, B], rows in each of the B bins between `LOG10_EDGES`.
     """
+    margins = packed(margins_NL, mask, name="margins", axes=1)
     smallest, largest = 10 ** LOG10_EDGES[0], 10 ** LOG10_EDGES[-1]
-    logs = np.log10(np.clip(margins_NL.astype(np.float64), smallest, largest * (1 - 1e-9)))
+    logs = np.log10(np.clip(margins, smallest, largest * (1 - 1e-9)))
     counts = [np.histogram(logs[:, layer], bins=LOG10_EDGES)[0] for layer in range(logs.shape[1])]
     return np.array(counts, np.int64).reshape(logs.shape[1], len(LOG10_EDGES) - 1)
+
+
+def packed(values: ArrayLike, mask: ArrayLike | None, *, name: str, axes: int = 0) -> NDArray[np.float64]:
+    """Return the numbers of the tokens that count, one after the other: float64 [R, ...].
+
+    Args:
+        values: numbers [...] of any type, and `axes` more axes.
+        mask: [...], true where a token counts; all of one axis of tokens do by default.
+        name: what they are, in the plural, for the message.
+        axes: how many axes follow those of tokens.
+
+    Raises:
+        InputError: when they are no numbers, or the mask has another shape.
+    """
+    array = as_array(values, name=name)
+    tokens = array.shape[: max(array.ndim - axes, 0)]
+    kept = np.ones(tokens, np.bool_) if mask is None else as_mask(mask, name="mask")
+    if array.dtype.kind not in "fiu" or kept.shape != tokens or (mask is None and len(tokens) != 1):
+        given = "without a mask" if mask is None else f"with a mask of {kept.shape}"
+        raise InputError(
+            f"{name} are {array.dtype} of shape {array.shape}, {given}; expected numbers of one token after the other, "
+            "or those of a padded batch with mask=, 0 or 1 for each token"
+        )
+    return array[kept].astype(np.float64)
+
+
+def as_traces(
+    a: RoutingTrace | ArrayLike,
+    b: RoutingTrace | ArrayLike,
+    mask: ArrayLike | None = None,
+    spec: RoutingSpec | None = None,
+) -> tuple[RoutingTrace, RoutingTrace]:
+    """Return the routes of the same tokens by two sides as traces; two traces as they are.
+
+    Args:
+        a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
+        b: likewise.
+        mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
+        spec: the model. By default the highest id is that of the last expert, and layers are numbered from 0.
+
+    Raises:
+        TraceContentError: when routes cannot be true.
+        InputError: when shapes differ, or a trace is given beside an array or a mask.
+    """
+    if isinstance(a, RoutingTrace) and isinstance(b, RoutingTrace) and mask is None:
+        return a, b
+    if isinstance(a, RoutingTrace) or isinstance(b, RoutingTrace):
+        raise InputError("a trace is beside an array or a mask; expected two traces, or two arrays (trace.to_padded())")
+    sides = [as_array(routes, name="the routes") for routes in (a, b)]
+    shape = sides[0].shape
+    kept = np.ones(shape[:2], np.bool_) if mask is None else as_mask(mask, name="mask")
+    if len(shape) != 4 or (sides[1].shape, kept.shape) != (shape, shape[:2]) or 0 in shape[2:]:
+        raise InputError(
+            f"routes have shapes {shape} and {sides[1].shape}, the mask {kept.shape}; expected "
+            "[B, T, layers, picks] of both, and [B, T]"
+        )
+    if spec is None:
+        highest = max([0, *(int(ids[kept].max(initial=0)) for ids in sides if ids.dtype.kind in "iu")])
+        spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(RoutedLayer, range(shape[2]))))
+    no_tokens = np.zeros(shape[:2], np.int32)
+    of_a, of_b = (RoutingTrace.from_padded(spec, no_tokens, ids, kept) for ids in sides)
+    return of_a, of_b
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Defect(StrEnum):
     PERMUTATION = "permutation"
     FLATTENING = "flattening"
     LAYER_OFFSET = "layer-offset"
+    LAYER_ORDER = "layer-order"
     PHYSICAL_IDS = "physical-ids"
     PREFIX_MISSING = "prefix-missing"
     LAYER_REPLACED = "layer-replaced"
@@ -65,6 +66,7 @@ def mixups(pair: TracePair) -> Iterator[Mixup]:
     """The best of each kind, where the kind applies."""
     yield from _shifts(pair)
     yield from _layer_offsets(pair)
+    yield from _layer_orders(pair)
     if len(pair.a) > 1:
         yield from _flattenings(pair)
         if len(pair.a) <= MAX_PERMUTED:
@@ -101,6 +103,30 @@ def _layer_offsets(pair: TracePair) -> Iterator[Mixup]:
             yield Mixup(Defect.LAYER_OFFSET, facts, float(agreed.sum() / pair.num_routers), float(agreed.mean()))
 
 
+def _layer_orders(pair: TracePair) -> Iterator[Mixup]:
+    """Layer l of `b` is layer `order[l]` of `a`."""
+    rows, num_layers = pair.targets[pair.a.valid_N[pair.targets]], pair.a.spec.num_layers
+    if not len(rows):
+        return
+    quick = rows[np.linspace(0, len(rows) - 1, min(_QUICK_ROWS, len(rows))).astype(int)]
+    num_experts = min(pair.a.spec.num_experts, MAX_RENAMED)
+    masks_a, masks_b = (set_masks(trace.expert_ids_NLK[quick], num_experts) for trace in (pair.a, pair.b))
+    shared_LL = [
+        np.bitwise_count(masks_a & masks_b[:, layer, None]).sum(axis=-1).mean(axis=0) for layer in range(num_layers)
+    ]
+    order = _assigned(pair.above_chance(np.array(shared_LL)))
+    if not np.ptp((order - np.arange(num_layers)) % num_layers):
+        return  # in place, or one offset for all
+    agreed_L = pair.above_chance(
+        shared_picks(pair.a.expert_ids_NLK[rows][:, order], pair.b.expert_ids_NLK[rows]).mean(axis=0)
+    )
+    # Layers that fit nowhere count 0, as those that an offset leaves over; where both explain all, the offset does.
+    fit_L = agreed_L > 0.4
+    total = float(agreed_L[fit_L].sum() * len(rows) / pair.num_routers) - 1e-6
+    if fit_L.any():
+        yield Mixup(Defect.LAYER_ORDER, {"order": order.tolist()}, total, float(agreed_L[fit_L].mean()))
+
+
 def _flattenings(pair: TracePair) -> Iterator[Mixup]:
     """The padded batch [S, T] was flattened one way and read the other way."""
     num_sequences, longest = len(pair.a), int(pair.a.lengths.max())
@@ -117,19 +143,24 @@ def _flattenings(pair: TracePair) -> Iterator[Mixup]:
 
 def _permutations(pair: TracePair) -> Iterator[Mixup]:
     """Sequence s of `b` has the rows of sequence `order[s]` of `a`, position by position."""
-    scores = _pairwise(pair)
-    in_place = np.arange(len(pair.a))
+    order = _assigned(_pairwise(pair))
+    if (order != np.arange(len(order))).any():
+        source = _rows_at(pair, order[pair.sequences], pair.positions)
+        yield _rows_moved(pair, Defect.PERMUTATION, {"order": order.tolist(), "packed": False}, source)
+
+
+def _assigned(scores: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The column that goes with each row of a square table: the surest first, each of them once."""
+    in_place = np.arange(len(scores))
+    scores = scores.copy()
     # Ties stay where they are, and near ones too: a permutation must win more than this (chosen by hand).
     scores[in_place, in_place] += 0.02
     order = in_place.copy()
-    # Greedy assignment, surest first: each turn settles one sequence of either trace, and takes both out of the table.
     for _ in in_place:
         s, t = np.unravel_index(int(np.argmax(scores)), scores.shape)
         order[s] = t
         scores[s, :], scores[:, t] = -np.inf, -np.inf
-    if (order != in_place).any():
-        source = _rows_at(pair, order[pair.sequences], pair.positions)
-        yield _rows_moved(pair, Defect.PERMUTATION, {"order": order.tolist(), "packed": False}, source)
+    return order
 
 
 def _pairwise(pair: TracePair) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ parts         a step that several write and many read in part  save_part, load_p
 kernels       loops over all picks, compiled
 """
 
-from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate, digest
+from foreroute.trace.container import NO_VERSION, PaddedRoutes, RoutingTrace, concatenate, digest
 from foreroute.trace.file import ENCODINGS, Encoding, load, save
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.indexers import INDEXER, IndexerSpec
@@ -39,6 +39,7 @@ __all__ = [
     "GateWeights",
     "IndexerSpec",
     "LayerKind",
+    "PaddedRoutes",
     "RouteOverlap",
     "RoutedLayer",
     "RoutingSpec",

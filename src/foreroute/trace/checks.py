@@ -11,6 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutingSpec
 
+MISSING = -1
+"""What stands for an id in a row that was not recorded, where routes come in and go out as arrays."""
 TAKEN_AT_ONCE = 1 << 18
 """Numbers whose places are worked out together; a place takes 16 bytes meanwhile."""
 
@@ -42,6 +44,20 @@ def check_rows(
     _refuse_first(twice, expert_ids_NLK, offsets, spec, "an expert is picked twice; a row of zeros is no route")
 
 
+def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
+    """Say which rows of routes [..., L, K] were recorded: bool [...].
+
+    This is the one rule for `MISSING`, at every entrance of routes: a row that holds it in every layer and pick was not
+    recorded. A row that holds it in part is wrong, and is refused as one with ids out of range (`narrow_ids`).
+    """
+    if ids.dtype.kind != "i":
+        return np.ones(ids.shape[:-2], np.bool_)
+    # the first pick of a row tells nearly always
+    missing = (ids[..., :1, :1] == MISSING).all(axis=(-2, -1))
+    missing[missing] = (ids[missing] == MISSING).all(axis=(-2, -1))
+    return np.asarray(~missing)
+
+
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
     """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
     array = as_array(ids, name=name)
@@ -55,7 +71,7 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
     if array.size and (int(array.min()) < 0 or int(array.max()) >= spec.num_experts):
         raise TraceContentError(
             f"{name} holds ids from {int(array.min())} to {int(array.max())}; "
-            f"expected 0 to {spec.num_experts - 1}. Rows without a route are left out, not filled"
+            f"expected 0 to {spec.num_experts - 1}, or {MISSING} in every layer and pick of a row that was not recorded"
         )
     return array.astype(spec.id_dtype, copy=False)
 
@@ -71,19 +87,35 @@ def as_versions(versions: ArrayLike, *, name: str) -> NDArray[np.int32]:
 
 
 def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
-    """Return `mask` as bool, refusing whatever is neither true nor false."""
+    """Return `mask` as bool, refusing whatever is neither true nor false. Numbers 0 and 1 of any type are."""
     array = as_array(mask, name=name)
-    if array.size and array.dtype.kind != "b" and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 1):
-        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected bools")
+    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
+        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected bools, or 0 and 1 alone")
     return array.astype(np.bool_, copy=False)
 
 
 def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
     """Return `values` as an array, refusing rows of different lengths and objects that are no arrays."""
     try:
-        return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError) as error:
+        return host_array(values)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise TraceContentError(f"{name} is no array ({error})") from error
+
+
+def host_array(values: Any) -> NDArray[Any]:
+    """Return an array of any library as one of numpy, which may share its memory.
+
+    This is the one place that knows a tensor of torch, which is not imported: it is taken from its device, and without
+    its gradient. numpy has no bfloat16, so that such values, of any library, come as float32, which holds each exactly.
+
+    Raises:
+        Exception: whatever the library raises where it makes none.
+    """
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
+    array = np.asarray(values)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
 def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequences") -> NDArray[np.int64]:

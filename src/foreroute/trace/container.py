@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import TraceContentError
 from foreroute.files import blake2b_hex
 from foreroute.trace.checks import (
+    MISSING,
     as_array,
     as_mask,
     as_offsets,
@@ -39,6 +40,7 @@ from foreroute.trace.checks import (
     check_rows,
     join_ranges,
     narrow_ids,
+    recorded_rows,
 )
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, whole_number
@@ -53,11 +55,26 @@ MOST_VALUES = 16
 _MORE = "…"
 
 
+class PaddedRoutes(NamedTuple):
+    """Sequences as a padded batch, one in each row.
+
+    Attributes:
+        token_ids_BT: int32 [B, T], 0 where no token is.
+        expert_ids_BTLK: int16 [B, T, L, K], or int32 for a model of more than 32,768 experts: the routes of each input
+            position, -1 in all of it where none were recorded or no token is.
+        attention_mask_BT: bool [B, T], where the tokens are.
+    """
+
+    token_ids_BT: NDArray[np.int32]
+    expert_ids_BTLK: NDArray[Any]
+    attention_mask_BT: NDArray[np.bool_]
+
+
 @dataclass(frozen=True, eq=False)
 class RoutingTrace:
     """Routes of S sequences with N rows in all, bound to the tokens and weights they were computed from.
 
-    Build one with `from_sequences`, `foreroute.load` or a recording; the constructor trusts its arrays.
+    Build one with `from_sequences`, `from_padded`, `foreroute.load` or a recording; the constructor trusts its arrays.
 
     Attributes:
         spec: experts, picks and layer table of the model.
@@ -98,7 +115,7 @@ class RoutingTrace:
             spec: the model the routes come from.
             token_ids: S integer arrays [T].
             expert_ids: S integer arrays [R, L, K] with R = T, or R < T where the last T - R tokens were never routed
-                (engines return T - 1 rows).
+                (engines return T - 1 rows). A row of -1 throughout was not recorded.
             weight_version: the version of the weights that computed the routes.
             provenance: what made the trace.
 
@@ -134,7 +151,7 @@ class RoutingTrace:
             spec: the model the routes come from.
             token_ids: S integer arrays [T].
             expert_ids: S integer arrays [T, L, K], one row for each token, or none for the last tokens; not looked at
-                where `valid` is False.
+                where `valid` is False. A row of -1 throughout was not recorded, whatever `valid` says.
             valid: S bool arrays [T], True where a row was routed.
             weight_versions: S integer arrays [T], from 0, or `NO_VERSION`; not looked at where `valid` is False.
             provenance: what made the trace.
@@ -159,6 +176,7 @@ class RoutingTrace:
                     f"and versions of shape {v.shape}; expected one row of each for every token, or fewer routes. "
                     "Check that prompt and response tokens are both passed"
                 )
+            masks[s + 1] = m = np.append(m[: len(r)] & recorded_rows(r), m[len(r) :])
             # Absent rows hold anything, also ids that no type of ours could take: they are left out before the cast.
             routes.append(narrow_ids(r[m[: len(r)]], spec, name=f"expert_ids[{s}]"))
             versions.append(as_versions(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]"))
@@ -176,6 +194,44 @@ class RoutingTrace:
             weight_versions_N=np.where(valid_N, np.concatenate(versions), np.int32(NO_VERSION)),
             offsets=offsets,
             provenance=dict(provenance or {}),
+        )
+
+    @classmethod
+    def from_padded(
+        cls,
+        spec: RoutingSpec,
+        token_ids_BT: ArrayLike,
+        expert_ids_BTLK: ArrayLike,
+        attention_mask: ArrayLike | None = None,
+        *,
+        weight_version: int = NO_VERSION,
+    ) -> RoutingTrace:
+        """Take the sequences out of a padded batch, one in each row: tensors of torch, on any device, or arrays.
+
+        Args:
+            spec: the model the routes come from.
+            token_ids_BT: integers [B, T].
+            expert_ids_BTLK: integers of any width [B, T, L, K], the routes of each input position. A position of -1
+                throughout was not recorded, as that of the last sampled token; padding holds anything.
+            attention_mask: 1 for a token and 0 for padding, [B, T], wherever the padding is; or lengths, integers [B],
+                of sequences with their padding on the right. Every place has a token by default.
+            weight_version: the version of the weights that computed the routes.
+
+        Raises:
+            TraceContentError: for ids out of range, an expert picked twice in a row, or shapes that disagree.
+        """
+        tokens, routes = as_array(token_ids_BT, name="token_ids"), as_array(expert_ids_BTLK, name="expert_ids")
+        kept = np.ones(tokens.shape, np.bool_) if attention_mask is None else _kept_places(attention_mask, tokens)
+        if tokens.ndim != 2 or routes.ndim != 4 or not tokens.shape == routes.shape[:2] == kept.shape:
+            raise TraceContentError(
+                f"token_ids has shape {tokens.shape}, expert_ids {routes.shape}, attention_mask {kept.shape}; expected "
+                "[B, T], [B, T, layers, picks] and [B, T], or B lengths. Engines return T - 1 rows: append a row of -1"
+            )
+        return cls.from_sequences(
+            spec,
+            [row[own] for row, own in zip(tokens, kept, strict=True)],
+            [row[own] for row, own in zip(routes, kept, strict=True)],
+            weight_version=weight_version,
         )
 
     @classmethod
@@ -225,6 +281,32 @@ class RoutingTrace:
     def tokens(self, sequence: int) -> NDArray[np.int32]:
         """Return the tokens of one sequence, int32 [T]."""
         return self.token_ids_N[self.offsets[sequence] : self.offsets[sequence + 1]]
+
+    def to_padded(self, attention_mask: ArrayLike | None = None) -> PaddedRoutes:
+        """Lay the sequences out as a padded batch, one in each row; `from_padded` takes them out again.
+
+        Weight versions, provenance and streams stay behind.
+
+        Args:
+            attention_mask: where the tokens go, [B, T] with as many ones in a row as its sequence has tokens. They go
+                to the left by default, with padding on the right up to the longest.
+
+        Raises:
+            TraceContentError: when the mask has other numbers of tokens.
+        """
+        lengths = self.lengths
+        mask = np.arange(lengths.max(initial=0)) < lengths[:, None] if attention_mask is None else attention_mask
+        kept = as_mask(mask, name="attention_mask")
+        if kept.ndim != 2 or not np.array_equal(kept.sum(axis=1), lengths):
+            raise TraceContentError(
+                f"attention_mask has shape {kept.shape}, with {kept.sum(axis=-1).reshape(-1)[:8].tolist()} tokens in "
+                f"its rows; expected those of the {len(self)} sequences, {lengths[:8].tolist()}"
+            )
+        ids_NLK = self.expert_ids_NLK.astype(np.int16 if self.spec.num_experts <= 1 << 15 else np.int32)
+        ids_NLK[~self.valid_N] = MISSING
+        tokens, routes = np.zeros(kept.shape, np.int32), np.full(kept.shape + ids_NLK.shape[1:], MISSING, ids_NLK.dtype)
+        tokens[kept], routes[kept] = self.token_ids_N, ids_NLK
+        return PaddedRoutes(tokens, routes, kept)
 
     def select(self, sequences: ArrayLike) -> RoutingTrace:
         """Return the given sequences, in the given order; one may be taken several times.
@@ -395,6 +477,19 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
             for name in dict.fromkeys(name for p in parts for name in p.streams)
         },
     )
+
+
+def _kept_places(attention_mask: ArrayLike, tokens_BT: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where the tokens of a padded batch are, by its mask or its lengths: bool [B, T]."""
+    given = as_array(attention_mask, name="attention_mask")
+    if given.ndim != 1 or tokens_BT.ndim != 2:
+        return as_mask(given, name="attention_mask")
+    width = tokens_BT.shape[1]
+    if given.dtype.kind not in "iu" or (given < 0).any() or (given > width).any():
+        raise TraceContentError(
+            f"attention_mask has lengths {given[:8].tolist()}; expected whole numbers from 0 to {width}, the width"
+        )
+    return np.arange(width) < given[:, None]
 
 
 def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import foreroute
 from foreroute.adapters.checkpoint import CheckpointWriter
 from foreroute.adapters.versions import PEERS
 from foreroute.engines.http import Client
@@ -121,7 +120,7 @@ class ServerProcess:
         (self.folder / MARKER).touch()
         # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
         (self.folder / "path").mkdir()
-        (self.folder / "path" / "foreroute").symlink_to(Path(foreroute.__file__).resolve().parent)
+        (self.folder / "path" / "foreroute").symlink_to(Path(__file__).resolve().parents[2])
         checkpoint = writer.write(self.folder / "initial")
         own = {"PYTHONPATH": str(self.folder / "path"), "VLLM_SERVER_DEV_MODE": "1"}
         command = [str(settings.python.absolute()), "-m", "foreroute.engines.vllm.launch", "--uds", str(self.socket)]

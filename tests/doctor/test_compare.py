@@ -1,0 +1,283 @@
+"""`fr.compare` on arrays: figures beside those of loops, errors beside a bootstrap and the truth, defects by name."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import foreroute as fr
+from foreroute.doctor import Severity, standard_error
+from foreroute.errors import InputError, TraceContentError
+from foreroute.mismatch import routing_mismatch, token_mismatch
+from tests.mismatch import planted_defects as planted
+
+
+def logprobs(seed, *, off=0.05, shape=(40, 30)):
+    """Log-probs of an engine, those of a trainer that is off by so many nats, and a mask; padding is not a number."""
+    rng = np.random.default_rng(seed)
+    mask = rng.random(shape) < 0.7
+    engine = -rng.exponential(1.5, shape) - 0.5
+    trainer = engine + off * (rng.standard_normal(shape) + rng.standard_normal((len(engine), 1)))
+    return np.where(mask, np.minimum(trainer, 0), np.nan), np.where(mask, engine, np.nan), mask
+
+
+def routes(seed, plant=None, rate=0.1):
+    """Padded routes of a trainer, those of an engine in which something is planted, and their mask."""
+    rng, own = planted.case(seed)
+    engine = planted.with_ids(own, planted.swapped(rng, own.expert_ids_NLK, own.spec, rate))
+    engine = engine if plant is None else plant(rng, engine)
+    engine = engine[0] if isinstance(engine, tuple) else engine
+    return (
+        own.to_padded().expert_ids_BTLK,
+        engine.to_padded().expert_ids_BTLK,
+        own.to_padded().attention_mask_BT,
+        own.spec,
+    )
+
+
+def test_the_figures_are_those_of_a_loop():
+    trainer, engine, mask = logprobs(0)
+    replayed = (trainer + engine) / 2
+    own, theirs, attended, _ = routes(0)
+    found = fr.compare(
+        trainer,
+        engine,
+        mask,
+        replayed_logprobs=replayed,
+        trainer_routes=own,
+        engine_routes=theirs,
+        attention_mask=attended,
+    ).metrics
+    for prefix, by_trainer in (("", trainer), ("replayed/", replayed)):
+        log_r = [t - e for t, e, m in zip(by_trainer.flat, engine.flat, mask.flat, strict=True) if m]
+        assert found[f"{prefix}response_tokens"] == len(log_r)
+        assert found[f"{prefix}k3"] == pytest.approx(np.mean([math.exp(x) - 1 - x for x in log_r]))
+        assert found[f"{prefix}f1.5"] == np.mean([abs(x) > math.log(1.5) for x in log_r])
+        assert found[f"{prefix}f2"] == np.mean([abs(x) > math.log(2) for x in log_r])
+        assert found[f"{prefix}max_abs_log_ratio"] == max(map(abs, log_r))
+    assert found["gain"] == found["k3"] / found["replayed/k3"]
+    pairs = [
+        (set(a), set(b))
+        for a, b in zip(
+            own[attended].reshape(-1, own.shape[-1]).tolist(),
+            theirs[attended].reshape(-1, own.shape[-1]).tolist(),
+            strict=True,
+        )
+        if -1 not in a
+    ]
+    assert found["routed_rows"] * own.shape[2] == len(pairs)
+    assert found["differing_share"] == pytest.approx(np.mean([a != b for a, b in pairs]))
+    assert found["overlap"] == pytest.approx(np.mean([len(a & b) / len(a) for a, b in pairs]))
+    differs = np.array([a != b for a, b in pairs]).reshape(-1, own.shape[2])
+    assert found["differing_tokens_share"] == pytest.approx(differs.any(axis=1).mean())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_have_the_figures_of_their_arrays(kind):
+    trainer, engine, mask = (torch.from_numpy(each) for each in logprobs(1))
+    trainer, engine = trainer.to(kind).requires_grad_(), engine.to(kind)
+    own, theirs, attended, _ = (torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in routes(1))
+    found = fr.compare(
+        trainer, engine, mask.float(), trainer_routes=own, engine_routes=theirs.int(), attention_mask=attended.long()
+    )
+    arrays = fr.compare(
+        trainer.detach().double().numpy(),
+        engine.double().numpy(),
+        mask.numpy(),
+        trainer_routes=own.numpy(),
+        engine_routes=theirs.numpy(),
+        attention_mask=attended.numpy(),
+    )
+    assert (found.metrics, found.errors) == (arrays.metrics, arrays.errors)
+    assert all(type(value) is float for value in [*found.metrics.values(), *found.errors.values()])
+    assert found.errors.keys() < found.metrics.keys()
+
+
+def test_the_errors_are_those_of_a_bootstrap_over_sequences():
+    trainer, engine, mask = logprobs(2, off=0.3, shape=(200, 30))
+    own, theirs, attended, _ = routes(2)
+    many = np.random.default_rng(0).integers(0, len(own), 150)  # sequences enough to draw from
+    own, theirs, attended = own[many], theirs[many], attended[many]
+    given = {"trainer_routes": own, "engine_routes": theirs, "attention_mask": attended}
+    errors = fr.compare(trainer, engine, mask, **given).errors
+    rng, drawn = np.random.default_rng(1), []
+    for _ in range(200):
+        s, r = rng.integers(0, len(trainer), len(trainer)), rng.integers(0, len(many), len(many))
+        tokens = token_mismatch(trainer[s], engine[s], mask=mask[s])
+        found = routing_mismatch(theirs[r], own[r], mask=attended[r])
+        shares = (found.differing_share, found.differing_tokens_share, found.overlap_L.mean())
+        drawn.append((tokens.k3, tokens.f(1.5), tokens.f(2.0), *shares))
+    assert [*errors] == ["k3", "f1.5", "f2", "differing_share", "differing_tokens_share", "overlap"]
+    assert [*errors.values()] == pytest.approx(np.std(drawn, axis=0, ddof=1), rel=0.2)
+
+
+def k3_terms(rng, of_token):
+    """k3 where log-ratios have a normal part in common and one of their own: log r ~ N(0, v), of mean exp(v/2) - 1."""
+    log_r = rng.normal(0, 0.3, of_token[-1] + 1)[of_token] + rng.normal(0, 0.2, len(of_token))
+    return np.expm1(log_r) - log_r, math.exp((0.3**2 + 0.2**2) / 2) - 1
+
+
+def shares(rng, of_token):
+    """Tokens that differ, at a rate of their sequence with a mean of 0.2."""
+    return rng.random(len(of_token)) < rng.beta(1, 4, of_token[-1] + 1)[of_token], 0.2
+
+
+@pytest.mark.parametrize(
+    ("draw", "sequences", "least"),
+    [(shares, 32, 0.91), (shares, 128, 0.93), (k3_terms, 32, 0.85), (k3_terms, 128, 0.89), (k3_terms, 512, 0.915)],
+)
+def test_two_standard_errors_cover_the_truth_where_tokens_depend_on_their_sequence(draw, sequences, least):
+    """In 95 % of cases with many sequences; k3 is skewed and needs more of them. Errors that take tokens for
+    independent do not cover it."""
+    rng, covered, by_token = np.random.default_rng(0), 0, 0
+    for _ in range(1000):
+        counts = rng.integers(1, 40, sequences)
+        of_token = np.repeat(np.arange(sequences), counts)
+        terms, truth = draw(rng, of_token)
+        off = abs(terms.mean() - truth)
+        covered += off < 1.96 * standard_error(np.bincount(of_token, terms), counts)
+        by_token += off < 1.96 * terms.std(ddof=1) / len(terms) ** 0.5
+    assert least <= covered / 1000 <= 0.97
+    assert by_token / 1000 < 0.75
+
+
+def test_a_standard_error_by_hand_and_of_too_little():
+    """Sequences of one length: the standard error of a mean."""
+    sums = np.array([1.0, 4.0, 2.5, 0.5])
+    by_hand = np.std(sums / 10, ddof=1) / math.sqrt(4)
+    assert standard_error(sums, np.full(4, 10)) == pytest.approx(by_hand)
+    assert standard_error([*sums, 0, 0], [*np.full(4, 10), 0, 0]) == pytest.approx(by_hand), "empty ones tell nothing"
+    for few in ([], [1.0], [1.0, 0.0]):
+        assert math.isnan(standard_error(few, np.array(few) > 0))
+
+
+def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
+    trainer, engine, mask = logprobs(3)
+    found = fr.compare(trainer[mask], engine[mask])
+    assert found.metrics == fr.compare(trainer, engine, mask).metrics
+    assert all(math.isnan(error) for error in found.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (planted.shift, "is shifted by"),
+        (planted.permutation, "holds the routes of other sequences"),
+        (planted.physical_ids, "calls the experts by other ids"),
+        (planted.layer_offset, "is offset by"),
+        (planted.layer_order, "has the routes of its layers in another order: "),
+    ],
+)
+def test_a_defect_of_routes_is_named_from_arrays_alone(plant, words):
+    own, theirs, attended, spec = routes(7, plant)
+    trainer, engine, mask = logprobs(4)
+    given = {"trainer_routes": own, "engine_routes": theirs, "attention_mask": attended}
+    for of_model in (None, spec):
+        found = fr.compare(trainer, engine, mask, **given, spec=of_model).diagnosis
+        assert found.headline.startswith(f"Fix this first: The engine's trace {words}"), found.headline
+    given["engine_routes"] = routes(7)[1]
+    fine = fr.compare(trainer, engine, mask, **given).diagnosis
+    assert fine.worst < Severity.PROBLEM, fine.headline
+
+
+def moved(logprobs, tokens):
+    """Token p has the log-prob of token p - n, in its row of the batch; what enters is of no token."""
+    rng, out = np.random.default_rng(0), np.roll(logprobs, tokens, axis=1)
+    edge = np.s_[:, :tokens] if tokens > 0 else np.s_[:, tokens:]
+    out[edge] = -rng.exponential(1.5, out[edge].shape)
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, -1])
+@pytest.mark.parametrize("replayed", [True, False])
+def test_log_probs_of_the_neighbouring_token_are_named(tokens, replayed):
+    trainer, engine, _ = logprobs(8)
+    trainer, engine, mask = (np.nan_to_num(trainer, nan=-1.0), np.nan_to_num(engine, nan=-1.0), np.ones((40, 30)))
+    mask[::3, 20:] = 0
+    more = {"replayed_logprobs": trainer} if replayed else {}
+    found = fr.compare(trainer, moved(engine, tokens), mask, **more).diagnosis
+    assert found.headline.startswith(
+        f"Fix this first: The engine's log-probs are shifted by {tokens:+d} token: that of "
+    )
+    assert not any("Causes can be" in finding.sentence for finding in found.findings)
+    for fine in (engine, moved(engine, 7)):  # which is no shift that is looked for
+        straight = fr.compare(trainer, fine, mask, **more).diagnosis
+        assert "shifted" not in straight.headline
+
+
+def test_what_routes_exclude_is_not_called_a_cause():
+    trainer, engine, mask = logprobs(9, off=0.3)
+    own, theirs, attended, _ = routes(9)
+    given = {"replayed_logprobs": trainer, "trainer_routes": own, "attention_mask": attended}
+    alike, other = (
+        " ".join(f.sentence for f in fr.compare(trainer, engine, mask, engine_routes=ids, **given).diagnosis.findings)
+        for ids in (theirs, routes(9, rate=0.5)[1])
+    )
+    assert "other weights and another prompt are unlikely" in alike
+    assert "Causes can be FP8, other weights" in other
+
+
+def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order():
+    trainer, engine, mask = logprobs(10)
+    _, own = planted.case(10)
+    theirs = planted.natural(np.random.default_rng(0), own)
+    (_, ids, attended), other = own.to_padded(), theirs.to_padded().expert_ids_BTLK
+    given = {"trainer_routes": ids, "engine_routes": other, "attention_mask": attended, "spec": own.spec}
+    arrays = fr.compare(trainer, engine, mask, **given)
+    traces = fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs)
+    assert (arrays.metrics, arrays.errors) == (traces.metrics, traces.errors)
+    turned = theirs.select(np.roll(np.arange(len(own)), 1))
+    found = fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=turned)
+    assert found.metrics["overlap"] == traces.metrics["overlap"]
+    assert math.isnan(found.errors["overlap"])
+    assert "in another order" in found.diagnosis.headline
+    with pytest.raises(InputError, match="a trace is beside an array"):
+        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=other)
+
+
+def test_it_is_shown_with_headline_figures_and_errors():
+    shown = str(fr.compare(*logprobs(5)))
+    assert shown.startswith("Trainer and engine are apart by k3 ")
+    assert any(line.startswith("k3  0.00") and " ± " in line for line in shown.split("\n"))
+    assert "max_abs_log_ratio  0." in shown
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mask": None}, r"log-probs of the trainer are float64 of shape \(40, 30\).*with mask="),
+        ({"mask": np.ones((40, 29))}, r"with a mask of \(40, 29\)"),
+        ({"engine_logprobs": np.zeros((40, 29))}, r"log-probs of the engine are float64 of shape \(40, 29\)"),
+        ({"replayed_logprobs": np.zeros(3)}, r"under replay are float64 of shape \(3,\)"),
+        ({"engine_logprobs": np.ones((40, 30))}, "the engine hold 1.0; expected finite numbers up to 0"),
+        ({"trainer_routes": None}, "routes are given of one side"),
+        ({"engine_routes": None}, "routes are given of one side"),
+        ({"engine_routes": np.zeros((2, 2))}, r"expected \[B, T, layers, picks\] of both"),
+        ({"mask": np.zeros((40, 30)), "trainer_routes": None, "engine_routes": None}, "there is nothing to compare"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(changed, message):
+    trainer, engine, mask = logprobs(6)
+    own, theirs, _, _ = routes(6)
+    good = {"trainer_logprobs": trainer, "engine_logprobs": engine, "mask": mask}
+    good |= {"trainer_routes": own, "engine_routes": theirs}
+    assert fr.compare(**good).metrics["routed_rows"] > 0
+    with pytest.raises(InputError, match=message):
+        fr.compare(**{**good, **changed})
+
+
+def test_padding_of_zeros_is_no_route_without_a_mask():
+    trainer, engine, mask = logprobs(6)
+    own, theirs, attended, _ = routes(5)
+    own, theirs = (np.where(attended[..., None, None], ids, 0) for ids in (own, theirs))
+    assert not attended.all()
+    assert fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs, attention_mask=attended).errors
+    with pytest.raises(TraceContentError, match="a row of zeros is no route"):
+        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs)
+
+
+def test_the_package_has_no_other_name_by_this_way():
+    assert fr.compare is fr.doctor.compare
+    with pytest.raises(AttributeError, match="module 'foreroute' has no attribute 'compere'"):
+        _ = fr.compere

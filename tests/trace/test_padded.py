@@ -1,0 +1,223 @@
+"""Padded batches into a trace and back, by the one rule for -1; arrays of numpy, and tensors of torch as they come."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import foreroute as fr
+from foreroute.errors import TraceContentError
+from foreroute.trace.checks import host_array, recorded_rows
+from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
+
+WIDE = ["int16", "int32", "int64"]
+
+
+@st.composite
+def batches(draw):
+    """A model, and a padded batch with tokens, routes of which some are gaps, and a mask with padding anywhere."""
+    experts = draw(st.sampled_from([3, 256, 257, 40_000]))
+    top_k, layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = draw(st.integers(0, 4)), draw(st.integers(0, 7))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kept, gap = rng.random((2, *shape)) < [[[0.7]], [[0.3]]]
+    side = draw(st.sampled_from(["left", "right", "anywhere"]))
+    kept = kept if side == "anywhere" else np.sort(kept, axis=1)[:, :: 1 if side == "left" else -1]
+    routes = rng.integers(0, experts - top_k + 1, (*shape, layers, 1)) + np.arange(top_k)
+    routes[gap | ~kept] = -1
+    tokens = np.where(kept, rng.integers(0, 50, shape), 0)
+    spec = fr.RoutingSpec(experts, top_k, tuple(map(fr.RoutedLayer, range(layers))))
+    return spec, tokens, routes, kept
+
+
+@settings(deadline=None)
+@given(batches(), st.sampled_from(["numpy", "torch"]), st.data())
+def test_a_batch_comes_back_as_it_was(batch, library, data):
+    spec, tokens, routes, kept = batch
+    dtype = data.draw(st.sampled_from(WIDE if spec.num_experts < 2**15 else WIDE[1:]))
+    given_routes, given_tokens = routes.astype(dtype), tokens.astype(data.draw(st.sampled_from(WIDE)))
+    mask = kept.astype(data.draw(st.sampled_from(["bool", "int64", "float32"])))
+    if library == "torch":
+        given_routes, given_tokens, mask = map(torch.from_numpy, (given_routes, given_tokens, mask))
+    trace = fr.RoutingTrace.from_padded(spec, given_tokens, given_routes, mask, weight_version=4)
+    back = trace.to_padded(mask)
+    assert np.array_equal(back.token_ids_BT, tokens)
+    assert np.array_equal(back.expert_ids_BTLK, routes)
+    assert np.array_equal(back.attention_mask_BT, kept)
+    assert back.token_ids_BT.dtype == np.int32
+    assert back.expert_ids_BTLK.dtype == (np.int16 if spec.num_experts <= 2**15 else np.int32)
+    assert back.attention_mask_BT.dtype == np.bool_
+    # row by row, beside what a loop takes out of the batch
+    rows = [(b, t) for b in range(len(kept)) for t in range(kept.shape[1]) if kept[b, t]]
+    assert trace.lengths.tolist() == kept.sum(axis=1).tolist()
+    for n, (b, t) in enumerate(rows):
+        recorded = bool((routes[b, t] >= 0).all())
+        assert (trace.token_ids_N[n], trace.valid_N[n]) == (tokens[b, t], recorded)
+        assert trace.expert_ids_NLK[n].tolist() == (
+            routes[b, t].tolist() if recorded else np.zeros_like(routes[b, t]).tolist()
+        )
+    assert set(trace.weight_versions_N[trace.valid_N]) <= {4}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trace_comes_back_as_it_was(seed):
+    trace = mixed_trace(seed).with_weight_version(2)
+    back = trace.to_padded()
+    assert back.attention_mask_BT.sum(axis=1).tolist() == trace.lengths.tolist()
+    for mask in (back.attention_mask_BT, trace.lengths):
+        again = fr.RoutingTrace.from_padded(trace.spec, back.token_ids_BT, back.expert_ids_BTLK, mask, weight_version=2)
+        assert again.equals(trace)
+
+
+def test_what_a_batch_has_no_place_for_stays_behind():
+    trace = with_decisions(mixed_trace(0), 0)
+    for each, other in zip(trace.to_padded(), trace.without_streams().with_weight_version(9).to_padded(), strict=True):
+        assert np.array_equal(each, other)
+
+
+def test_every_place_has_a_token_where_no_mask_is_given():
+    spec, tokens = spec_of(), np.array([[1, 2], [3, 4]])
+    routes = np.tile([[0, 1]], (2, 2, 3, 1))
+    trace = fr.RoutingTrace.from_padded(spec, tokens, routes)
+    assert (trace.lengths.tolist(), trace.valid_N.all()) == ([2, 2], True)
+
+
+def test_padding_and_gaps_hold_anything_but_a_row_that_is_minus_one_in_part_is_refused():
+    spec, tokens = spec_of(), np.array([[1, 2, -100]])
+    routes = np.tile([[0, 1]], (1, 3, 3, 1))
+    routes[0, 2] = 999
+    mask = [[1, 1, 0]]
+    assert fr.RoutingTrace.from_padded(spec, tokens, routes, mask).valid_N.all()
+    routes[0, 1] = -1
+    assert fr.RoutingTrace.from_padded(spec, tokens, routes, mask).valid_N.tolist() == [True, False]
+    for part in (np.s_[0, 1, 0], np.s_[0, 1, 2, 1], np.s_[0, 1, 1:]):
+        wrong = np.tile([[0, 1]], (1, 3, 3, 1))
+        wrong[part] = -1
+        with pytest.raises(TraceContentError, match="expected 0 to 7, or -1 in every layer and pick of a row"):
+            fr.RoutingTrace.from_padded(spec, tokens, wrong, mask)
+
+
+def test_rows_of_minus_one_are_gaps_in_sequences_and_rows_too():
+    spec = spec_of(num_layers=1)
+    ids = [[[[0, 1]], [[-1, -1]], [[2, 3]]]]
+    for trace in (
+        fr.RoutingTrace.from_sequences(spec, [[1, 2, 3]], ids, weight_version=5),
+        fr.RoutingTrace.from_rows(spec, [[1, 2, 3]], ids, valid=[[True] * 3], weight_versions=[[5, -7, 5]]),
+    ):
+        assert trace.valid_N.tolist() == [True, False, True]
+        assert trace.weight_versions_N.tolist() == [5, fr.trace.NO_VERSION, 5]
+        assert trace.expert_ids_NLK[1].tolist() == [[0, 0]]
+
+
+def test_the_rule_leaves_the_callers_mask_alone():
+    valid = np.ones(2, bool)
+    fr.RoutingTrace.from_rows(
+        spec_of(num_layers=1), [[1, 2]], [[[[0, 1]], [[-1, -1]]]], valid=[valid], weight_versions=[[0, 0]]
+    )
+    assert valid.all()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64])
+def test_the_rule_matches_a_loop(dtype):
+    ids = np.random.default_rng(0).integers(-1, 1, (5, 60, 2, 2)).astype(dtype)
+    expected = [[not all(ids[b, t].reshape(-1) == -1) for t in range(60)] for b in range(5)]
+    assert recorded_rows(ids).tolist() == expected
+    assert 0 < np.sum(expected) < 300
+    assert recorded_rows(np.full((2, 1, 1), 255, np.uint8)).all(), "unsigned ids have no -1"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"token_ids_BT": [1, 2], "attention_mask": None}, r"token_ids has shape \(2,\)"),
+        ({"expert_ids_BTLK": np.zeros((1, 2, 1, 2), int)}, r"expert_ids \(1, 2, 1, 2\).*append a row of -1"),
+        ({"expert_ids_BTLK": np.zeros((1, 3, 2), int)}, r"expert_ids \(1, 3, 2\)"),
+        ({"expert_ids_BTLK": np.zeros((1, 3, 1, 2), int)}, "an expert is picked twice; a row of zeros is no route"),
+        ({"expert_ids_BTLK": np.ones((1, 3, 1, 2))}, "expected integers"),
+        ({"attention_mask": [[1, 1]]}, r"attention_mask \(1, 2\)"),
+        ({"attention_mask": [[1, 1, 2]]}, "expected bools, or 0 and 1 alone"),
+        ({"attention_mask": [[1, 1, 0.5]]}, "expected bools, or 0 and 1 alone"),
+        ({"attention_mask": [[1, 1, np.nan]]}, "expected bools, or 0 and 1 alone"),
+        ({"attention_mask": [4]}, r"lengths \[4\]; expected whole numbers from 0 to 3"),
+        ({"attention_mask": [-1]}, r"lengths \[-1\]"),
+        ({"attention_mask": [1.0]}, r"lengths \[1.0\]"),
+        ({"attention_mask": [3, 3]}, r"attention_mask \(2, 3\)"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(changed, message):
+    good = {"token_ids_BT": [[1, 2, 3]], "expert_ids_BTLK": [[[[0, 1]]] * 3], "attention_mask": [3]}
+    assert fr.RoutingTrace.from_padded(spec_of(num_layers=1), **good).num_rows == 3
+    with pytest.raises(TraceContentError, match=message):
+        fr.RoutingTrace.from_padded(spec_of(num_layers=1), **{**good, **changed})
+
+
+@pytest.mark.parametrize("wrong", [[[1, 1, 1]], np.ones((2, 9)), [1, 1], 1, [[[1]]]])
+def test_a_mask_of_other_tokens_is_refused_on_the_way_back(wrong):
+    trace = random_trace(3)
+    assert trace.to_padded(trace.to_padded().attention_mask_BT).token_ids_BT.shape[0] == len(trace)
+    with pytest.raises(TraceContentError, match="attention_mask has "):
+        trace.to_padded(wrong)
+
+
+def test_no_sequence_and_no_token_are_batches_too():
+    for trace in (random_trace(0).select([]), fr.RoutingTrace.unrouted(spec_of(), [[], []])):
+        back = trace.to_padded()
+        assert back.expert_ids_BTLK.shape == (len(trace), 0, 3, 2)
+        assert fr.RoutingTrace.from_padded(trace.spec, *back).equals(trace)
+
+
+def test_order_of_picks_is_kept_and_a_dropped_one_stays_dropped_in_the_ids():
+    trace = random_trace(1)
+    sets = trace.without_pick_order()
+    back = fr.RoutingTrace.from_padded(trace.spec, *sets.to_padded(), weight_version=sets.versions[0])
+    assert back.equals(replace(sets, pick_order_kept=True))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([0.5, -2.0], requires_grad=True),
+        torch.tensor([0.5, -2.0], dtype=torch.bfloat16),
+        torch.tensor([0.5, -2.0], dtype=torch.float16, requires_grad=True),
+        torch.nn.Parameter(torch.tensor([0.5, -2.0]).bfloat16()),
+        torch.tensor([0.5, 1.0, -2.0, 1.0])[::2],
+        [0.5, -2.0],
+    ],
+)
+def test_a_tensor_comes_as_an_array_without_its_gradient_and_its_bfloat16(values):
+    found = host_array(values)
+    assert type(found) is np.ndarray
+    assert found.tolist() == [0.5, -2.0]
+
+
+class OnADevice:
+    """Numbers that numpy cannot read until they are on the host, as those of a GPU."""
+
+    def __init__(self, tensor):
+        self.tensor, self.dtype = tensor, tensor.dtype
+
+    def __array__(self, *_):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self.tensor
+
+
+def test_a_tensor_is_taken_from_its_device():
+    routes = OnADevice(torch.tensor([[[[0, 1]], [[2, 3]]]]))
+    with pytest.raises(TypeError, match="cuda"):
+        np.asarray(routes)
+    trace = fr.RoutingTrace.from_padded(spec_of(num_layers=1), OnADevice(torch.tensor([[5, 6]])), routes)
+    assert trace.expert_ids_NLK.tolist() == [[[0, 1]], [[2, 3]]]
+
+
+def test_what_is_no_array_is_refused_in_words():
+    for nothing in (torch.zeros(2, device="meta"), torch.ones(2).to_sparse(), [[1], [2, 3]]):
+        with pytest.raises(TraceContentError, match="token_ids is no array"):
+            fr.RoutingTrace.from_padded(spec_of(), nothing, nothing)
