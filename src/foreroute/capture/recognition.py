@@ -135,6 +135,7 @@ def _sglang(holder: Any, record: Any) -> RawSequence:
         response_token_ids=_first(field_of(record, "output_ids"), field_of(record, "token_ids")),
         sampling_mask=field_of(holder, "output_token_sampling_mask"),
         indexer_topk=field_of(holder, "indexer_topk"),
+        weight_versions=field_of(holder, "weight_versions"),
     )
 
 

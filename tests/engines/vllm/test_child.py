@@ -16,11 +16,9 @@ import pytest
 
 from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.engines import vllm
+from foreroute.engines import inside_vllm, vllm, vllm_server
 from foreroute.engines.sequences import Sample
-from foreroute.engines.vllm import launch
-from foreroute.engines.vllm import server as servers
-from foreroute.engines.vllm.server import ServerProcess
+from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
@@ -206,8 +204,8 @@ def test_what_a_release_needs_on_a_machine():
         ("0.33.0", False): ["--enable-scale-out"],
     }
     for (version, is_cpu), needed in cases.items():
-        assert launch.arguments_of(version, is_cpu=is_cpu, given=[]) == needed
-    assert launch.arguments_of("0.33.0", is_cpu=True, given=["--enforce-eager"]) == ["--enable-scale-out"]
+        assert inside_vllm.arguments_of(version, is_cpu=is_cpu, given=[]) == needed
+    assert inside_vllm.arguments_of("0.33.0", is_cpu=True, given=["--enforce-eager"]) == ["--enable-scale-out"]
 
 
 def test_settings_are_arguments(fake_settings):
@@ -252,7 +250,7 @@ def short_path():
 def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
     routed, started, short_path, monkeypatch, behaviour
 ):
-    monkeypatch.setattr(servers, "GRACE_S", 0.5)
+    monkeypatch.setattr(vllm_server, "GRACE_S", 0.5)
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
     engine = started(behaviour)
 
@@ -295,7 +293,7 @@ def test_a_killed_trainer_takes_its_server_with_it(fake_settings):
 
 def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
-    command = [sys.executable, "-m", "foreroute.engines.vllm.launch"]
+    command = [sys.executable, "-m", "foreroute.engines.inside_vllm"]
     server = subprocess.Popen(
         command, cwd=tmp_path, stdin=subprocess.PIPE, env=environment(), start_new_session=True, stderr=subprocess.PIPE
     )
@@ -307,7 +305,9 @@ def test_the_environment_of_the_server_has_foreroute_alone(routed, started, tmp_
     monkeypatch.setenv("PYTHONPATH", "/of/the/trainer")
     seen = {}
     made = subprocess.Popen
-    monkeypatch.setattr(servers.subprocess, "Popen", lambda *args, **given: seen.update(given) or made(*args, **given))
+    monkeypatch.setattr(
+        vllm_server.subprocess, "Popen", lambda *args, **given: seen.update(given) or made(*args, **given)
+    )
     engine = started()
     assert isinstance(engine._process, ServerProcess)
     path = Path(seen["env"]["PYTHONPATH"])

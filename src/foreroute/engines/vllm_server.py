@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import foreroute
-from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import PEERS
 from foreroute.engines.http import Client
-from foreroute.engines.vllm.launch import GRACE_S, MARKER
+from foreroute.engines.inside_vllm import GRACE_S, MARKER
 from foreroute.errors import ConfigError, EngineError
 
-EXTENSION = "foreroute.engines.vllm.worker_plugin.WorkerExtension"
+EXTENSION = "foreroute.engines.inside_vllm.WorkerExtension"
 FIXED_OPTIONS: Mapping[str, Any] = {
     "enable_return_routed_experts": True,
     "skip_tokenizer_init": True,
@@ -103,18 +103,23 @@ class ServerProcess:
 
     Args:
         settings: how to run vLLM.
-        writer: of the checkpoint that it starts with.
-        max_model_len: tokens of the longest sequence.
+        model: what it serves.
 
     Attributes:
         folder: its files; what it prints goes to `server.log` there.
         socket: the path of its Unix socket.
+        max_model_len: tokens of the longest sequence.
 
     Raises:
+        ConfigError: when neither the model nor the settings say how long a sequence may be.
         EngineError: when the process cannot be started.
     """
 
-    def __init__(self, settings: ServerSettings, writer: CheckpointWriter, max_model_len: int) -> None:
+    def __init__(self, settings: ServerSettings, model: ServedModel) -> None:
+        longest = settings.max_model_len or model.max_positions
+        if longest is None:
+            raise ConfigError("the model's configuration does not say how long a sequence may be; set max_model_len")
+        self.max_model_len = longest
         temporary = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         self.folder = Path(temporary.name)
         self.socket = self.folder / "http"
@@ -122,13 +127,13 @@ class ServerProcess:
         # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
         (self.folder / "path").mkdir()
         (self.folder / "path" / "foreroute").symlink_to(Path(foreroute.__file__).resolve().parent)
-        checkpoint = writer.write(self.folder / "initial")
+        checkpoint = model.writer.write(self.folder / "initial")
         own = {"PYTHONPATH": str(self.folder / "path"), "VLLM_SERVER_DEV_MODE": "1"}
-        command = [str(settings.python.absolute()), "-m", "foreroute.engines.vllm.launch", "--uds", str(self.socket)]
+        command = [str(settings.python.absolute()), "-m", "foreroute.engines.inside_vllm", "--uds", str(self.socket)]
         try:
             with open(self.folder / "server.log", "wb") as log:
                 self._process = subprocess.Popen(
-                    [*command, *settings.arguments(checkpoint, max_model_len)],
+                    [*command, *settings.arguments(checkpoint, longest)],
                     # whatever ends the trainer closes it, and the server ends then
                     stdin=subprocess.PIPE,
                     stdout=log,
