@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +15,7 @@ from foreroute.files import parse_json
 
 try:
     import httpx
+    from anyio.from_thread import start_blocking_portal  # which httpx brings
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"an engine behind a server needs httpx, which is not installed; {how_to_install('engines')}", name=error.name
@@ -167,11 +165,9 @@ class Client:
             EngineError: when the server cannot be reached, is late, refuses, sends to another address, or answers with
                 something else than JSON, more of it than it may, or less than it announced.
         """
-        asked = asyncio.run_coroutine_threadsafe(self._all(path, bodies, most_bytes, then), _loop())
-        try:
-            texts = asked.result()
-        finally:
-            asked.cancel()
+        # in a loop and a thread of its own, since the caller's may run a loop already
+        with start_blocking_portal(name="foreroute-http") as portal:
+            texts = portal.call(self._all, path, bodies, most_bytes, then)
         name = f"the answer of {path} of {self._what}"
         return [Answer(parse_json(text, EngineError, name=name) if text.strip() else None, name) for text in texts]
 
@@ -243,14 +239,3 @@ class Client:
         if encoding := response.headers.get("content-encoding"):
             raise EngineError(f"{where} answered in the encoding {encoding!r:.40}; expected none")
         return text
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Runs in a thread of its own, since the caller's may run a loop already."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, name="foreroute-http", daemon=True).start()
-    return loop
-
-
-os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has no threads
