@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.engines import inside_vllm, vllm, vllm_server
 from foreroute.engines.sequences import Sample
@@ -22,7 +21,7 @@ from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
-from foreroute.trace import RoutingTrace
+from foreroute.trace import RoutingTrace, extended
 from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
 
 PAIRS = replace(SAMPLING, group_size=2)
@@ -107,7 +106,7 @@ def test_rows_that_are_known_are_not_asked_for_again(routed, started):
     whole = engine.generate([so_far], SAMPLING, seeded(7))
     later = engine.generate([so_far], SAMPLING, seeded(7), known_rows=known)
     assert np.flatnonzero(later.trace.valid_N)[0] == known
-    joined = capture.Trajectory(routed.spec).add(first.trace).add(later.trace).trace()
+    joined = extended(first.trace, later.trace)
     assert joined.equals(whole.trace)
     for wrong in (-1, len(so_far), [1, 2], 0.5):
         with pytest.raises(ConfigError, match="known_rows"):

@@ -15,11 +15,10 @@ import pytest
 from safetensors.torch import load_file
 
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
-from foreroute.capture import Trajectory
 from foreroute.engines import vllm
 from foreroute.errors import EngineError
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.trace import concatenate
+from foreroute.trace import concatenate, extended
 from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import ScheduledPass
@@ -99,7 +98,7 @@ def test_a_second_turn_asks_for_its_own_rows_alone(real):
     known = first.trace.num_rows - 1
     second = real.engine.generate([so_far], SAMPLING, seeded(), known_rows=known)
     assert np.flatnonzero(second.trace.valid_N)[0] == known
-    joined = Trajectory(routed.spec).add(first.trace).add(second.trace).trace()
+    joined = extended(first.trace, second.trace)
     assert joined.valid_N[:-1].all()
     assert set_match(routed, joined) == 1.0
 
