@@ -196,18 +196,16 @@ class Client:
                 async with gate:
                     return await self._one(client, path, body, most_bytes)
 
-            tasks = [asyncio.create_task(one(body)) for body in bodies]
             try:
-                if then:
-                    seconds, other = then
-                    _, waiting = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-                    if waiting:
-                        await self._one(client, other, {}, SMALL)
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(body)) for body in bodies]
+                    if then:
+                        _, waiting = await asyncio.wait(tasks, timeout=then[0], return_when=asyncio.FIRST_EXCEPTION)
+                        if waiting:
+                            await self._one(client, then[1], {}, SMALL)
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from errors.exceptions[0].__cause__
+            return [task.result() for task in tasks]
 
     async def _one(
         self, client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, most_bytes: int

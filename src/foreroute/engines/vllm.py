@@ -88,13 +88,17 @@ class VLLMEngine(OutsideEngine):
         self._timeout_s = timeout_s
         self._has_masks = False
         self._process: ServerProcess | None = None
-        address: dict[str, Any] = {"url": server}
+        url, socket = "http://vllm", None
         if isinstance(server, ServerSettings) and weights_folder is None:
             self._process = ServerProcess(server, model)
-            address, weights_folder = {"url": "http://vllm", "socket": self._process.socket}, self._process.folder
-        elif not isinstance(server, str) or weights_folder is None:
+            socket, weights_folder = self._process.socket, self._process.folder
+        elif isinstance(server, str) and weights_folder is not None:
+            url = server
+        else:
             raise ConfigError("name a weights_folder for a server of yours, and for no other")
-        self._client = Client(**address, timeout_s=timeout_s, what="the vLLM server", at_once=at_once, missing=MISSING)
+        self._client = Client(
+            url, timeout_s=timeout_s, what="the vLLM server", socket=socket, at_once=at_once, missing=MISSING
+        )
         if self._process is None:
             self._look_at_server()
         self._weights = WeightsFolder(weights_folder, model.writer)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import foreroute
 from foreroute.adapters.checkpoint import ServedModel
@@ -146,8 +146,7 @@ class ServerProcess:
         except (OSError, ValueError) as error:  # letters that cannot be passed on
             temporary.cleanup()
             raise EngineError(f"the vLLM server {command[0]} cannot be started: {error}") from error
-        assert self._process.stdin is not None
-        self._end = weakref.finalize(self, _end, self._process, self._process.stdin, temporary)
+        self._end = weakref.finalize(self, _end, self._process, temporary)
 
     def wait(self, client: Client, timeout_s: float) -> None:
         """Return when the server answers.
@@ -215,15 +214,13 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _end(process: subprocess.Popen[bytes], stdin: IO[bytes], temporary: tempfile.TemporaryDirectory[str]) -> None:
+def _end(process: subprocess.Popen[bytes], temporary: tempfile.TemporaryDirectory[str]) -> None:
     """Whoever does not end in time is killed, and children that outlive the server, which are in its group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(OSError):
-        stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with process:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     temporary.cleanup()
