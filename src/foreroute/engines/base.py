@@ -17,7 +17,7 @@ from foreroute.capture.arrays import MAX_INT32
 from foreroute.engines.sequences import PartialGeneration, Request, Response
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError, shown
-from foreroute.trace import NO_VERSION
+from foreroute.trace import NO_VERSION, concatenate
 
 SLACK_BYTES, BYTES_OF_LOGPROB = 1 << 20, 512
 """Of an answer without tokens, and of what is said of a sampled one beside its routes."""
@@ -138,10 +138,15 @@ class OutsideEngine(ABC):
     def _generated(
         self, requests: Sequence[Request], responses: Sequence[Response], loaded: Sequence[int]
     ) -> PartialGeneration:
-        """What was sampled, by weights of one of these versions; see `Response.sample`."""
-        given = {"engine": self._name, "engine_version": self._engine_version}
+        """What was sampled, by weights of one of these versions; see `Response.trace`."""
         pairs = zip(requests, responses, strict=True)
-        return PartialGeneration([got.sample(asked, self._served, loaded=loaded, **given) for asked, got in pairs])
+        trace = concatenate(got.trace(asked, self._served, loaded=loaded) for asked, got in pairs)
+        return PartialGeneration(
+            trace.with_provenance(engine=self._name, engine_version=self._engine_version),
+            np.array([len(request.prompt) for request in requests], np.int64),
+            [response.logprobs for response in responses],
+            np.array([response.reason != "abort" for response in responses]),
+        )
 
     def _most_bytes(self, requests: Sequence[Request], *, most_kept: int = 0) -> int:
         """The most bytes that an answer in JSON may have: base64 of ids for each token, log-probs, tokens of masks.

@@ -13,7 +13,7 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, Sampling, decode
 from foreroute.errors import EngineError
 from foreroute.mismatch.measures import MOST_LOGPROB
-from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
+from foreroute.trace import NO_VERSION, RoutingTrace
 
 NO_LOGPROB = -9999.0
 """What vLLM writes for a log-prob that it has none of, or that is no number."""
@@ -42,41 +42,25 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
-    """One sequence that an engine sampled.
-
-    Attributes:
-        trace: its tokens (prompt, then what was sampled so far) and routes.
-        prompt_length: tokens of the prompt.
-        logprobs: float32 [R], of the sampled tokens.
-        finished: False when it was aborted.
-    """
-
-    trace: RoutingTrace
-    prompt_length: int
-    logprobs: NDArray[np.float32]
-    finished: bool
-
-
-@dataclass(frozen=True, eq=False)
 class PartialGeneration:
     """S sequences, of which some were aborted and may be resumed.
 
     Attributes:
-        samples: the sequences; rows of their traces keep the version that computed them.
+        trace: their tokens (prompt, then what was sampled so far) and routes; rows keep the version that computed them.
+        prompt_lengths: int64 [S], tokens of the prompts.
+        logprobs: S arrays float32 [R], of the sampled tokens.
+        finished_S: bool [S], False for those that were aborted.
     """
 
-    samples: Sequence[Sample]
-
-    @property
-    def finished_S(self) -> NDArray[np.bool_]:
-        """Bool [S], False for those that were aborted."""
-        return np.array([sample.finished for sample in self.samples])
+    trace: RoutingTrace
+    prompt_lengths: NDArray[np.int64]
+    logprobs: Sequence[NDArray[np.float32]]
+    finished_S: NDArray[np.bool_]
 
     @property
     def response_lengths(self) -> NDArray[np.int64]:
         """int64 [S], tokens sampled so far."""
-        return np.array([len(sample.logprobs) for sample in self.samples], np.int64)
+        return np.array([len(each) for each in self.logprobs], np.int64)
 
     def generation(self) -> Generation:
         """All sequences, for training.
@@ -86,14 +70,10 @@ class PartialGeneration:
         """
         if not self.finished_S.all():
             raise EngineError(
-                f"the engine aborted response {int(self.finished_S.argmin())} of {len(self.samples)}: resume it. Where "
+                f"the engine aborted response {int(self.finished_S.argmin())} of {len(self.trace)}: resume it. Where "
                 "it was not to be aborted, someone else uses the engine, which only this trainer may"
             )
-        return Generation(
-            concatenate([sample.trace for sample in self.samples]),
-            np.array([sample.prompt_length for sample in self.samples], np.int64),
-            np.concatenate([sample.logprobs for sample in self.samples]),
-        )
+        return Generation(self.trace, self.prompt_lengths, np.concatenate(self.logprobs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +97,7 @@ class Response:
     output: dict[str, Any]
     states_versions: bool
 
-    def sample(self, request: Request, model: ServedModel, *, loaded: Sequence[int], **engine: str) -> Sample:
+    def trace(self, request: Request, model: ServedModel, *, loaded: Sequence[int]) -> RoutingTrace:
         """The sequence, held against what was asked for, and decoded.
 
         Args:
@@ -125,7 +105,6 @@ class Response:
             model: what is served.
             loaded: the weights that it may have been sampled with; none when that is not known. The last are those of
                 rows of which the engine states nothing.
-            engine: its name and version, for the provenance.
 
         Raises:
             EngineError: when it ends elsewhere than it says or may, has a token that is none of the model's, a log-prob
@@ -135,24 +114,23 @@ class Response:
         self._require_tokens(request, model.vocabulary_size)
         self._require_logprobs()
         tokens, version = np.concatenate([request.prompt, self.tokens]), loaded[-1] if loaded else NO_VERSION
-        if self.output:
-            trace = decode(
-                self.output,
-                model=model.spec,
-                token_ids=tokens,
-                start=request.start,
-                weight_version=_version_named if self.states_versions else version,
-                vocabulary_size=model.vocabulary_size,
-                indexers=model.indexers,
-            )
-            sampled_R = trace.weight_versions_N[len(request.prompt) - 1 : -1]
-            require_own({*map(str, sampled_R)}, loaded)
-            if self.states_versions and (sampled_R == sampled_R[0]).all():
-                # the rows before are of the same weights, which never changed
-                trace = trace.with_weight_version(int(sampled_R[0]))
-        else:
-            trace = RoutingTrace.unrouted(model.spec, [tokens])
-        return Sample(trace.with_provenance(**engine), len(request.prompt), self.logprobs, self.reason != "abort")
+        if not self.output:
+            return RoutingTrace.unrouted(model.spec, [tokens])
+        trace = decode(
+            self.output,
+            model=model.spec,
+            token_ids=tokens,
+            start=request.start,
+            weight_version=_version_named if self.states_versions else version,
+            vocabulary_size=model.vocabulary_size,
+            indexers=model.indexers,
+        )
+        sampled_R = trace.weight_versions_N[len(request.prompt) - 1 : -1]
+        require_own({*map(str, sampled_R)}, loaded)
+        if self.states_versions and (sampled_R == sampled_R[0]).all():
+            # the rows before are of the same weights, which never changed
+            return trace.with_weight_version(int(sampled_R[0]))
+        return trace
 
     def _require_tokens(self, request: Request, vocabulary_size: int | None) -> None:
         tokens, count, limit, end = self.tokens, len(self.tokens), request.limit, request.sampling.end_token

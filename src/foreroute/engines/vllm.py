@@ -33,7 +33,7 @@ from foreroute.engines.sequences import PartialGeneration, Request, Response, re
 from foreroute.engines.vllm_server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
-from foreroute.trace import extended
+from foreroute.trace import concatenate, extended
 
 __all__ = ["PartialGeneration", "ServerSettings", "VLLMEngine"]
 
@@ -159,23 +159,26 @@ class VLLMEngine(OutsideEngine):
                 alone, whatever the group size.
             generator: as in `generate`.
         """
-        samples, open_S = list(partial.samples), np.flatnonzero(~partial.finished_S).tolist()
-        if not open_S:
+        open_S, kept_S = np.flatnonzero(~partial.finished_S), np.flatnonzero(partial.finished_S)
+        if not len(open_S):
             return partial
-        so_far = [samples[s].trace for s in open_S]
+        so_far = partial.trace.select(open_S)
         requests = self._requests(
-            [trace.tokens(0) for trace in so_far],
+            [so_far.tokens(s) for s in range(len(so_far))],
             replace(sampling, group_size=1),
             generator,
             limits=sampling.max_new_tokens - partial.response_lengths[open_S],
             # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
-            known_rows=[int(trace.valid_N.argmin()) for trace in so_far],
+            known_rows=[int(each.argmin()) for each in np.split(so_far.valid_N, so_far.offsets[1:-1])],
         )
-        for s, later in zip(open_S, self._sample(requests).samples, strict=True):
-            logprobs = np.concatenate([samples[s].logprobs, later.logprobs])
-            whole = extended(samples[s].trace, later.trace)
-            samples[s] = replace(samples[s], trace=whole, logprobs=logprobs, finished=later.finished)
-        return PartialGeneration(samples)
+        later = self._sample(requests)
+        whole = concatenate([partial.trace.select(kept_S), extended(so_far, later.trace)])
+        logprobs, finished_S = list(partial.logprobs), partial.finished_S.copy()
+        for s, more in zip(open_S.tolist(), later.logprobs, strict=True):
+            logprobs[s] = np.concatenate([logprobs[s], more])
+        finished_S[open_S] = later.finished_S
+        trace = whole.select(np.argsort(np.concatenate([kept_S, open_S])))
+        return PartialGeneration(trace, partial.prompt_lengths, logprobs, finished_S)
 
     def _sample(self, requests: Sequence[Request], *, abort_after: float | None = None) -> PartialGeneration:
         # each response by itself: vLLM 0.28 returns one of several, and newer ones make as many requests of them

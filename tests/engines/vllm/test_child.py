@@ -16,7 +16,6 @@ import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.engines import inside_vllm, vllm, vllm_server
-from foreroute.engines.sequences import Sample
 from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
@@ -89,7 +88,7 @@ def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, star
     assert engine.resume(done, sampling, seeded(6)) is done
     assert done.finished_S.all()
     for s in range(4):
-        before, after = partial.samples[s].trace, done.samples[s].trace
+        before, after = partial.trace.select([s]), done.trace.select([s])
         kept = before.num_rows - 1
         assert after.truncated([kept]).equals(before.truncated([kept]))
         if not partial.finished_S[s]:
@@ -119,8 +118,9 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
     done = engine.resume(partial, cut, seeded(5)).generation()
     whole = engine.generate(prompts(5, 9), replace(cut, top_k=0, top_p=0.9), seeded())
     # aborted before its first forward: nothing says that there are masks
-    nothing = Sample(RoutingTrace.unrouted(routed.spec, prompts(5)), 5, np.zeros(0, np.float32), finished=False)
-    assert MASKS in engine.resume(vllm.PartialGeneration([nothing]), cut, seeded(5)).generation().trace.streams
+    trace = RoutingTrace.unrouted(routed.spec, prompts(5))
+    nothing = vllm.PartialGeneration(trace, np.array([5]), [np.zeros(0, np.float32)], np.array([False]))
+    assert MASKS in engine.resume(nothing, cut, seeded(5)).generation().trace.streams
     for plain in (replace(cut, top_k=0), replace(cut, top_k=0, temperature=0)):
         assert not engine.generate(prompts(5, 9), plain, seeded()).trace.streams
     assert not partial.finished_S.all()

@@ -18,7 +18,7 @@ from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.errors import EngineError
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.trace import concatenate, extended
+from foreroute.trace import extended
 from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import ScheduledPass
@@ -113,7 +113,7 @@ def test_abort_and_resume_under_new_weights(real):
         if (partial.response_lengths[open_S] > 0).any():
             break
     assert (partial.response_lengths[open_S] > 0).any()
-    assert set_match(old, concatenate([sample.trace for sample in partial.samples])) == 1.0
+    assert set_match(old, partial.trace) == 1.0
 
     new = load(real, 1)
     sampling = replace(sampling, max_new_tokens=int(partial.response_lengths[open_S].max()) + 10)
@@ -123,7 +123,7 @@ def test_abort_and_resume_under_new_weights(real):
     for s in open_S:
         if not partial.response_lengths[s]:
             continue
-        before, whole = partial.samples[s].trace, done.samples[s].trace
+        before, whole = partial.trace.select([s]), done.trace.select([s])
         kept = before.num_rows - 1
         assert whole.truncated([kept]).equals(before.truncated([kept]))
         assert [version for version, _ in groupby(whole.weight_versions_N.tolist())] == [0, 1, -1]
