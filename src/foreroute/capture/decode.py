@@ -56,8 +56,8 @@ def decode(
         start: the position of the first row, where the request skipped a known prefix
             (`routed_experts_prompt_start`, `routed_experts_start_len`). Earlier rows are absent.
         weight_version: the weights that computed the routes; or a function, such as `int`, that makes a version of the
-            name that vLLM (0.32 and newer) gives the weights of each span of generated tokens. The rows that produced
-            these tokens are then stamped, and rows of the prompt are not.
+            name that vLLM (0.31 and newer) and SGLang give the weights of each span of generated tokens. The rows that
+            produced these tokens are then stamped, and rows of the prompt are not.
         vocabulary_size: tokens of the model; needed where the output has sampling masks.
         indexers: of the model's sparse attention, such as `hf.attach(model).indexers`; needed where the output has
             their choices.
@@ -177,8 +177,8 @@ def _versions(
     generated = None if raw.response_token_ids is None else len(items_of(raw.response_token_ids, "the response"))
     if generated is None or generated > num_tokens or raw.weight_versions is None:
         raise CaptureError(
-            f"{what} does not say which weights produced its tokens; pass weight_version as a number, or ask a vLLM "
-            "that returns weight_versions (/inference/v1/generate of 0.32)"
+            f"{what} does not say which weights produced its tokens; pass weight_version as a number, or ask an engine "
+            "that returns weight_versions (/inference/v1/generate of vLLM 0.31, /generate of SGLang 0.5.23)"
         )
     versions_T, done = np.full(num_tokens, NO_VERSION, np.int32), 0
     first = num_tokens - generated - 1
