@@ -139,16 +139,14 @@ def response_of(answer: Answer, request: Request) -> Response:
     if (length := meta.read(int, "prompt_tokens")) != len(request.prompt):
         raise EngineError(f"the SGLang server answers a prompt of {length} tokens, it was sent {len(request.prompt)}")
     tokens = answer.integers("output_ids")
-    held = {name: meta.value.get(name) for name in ("routed_experts", "indexer_topk", "weight_versions")}
-    if held["weight_versions"] is None:  # as older releases, which know one version for all tokens
-        held["weight_versions"] = [{"version": meta.read(str, "weight_version"), "start": 0, "end": len(tokens)}]
+    if not meta.has("weight_versions"):  # as of older releases, which know one version for all tokens
+        meta.value["weight_versions"] = [{"version": meta.read(str, "weight_version"), "start": 0, "end": len(tokens)}]
     # each is a list of log-prob, token and text
     entries = [[*entry.read(list), None, None][:2] for entry in meta.each("output_token_logprobs")]
     where = "the SGLang server's answer.meta_info.output_token_logprobs"
     logprobs, logprob_tokens = Answer([e[0] for e in entries], where), Answer([e[1] for e in entries], where)
     if request.sampling.truncates:
-        held["output_token_sampling_mask"] = meta.read(list, "output_token_sampling_mask")
+        meta.read(list, "output_token_sampling_mask")
         logprobs = Answer(meta.read(list, "output_token_sampling_logprobs"), where)
-    output = {"output_ids": tokens, "meta_info": held}
     reason = meta.read(str, "finish_reason", "type")
-    return Response(tokens, logprobs.numbers(), logprob_tokens.integers(), reason, output, states_versions=True)
+    return Response(tokens, logprobs.numbers(), logprob_tokens.integers(), reason, answer.value, states_versions=True)

@@ -318,12 +318,11 @@ def response_of(answer: Answer, request: Request, *, echoes: bool = True) -> Res
         raise EngineError(f"the vLLM server numbered its one response {number}; expected 0")
     reason, tokens = choice.read(str, "finish_reason"), choice.integers("token_ids")
     states_versions = bool(len(tokens)) and choice.has("weight_versions")  # from 0.31 on
-    output: dict[str, Any] = {}
-    if reason != "abort" or choice.has("routed_experts"):  # else it was aborted before its first forward
-        output = {name: choice.value.get(name) for name in ("routed_experts", "weight_versions")}
-        output["token_ids"] = tokens
-        if request.sampling.truncates:
-            output["sampling_mask"] = choice.read(list, "sampling_mask") if len(tokens) else []
+    masks = None  # a server that can return them does so for every request
+    if request.sampling.truncates:
+        masks = choice.read(list, "sampling_mask") if len(tokens) else []
+    is_routed = reason != "abort" or choice.has("routed_experts")  # else it was aborted before its first forward
+    output = {**choice.value, "sampling_mask": masks} if is_routed else {}
     steps = choice.each("logprobs", "content")
     logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
     # `token_id` from 0.31 on, and a text "token_id:7" before
