@@ -267,31 +267,28 @@ def missing_settings(config: Answer, version: str) -> list[str]:
     Raises:
         EngineError: when the configuration lacks what every release has.
     """
-    model, parallel, cache = (config.read(dict, f"{name}_config") for name in ("model", "parallel", "cache"))
-    newer = at_least(version, "0.31")  # there, routes have a configuration of their own
-    routes = config.read(dict, "aux_output_config") if newer else model
-    is_cpu = config.read(str, "device_config", "device") == "cpu"
+    newer, is_cpu = at_least(version, "0.31"), config.read(str, "device_config", "device") == "cpu"
+    routes = "aux_output" if newer else "model"
+    wanted: list[tuple[str, str, str, object]] = [
+        ("--enable-return-routed-experts", routes, "enable_return_routed_experts", True),
+        ("--logprobs-mode processed_logprobs", "model", "logprobs_mode", "processed_logprobs"),
+        (f"--worker-extension-cls {EXTENSION}", "parallel", "worker_extension_cls", EXTENSION),
+        ("--pipeline-parallel-size 1, since stages return no routes", "parallel", "pipeline_parallel_size", 1),
+    ]
+    if newer:  # routes are kept beside cached blocks
+        wanted.append(
+            ("--enable-prefix-caching, without which it has no routes", "cache", "enable_prefix_caching", True)
+        )
+    elif is_cpu:  # vLLM dies on a seeded request whose prompt is prefilled in chunks
+        wanted.append(("--no-enable-chunked-prefill", "scheduler", "enable_chunked_prefill", False))
+    missing = [
+        argument for argument, part, name, value in wanted if config.read(dict, f"{part}_config").get(name) != value
+    ]
     transfer = config.value.get("kv_transfer_config")
     connector = transfer.get("kv_connector") if isinstance(transfer, dict) else None
-    wanted = {
-        "--enable-return-routed-experts": routes.get("enable_return_routed_experts") is True,
-        "--logprobs-mode processed_logprobs": model.get("logprobs_mode") == "processed_logprobs",
-        f"--worker-extension-cls {EXTENSION}": parallel.get("worker_extension_cls") == EXTENSION,
-        "--pipeline-parallel-size 1, since stages do not return their routes": (
-            parallel.get("pipeline_parallel_size", 1) == 1
-        ),
-        "--enable-prefix-caching, since routes are kept beside cached blocks": (
-            not newer or cache.get("enable_prefix_caching") is True
-        ),
-        # vLLM dies on a seeded request whose prompt is prefilled in chunks on a CPU
-        "--no-enable-chunked-prefill": (
-            newer or not is_cpu or not config.read(bool, "scheduler_config", "enable_chunked_prefill")
-        ),
-        f"another KV connector than {connector!r:.40}, with which no routes are returned": not any(
-            name in str(connector) for name in REFUSED_CONNECTORS
-        ),
-    }
-    return [argument for argument, there in wanted.items() if not there]
+    if any(name in str(connector) for name in REFUSED_CONNECTORS):
+        missing.append(f"another KV connector than {connector!r:.40}, with which no routes are returned")
+    return missing
 
 
 def response_of(answer: Answer, request: Request, *, echoes: bool = True) -> Response:
