@@ -24,7 +24,6 @@ except ModuleNotFoundError as error:
 SMALL = 1 << 24
 """Bytes of an answer that has no routes."""
 MAX_ERROR_CHARS = 600
-NOT_FOUND = 404
 _NAMES = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}
 
 T = TypeVar("T")
@@ -49,20 +48,17 @@ class Answer:
         self.value = value
         self._where = where
 
-    def read(self, kind: type[T], *path: str | int) -> T:
-        """What stands at a path of names and positions.
+    def read(self, kind: type[T], *path: str) -> T:
+        """What stands at a path of names.
 
         Raises:
             EngineError: when nothing stands there, or something of another kind.
         """
         value = self.value
-        for key in path:
-            is_there = (isinstance(value, dict) and key in value) or (
-                isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value)
-            )
-            if not is_there:
-                raise self._garbled(path, f"{value!r:.80} has no {key!r}", _NAMES[kind])
-            value = value[key]
+        for name in path:
+            if not isinstance(value, dict) or name not in value:
+                raise self._garbled(path, f"{value!r:.80} has no {name!r}", _NAMES[kind])
+            value = value[name]
         if type(value) is not kind:
             raise self._garbled(path, f"{value!r:.80}", _NAMES[kind])
         return value
@@ -71,30 +67,28 @@ class Answer:
         """Whether it is an object with this name, and not null there."""
         return isinstance(self.value, dict) and self.value.get(name) is not None
 
-    def each(self, *path: str | int) -> list[Answer]:
+    def each(self, *path: str) -> list[Answer]:
         """The elements of a list. Raises as `read`."""
-        where = self._named(path)
+        where = ".".join([self._where, *path])
         return [Answer(value, f"{where}[{number}]") for number, value in enumerate(self.read(list, *path))]
 
-    def integers(self, *path: str | int) -> NDArray[np.int32]:
+    def integers(self, *path: str) -> NDArray[np.int32]:
         """int32 [N], a list of integers. Raises as `read`."""
         values = self.read(list, *path)
         if not all(type(value) is int and abs(value) < 1 << 31 for value in values):
             raise self._garbled(path, f"{values!r:.80}", "a list of integers of 32 bits")
         return np.array(values, np.int32)
 
-    def numbers(self, *path: str | int) -> NDArray[np.float32]:
+    def numbers(self, *path: str) -> NDArray[np.float32]:
         """float32 [N], a list of numbers; null is no number (NaN). Raises as `read`."""
         values = self.read(list, *path)
         if not all(value is None or (type(value) in (int, float) and abs(value) <= 3e38) for value in values):
             raise self._garbled(path, f"{values!r:.80}", "a list of numbers")
         return np.array(values, np.float32)
 
-    def _garbled(self, path: tuple[str | int, ...], seen: str, expected: str) -> EngineError:
-        return EngineError(f"{self._named(path)} lacks or garbles a field: {seen}; expected {expected}")
-
-    def _named(self, path: tuple[str | int, ...]) -> str:
-        return self._where + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    def _garbled(self, path: tuple[str, ...], seen: str, expected: str) -> EngineError:
+        where = ".".join([self._where, *path])
+        return EngineError(f"{where} lacks or garbles a field: {seen}; expected {expected}")
 
 
 class Client:
@@ -227,7 +221,9 @@ class Client:
             raise EngineError(f"{where} sends to {response.headers['location']:.200}; name the address itself")
         if not response.is_success:
             said = bytes(text).decode(errors="replace")[:MAX_ERROR_CHARS]
-            what_to_do = self._missing.get(path.partition("?")[0]) if response.status_code == NOT_FOUND else None
+            what_to_do = (
+                self._missing.get(path.partition("?")[0]) if response.status_code == httpx.codes.NOT_FOUND else None
+            )
             raise EngineError(
                 f"{where} refused with status {response.status_code}: {said}"
                 + (f". {what_to_do}" if what_to_do else "")

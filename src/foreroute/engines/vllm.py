@@ -291,7 +291,7 @@ def missing_settings(config: Answer, version: str) -> list[str]:
     return missing
 
 
-def response_of(answer: Answer, request: Request, *, echoes: bool = True) -> Response:
+def response_of(answer: Answer, request: Request, *, echoes: bool) -> Response:
     """What the one choice of an answer of `/inference/v1/generate` says.
 
     Args:
