@@ -221,13 +221,9 @@ class Client:
             raise EngineError(f"{where} sends to {response.headers['location']:.200}; name the address itself")
         if not response.is_success:
             said = bytes(text).decode(errors="replace")[:MAX_ERROR_CHARS]
-            what_to_do = (
-                self._missing.get(path.partition("?")[0]) if response.status_code == httpx.codes.NOT_FOUND else None
-            )
-            raise EngineError(
-                f"{where} refused with status {response.status_code}: {said}"
-                + (f". {what_to_do}" if what_to_do else "")
-            )
+            status = response.status_code
+            what_to_do = self._missing.get(path.partition("?")[0]) if status == httpx.codes.NOT_FOUND else None
+            raise EngineError(f"{where} refused with status {status}: {said}{f'. {what_to_do}' if what_to_do else ''}")
         if len(text) > most_bytes:
             raise EngineError(f"{where} answered with more than {most_bytes} bytes, which is more than was asked for")
         if encoding := response.headers.get("content-encoding"):
