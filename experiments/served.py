@@ -23,7 +23,7 @@ from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture import Generation
 from foreroute.engines.vllm import ServerSettings, VLLMEngine
-from foreroute.engines.vllm.server import ENVIRONMENT
+from foreroute.engines.vllm_server import ENVIRONMENT
 from foreroute.trace import RoutingTrace
 from foreroute.train.loop import make_trainer
 

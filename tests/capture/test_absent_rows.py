@@ -62,10 +62,10 @@ def test_valid_says_of_routes_alone_which_rows_are_absent_anywhere(absent, dtype
 @pytest.mark.parametrize(
     ("valid", "match"),
     [
-        (valid_but([2], 10), r"has 11 rows, and valid has the shape \(10,\)"),
-        (np.ones(11), "valid of sequence 0 is float64"),
-        (np.ones(11, int), "valid of sequence 0 is int64"),
-        ([None] * 11, "valid of sequence 0 is object"),
+        (valid_but([2], 10), r"has 11 rows, and valid is bool of shape \(10,\)"),
+        (np.ones(11), "valid is float64"),
+        (np.ones(11, int), "valid is int64"),
+        ([None] * 11, "valid is object"),
         ([valid_but([2])] * 2, "got valid of 2 sequences for the routes of 1"),
         (True, "valid is a bool; expected bools"),
         (valid_but(slice(None)), "no row of the output has a route"),

@@ -86,7 +86,7 @@ def test_layer_axis_that_is_too_short(layers):
     r = wires.rollout(RNG)
     output = wires.vllm_narrow(r)
     output.outputs[0].routed_experts = np.resize(r.all_layers(), (11, layers, 3))
-    refused(output, r, rf"has {layers} layers; expected 4 .the routed layers., or all decoder layers, 5 or more")
+    refused(output, r, rf"have {layers} layers; expected 4 .those that decide., or all decoder layers, 5 or more")
 
 
 @pytest.mark.parametrize("writer", [wires.vllm_narrow, wires.vllm_http, wires.sglang, lambda r: wires.verl([r])])
@@ -106,7 +106,7 @@ def test_two_routers_of_one_layer_have_no_place_on_an_axis_of_layers():
     spec = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i, kind) for i in range(2) for kind in kinds))
     r = wires.rollout(RNG, dense=0)
     assert decode(r.routes_RLK, model=spec, token_ids=r.tokens).valid_N.sum() == 11
-    refused(r.routes_RLK[:, :2], r, "has 2 layers; expected 4 .*with one router in each", model=spec)
+    refused(r.routes_RLK[:, :2], r, "have 2 layers; expected 4 .*with one column for each", model=spec)
 
 
 def test_picks_axis():
@@ -118,7 +118,7 @@ def test_picks_axis():
 
 def test_raw_bytes_that_fit_no_shape():
     r = wires.rollout(RNG)
-    refused(wires.sglang(r), r, "165 ids without a shape; expected 10 rows", token_ids=r.tokens[:-1])
+    refused(wires.sglang(r), r, "660 bytes without a shape; expected 10 rows of 3", token_ids=r.tokens[:-1])
     refused(wires.sglang(r), r, "expected 9 rows", start=2)
 
 
@@ -153,7 +153,7 @@ def test_a_start_behind_the_tokens():
         ("AAAA", "the text, which may have been cut, is not JSON"),
         ("[" * 100_000, "nested too deep"),
         (b"\xff\xfe\x00", "not text in UTF-8"),
-        (np.zeros((2, 3, 4, 2), int), r"routes of shape \(2, 3, 4, 2\); expected \[rows, layers, picks\]"),
+        (np.zeros((2, 3, 4, 2), int), r"the shape \(2, 3, 4, 2\); expected \[rows, layers, picks\]"),
         ([1, 2], "no routed_experts in 1;"),
         ([[[1, 2]]], r"no routed_experts in \[\[1, 2\]\].*numpy.asarray makes of nested lists"),
         ([], r"no routed_experts in \[\]"),
@@ -176,8 +176,8 @@ def raw(text):
         (raw("AAAA*AAA"), "not base64"),
         (raw("AAAAA"), "not base64"),
         (raw("AAAA\nAAAA"), "not base64"),
-        (raw("AAAA"), "no whole number of int32"),
-        (raw(""), "0 ids without a shape"),
+        (raw("AAAA"), "3 bytes without a shape"),
+        (raw(""), "0 bytes without a shape"),
         (wires.npy(np.zeros((1, 2, 3), np.float32)), "expected version 1 with an integer array"),
         (wires.npy(np.zeros((1, 2, 3), object)), "expected version 1 with an integer array"),
         (wires.npy(np.zeros((1, 2, 3), ">i4")), "expected version 1 with an integer array"),

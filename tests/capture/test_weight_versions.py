@@ -1,4 +1,4 @@
-"""Spans of weights in vLLM's answer: the row that produced a token is of the weights that the engine names for it."""
+"""Spans of weights in answers: the row that produced a token is of the weights that the engine names for it."""
 
 import json
 from itertools import pairwise
@@ -42,6 +42,15 @@ def test_spans_of_an_answer_in_process_and_of_several_choices():
     output.outputs[0].weight_versions = [SimpleNamespace(version="step-7", start=0, end=6)]
     trace = decode([output, output], model=R.spec, weight_version=lambda name: int(name.removeprefix("step-")))
     assert trace.weight_versions_N.reshape(2, -1).tolist() == [[-1] * 3 + [7] * 6 + [-1]] * 2
+
+
+def test_spans_of_an_answer_of_sglang():
+    parsed = json.loads(wires.sglang(R))
+    parsed["meta_info"]["weight_versions"] = spans(0, 2, 6)
+    trace = decode(parsed, model=R.spec, token_ids=R.tokens, weight_version=int)
+    assert trace.weight_versions_N.tolist() == [-1] * 3 + [3] * 2 + [4] * 4 + [-1]
+    with pytest.raises(CaptureError, match="and weight_version is 5"):
+        decode(parsed, model=R.spec, token_ids=R.tokens, weight_version=5)
 
 
 def test_a_number_stamps_all_rows_of_one_version_and_no_answer_of_two():

@@ -8,7 +8,6 @@ verl_batch      the padded batch of verl
 checks          captures that look like one that failed          refuse_constant_layers
 sampling_masks  the sets that tokens were drawn from
 indexers        choices of sparse-attention indexers             with_indexer_choices
-trajectory      one sequence from the captures of its turns      Trajectory
 skycap          records of SkyRL's gateway for agents            read_skycap
 nemo_gym        token ids that NeMo Gym captured                 read_nemo_gym
 agents          what both of these give                          AgentRollout
@@ -22,13 +21,11 @@ from foreroute.capture.generation import Generation, Sampling, load_generation, 
 from foreroute.capture.indexers import with_indexer_choices
 from foreroute.capture.nemo_gym import read_nemo_gym
 from foreroute.capture.skycap import read_skycap
-from foreroute.capture.trajectory import Trajectory
 
 __all__ = [
     "AgentRollout",
     "Generation",
     "Sampling",
-    "Trajectory",
     "decode",
     "load_generation",
     "read_nemo_gym",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import CaptureError, shown
 from foreroute.files import parse_json
+from foreroute.trace import RoutedLayer
 from foreroute.trace.checks import host_array
 
 MAX_TEXT = 1 << 28
@@ -123,16 +124,55 @@ def read_npy(data: bytes) -> NDArray[Any]:
     return np.frombuffer(numbers, dtype).reshape(shape, order="F" if header[2] == b"True" else "C")
 
 
-def read_raw(text: str, name: str) -> NDArray[np.int32]:
-    """Read int32 [numbers] from base64 of their bytes, which have no header. `name` says what they are.
+def read_rows(values: Any, rows: int, picks: int, name: str) -> NDArray[Any]:
+    """Read what a sequence has in each layer: an array of any library, the bytes of a `.npy` file, or base64.
+
+    Args:
+        values: base64 is of int32 without a shape.
+        rows: as many must lie in base64.
+        picks: K, of a row in a layer of base64.
+        name: says what they are.
+
+    Returns:
+        Integers [R, layers, K].
 
     Raises:
-        CaptureError: for damaged base64, or bytes that are no whole number of entries.
+        CaptureError: for damaged bytes, another number of axes, or numbers that are not those of whole layers.
     """
-    data = read_base64(text, name)
-    if len(data) % 4:
-        raise CaptureError(f"{name} are {len(data)} bytes, which is no whole number of int32; was the text cut?")
-    return np.frombuffer(data, "<i4")
+    if isinstance(values, bytes):
+        return read_npy(values)
+    if not isinstance(values, str):
+        array = as_integers(values, name)
+        if array.ndim != 3:
+            raise CaptureError(f"{name} have the shape {array.shape}; expected [rows, layers, picks]")
+        return array
+    data, rows = read_base64(values, name), max(rows, 0)
+    layers, rest = divmod(len(data), max(4 * rows * picks, 1))
+    if rest or bool(layers) != bool(rows):
+        raise CaptureError(
+            f"{name} are {len(data)} bytes without a shape; expected {rows} rows of {picks} int32 for each layer. Was "
+            "the text cut? Else look at the tokens, start and top_k"
+        )
+    return np.frombuffer(data, "<i4").reshape(rows, layers, picks)
+
+
+def columns_of(layers: Sequence[RoutedLayer], axis_length: int, name: str) -> NDArray[np.int64]:
+    """Return where layers lie on an axis of these layers alone, or of all decoder layers: int64 [L].
+
+    Raises:
+        CaptureError: when the axis is neither.
+    """
+    numbers = [layer.index for layer in layers]
+    if axis_length == len(numbers):
+        return np.arange(len(numbers))
+    # an axis of all layers has one column for two routers of a layer, such as those of JetMoe's attention and MLP
+    if axis_length > max(numbers) and len(set(numbers)) == len(numbers):
+        return np.array(numbers)
+    raise CaptureError(
+        f"{name} have {axis_length} layers; expected {len(numbers)} (those that decide), or all decoder layers, "
+        f"{max(numbers) + 1} or more, with one column for each. Pipeline stages may not have been joined, or they are "
+        "of another model"
+    )
 
 
 def read_base64(text: str, name: str) -> bytes:

@@ -6,7 +6,7 @@ the model. Then `RoutingTrace.from_rows` checks every id, and what looks like a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 from foreroute.capture.arrays import (
     MAX_INT32,
     as_array,
-    as_integers,
+    columns_of,
     field_of,
     is_array,
     items_of,
-    read_base64,
-    read_npy,
-    read_raw,
+    read_rows,
 )
 from foreroute.capture.checks import refuse_constant_layers, refuse_routed_dense, refuse_unfilled_layers
 from foreroute.capture.indexers import decode_choices
@@ -58,8 +56,8 @@ def decode(
         start: the position of the first row, where the request skipped a known prefix
             (`routed_experts_prompt_start`, `routed_experts_start_len`). Earlier rows are absent.
         weight_version: the weights that computed the routes; or a function, such as `int`, that makes a version of the
-            name that vLLM (0.32 and newer) gives the weights of each span of generated tokens. The rows that produced
-            these tokens are then stamped, and rows of the prompt are not.
+            name that vLLM (0.31 and newer) and SGLang give the weights of each span of generated tokens. The rows that
+            produced these tokens are then stamped, and rows of the prompt are not.
         vocabulary_size: tokens of the model; needed where the output has sampling masks.
         indexers: of the model's sparse attention, such as `hf.attach(model).indexers`; needed where the output has
             their choices.
@@ -75,17 +73,19 @@ def decode(
     _require_decoder_layers(model)
     start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
     form, sequences = read_output(output)
-    tokens = _tokens_of(sequences, token_ids)
-    masks = _valid_of(sequences, valid, form)
-    versions = [
-        _versions(raw, len(own), weight_version, f"sequence {s}")
-        for s, (raw, own) in enumerate(zip(sequences, tokens, strict=True))
-    ]
-    placed = [
-        _place(raw, len(own), mask, form, model, start, f"sequence {s}")
-        for s, (raw, own, mask) in enumerate(zip(sequences, tokens, masks, strict=True))
-    ]
-    rows, valid_S = [each for each, _ in placed], [each for _, each in placed]
+    if valid is not None and form is not Form.ARRAY:
+        raise CaptureError(f"valid is for routes alone, and the output has the form {form}; leave it out")
+    given_tokens = _one_for_each(token_ids, len(sequences), "token_ids", "integers [T]")
+    given_valid = _one_for_each(valid, len(sequences), "valid", "bools [rows]")
+    tokens: list[NDArray[np.int32]] = []
+    rows, valid_S, versions = [], [], []
+    for s, (raw, own, mask) in enumerate(zip(sequences, given_tokens, given_valid, strict=True)):
+        tokens.append(_tokens(raw, own, s))
+        routed = raw.valid if mask is None else as_array(mask, f"valid of sequence {s}")
+        versions.append(_versions(raw, len(tokens[s]), weight_version, f"sequence {s}"))
+        rows_TLK, valid_T = _place(raw.routes, routed, len(tokens[s]), form, model, start, f"sequence {s}")
+        rows.append(rows_TLK)
+        valid_S.append(valid_T)
     if any(len(each) > 1 for each in tokens) and not any(each.any() for each in valid_S):
         raise CaptureError(
             "no row of the output has a route. The capture failed, or was not asked for; a sequence that was never "
@@ -112,25 +112,28 @@ def decode(
 
 
 def _place(
-    raw: RawSequence,
-    num_tokens: int,
-    valid_R: NDArray[np.bool_] | None,
-    form: Form,
-    spec: RoutingSpec,
-    start: int,
-    what: str,
+    routes: Any, valid_R: NDArray[Any] | None, num_tokens: int, form: Form, spec: RoutingSpec, start: int, what: str
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Put the rows of one sequence of T tokens at their positions: integers [T, L, K], and bool [T] where one is."""
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
-    expected = num_tokens - 1 - start
-    rows_RAK = _rows(raw, form, expected, spec, what)
-    if rows_RAK.ndim != 3:
-        raise CaptureError(f"{what} has routes of shape {rows_RAK.shape}; expected [rows, layers, picks]")
-    _require_row_count(len(rows_RAK), expected, num_tokens, form, start, what)
+    expected = num_tokens - 1 - start  # each token but the last has a row; the last may, in routes alone and in verl
+    most = expected + (form in (Form.ARRAY, Form.VERL))
+    rows_RAK = read_rows(routes, expected, spec.top_k, f"the routes of {what}")
+    count = len(rows_RAK)
+    if not expected <= count <= most and (count or num_tokens):
+        raise CaptureError(
+            f"{what} has {count} rows for {num_tokens} tokens from position {start}; expected {expected}"
+            f"{f' or {most}' if most > expected else ''}, one for each token but the last. "
+            + (
+                "Rows are missing: pass start= if the request skipped a known prefix"
+                if count < expected
+                else "Rows are too many: pass the tokens of prompt and response, or the start of the request"
+            )
+        )
     placed_TLK = np.zeros((num_tokens, spec.num_layers, spec.top_k), rows_RAK.dtype)
     valid_T = np.zeros(num_tokens, np.bool_)
-    if not len(rows_RAK):
+    if not count:
         return placed_TLK, valid_T
     if rows_RAK.shape[2] != spec.top_k:
         raise CaptureError(f"{what} has {rows_RAK.shape[2]} picks in a row; expected top_k = {spec.top_k}")
@@ -140,18 +143,20 @@ def _place(
             f"{what} has ids of {rows_RAK.dtype}, which cannot tell {spec.num_experts} experts apart; expected "
             f"{spec.id_dtype} or a wider type. Take the routes as the engine returned them"
         )
-    valid_R = np.ones(len(rows_RAK), np.bool_) if valid_R is None else valid_R
-    if valid_R.shape != rows_RAK.shape[:1]:
-        raise CaptureError(f"{what} has {len(rows_RAK)} rows, and valid has the shape {valid_R.shape}; expected [rows]")
+    valid_R = np.ones(count, np.bool_) if valid_R is None else valid_R
+    if valid_R.shape != (count,) or valid_R.dtype.kind != "b":
+        raise CaptureError(
+            f"{what} has {count} rows, and valid is {valid_R.dtype} of shape {valid_R.shape}; expected bools [rows]"
+        )
     # The columns are chosen before rows are looked at: dense layers hold a constant, an expert twice in every row,
     # so that they are judged by a rule of their own.
-    columns = _routed_columns(rows_RAK.shape[1], spec, what)
+    columns = columns_of(spec.layers, rows_RAK.shape[1], f"the routes of {what}")
     dense = np.setdiff1d(np.arange(rows_RAK.shape[1]), columns)
     rows_RLK = rows_RAK[:, columns]
     valid_R = valid_R & recorded_rows(rows_RLK)
     refuse_routed_dense(rows_RAK[valid_R][:, dense], dense.tolist(), what=what)
     refuse_unfilled_layers(rows_RLK[valid_R], spec, what=what)
-    here = slice(start, start + len(rows_RLK))
+    here = slice(start, start + count)
     placed_TLK[here], valid_T[here] = rows_RLK, valid_R
     return placed_TLK, valid_T
 
@@ -173,8 +178,8 @@ def _versions(
     generated = None if raw.response_token_ids is None else len(items_of(raw.response_token_ids, "the response"))
     if generated is None or generated > num_tokens or raw.weight_versions is None:
         raise CaptureError(
-            f"{what} does not say which weights produced its tokens; pass weight_version as a number, or ask a vLLM "
-            "that returns weight_versions (/inference/v1/generate of 0.32)"
+            f"{what} does not say which weights produced its tokens; pass weight_version as a number, or ask an engine "
+            "that returns weight_versions (/inference/v1/generate of vLLM 0.31, /generate of SGLang 0.5.23)"
         )
     versions_T, done = np.full(num_tokens, NO_VERSION, np.int32), 0
     first = num_tokens - generated - 1
@@ -205,77 +210,6 @@ def _versions(
 
 def _as_version(value: object) -> int:
     return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
-
-
-def _rows(raw: RawSequence, form: Form, expected: int, spec: RoutingSpec, what: str) -> NDArray[Any]:
-    """Read the routes of one sequence: integers [R, layers, K]."""
-    if isinstance(raw.routes, bytes):
-        return read_npy(raw.routes)
-    if not isinstance(raw.routes, str):
-        return as_integers(raw.routes, "the routes")
-    if form is Form.VLLM:
-        return read_npy(read_base64(raw.routes, f"the routes of {what}"))
-    flat = read_raw(raw.routes, f"the routes of {what}")
-    if expected < 1 and not flat.size:
-        return np.zeros((0, 0, 0), flat.dtype)
-    layers, rest = divmod(flat.size, max(expected, 1) * spec.top_k)
-    if expected < 1 or rest or not layers:
-        raise CaptureError(
-            f"{what} has {flat.size} ids without a shape; expected {expected} rows of top-{spec.top_k} over "
-            f"{spec.num_layers} layers or more. Check the tokens, start and top_k"
-        )
-    return flat.reshape(expected, layers, spec.top_k)
-
-
-def _routed_columns(axis_length: int, spec: RoutingSpec, what: str) -> NDArray[np.int64]:
-    """Return where the routed layers lie on an axis of the routed layers alone, or of all decoder layers: int64 [L]."""
-    numbers = [layer.index for layer in spec.layers]
-    if axis_length == spec.num_layers:
-        return np.arange(spec.num_layers)
-    # an axis of all layers has one column for two routers of a layer, such as those of JetMoe's attention and MLP
-    if axis_length > max(numbers) and len(set(numbers)) == len(numbers):
-        return np.array(numbers)
-    raise CaptureError(
-        f"{what} has {axis_length} layers; expected {spec.num_layers} (the routed layers), or all decoder layers, "
-        f"{max(numbers) + 1} or more, with one router in each. Pipeline stages may not have been joined, or the routes "
-        "are of another model"
-    )
-
-
-def _require_row_count(rows: int, expected: int, num_tokens: int, form: Form, start: int, what: str) -> None:
-    """Raise `CaptureError` unless each token but the last has a row; the last may, in routes alone and in verl."""
-    one_more = form in (Form.ARRAY, Form.VERL)
-    if rows == expected or (rows == expected + 1 and one_more) or (not rows and num_tokens == 0):
-        return
-    raise CaptureError(
-        f"{what} has {rows} rows for {num_tokens} tokens from position {start}; expected {expected}"
-        f"{f' or {expected + 1}' if one_more else ''}, one for each token but the last. "
-        + (
-            "Rows are missing: pass start= if the request skipped a known prefix"
-            if rows < expected
-            else "Rows are too many: pass the tokens of prompt and response, or the start of the request"
-        )
-    )
-
-
-def _tokens_of(sequences: Sequence[RawSequence], token_ids: Any) -> list[NDArray[np.int32]]:
-    """Return the prompt and response tokens of each sequence, int32 [T], by the output, the caller, or both alike."""
-    given = _one_for_each(token_ids, len(sequences), "token_ids", "integers [T]")
-    return [_tokens(raw, own, s) for s, (raw, own) in enumerate(zip(sequences, given, strict=True))]
-
-
-def _valid_of(sequences: Sequence[RawSequence], valid: Any, form: Form) -> list[NDArray[np.bool_] | None]:
-    """Return which rows of each sequence were routed, bool [rows]; None where all of them were."""
-    if valid is not None and form is not Form.ARRAY:
-        raise CaptureError(f"valid is for routes alone, and the output has the form {form}; leave it out")
-    given = _one_for_each(valid, len(sequences), "valid", "bools [rows]")
-    found: list[NDArray[np.bool_] | None] = []
-    for s, (raw, own) in enumerate(zip(sequences, given, strict=True)):
-        mask = raw.valid if own is None else as_array(own, f"valid of sequence {s}")
-        if mask is not None and mask.dtype.kind != "b":
-            raise CaptureError(f"valid of sequence {s} is {mask.dtype} of shape {mask.shape}; expected bools [rows]")
-        found.append(mask)
-    return found
 
 
 def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:

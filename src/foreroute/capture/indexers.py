@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arrays import as_integers, is_array, read_raw
+from foreroute.capture.arrays import columns_of, is_array, read_rows
 from foreroute.capture.recognition import RawSequence, have_all
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
@@ -79,26 +79,17 @@ def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers:
 
 def _of_layers(returned: Any, sequence: int, length: int, indexers: IndexerSpec) -> NDArray[np.int32]:
     """Return the choices of one sequence in the layers with an indexer, int32 [T - 1, D, k]."""
-    rows, what = max(0, length - 1), f"choices of sequence {sequence}"
-    numbers = [layer.index for layer in indexers.layers]
-    if isinstance(returned, str):
-        flat = read_raw(returned, f"the {what}")
-        if flat.size % max(rows * indexers.top_k, 1) or bool(flat.size) != bool(rows):
-            raise CaptureError(f"the {what} are {flat.size} numbers; expected {rows} rows of {indexers.top_k} a layer")
-        array = flat.reshape(rows, -1, indexers.top_k) if rows else np.zeros((0, len(numbers), indexers.top_k), "i4")
-    elif is_array(returned):
-        array = as_integers(returned, f"the {what}")
-    else:
-        raise CaptureError(f"the {what} are {shown(returned)}; expected base64 of int32, or an array")
-    alone = array.shape[1:2] == (len(numbers),)
-    if array.ndim != 3 or len(array) != rows or not (alone or array.shape[1] > max(numbers)):
+    rows, what = max(0, length - 1), f"the choices of sequence {sequence}"
+    if not isinstance(returned, str) and not is_array(returned):
+        raise CaptureError(f"{what} are {shown(returned)}; expected base64 of int32, or an array")
+    array = read_rows(returned, rows, indexers.top_k, what)
+    if len(array) != rows:
+        raise CaptureError(f"{what} have {len(array)} rows; expected {rows}, one for each token but the last")
+    if not rows:
+        return np.zeros((0, len(indexers.layers), indexers.top_k), np.int32)
+    if array.size and (array.min() < -1 or array.max() >= length):
         raise CaptureError(
-            f"the {what} have the shape {array.shape}; expected integers [{rows}, layers, k] with the "
-            f"{len(numbers)} layers that have an indexer, or all decoder layers, {max(numbers) + 1} or more"
+            f"{what} go from {array.min()} to {array.max()}; expected units of a sequence of {length} tokens, or -1; "
+            f"{UNFUSED}"
         )
-    if array.size and (array.min() < -1 or array.max() >= max(length, 1)):
-        raise CaptureError(
-            f"the {what} go from {array.min()} to {array.max()}; expected units of a sequence of {length} tokens, or "
-            f"-1; {UNFUSED}"
-        )
-    return (array if alone else array[:, numbers]).astype(np.int32, copy=False)
+    return array[:, columns_of(indexers.layers, array.shape[1], what)].astype(np.int32, copy=False)

@@ -18,6 +18,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from math import prod
 from pathlib import Path as FilePath
 from typing import Any
@@ -36,11 +37,10 @@ from foreroute.capture.agents import (
     version_of,
 )
 from foreroute.capture.arrays import as_integers, parse_text, read_base64
-from foreroute.capture.trajectory import Trajectory
 from foreroute.errors import CaptureError, TraceError, shown
 from foreroute.files import read_file
 from foreroute.files.regular import MOST_BYTES
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import RoutingSpec, RoutingTrace, extended
 from foreroute.trace.checks import as_tokens
 from foreroute.trace.spec import is_whole
 
@@ -54,15 +54,16 @@ ENVELOPE = re.compile(r"nrlre1:int(8|16|32):([1-9]\d{0,11})x([1-9]\d{0,11})x([1-
 
 @dataclass(eq=False)
 class _Call:
-    """One call: the tokens of its prompt and generation, and the call that it goes on from."""
+    """One call: the tokens of its prompt and generation, the call that it goes on from, and the routes of all these."""
 
     name: str
     record: Mapping[str, Any]
     tokens_T: NDArray[np.int32]
     prompt: int
     parent: _Call | None
-    children: list[_Call] = field(default_factory=list)
-    dropped: bool = False
+    is_trained: bool
+    has_children: bool = False
+    trace: RoutingTrace = field(init=False)
 
 
 def read_nemo_gym(
@@ -94,9 +95,9 @@ def read_nemo_gym(
             return rollout_of([], left_out)
         calls = _joined(records, left_out)
         _drop_retries(calls, left_out)
-        chains = _Chains(model, weight_version, left_out)
-        paths = [found for end in _ends(calls) if (found := chains.to(end)) is not None]
-        return rollout_of(paths, left_out)
+        _route(calls, model, weight_version)
+        found = [each for end in _ends(calls) if (each := _path(end, left_out)) is not None]
+        return rollout_of(found, left_out)
 
 
 def _records(content: bytes, state: object, rollout: str) -> dict[str, Mapping[str, Any]]:
@@ -142,25 +143,21 @@ def _unfinished(path: FilePath, state: Mapping[str, Any], records: Mapping[str, 
 
 def _joined(records: Mapping[str, Mapping[str, Any]], left_out: list[str]) -> list[_Call]:
     """Return the calls, parents before children: what each adds to the tokens of its parent is checked."""
+    parents = {name: record.get("parent_call_id") for name, record in sorted(records.items())}
+    known = {name: [each] if isinstance(each, str) and each in records else [] for name, each in parents.items()}
+    try:
+        order = [*TopologicalSorter(known).static_order()]
+    except CycleError as error:
+        raise CaptureError(f"calls are parents of each other in a circle: {shown(error.args[1])}") from error
     calls: dict[str, _Call] = {}
-    behind: dict[object, list[str]] = {}
-    for name, record in sorted(records.items(), reverse=True):
-        parent = record.get("parent_call_id")
-        behind.setdefault(parent if isinstance(parent, str) and parent in records else None, []).append(name)
-    ready, seen = behind.get(None, []), 0
     room = MOST_TOKENS
-    while ready:
-        name = ready.pop()
-        seen += 1
-        ready += behind.get(name, [])
+    for name in order:
         call = _call(name, records[name], calls, left_out)
         if call is not None:
             calls[name] = call
             room -= len(call.tokens_T)
         if room < 0:
             raise CaptureError(f"its calls have more than {MOST_TOKENS} tokens together; expected those of one rollout")
-    if seen != len(records):
-        raise CaptureError(f"{len(records) - seen} calls are parents of each other in a circle")
     return list(calls.values())
 
 
@@ -195,13 +192,12 @@ def _call(name: str, record: Mapping[str, Any], calls: Mapping[str, _Call], left
     stated = record.get("cum_len"), record.get("digest")
     if (stated[0] is not None and stated[0] != len(tokens_T)) or stated[1] not in (None, _digest(tokens_T)):
         raise CaptureError(f"{what} has {len(tokens_T)} tokens that are not those of its cum_len and digest")
-    call = _Call(name, record, tokens_T, len(own), parent)
-    if not len(generated) or not len(own):
+    is_trained = bool(len(own) and len(generated))
+    if not is_trained:
         left_out.append(f"{what} is not trained: it has {len(own)} tokens of a prompt and {len(generated)} generated")
-        call.dropped = True
     if parent is not None:
-        parent.children.append(call)
-    return call
+        parent.has_children = True
+    return _Call(name, record, tokens_T, len(own), parent, is_trained)
 
 
 def _digest(tokens_T: NDArray[np.int32]) -> str:
@@ -213,10 +209,10 @@ def _digest(tokens_T: NDArray[np.int32]) -> str:
 def _drop_retries(calls: list[_Call], left_out: list[str]) -> None:
     """Drop calls that have the parent and the prompt of another and that no call goes on from."""
     asked = [(call.parent, call.tokens_T[: call.prompt].tobytes()) for call in calls]
-    times = Counter(each for each, call in zip(asked, calls, strict=True) if not call.dropped)
+    times = Counter(each for each, call in zip(asked, calls, strict=True) if call.is_trained)
     for each, call in zip(asked, calls, strict=True):
-        if times[each] > 1 and not call.children and not call.dropped:
-            call.dropped = True
+        if times[each] > 1 and call.is_trained and not call.has_children:
+            call.is_trained = False
             left_out.append(
                 f"call {call.name:.40} is not trained: another has its prompt, no call goes on from it, and the agent "
                 "may not have seen it"
@@ -228,60 +224,42 @@ def _ends(calls: list[_Call]) -> list[_Call]:
     goes_on: set[_Call] = set()
     ends = []
     for call in reversed(calls):  # children before parents
-        if call.parent is not None and (call in goes_on or not call.dropped):
+        if call.parent is not None and (call in goes_on or call.is_trained):
             goes_on.add(call.parent)
-        if not call.dropped and call not in goes_on:
+        if call.is_trained and call not in goes_on:
             ends.append(call)
     return sorted(ends, key=lambda call: call.name)
 
 
-class _Chains:
-    """Joins the calls of chains: a row that an earlier call brought stays, with its weights."""
-
-    def __init__(self, model: RoutingSpec, weight_version: WeightVersion, left_out: list[str]) -> None:
-        self.model, self.weight_version, self.left_out = model, weight_version, left_out
-        self.shared: dict[str, RoutingTrace] = {}  # up to a call that several go on from, so that each is read once
-        self.trained: set[str] = set()
-        self.room = MOST_BYTES
-
-    def to(self, end: _Call) -> Path | None:
-        """Return the chain that ends in a call; None with a statement where it has no routes."""
-        chain: list[_Call] = []
-        at: _Call | None = end
-        while at is not None:
-            chain.append(at)
-            at = at.parent
-        new = next((i for i, call in enumerate(chain) if call.name in self.shared), len(chain))
-        trajectory = Trajectory(self.model)
-        if new < len(chain):
-            trajectory.add(self.shared[chain[new].name])
-        for call in reversed(chain[:new]):
-            trajectory.add(_capture(call, self.model, self.weight_version))
-            if len(call.children) > 1:
-                self._take(call)
-                self.shared[call.name] = trajectory.trace()
-        self._take(end)
-        trace, sampled_T = trajectory.trace(), np.zeros(len(end.tokens_T), np.bool_)
-        missing = int((~trace.valid_N[:-1]).sum())
-        if missing == len(trace.valid_N) - 1:
-            self.left_out.append(f"the chain to call {end.name:.40} is left out: it has no routes")
-            return None
-        if missing:
-            why = "no call has them"
-            self.left_out.append(f"the chain to call {end.name:.40} has {missing} rows without routes: {why}")
-        logprobs = [np.zeros(0)]
-        for call in reversed(chain):
-            if call.name not in self.trained and not call.dropped:
-                self.trained.add(call.name)
-                sampled_T[call.prompt : len(call.tokens_T)] = True
-                logprobs.append(_logprobs(call))
-        return Path(trace.with_provenance(wire="nemo-gym"), sampled_T, np.concatenate(logprobs), end.name)
-
-    def _take(self, call: _Call) -> None:
-        """Count what is kept of all chains together, before it is taken."""
-        self.room -= len(call.tokens_T) * self.model.num_layers * self.model.top_k
-        if self.room < 0:
+def _route(calls: list[_Call], model: RoutingSpec, weight_version: WeightVersion) -> None:
+    """Give each call the routes of its chain: a row that an earlier call brought stays, with its weights."""
+    room = MOST_BYTES
+    for call in calls:  # parents before children
+        room -= len(call.tokens_T) * model.num_layers * model.top_k
+        if room < 0:
             raise CaptureError(f"its chains take more than {MOST_BYTES} bytes; expected those of one rollout")
+        capture = _capture(call, model, weight_version)
+        call.trace = capture if call.parent is None else extended(call.parent.trace, capture)
+
+
+def _path(end: _Call, left_out: list[str]) -> Path | None:
+    """Return the chain that ends in a call; None with a statement where it has no routes."""
+    missing = int((~end.trace.valid_N[:-1]).sum())
+    if missing == len(end.tokens_T) - 1:
+        left_out.append(f"the chain to call {end.name:.40} is left out: it has no routes")
+        return None
+    if missing:
+        left_out.append(f"the chain to call {end.name:.40} has {missing} rows without routes: no call has them")
+    chain = [end]
+    while (parent := chain[-1].parent) is not None:
+        chain.append(parent)
+    sampled_T, logprobs = np.zeros(len(end.tokens_T), np.bool_), [np.zeros(0)]
+    for call in reversed(chain):
+        if call.is_trained:
+            call.is_trained = False  # on other chains
+            sampled_T[call.prompt : len(call.tokens_T)] = True
+            logprobs.append(_logprobs(call))
+    return Path(end.trace.with_provenance(wire="nemo-gym"), sampled_T, np.concatenate(logprobs), end.name)
 
 
 def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion) -> RoutingTrace:

@@ -9,11 +9,11 @@ array   an array of any library, or the bytes of a .npy file: the door for every
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from foreroute.capture.arrays import NPY_MAGIC, as_array, field_of, is_array, items_of, parse_text
+from foreroute.capture.arrays import NPY_MAGIC, as_array, field_of, is_array, items_of, parse_text, read_base64
 from foreroute.capture.verl_batch import sequences_of
 from foreroute.errors import CaptureError, shown
 
@@ -32,7 +32,7 @@ class RawSequence:
     """The routes of one sequence as they were found, and the facts beside them.
 
     Attributes:
-        routes: an array, text, or the bytes of a .npy file.
+        routes: an array, base64 of int32, or the bytes of a .npy file.
         valid: bool [rows], False where a row was never routed; None where the form has no such rows.
         prompt_token_ids, response_token_ids: the tokens, where the output carries them.
         token_ids: all tokens, where the output does not tell prompt and response apart.
@@ -90,51 +90,43 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     """Do as `read_output`, for what is no list of outputs."""
     if isinstance(output, bytes) or is_array(output):
         return Form.ARRAY, [RawSequence(output)]
-    meta, extension = field_of(output, "meta_info"), field_of(output, "sglext")
-    if meta is not None:
-        return Form.SGLANG, [_sglang(meta, output)]
-    if extension is not None:
-        return Form.SGLANG, [_sglang(extension, _only_choice(output))]
+    if (meta := field_of(output, "meta_info")) is not None:
+        return Form.SGLANG, [_sequence(meta, output, output)]
+    if (extension := field_of(output, "sglext")) is not None:
+        choice = _only_choice(output)
+        return Form.SGLANG, [_sequence(extension, choice, choice)]
     batch = None if isinstance(output, Mapping) else field_of(output, "batch")  # verl's DataProto
     if batch is not None:
         return Form.VERL, _verl(batch)
-    choices = _first(field_of(output, "outputs"), field_of(output, "choices"))
+    choices = _first(output, "outputs", "choices")
     if isinstance(choices, list | tuple) and choices:
-        return Form.VLLM, [_vllm(choice, output) for choice in items_of(choices, "the choices")]
-    routes = field_of(output, "routed_experts")
-    if is_array(routes) and as_array(routes, "routed_experts").ndim == 4:
+        found = [_sequence(choice, choice, output) for choice in items_of(choices, "the choices")]
+    elif is_array(routes := field_of(output, "routed_experts")) and as_array(routes, "routed_experts").ndim == 4:
         return Form.VERL, _verl(output)
-    return Form.VLLM, [_vllm(output, output)]
+    else:
+        found = [_sequence(output, output, output)]
+    # vLLM's text is a file, with the shape and the dtype in it
+    read = [read_base64(each.routes, "the routes") if isinstance(each.routes, str) else each.routes for each in found]
+    return Form.VLLM, [replace(each, routes=routes) for each, routes in zip(found, read, strict=True)]
 
 
-def _vllm(choice: Any, record: Any) -> RawSequence:
-    routes = field_of(choice, "routed_experts")
+def _sequence(holder: Any, choice: Any, record: Any) -> RawSequence:
+    """Return what one answer of vLLM or SGLang says: `holder` has the routes, `choice` or else `record` the tokens."""
+    routes = field_of(holder, "routed_experts")
     if routes is None:
-        raise _no_routes(choice)
+        raise _no_routes(holder)
     if not isinstance(routes, str) and not is_array(routes):
         raise CaptureError(
-            f"routed_experts is a {type(routes).__name__}; expected an array, or base64 of a .npy file as vLLM "
-            "writes it"
+            f"routed_experts is a {type(routes).__name__}; expected an array, or base64 as vLLM and SGLang write it"
         )
+    prompt = field_of(choice, "prompt_token_ids")
     return RawSequence(
         routes,
-        prompt_token_ids=_first(field_of(choice, "prompt_token_ids"), field_of(record, "prompt_token_ids")),
-        response_token_ids=field_of(choice, "token_ids"),
-        sampling_mask=field_of(choice, "sampling_mask"),
-        weight_versions=field_of(choice, "weight_versions"),
-    )
-
-
-def _sglang(holder: Any, record: Any) -> RawSequence:
-    routes = field_of(holder, "routed_experts")
-    if not isinstance(routes, str):
-        raise _no_routes(holder)
-    return RawSequence(
-        routes,
-        prompt_token_ids=field_of(record, "prompt_token_ids"),
-        response_token_ids=_first(field_of(record, "output_ids"), field_of(record, "token_ids")),
-        sampling_mask=field_of(holder, "output_token_sampling_mask"),
+        prompt_token_ids=field_of(record, "prompt_token_ids") if prompt is None else prompt,
+        response_token_ids=_first(choice, "output_ids", "token_ids"),
+        sampling_mask=_first(holder, "sampling_mask", "output_token_sampling_mask"),
         indexer_topk=field_of(holder, "indexer_topk"),
+        weight_versions=field_of(holder, "weight_versions"),
     )
 
 
@@ -178,5 +170,6 @@ def have_all(found: Sequence[Any], what: str) -> bool:
     return any(there)
 
 
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
+def _first(record: Any, *names: str) -> Any:
+    """Return the first of these fields that there is."""
+    return next((value for name in names if (value := field_of(record, name)) is not None), None)

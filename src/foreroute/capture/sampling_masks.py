@@ -117,11 +117,11 @@ def masks_of_steps(
 
 def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the sets of one sequence, one for each of its last tokens: their sizes, and the ids of all joined."""
-    held = field_of(raw.sampling_mask, "token_ids") if not isinstance(raw.sampling_mask, list | tuple) else None
-    masks = raw.sampling_mask if held is None else held
+    given = raw.sampling_mask
+    masks = given if isinstance(given, list | tuple) else field_of(given, "token_ids")
     if not isinstance(masks, list | tuple):
         raise CaptureError(
-            f"the sampling mask of sequence {sequence} is a {type(masks).__name__}; expected a list of token ids for "
+            f"the sampling mask of sequence {sequence} is a {type(given).__name__}; expected a list of token ids for "
             "each generated token"
         )
     masks = items_of(masks, "the sampling mask")

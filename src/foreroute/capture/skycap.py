@@ -100,10 +100,11 @@ def read_skycap(
             raise CaptureError(f"the document is {shown(record)}; expected a record of skycap with format_version 1")
         left_out: list[str] = []
         samples = _samples_of(record, left_out)
-        arrays = _side_files(FilePath(document).parent, record) if samples else {}
-        paths = _Paths(record, arrays, model, weight_version, vocabulary_size, left_out) if samples else None
-        found = [path for leaf, targets in samples if paths and (path := paths.to(leaf, targets)) is not None]
-        return rollout_of(found, left_out)
+        if not samples:
+            return rollout_of([], left_out)
+        arrays = _side_files(FilePath(document).parent, record)
+        paths = _Paths(record, arrays, model, weight_version, vocabulary_size, left_out)
+        return rollout_of([path for each in samples if (path := paths.to(*each)) is not None], left_out)
 
 
 class _Paths:
@@ -180,14 +181,11 @@ class _Paths:
 
     def _was_cut(self, node: _Node) -> bool:
         """Say whether log-probs are of what top-p, top-k or min-p had left."""
-        if self.capture.get("logprobs_mode") != "processed_logprobs":
-            return False
         asked = {**_object(node.call.get("sampling"), "sampling")}
         asked |= _object(self.capture.get("sampling_overrides"), "sampling_overrides")
-        for name, whole in (("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (0,))):
-            if asked.get(name) is not None and asked[name] not in whole:
-                return True
-        return False
+        leaves_all = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
+        is_cut = any(asked.get(name) not in values for name, values in leaves_all.items())
+        return is_cut and self.capture.get("logprobs_mode") == "processed_logprobs"
 
     def _objection(self, nodes: list[_Node], kept: set[int]) -> str:
         if any(node.has_media for node in nodes):

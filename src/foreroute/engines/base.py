@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
-from foreroute.engines.sequences import Response, Sample
+from foreroute.engines.sequences import PartialGeneration, Request, Response
 from foreroute.engines.weights_folder import WeightsFolder
-from foreroute.errors import ConfigError, EngineError
-from foreroute.trace import NO_VERSION
+from foreroute.errors import ConfigError, EngineError, shown
+from foreroute.trace import NO_VERSION, concatenate
 
 SLACK_BYTES, BYTES_OF_LOGPROB = 1 << 20, 512
 """Of an answer without tokens, and of what is said of a sampled one beside its routes."""
 
 
 class Engine(Protocol):
-    """What samples: `embedded.EmbeddedEngine`, and the engines of `engines.vllm` and `engines.sglang`."""
+    """What samples: `embedded.EmbeddedEngine`, `vllm.VLLMEngine` and `sglang.SGLangServerEngine`."""
 
     weight_version: int
 
@@ -86,22 +87,81 @@ class OutsideEngine(ABC):
     def _hand_over(self, folder: str, version: int) -> None:
         """Have the engine load a checkpoint, and forget its prefix cache."""
 
-    def _sample_of(self, response: Response, sampling: Sampling, max_new_tokens: int) -> Sample:
-        return response.sample(
-            self._served,
-            sampling,
-            max_new_tokens=max_new_tokens,
-            weight_version=self.weight_version,
-            engine=self._name,
-            engine_version=self._engine_version,
-        )
+    def _requests(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        sampling: Sampling,
+        generator: torch.Generator,
+        *,
+        limits: ArrayLike | None = None,
+        known_rows: ArrayLike = 0,
+    ) -> list[Request]:
+        """What is asked for: `sampling.group_size` responses to each prompt, grouped by prompt, each with a seed.
 
-    def _require_ready(self) -> None:
-        """Raise `EngineError` when it is not known which weights the engine has."""
+        Args:
+            prompts: integer arrays [P].
+            sampling: how.
+            generator: the source of the seeds.
+            limits: int [prompts], the most tokens that may be sampled; by default those of `sampling`.
+            known_rows: int [prompts], or one for all: rows at the start of a prompt that are not wanted.
+
+        Raises:
+            ConfigError: without a prompt, for one without a token, whose row gives the first sampled one, and for known
+                rows that are not fewer than the prompt's tokens: vLLM 0.28 ends where it is asked for none of them.
+            EngineError: when it is not known which weights the engine has.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or not all(lengths):
+            raise ConfigError(
+                f"there are {len(lengths)} prompts, of {lengths[:8]} tokens; expected one or more, of one token or more"
+            )
+        known = np.asarray(known_rows)
+        fits = known.dtype.kind in "iu" and known.shape in ((), (len(lengths),))
+        if not fits or (known < 0).any() or (known >= lengths).any():
+            raise ConfigError(
+                f"known_rows are {shown(known_rows)}; expected a whole number, or one for each prompt, of 0 or more "
+                "and fewer than its tokens: the last row gives the first sampled token"
+            )
         if self._half_loaded:
             raise EngineError(
                 "the engine's weights are unknown, since loading the last ones failed half way; call load_weights again"
             )
+        limited = np.broadcast_to(sampling.max_new_tokens if limits is None else limits, len(lengths))
+        of_prompt = zip(prompts, limited.tolist(), np.broadcast_to(known, len(lengths)).tolist(), strict=True)
+        asked = [each for each in of_prompt for _ in range(sampling.group_size)]
+        seeds, name = torch.randint(1 << 31, (len(asked),), generator=generator).tolist(), secrets.token_hex(8)
+        return [
+            Request(f"{name}-{number}", prompt, sampling, limit, seed, start)
+            for number, ((prompt, limit, start), seed) in enumerate(zip(asked, seeds, strict=True))
+        ]
+
+    def _generated(
+        self, requests: Sequence[Request], responses: Sequence[Response], loaded: Sequence[int]
+    ) -> PartialGeneration:
+        """What was sampled, by weights of one of these versions; see `Response.trace`."""
+        pairs = zip(requests, responses, strict=True)
+        trace = concatenate(got.trace(asked, self._served, loaded=loaded) for asked, got in pairs)
+        return PartialGeneration(
+            trace.with_provenance(engine=self._name, engine_version=self._engine_version),
+            np.array([len(request.prompt) for request in requests], np.int64),
+            [response.logprobs for response in responses],
+            np.array([response.reason != "abort" for response in responses]),
+        )
+
+    def _most_bytes(self, requests: Sequence[Request], *, most_kept: int = 0) -> int:
+        """The most bytes that an answer in JSON may have: base64 of ids for each token, log-probs, tokens of masks.
+
+        Args:
+            requests: of which it answers any.
+            most_kept: tokens of the set that a sampled one was drawn from, where these come too.
+        """
+        spec, indexers = self._served.spec, self._served.indexers
+        ids = (max(layer.index for layer in spec.layers) + 1) * spec.top_k
+        if indexers is not None:
+            ids += (max(layer.index for layer in indexers.layers) + 1) * indexers.top_k
+        tokens, sampled = max(len(each.prompt) + each.limit for each in requests), max(r.limit for r in requests)
+        # four bytes of an id are 5.3 letters; layers of drafts may come behind the decoder's
+        return SLACK_BYTES + tokens * (12 * ids + 16) + sampled * (BYTES_OF_LOGPROB + 12 * most_kept)
 
     def _cuts(self, sampling: Sampling, *, most: int = MAX_INT32) -> dict[str, float]:
         """Give temperature, top_k, top_p and min_p as engines that return masks take them.
@@ -124,42 +184,6 @@ class OutsideEngine(ABC):
             )
         temperature = 1.0 if greedy else sampling.temperature
         return {"temperature": temperature, "top_k": top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
-
-
-def most_bytes_of(model: ServedModel, tokens: int, sampled: int, *, most_kept: int = 0) -> int:
-    """The most bytes that an answer in JSON may have: ids in base64 for each token, log-probs, and tokens of masks.
-
-    Args:
-        model: what is served.
-        tokens: of prompts and responses.
-        sampled: of these, how many at most are sampled.
-        most_kept: tokens of the set that a sampled one was drawn from, where these come too.
-    """
-    spec, indexers = model.spec, model.indexers
-    ids = (max(layer.index for layer in spec.layers) + 1) * spec.top_k
-    if indexers is not None:
-        ids += (max(layer.index for layer in indexers.layers) + 1) * indexers.top_k
-    # four bytes of an id are 5.3 letters; layers of drafts may come behind the decoder's
-    return SLACK_BYTES + tokens * (12 * ids + 16) + sampled * (BYTES_OF_LOGPROB + 12 * most_kept)
-
-
-def require_prompts(prompts: Sequence[NDArray[np.int32]]) -> None:
-    """Raise `ConfigError` unless there is a prompt, and each has a token, whose row gives the first sampled one.
-
-    Args:
-        prompts: integer arrays [P].
-    """
-    if not len(prompts) or not all(len(prompt) for prompt in prompts):
-        raise ConfigError(
-            f"there are {len(prompts)} prompts, of {[len(prompt) for prompt in prompts][:8]} tokens; expected one or "
-            "more, of one token or more each"
-        )
-
-
-def draw_seeds(generator: torch.Generator, count: int) -> list[int]:
-    """A seed for each request. Engines add the number of the response within its group."""
-    seeds: list[int] = torch.randint(1 << 31, (count,), generator=generator).tolist()
-    return seeds
 
 
 def stop_token_ids(sampling: Sampling) -> list[int]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +15,7 @@ from foreroute.files import parse_json
 
 try:
     import httpx
+    from anyio.from_thread import start_blocking_portal  # which httpx brings
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"an engine behind a server needs httpx, which is not installed; {how_to_install('engines')}", name=error.name
@@ -26,7 +24,6 @@ except ModuleNotFoundError as error:
 SMALL = 1 << 24
 """Bytes of an answer that has no routes."""
 MAX_ERROR_CHARS = 600
-NOT_FOUND = 404
 _NAMES = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}
 
 T = TypeVar("T")
@@ -51,20 +48,17 @@ class Answer:
         self.value = value
         self._where = where
 
-    def read(self, kind: type[T], *path: str | int) -> T:
-        """What stands at a path of names and positions.
+    def read(self, kind: type[T], *path: str) -> T:
+        """What stands at a path of names.
 
         Raises:
             EngineError: when nothing stands there, or something of another kind.
         """
         value = self.value
-        for key in path:
-            is_there = (isinstance(value, dict) and key in value) or (
-                isinstance(value, list) and isinstance(key, int) and 0 <= key < len(value)
-            )
-            if not is_there:
-                raise self._garbled(path, f"{value!r:.80} has no {key!r}", _NAMES[kind])
-            value = value[key]
+        for name in path:
+            if not isinstance(value, dict) or name not in value:
+                raise self._garbled(path, f"{value!r:.80} has no {name!r}", _NAMES[kind])
+            value = value[name]
         if type(value) is not kind:
             raise self._garbled(path, f"{value!r:.80}", _NAMES[kind])
         return value
@@ -73,30 +67,28 @@ class Answer:
         """Whether it is an object with this name, and not null there."""
         return isinstance(self.value, dict) and self.value.get(name) is not None
 
-    def each(self, *path: str | int) -> list[Answer]:
+    def each(self, *path: str) -> list[Answer]:
         """The elements of a list. Raises as `read`."""
-        where = self._named(path)
+        where = ".".join([self._where, *path])
         return [Answer(value, f"{where}[{number}]") for number, value in enumerate(self.read(list, *path))]
 
-    def integers(self, *path: str | int) -> NDArray[np.int32]:
+    def integers(self, *path: str) -> NDArray[np.int32]:
         """int32 [N], a list of integers. Raises as `read`."""
         values = self.read(list, *path)
         if not all(type(value) is int and abs(value) < 1 << 31 for value in values):
             raise self._garbled(path, f"{values!r:.80}", "a list of integers of 32 bits")
         return np.array(values, np.int32)
 
-    def numbers(self, *path: str | int) -> NDArray[np.float32]:
+    def numbers(self, *path: str) -> NDArray[np.float32]:
         """float32 [N], a list of numbers; null is no number (NaN). Raises as `read`."""
         values = self.read(list, *path)
         if not all(value is None or (type(value) in (int, float) and abs(value) <= 3e38) for value in values):
             raise self._garbled(path, f"{values!r:.80}", "a list of numbers")
         return np.array(values, np.float32)
 
-    def _garbled(self, path: tuple[str | int, ...], seen: str, expected: str) -> EngineError:
-        return EngineError(f"{self._named(path)} lacks or garbles a field: {seen}; expected {expected}")
-
-    def _named(self, path: tuple[str | int, ...]) -> str:
-        return self._where + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    def _garbled(self, path: tuple[str, ...], seen: str, expected: str) -> EngineError:
+        where = ".".join([self._where, *path])
+        return EngineError(f"{where} lacks or garbles a field: {seen}; expected {expected}")
 
 
 class Client:
@@ -167,11 +159,9 @@ class Client:
             EngineError: when the server cannot be reached, is late, refuses, sends to another address, or answers with
                 something else than JSON, more of it than it may, or less than it announced.
         """
-        asked = asyncio.run_coroutine_threadsafe(self._all(path, bodies, most_bytes, then), _loop())
-        try:
-            texts = asked.result()
-        finally:
-            asked.cancel()
+        # in a loop and a thread of its own, since the caller's may run a loop already
+        with start_blocking_portal(name="foreroute-http") as portal:
+            texts = portal.call(self._all, path, bodies, most_bytes, then)
         name = f"the answer of {path} of {self._what}"
         return [Answer(parse_json(text, EngineError, name=name) if text.strip() else None, name) for text in texts]
 
@@ -200,18 +190,16 @@ class Client:
                 async with gate:
                     return await self._one(client, path, body, most_bytes)
 
-            tasks = [asyncio.create_task(one(body)) for body in bodies]
             try:
-                if then:
-                    seconds, other = then
-                    _, waiting = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-                    if waiting:
-                        await self._one(client, other, {}, SMALL)
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(body)) for body in bodies]
+                    if then:
+                        _, waiting = await asyncio.wait(tasks, timeout=then[0], return_when=asyncio.FIRST_EXCEPTION)
+                        if waiting:
+                            await self._one(client, then[1], {}, SMALL)
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from errors.exceptions[0].__cause__
+            return [task.result() for task in tasks]
 
     async def _one(
         self, client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, most_bytes: int
@@ -233,24 +221,11 @@ class Client:
             raise EngineError(f"{where} sends to {response.headers['location']:.200}; name the address itself")
         if not response.is_success:
             said = bytes(text).decode(errors="replace")[:MAX_ERROR_CHARS]
-            what_to_do = self._missing.get(path.partition("?")[0]) if response.status_code == NOT_FOUND else None
-            raise EngineError(
-                f"{where} refused with status {response.status_code}: {said}"
-                + (f". {what_to_do}" if what_to_do else "")
-            )
+            status = response.status_code
+            what_to_do = self._missing.get(path.partition("?")[0]) if status == httpx.codes.NOT_FOUND else None
+            raise EngineError(f"{where} refused with status {status}: {said}{f'. {what_to_do}' if what_to_do else ''}")
         if len(text) > most_bytes:
             raise EngineError(f"{where} answered with more than {most_bytes} bytes, which is more than was asked for")
         if encoding := response.headers.get("content-encoding"):
             raise EngineError(f"{where} answered in the encoding {encoding!r:.40}; expected none")
         return text
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Runs in a thread of its own, since the caller's may run a loop already."""
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, name="foreroute-http", daemon=True).start()
-    return loop
-
-
-os.register_at_fork(after_in_child=_loop.cache_clear)  # a child has no threads

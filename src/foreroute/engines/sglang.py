@@ -5,7 +5,6 @@ SGLang itself is not imported.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
-from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, require_prompts, stop_token_ids
+from foreroute.engines.base import OutsideEngine, stop_token_ids
 from foreroute.engines.http import Answer, Client
-from foreroute.engines.sequences import PartialGeneration, Response, require_own
+from foreroute.engines.sequences import Request, Response
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace.spec import whole_number
@@ -93,26 +92,21 @@ class SGLangServerEngine(OutsideEngine):
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
-        require_prompts(prompts)
-        self._require_ready()
         # one prompt for each response, so that each has a seed and an id of its own
-        asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
-        seeds, name = draw_seeds(generator, len(asked)), secrets.token_hex(8)
-        ids = [f"{name}-{number}" for number in range(len(asked))]
-        cuts = self._cuts(sampling, most=MOST_KEPT) if sampling.truncates else {"temperature": sampling.temperature}
+        requests = self._requests(prompts, sampling, generator)
+        batches = [requests[first : first + self._batch_size] for first in range(0, len(requests), self._batch_size)]
         params = {
-            **cuts,
+            **(self._cuts(sampling, most=MOST_KEPT) if sampling.truncates else {"temperature": sampling.temperature}),
             "max_new_tokens": sampling.max_new_tokens,
             # with ignore_eos SGLang ignores these too
             "stop_token_ids": stop_token_ids(sampling),
             "ignore_eos": sampling.end_token < 0,
         }
-        batches = [slice(first, first + self._batch_size) for first in range(0, len(asked), self._batch_size)]
         bodies = [
             {
-                "rid": ids[batch],
-                "input_ids": [prompt.tolist() for prompt in asked[batch]],
-                "sampling_params": [params | {"sampling_seed": seed} for seed in seeds[batch]],
+                "rid": [each.id for each in batch],
+                "input_ids": [each.prompt.tolist() for each in batch],
+                "sampling_params": [params | {"sampling_seed": each.seed} for each in batch],
                 "return_logprob": True,
                 "return_routed_experts": True,
                 "return_sampling_mask": sampling.truncates,
@@ -120,52 +114,39 @@ class SGLangServerEngine(OutsideEngine):
             }
             for batch in batches
         ]
-        tokens = max(len(prompt) for prompt in asked) + sampling.max_new_tokens
-        most = self._batch_size * most_bytes_of(
-            self._served, tokens, sampling.max_new_tokens, most_kept=MOST_KEPT * sampling.truncates
-        )
-        samples = []
+        most = self._batch_size * self._most_bytes(requests, most_kept=MOST_KEPT * sampling.truncates)
+        responses: list[Response] = []
         for batch, answer in zip(batches, self._server.ask("/generate", bodies, most_bytes=most), strict=True):
-            if len(answers := answer.each()) != len(asked[batch]):
-                raise EngineError(f"the SGLang server returned {len(answers)} responses to {len(asked[batch])} prompts")
-            for one, prompt, rid in zip(answers, asked[batch], ids[batch], strict=True):
-                response, versions = response_of(one, prompt, rid=rid, masks=sampling.truncates)
-                require_own(versions, self._loaded[-1:])
-                samples.append(self._sample_of(response, sampling, sampling.max_new_tokens))
-        return PartialGeneration(samples).generation()
+            if len(answers := answer.each()) != len(batch):
+                raise EngineError(f"the SGLang server returned {len(answers)} responses to {len(batch)} prompts")
+            responses += [response_of(*each) for each in zip(answers, batch, strict=True)]
+        return self._generated(requests, responses, self._loaded[-1:]).generation()
 
 
-def response_of(
-    answer: Answer, prompt: NDArray[np.int32], *, rid: str, masks: bool = False
-) -> tuple[Response, list[str]]:
-    """What one answer of `/generate` says, and the versions of the weights that sampled it.
+def response_of(answer: Answer, request: Request) -> Response:
+    """What one answer of `/generate` says. Log-probs are those on the masks, where these were asked for.
 
     Args:
         answer: with `output_ids` and `meta_info`.
-        prompt: int32 [P], what was asked.
-        rid: of the request.
-        masks: whether sampling masks were asked for. Log-probs are then those on the masks.
+        request: what was asked.
 
     Raises:
         EngineError: when it lacks what was asked for, or is the answer to another request.
     """
     meta = Answer(answer.read(dict, "meta_info"), "the SGLang server's answer.meta_info")
-    if (named := meta.read(str, "id")) != rid:
-        raise EngineError(f"the SGLang server answers the request {named!r:.80}, asked was {rid!r}")
-    if (length := meta.read(int, "prompt_tokens")) != len(prompt):
-        raise EngineError(f"the SGLang server answers a prompt of {length} tokens, it was sent {len(prompt)}")
-    if meta.has("weight_versions"):
-        versions = [span.read(str, "version") for span in meta.each("weight_versions")]
-    else:
-        versions = [meta.read(str, "weight_version")]
+    if (named := meta.read(str, "id")) != request.id:
+        raise EngineError(f"the SGLang server answers the request {named!r:.80}, asked was {request.id!r}")
+    if (length := meta.read(int, "prompt_tokens")) != len(request.prompt):
+        raise EngineError(f"the SGLang server answers a prompt of {length} tokens, it was sent {len(request.prompt)}")
     tokens = answer.integers("output_ids")
-    held = {name: meta.value.get(name) for name in ("routed_experts", "indexer_topk")}
+    if not meta.has("weight_versions"):  # as of older releases, which know one version for all tokens
+        meta.value["weight_versions"] = [{"version": meta.read(str, "weight_version"), "start": 0, "end": len(tokens)}]
     # each is a list of log-prob, token and text
     entries = [[*entry.read(list), None, None][:2] for entry in meta.each("output_token_logprobs")]
     where = "the SGLang server's answer.meta_info.output_token_logprobs"
     logprobs, logprob_tokens = Answer([e[0] for e in entries], where), Answer([e[1] for e in entries], where)
-    if masks:
-        held["output_token_sampling_mask"] = meta.read(list, "output_token_sampling_mask")
+    if request.sampling.truncates:
+        meta.read(list, "output_token_sampling_mask")
         logprobs = Answer(meta.read(list, "output_token_sampling_logprobs"), where)
-    reason, output = meta.read(str, "finish_reason", "type"), {"output_ids": tokens, "meta_info": held}
-    return Response(prompt, tokens, logprobs.numbers(), logprob_tokens.integers(), reason, output), versions
+    reason = meta.read(str, "finish_reason", "type")
+    return Response(tokens, logprobs.numbers(), logprob_tokens.integers(), reason, answer.value, states_versions=True)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.engines import vllm
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
@@ -111,11 +110,11 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
             gate_weights=run.rl.routing == "R3+weights",
             indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
         )
+    from foreroute.engines import sglang, vllm
+
     served = ServedModel.of(policy)
     weights = None if place.weights_folder is None else Path(place.weights_folder)
     if config.engine == "sglang":  # TrainConfig refuses it without url and weights_folder
-        from foreroute.engines import sglang
-
         assert place.url is not None
         assert weights is not None
         return sglang.SGLangServerEngine(served, place.url, weights_folder=weights, timeout_s=place.timeout_s)

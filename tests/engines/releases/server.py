@@ -22,7 +22,7 @@ FLAGS = [
     *("--num-gpu-blocks-override", str(BLOCKS), "--max-num-batched-tokens", str(STEP_TOKENS)),
     *("--enable-chunked-prefill", "--enable-prefix-caching", "--enforce-eager", "--skip-tokenizer-init"),
     *("--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"),
-    *("--worker-extension-cls", "foreroute.engines.vllm.worker_plugin.WorkerExtension"),
+    *("--worker-extension-cls", "foreroute.engines.inside_vllm.WorkerExtension"),
 ]
 START_S, ANSWER_S = 1200, 300
 LAST_LINES = 40

@@ -252,8 +252,14 @@ LIES = {
         lambda a: meta(a).update(prompt_tokens=99),
         "a prompt of 99 tokens, it was sent 8",
     ),
-    "other weights": (lambda a: meta(a).update(weight_versions=[{"version": "2"}]), "trainer loaded version 3"),
-    "weights of a number": (lambda a: meta(a).update(weight_versions=[{"version": 3}]), "lacks or garbles"),
+    "other weights": (
+        lambda a: meta(a).update(weight_versions=[{"version": "2", "start": 0, "end": 5}]),
+        "trainer loaded version 3",
+    ),
+    "weights of a number": (
+        lambda a: meta(a).update(weight_versions=[{"version": 3, "start": 0, "end": 5}]),
+        "has the span",
+    ),
     "log-probs of other tokens": (lambda a: meta(a)["output_token_logprobs"].reverse(), "token of each log-prob"),
     "a log-prob too few": (lambda a: meta(a)["output_token_logprobs"].pop() and None, "token of each log-prob"),
     "log-probs alone": (lambda a: meta(a).update(output_token_logprobs=[-1.0] * 5), "lacks or garbles"),
@@ -291,7 +297,7 @@ def test_an_answer_that_is_none_to_its_question_is_refused(asked, name):
     answers.lie = None
     assert len(ask()) == 2  # the control: without the lie it is taken
     answers.lie, said = LIES[name]
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises((EngineError, CaptureError), match=said):
         ask()
 
 

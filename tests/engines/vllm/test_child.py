@@ -14,17 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.engines import vllm
-from foreroute.engines.sequences import Sample
-from foreroute.engines.vllm import launch
-from foreroute.engines.vllm import server as servers
-from foreroute.engines.vllm.server import ServerProcess
+from foreroute.engines import inside_vllm, vllm, vllm_server
+from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
-from foreroute.trace import RoutingTrace
+from foreroute.trace import RoutingTrace, extended
 from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
 
 PAIRS = replace(SAMPLING, group_size=2)
@@ -92,7 +88,7 @@ def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, star
     assert engine.resume(done, sampling, seeded(6)) is done
     assert done.finished_S.all()
     for s in range(4):
-        before, after = partial.samples[s].trace, done.samples[s].trace
+        before, after = partial.trace.select([s]), done.trace.select([s])
         kept = before.num_rows - 1
         assert after.truncated([kept]).equals(before.truncated([kept]))
         if not partial.finished_S[s]:
@@ -109,7 +105,7 @@ def test_rows_that_are_known_are_not_asked_for_again(routed, started):
     whole = engine.generate([so_far], SAMPLING, seeded(7))
     later = engine.generate([so_far], SAMPLING, seeded(7), known_rows=known)
     assert np.flatnonzero(later.trace.valid_N)[0] == known
-    joined = capture.Trajectory(routed.spec).add(first.trace).add(later.trace).trace()
+    joined = extended(first.trace, later.trace)
     assert joined.equals(whole.trace)
     for wrong in (-1, len(so_far), [1, 2], 0.5):
         with pytest.raises(ConfigError, match="known_rows"):
@@ -122,8 +118,9 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
     done = engine.resume(partial, cut, seeded(5)).generation()
     whole = engine.generate(prompts(5, 9), replace(cut, top_k=0, top_p=0.9), seeded())
     # aborted before its first forward: nothing says that there are masks
-    nothing = Sample(RoutingTrace.unrouted(routed.spec, prompts(5)), 5, np.zeros(0, np.float32), finished=False)
-    assert MASKS in engine.resume(vllm.PartialGeneration([nothing]), cut, seeded(5)).generation().trace.streams
+    trace = RoutingTrace.unrouted(routed.spec, prompts(5))
+    nothing = vllm.PartialGeneration(trace, np.array([5]), [np.zeros(0, np.float32)], np.array([False]))
+    assert MASKS in engine.resume(nothing, cut, seeded(5)).generation().trace.streams
     for plain in (replace(cut, top_k=0), replace(cut, top_k=0, temperature=0)):
         assert not engine.generate(prompts(5, 9), plain, seeded()).trace.streams
     assert not partial.finished_S.all()
@@ -206,8 +203,8 @@ def test_what_a_release_needs_on_a_machine():
         ("0.33.0", False): ["--enable-scale-out"],
     }
     for (version, is_cpu), needed in cases.items():
-        assert launch.arguments_of(version, is_cpu=is_cpu, given=[]) == needed
-    assert launch.arguments_of("0.33.0", is_cpu=True, given=["--enforce-eager"]) == ["--enable-scale-out"]
+        assert inside_vllm.arguments_of(version, is_cpu=is_cpu, given=[]) == needed
+    assert inside_vllm.arguments_of("0.33.0", is_cpu=True, given=["--enforce-eager"]) == ["--enable-scale-out"]
 
 
 def test_settings_are_arguments(fake_settings):
@@ -252,7 +249,7 @@ def short_path():
 def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
     routed, started, short_path, monkeypatch, behaviour
 ):
-    monkeypatch.setattr(servers, "GRACE_S", 0.5)
+    monkeypatch.setattr(vllm_server, "GRACE_S", 0.5)
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
     engine = started(behaviour)
 
@@ -295,7 +292,7 @@ def test_a_killed_trainer_takes_its_server_with_it(fake_settings):
 
 def test_a_server_removes_no_folder_that_was_not_made_for_it(tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
-    command = [sys.executable, "-m", "foreroute.engines.vllm.launch"]
+    command = [sys.executable, "-m", "foreroute.engines.inside_vllm"]
     server = subprocess.Popen(
         command, cwd=tmp_path, stdin=subprocess.PIPE, env=environment(), start_new_session=True, stderr=subprocess.PIPE
     )
@@ -307,7 +304,9 @@ def test_the_environment_of_the_server_has_foreroute_alone(routed, started, tmp_
     monkeypatch.setenv("PYTHONPATH", "/of/the/trainer")
     seen = {}
     made = subprocess.Popen
-    monkeypatch.setattr(servers.subprocess, "Popen", lambda *args, **given: seen.update(given) or made(*args, **given))
+    monkeypatch.setattr(
+        vllm_server.subprocess, "Popen", lambda *args, **given: seen.update(given) or made(*args, **given)
+    )
     engine = started()
     assert isinstance(engine._process, ServerProcess)
     path = Path(seen["env"]["PYTHONPATH"])

@@ -1,6 +1,7 @@
 """The engine on a server of the user's: answers recorded from a real one, and everything else that may come."""
 
 import copy
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
-from foreroute.engines.vllm.answers import response_of
-from foreroute.engines.vllm.engine import missing_settings
-from foreroute.engines.vllm.server import EXTENSION
+from foreroute.engines.sequences import Request
+from foreroute.engines.vllm import missing_settings, response_of
+from foreroute.engines.vllm_server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
 from foreroute.train import parse_config
@@ -368,10 +369,10 @@ def test_answers_that_are_exchanged_or_repeated_are_refused(routed, tmp_path):
 def test_a_prompt_that_is_not_echoed_has_its_length_compared():
     """As of vLLM 0.28, which has no echo for tokens."""
     answer = payload(DATA / "generate.json")["response"] | {"request_id": "x"}
-    given = {"request_id": "x", "echoes": False}
-    assert response_of(Answer(answer, "it"), PROMPT, **given).reason == "length"
+    asked = Request("x", PROMPT, SAMPLED, limit=5, seed=0)
+    assert response_of(Answer(answer, "it"), asked, echoes=False).reason == "length"
     with pytest.raises(EngineError, match="answers a prompt of 8 tokens, it was sent 7"):
-        response_of(Answer(answer, "it"), PROMPT[:7], **given)
+        response_of(Answer(answer, "it"), replace(asked, prompt=PROMPT[:7]), echoes=False)
 
 
 def settings_031():

@@ -15,11 +15,10 @@ import pytest
 from safetensors.torch import load_file
 
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
-from foreroute.capture import Trajectory
 from foreroute.engines import vllm
 from foreroute.errors import EngineError
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.trace import concatenate
+from foreroute.trace import extended
 from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import ScheduledPass
@@ -99,7 +98,7 @@ def test_a_second_turn_asks_for_its_own_rows_alone(real):
     known = first.trace.num_rows - 1
     second = real.engine.generate([so_far], SAMPLING, seeded(), known_rows=known)
     assert np.flatnonzero(second.trace.valid_N)[0] == known
-    joined = Trajectory(routed.spec).add(first.trace).add(second.trace).trace()
+    joined = extended(first.trace, second.trace)
     assert joined.valid_N[:-1].all()
     assert set_match(routed, joined) == 1.0
 
@@ -114,7 +113,7 @@ def test_abort_and_resume_under_new_weights(real):
         if (partial.response_lengths[open_S] > 0).any():
             break
     assert (partial.response_lengths[open_S] > 0).any()
-    assert set_match(old, concatenate([sample.trace for sample in partial.samples])) == 1.0
+    assert set_match(old, partial.trace) == 1.0
 
     new = load(real, 1)
     sampling = replace(sampling, max_new_tokens=int(partial.response_lengths[open_S].max()) + 10)
@@ -124,7 +123,7 @@ def test_abort_and_resume_under_new_weights(real):
     for s in open_S:
         if not partial.response_lengths[s]:
             continue
-        before, whole = partial.samples[s].trace, done.samples[s].trace
+        before, whole = partial.trace.select([s]), done.trace.select([s])
         kept = before.num_rows - 1
         assert whole.truncated([kept]).equals(before.truncated([kept]))
         assert [version for version, _ in groupby(whole.weight_versions_N.tolist())] == [0, 1, -1]

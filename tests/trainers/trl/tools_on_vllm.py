@@ -24,7 +24,7 @@ os.environ.update(
 def stand_in(dtype: str) -> None:
     from trl.generation import vllm_generation
 
-    from foreroute.engines.vllm.worker_plugin import WorkerExtension
+    from foreroute.engines.inside_vllm import WorkerExtension
 
     start = vllm_generation.LLM
     vllm_generation.LLM = lambda **options: start(**{**options, "enforce_eager": True, "dtype": dtype})

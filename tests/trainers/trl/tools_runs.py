@@ -10,7 +10,8 @@ import torch
 from datasets import Dataset
 
 from examples.trl.tiny import agent, chat_tokenizer, look_up
-from foreroute.capture import Generation, Sampling, Trajectory
+from foreroute.capture import Generation, Sampling
+from foreroute.trace import extended
 from foreroute.trainers.trl import GRPOTrainer, rollout_output
 from tests.trainers.trl.trl_runs import config
 
@@ -113,7 +114,7 @@ def branching(engine):
             whole = first.trace.tokens(0).tolist()
             for tool in ([40, 41, 42], [50]):
                 second = turn(whole + tool)
-                trace = Trajectory(first.trace.spec).add(first.trace).add(second.trace).trace()
+                trace = extended(first.trace, second.trace)
                 sampled = np.arange(trace.num_rows) >= len(whole) + len(tool)
                 logprobs = [second.logprobs_R]
                 if tool == [40, 41, 42]:

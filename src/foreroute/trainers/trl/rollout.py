@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.capture import Trajectory
 from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
-from foreroute.trace import NO_VERSION, RoutingTrace, concatenate
+from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,15 +140,15 @@ def joined_turns(
             "TRL sampled a rollout past _generate_single_turn and rollout_func, so that its routes are unknown; return "
             "them from a rollout_func, or take replay='R2'"
         )
-    trajectories = [Trajectory(turns[0].trace.spec) for _ in sequences]
+    traces = [RoutingTrace.unrouted(turns[0].trace.spec, [[]]) for _ in sequences]
     logprobs = [np.full(len(tokens), np.nan, np.float32) for tokens in sequences]
     for turn in turns:
         for number, s in enumerate(_sequences_of(turn, sequences)):
-            trajectories[s].add(turn.trace.select([number]))
+            traces[s] = extended(traces[s], turn.trace.select([number]))
             if turn.logprobs is not None:
                 behind = logprobs[s][turn.prompt_lengths[number] :]
                 behind[: len(turn.logprobs[number])] = turn.logprobs[number][: len(behind)]
-    whole = concatenate([each.trace() for each in trajectories])
+    whole = concatenate(traces)
     lengths = np.array([len(tokens) for tokens in sequences])
     if len(short := np.flatnonzero(whole.lengths < lengths)):
         raise BatchMismatchError(

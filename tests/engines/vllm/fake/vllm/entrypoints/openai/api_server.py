@@ -52,7 +52,10 @@ class Engine:
                         "return_sampling_mask": given.return_sampling_mask,
                     },
                     "aux_output_config": routes,
-                    "parallel_config": {"worker_extension_cls": given.worker_extension_cls},
+                    "parallel_config": {
+                        "worker_extension_cls": given.worker_extension_cls,
+                        "pipeline_parallel_size": 1,
+                    },
                     "cache_config": {"enable_prefix_caching": True},
                     "scheduler_config": {"enable_chunked_prefill": not given.no_enable_chunked_prefill},
                     "device_config": {"device": "cpu"},

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from foreroute.adapters.checkpoint import CheckpointWriter
+from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import PEERS
 from foreroute.engines.http import Client
-from foreroute.engines.vllm.launch import GRACE_S, MARKER
+from foreroute.engines.inside_vllm import GRACE_S, MARKER
 from foreroute.errors import ConfigError, EngineError
 
-EXTENSION = "foreroute.engines.vllm.worker_plugin.WorkerExtension"
+EXTENSION = "foreroute.engines.inside_vllm.WorkerExtension"
 FIXED_OPTIONS: Mapping[str, Any] = {
     "enable_return_routed_experts": True,
     "skip_tokenizer_init": True,
@@ -102,32 +102,37 @@ class ServerProcess:
 
     Args:
         settings: how to run vLLM.
-        writer: of the checkpoint that it starts with.
-        max_model_len: tokens of the longest sequence.
+        model: what it serves.
 
     Attributes:
         folder: its files; what it prints goes to `server.log` there.
         socket: the path of its Unix socket.
+        max_model_len: tokens of the longest sequence.
 
     Raises:
+        ConfigError: when neither the model nor the settings say how long a sequence may be.
         EngineError: when the process cannot be started.
     """
 
-    def __init__(self, settings: ServerSettings, writer: CheckpointWriter, max_model_len: int) -> None:
+    def __init__(self, settings: ServerSettings, model: ServedModel) -> None:
+        longest = settings.max_model_len or model.max_positions
+        if longest is None:
+            raise ConfigError("the model's configuration does not say how long a sequence may be; set max_model_len")
+        self.max_model_len = longest
         temporary = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         self.folder = Path(temporary.name)
         self.socket = self.folder / "http"
         (self.folder / MARKER).touch()
         # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment
         (self.folder / "path").mkdir()
-        (self.folder / "path" / "foreroute").symlink_to(Path(__file__).resolve().parents[2])
-        checkpoint = writer.write(self.folder / "initial")
+        (self.folder / "path" / "foreroute").symlink_to(Path(__file__).resolve().parents[1])
+        checkpoint = model.writer.write(self.folder / "initial")
         own = {"PYTHONPATH": str(self.folder / "path"), "VLLM_SERVER_DEV_MODE": "1"}
-        command = [str(settings.python.absolute()), "-m", "foreroute.engines.vllm.launch", "--uds", str(self.socket)]
+        command = [str(settings.python.absolute()), "-m", "foreroute.engines.inside_vllm", "--uds", str(self.socket)]
         try:
             with open(self.folder / "server.log", "wb") as log:
                 self._process = subprocess.Popen(
-                    [*command, *settings.arguments(checkpoint, max_model_len)],
+                    [*command, *settings.arguments(checkpoint, longest)],
                     # whatever ends the trainer closes it, and the server ends then
                     stdin=subprocess.PIPE,
                     stdout=log,
@@ -140,8 +145,7 @@ class ServerProcess:
         except (OSError, ValueError) as error:  # letters that cannot be passed on
             temporary.cleanup()
             raise EngineError(f"the vLLM server {command[0]} cannot be started: {error}") from error
-        assert self._process.stdin is not None
-        self._end = weakref.finalize(self, _end, self._process, self._process.stdin, temporary)
+        self._end = weakref.finalize(self, _end, self._process, temporary)
 
     def wait(self, client: Client, timeout_s: float) -> None:
         """Return when the server answers.
@@ -209,15 +213,13 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _end(process: subprocess.Popen[bytes], stdin: IO[bytes], temporary: tempfile.TemporaryDirectory[str]) -> None:
+def _end(process: subprocess.Popen[bytes], temporary: tempfile.TemporaryDirectory[str]) -> None:
     """Whoever does not end in time is killed, and children that outlive the server, which are in its group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(OSError):
-        stdin.close()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with process:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
     temporary.cleanup()

@@ -1,8 +1,19 @@
-"""The trainer's rollout engine: `vllm serve` started as a child, or a server of the user's, spoken to over HTTP."""
+"""vLLM as the trainer's rollout engine: a server that is started and ended here, or one of yours, spoken to over HTTP.
+
+    from foreroute.adapters import hf
+    from foreroute.adapters.checkpoint import ServedModel
+    from foreroute.engines import vllm
+
+    settings = vllm.ServerSettings(python=Path("venv-vllm/bin/python"), precision="bfloat16")
+    with vllm.VLLMEngine(ServedModel.of(hf.attach(model)), settings) as engine:
+        engine.load_weights(model.state_dict(), version=0)
+        generation = engine.generate(prompts, Sampling(max_new_tokens=512, end_token=0, group_size=8), generator)
+
+vLLM itself is not imported in the trainer's process: it pins other versions, and lives in an environment of its own.
+"""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +27,15 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import OutsideEngine, draw_seeds, most_bytes_of, require_prompts, stop_token_ids
+from foreroute.engines.base import OutsideEngine, stop_token_ids
 from foreroute.engines.http import Answer, BrokenOffError, Client
-from foreroute.engines.sequences import PartialGeneration, require_own
-from foreroute.engines.vllm.answers import response_of
-from foreroute.engines.vllm.server import EXTENSION, ServerProcess, ServerSettings
+from foreroute.engines.sequences import PartialGeneration, Request, Response, require_own, require_same_tokens
+from foreroute.engines.vllm_server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
+from foreroute.trace import concatenate, extended
+
+__all__ = ["PartialGeneration", "ServerSettings", "VLLMEngine"]
 
 GENERATE, INFO = "/inference/v1/generate", "/server_info"
 DEVELOPMENT = "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -42,10 +55,6 @@ class VLLMEngine(OutsideEngine):
     A server that is started here loads in the background, and the first request waits for it. It is ended with this
     object, or with the trainer. A server of yours needs VLLM_SERVER_DEV_MODE=1, serves this trainer alone, and is left
     running. Weights go through a folder that both can read.
-
-        with VLLMEngine(ServedModel.of(routed), ServerSettings(python=Path("venv-vllm/bin/python"))) as engine:
-            engine.load_weights(model.state_dict(), version=0)
-            generation = engine.generate(prompts, ...)
 
     Args:
         model: the policy, as it is served.
@@ -77,17 +86,11 @@ class VLLMEngine(OutsideEngine):
     ) -> None:
         super().__init__(model, "vllm")
         self._timeout_s = timeout_s
-        self._process: ServerProcess | None = None
-        self._max_model_len: int | None = None
         self._has_masks = False
+        self._process: ServerProcess | None = None
         url, socket = "http://vllm", None
         if isinstance(server, ServerSettings) and weights_folder is None:
-            self._max_model_len = server.max_model_len or model.max_positions
-            if self._max_model_len is None:
-                raise ConfigError(
-                    "the model's configuration does not say how long a sequence may be; set max_model_len"
-                )
-            self._process = ServerProcess(server, model.writer, self._max_model_len)
+            self._process = ServerProcess(server, model)
             socket, weights_folder = self._process.socket, self._process.folder
         elif isinstance(server, str) and weights_folder is not None:
             url = server
@@ -134,15 +137,15 @@ class VLLMEngine(OutsideEngine):
             generator: the source of randomness.
             known_rows: int [prompts], or one for all: rows at the start of a prompt whose routes are known from an
                 earlier turn. The engine does not send them again, and they are absent from the traces:
-                `capture.Trajectory` joins both.
+                `trace.extended` joins both.
         """
-        return self._sample(prompts, sampling, generator, starts=known_rows).generation()
+        return self._sample(self._requests(prompts, sampling, generator, known_rows=known_rows)).generation()
 
     def generate_until(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator, *, seconds: float
     ) -> PartialGeneration:
         """As `generate`, but what is not finished after so many seconds is aborted: whatever runs on the server."""
-        return self._sample(prompts, sampling, generator, abort_after=seconds)
+        return self._sample(self._requests(prompts, sampling, generator), abort_after=seconds)
 
     def resume(self, partial: PartialGeneration, sampling: Sampling, generator: torch.Generator) -> PartialGeneration:
         """Go on with the sequences that were aborted, under the weights of now.
@@ -156,80 +159,58 @@ class VLLMEngine(OutsideEngine):
                 alone, whatever the group size.
             generator: as in `generate`.
         """
-        samples, open_S = list(partial.samples), np.flatnonzero(~partial.finished_S).tolist()
-        if not open_S:
+        open_S, kept_S = np.flatnonzero(~partial.finished_S), np.flatnonzero(partial.finished_S)
+        if not len(open_S):
             return partial
-        so_far = [samples[s].trace.tokens(0) for s in open_S]
-        left = sampling.max_new_tokens - partial.response_lengths[open_S]
-        # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
-        kept = [samples[s].leading_rows for s in open_S]
-        later = self._sample(so_far, replace(sampling, group_size=1), generator, max_tokens=left, starts=kept)
-        for s, more in zip(open_S, later.samples, strict=True):
-            samples[s] = samples[s].continued_by(more)
-        return PartialGeneration(samples)
+        so_far = partial.trace.select(open_S)
+        requests = self._requests(
+            [so_far.tokens(s) for s in range(len(so_far))],
+            replace(sampling, group_size=1),
+            generator,
+            limits=sampling.max_new_tokens - partial.response_lengths[open_S],
+            # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
+            known_rows=[int(each.argmin()) for each in np.split(so_far.valid_N, so_far.offsets[1:-1])],
+        )
+        later = self._sample(requests)
+        whole = concatenate([partial.trace.select(kept_S), extended(so_far, later.trace)])
+        logprobs, finished_S = list(partial.logprobs), partial.finished_S.copy()
+        for s, more in zip(open_S.tolist(), later.logprobs, strict=True):
+            logprobs[s] = np.concatenate([logprobs[s], more])
+        finished_S[open_S] = later.finished_S
+        trace = whole.select(np.argsort(np.concatenate([kept_S, open_S])))
+        return PartialGeneration(trace, partial.prompt_lengths, logprobs, finished_S)
 
-    def _sample(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        sampling: Sampling,
-        generator: torch.Generator,
-        *,
-        max_tokens: NDArray[np.int64] | None = None,
-        starts: ArrayLike = 0,
-        abort_after: float | None = None,
-    ) -> PartialGeneration:
-        require_prompts(prompts)
-        # one request for each response: vLLM 0.28 returns one of several, and newer ones make as many requests of them
-        asked = [prompt for prompt in prompts for _ in range(sampling.group_size)]
-        lengths = np.array([len(prompt) for prompt in asked], np.int64)
-        limits = np.full(len(prompts), sampling.max_new_tokens) if max_tokens is None else max_tokens
-        first = np.asarray(starts)
-        if first.dtype.kind not in "iu" or first.shape not in ((), (len(prompts),)):
-            raise ConfigError(f"known_rows are {first.dtype} of shape {first.shape}; expected one integer, or one each")
-        limits, first = (np.repeat(np.broadcast_to(a, len(prompts)), sampling.group_size) for a in (limits, first))
-        if (first < 0).any() or (first >= lengths).any():  # vLLM 0.28 ends where it is asked for no row of a prompt
+    def _sample(self, requests: Sequence[Request], *, abort_after: float | None = None) -> PartialGeneration:
+        # each response by itself: vLLM 0.28 returns one of several, and newer ones make as many requests of them
+        longest, process = max(len(each.prompt) + each.limit for each in requests), self._process
+        if process is not None and longest > process.max_model_len:
             raise ConfigError(
-                f"known_rows are {first.tolist()[:8]}; expected 0 or more, and fewer than the prompts have tokens: the "
-                "last row gives the first sampled token"
-            )
-        longest = int((lengths + limits).max())
-        if self._max_model_len is not None and longest > self._max_model_len:
-            raise ConfigError(
-                f"prompt and response may take {longest} tokens, max_model_len is {self._max_model_len}; "
-                "raise it, or sample fewer tokens"
+                f"prompt and response may take {longest} tokens, max_model_len is {process.max_model_len}; raise it, "
+                "or sample fewer tokens"
             )
         with self._running():
-            self._require_ready()
-            common, name = self._sampling_params(sampling), secrets.token_hex(8)
+            params = self._sampling_params(requests[0].sampling)
             bodies = [
                 {
-                    "request_id": f"{name}-{number}",
-                    "token_ids": prompt.tolist(),
-                    "sampling_params": {**common, "max_tokens": limit, "seed": seed}
+                    "request_id": each.id,
+                    "token_ids": each.prompt.tolist(),
+                    "sampling_params": {**params, "max_tokens": each.limit, "seed": each.seed}
                     # left out where it is 0, as all releases take it
-                    | ({"routed_experts_prompt_start": start} if start else {}),
+                    | ({"routed_experts_prompt_start": each.start} if each.start else {}),
                     "return_token_ids": True,
                 }
-                for number, (prompt, limit, start, seed) in enumerate(
-                    zip(asked, limits.tolist(), first.tolist(), draw_seeds(generator, len(asked)), strict=True)
-                )
+                for each in requests
             ]
             loaded = len(self._loaded)
             # a server that returns masks returns one for every token
-            kept = int(common["top_k"]) if self._has_masks else 0
-            most = most_bytes_of(self._served, longest, int(limits.max()), most_kept=kept)
+            most = self._most_bytes(requests, most_kept=int(params["top_k"]) if self._has_masks else 0)
             then = None if abort_after is None else (abort_after, "/abort_requests")
             answers = self._client.ask(GENERATE, bodies, most_bytes=most, then=then)
-            require_own([self._client.get("/weight_info").read(str, "weight_version")], self._loaded[-1:])
+            require_own({self._client.get("/weight_info").read(str, "weight_version")}, self._loaded[-1:])
+        echoes = at_least(self._engine_version, "0.30")
+        responses = [response_of(*each, echoes=echoes) for each in zip(answers, requests, strict=True)]
         # weights that change meanwhile are this trainer's, or those of before
-        known, echoes = self._loaded[max(0, loaded - 1) :], at_least(self._engine_version, "0.30")
-        samples = []
-        for answer, body, prompt, limit, start in zip(answers, bodies, asked, limits, first, strict=True):
-            given: Any = {"request_id": body["request_id"], "start": int(start), "masks": sampling.truncates}
-            response = response_of(answer, prompt, echoes=echoes, **given)
-            samples.append(self._sample_of(response, sampling, int(limit)))
-            require_own(samples[-1].trace.weight_versions_N[len(prompt) - 1 : -1], known)
-        return PartialGeneration(samples)
+        return self._generated(requests, responses, self._loaded[max(0, loaded - 1) :])
 
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         if sampling.truncates and not self._has_masks:
@@ -239,14 +220,8 @@ class VLLMEngine(OutsideEngine):
                 "--return-sampling-mask for a server of yours, or leave the three out"
             )
         cuts = self._cuts(sampling) if self._has_masks else {**NEUTRAL, "temperature": sampling.temperature}
-        return {
-            **cuts,
-            **PENALTIES,
-            "stop_token_ids": stop_token_ids(sampling),
-            "ignore_eos": True,
-            "logprobs": 0,
-            "detokenize": False,
-        }
+        ends = {"stop_token_ids": stop_token_ids(sampling), "ignore_eos": True}
+        return {**cuts, **PENALTIES, **ends, "logprobs": 0, "detokenize": False}
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -292,28 +267,66 @@ def missing_settings(config: Answer, version: str) -> list[str]:
     Raises:
         EngineError: when the configuration lacks what every release has.
     """
-    model, parallel, cache = (config.read(dict, f"{name}_config") for name in ("model", "parallel", "cache"))
-    newer = at_least(version, "0.31")  # there, routes have a configuration of their own
-    routes = config.read(dict, "aux_output_config") if newer else model
-    is_cpu = config.read(str, "device_config", "device") == "cpu"
+    newer, is_cpu = at_least(version, "0.31"), config.read(str, "device_config", "device") == "cpu"
+    routes = "aux_output" if newer else "model"
+    wanted: list[tuple[str, str, str, object]] = [
+        ("--enable-return-routed-experts", routes, "enable_return_routed_experts", True),
+        ("--logprobs-mode processed_logprobs", "model", "logprobs_mode", "processed_logprobs"),
+        (f"--worker-extension-cls {EXTENSION}", "parallel", "worker_extension_cls", EXTENSION),
+        ("--pipeline-parallel-size 1, since stages return no routes", "parallel", "pipeline_parallel_size", 1),
+    ]
+    if newer:  # routes are kept beside cached blocks
+        wanted.append(
+            ("--enable-prefix-caching, without which it has no routes", "cache", "enable_prefix_caching", True)
+        )
+    elif is_cpu:  # vLLM dies on a seeded request whose prompt is prefilled in chunks
+        wanted.append(("--no-enable-chunked-prefill", "scheduler", "enable_chunked_prefill", False))
+    missing = [
+        argument for argument, part, name, value in wanted if config.read(dict, f"{part}_config").get(name) != value
+    ]
     transfer = config.value.get("kv_transfer_config")
     connector = transfer.get("kv_connector") if isinstance(transfer, dict) else None
-    wanted = {
-        "--enable-return-routed-experts": routes.get("enable_return_routed_experts") is True,
-        "--logprobs-mode processed_logprobs": model.get("logprobs_mode") == "processed_logprobs",
-        f"--worker-extension-cls {EXTENSION}": parallel.get("worker_extension_cls") == EXTENSION,
-        "--pipeline-parallel-size 1, since stages do not return their routes": (
-            parallel.get("pipeline_parallel_size", 1) == 1
-        ),
-        "--enable-prefix-caching, since routes are kept beside cached blocks": (
-            not newer or cache.get("enable_prefix_caching") is True
-        ),
-        # vLLM dies on a seeded request whose prompt is prefilled in chunks on a CPU
-        "--no-enable-chunked-prefill": (
-            newer or not is_cpu or not config.read(bool, "scheduler_config", "enable_chunked_prefill")
-        ),
-        f"another KV connector than {connector!r:.40}, with which no routes are returned": not any(
-            name in str(connector) for name in REFUSED_CONNECTORS
-        ),
-    }
-    return [argument for argument, there in wanted.items() if not there]
+    if any(name in str(connector) for name in REFUSED_CONNECTORS):
+        missing.append(f"another KV connector than {connector!r:.40}, with which no routes are returned")
+    return missing
+
+
+def response_of(answer: Answer, request: Request, *, echoes: bool) -> Response:
+    """What the one choice of an answer of `/inference/v1/generate` says.
+
+    Args:
+        answer: as it came.
+        request: what was asked.
+        echoes: whether this release states the prompt; vLLM does from 0.30 on, and its length before.
+
+    Raises:
+        EngineError: when it lacks what was asked for, or is the answer to another request.
+    """
+    if not (named := answer.read(str, "request_id")).endswith(request.id):
+        raise EngineError(f"the vLLM server answers the request {named!r:.80}, asked was {request.id!r}")
+    if echoes:
+        require_same_tokens("the prompt", request.prompt, answer.integers("prompt_token_ids"))
+    elif (length := answer.read(int, "usage", "prompt_tokens")) != len(request.prompt):
+        raise EngineError(f"the vLLM server answers a prompt of {length} tokens, it was sent {len(request.prompt)}")
+    if len(choices := answer.each("choices")) != 1:
+        raise EngineError(f"the vLLM server returned {len(choices)} responses, asked for 1")
+    (choice,) = choices
+    if number := choice.read(int, "index"):
+        raise EngineError(f"the vLLM server numbered its one response {number}; expected 0")
+    reason, tokens = choice.read(str, "finish_reason"), choice.integers("token_ids")
+    states_versions = bool(len(tokens)) and choice.has("weight_versions")  # from 0.31 on
+    masks = None  # a server that can return them does so for every request
+    if request.sampling.truncates:
+        masks = choice.read(list, "sampling_mask") if len(tokens) else []
+    is_routed = reason != "abort" or choice.has("routed_experts")  # else it was aborted before its first forward
+    output = {**choice.value, "sampling_mask": masks} if is_routed else {}
+    steps = choice.each("logprobs", "content")
+    logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
+    # `token_id` from 0.31 on, and a text "token_id:7" before
+    named_by = [
+        step.value["token_id"] if step.has("token_id") else step.read(str, "token").removeprefix("token_id:")
+        for step in steps
+    ]
+    whole = [int(each) if isinstance(each, str) and each.isascii() and each.isdecimal() else each for each in named_by]
+    logprob_tokens = Answer(whole, "the tokens of the vLLM server's log-probs").integers()
+    return Response(tokens, logprobs, logprob_tokens, reason, output, states_versions)

@@ -1,8 +1,11 @@
-"""The server that a trainer starts: `python -m foreroute.engines.vllm.launch ARGUMENTS`, in the environment of vLLM.
+"""What runs in the environment of vLLM: how a trainer's server begins and ends, and how its workers load weights.
 
-It adds the arguments that depend on the release and on the machine, runs vLLM's own server, and ends with the trainer,
-whose end of the standard input is closed by whatever ends it. Only the light core of foreroute is imported here, so
-that two environments with different pins can meet.
+    python -m foreroute.engines.inside_vllm ARGUMENTS                                    the server
+    --worker-extension-cls foreroute.engines.inside_vllm.WorkerExtension                 its workers
+
+The server is vLLM's own. It is given the arguments that depend on the release and on the machine, and ends with the
+trainer, whose end of the standard input is closed by whatever ends it. Only the light core of foreroute is imported
+here, so that two environments with different pins can meet.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 from foreroute.adapters.versions import at_least, require_engine
 
@@ -59,6 +63,29 @@ def _end_with_the_trainer() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)
+
+
+class WorkerExtension:
+    """Methods for `collective_rpc`. vLLM mixes them into its worker, whose `model_runner` they use."""
+
+    model_runner: Any
+
+    def foreroute_load(self, folder: str) -> str:
+        """Replace the weights by those of a checkpoint in the Hugging Face layout.
+
+        Returns:
+            The folder, so that the caller sees that it ran.
+        """
+        for module in self.model_runner.get_model().modules():
+            method: Any = getattr(module, "quant_method", None)
+            # vLLM packs expert weights for the CPU kernel (UnquantizedFusedMoEMethod._setup_kernel) only when it makes
+            # the kernel. With a kernel there, a reload leaves them unpacked, and every token is routed through garbage
+            # without an error (seen in 0.30; like vllm-project/vllm issue 42821). Without one, it makes it again.
+            is_on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+            if is_on_cpu and getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+        self.model_runner.reload_weights(weights_path=folder)
+        return folder
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Assembly of one trajectory, against a list of (token, version, ids or None) that is grown one row at a time."""
+"""Captures of turns, joined, against a list of (token, version, ids or None) that is grown one row at a time."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.capture import Trajectory, decode
-from foreroute.errors import BatchMismatchError, CaptureError, SpecMismatchError, TraceContentError
+from foreroute.capture import decode
+from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
 from foreroute.trace import NO_VERSION, RoutingTrace, extended
 from tests import wires
 from tests.traces import spec_of
@@ -45,15 +45,14 @@ class Slow:
 @given(st.data())
 def test_turns_match_the_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    trajectory, slow, tokens = Trajectory(SPEC), Slow(), np.zeros(0, int)
+    trace, slow, tokens = RoutingTrace.unrouted(SPEC, [[]]), Slow(), np.zeros(0, int)
     for _ in range(data.draw(st.integers(1, 5))):
         tokens = np.concatenate([tokens, rng.integers(0, 99, data.draw(st.integers(0, 6)))])
         start = data.draw(st.integers(0, len(tokens)))
         rows = routes(rng, data.draw(st.integers(0, len(tokens) - start)))
         versions = rng.integers(0, 4, len(rows))
-        trajectory.add(turn(tokens, rows, start, versions))
+        trace = extended(trace, turn(tokens, rows, start, versions))
         slow.add(tokens, rows, start, versions)
-    trace = trajectory.trace()
     seen = [
         {"token": int(t), "ids": ids.tolist() if valid else None, "version": int(v)}
         for t, ids, valid, v in zip(
@@ -67,10 +66,8 @@ def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
     r = wires.rollout(np.random.default_rng(0), prompt=6, response=6)
     half = wires.Rollout(r.spec, r.num_layers, r.prompt, r.response[:3], r.routes_RLK[:8])
     resumed = wires.Rollout(r.spec, r.num_layers, r.tokens[:9], r.response[3:], (r.routes_RLK + 1) % 16)
-    trajectory = Trajectory(r.spec)
-    trajectory.add(decode(wires.vllm_http(half), model=r.spec, weight_version=1))
-    trajectory.add(decode(wires.vllm_http(resumed), model=r.spec, weight_version=2))
-    trace = trajectory.trace()
+    first, second = wires.vllm_http(half), wires.vllm_http(resumed)
+    trace = extended(decode(first, model=r.spec, weight_version=1), decode(second, model=r.spec, weight_version=2))
     assert trace.weight_versions_N.tolist() == [1] * 8 + [2] * 3 + [NO_VERSION]
     assert np.array_equal(trace.expert_ids_NLK[:8], half.routes_RLK)
     assert np.array_equal(trace.expert_ids_NLK[8:11], resumed.routes_RLK[8:])
@@ -78,29 +75,23 @@ def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
 
 def test_prefix_cache_hit_and_tool_output_leave_the_gap_that_nobody_filled():
     rng = np.random.default_rng(2)
-    trajectory = Trajectory(SPEC).add(decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5], start=2))
-    trajectory.add(decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5, 6, 7, 8], start=5))
-    assert trajectory.trace().valid_N.tolist() == [False, False, True, True, False, True, True, False]
+    first = decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5], start=2)
+    trace = extended(first, decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5, 6, 7, 8], start=5))
+    assert trace.valid_N.tolist() == [False, False, True, True, False, True, True, False]
 
 
 def test_what_does_not_continue_is_refused():
     rng = np.random.default_rng(3)
-    start = Trajectory(SPEC).add(turn([1, 2, 3], routes(rng, 2)))
+    start = turn([1, 2, 3], routes(rng, 2))
     with pytest.raises(BatchMismatchError, match="token 9 at position 1, the earlier capture has 2"):
-        start.add(turn([1, 9, 3, 4], routes(rng, 3)))
+        extended(start, turn([1, 9, 3, 4], routes(rng, 3)))
     with pytest.raises(BatchMismatchError, match="none shorter"):
-        start.add(turn([1, 2], routes(rng, 1)))
-    with pytest.raises(CaptureError, match=r"the capture is RoutingTrace\(2 sequences.*expected a RoutingTrace of one"):
-        start.add(RoutingTrace.unrouted(SPEC, [[1], [2]]))
+        extended(start, turn([1, 2], routes(rng, 1)))
+    with pytest.raises(BatchMismatchError, match="expected as many"):
+        extended(start, RoutingTrace.unrouted(SPEC, [[1, 2, 3], [2]]))
     with pytest.raises(SpecMismatchError):
-        start.add(RoutingTrace.unrouted(spec_of(num_experts=16), [[1, 2, 3]]))
-    assert start.trace().num_rows == 3
-
-
-@pytest.mark.parametrize("capture", [None, "x", 3, [], {}, {"routed_experts": []}])
-def test_what_is_no_trace_is_named(capture):
-    with pytest.raises(CaptureError, match=r"the capture is .*; expected a RoutingTrace"):
-        Trajectory(SPEC).add(capture)
+        extended(start, RoutingTrace.unrouted(spec_of(num_experts=16), [[1, 2, 3]]))
+    assert extended(start, start).equals(start)
 
 
 def test_extended_works_on_whole_batches():
