@@ -18,10 +18,21 @@ def loaded_by(statement):
     return set(json.loads(run.stdout))
 
 
-def test_importing_the_package_loads_numpy_and_nothing_heavier():
+def test_importing_the_package_loads_nothing_else():
     modules = loaded_by("import foreroute")
-    assert "numpy" in modules
-    assert modules.isdisjoint(HEAVY)
+    assert [name for name in modules if name.startswith("foreroute.")] == []
+    assert modules.isdisjoint(HEAVY | {"numpy"})
+
+
+def test_a_name_loads_the_room_that_it_is_in():
+    asked = loaded_by("import foreroute as fr\nfr.load, fr.planner")
+    assert {"foreroute.trace", "foreroute.planner"} <= asked
+    assert asked.isdisjoint(HEAVY | {"foreroute.capture"})
+
+
+def test_the_core_loads_torch_and_no_other_room():
+    rooms = {name.split(".")[1] for name in loaded_by("from foreroute.core import attach") if "foreroute." in name}
+    assert rooms == {"core"}
 
 
 def test_comparing_arrays_loads_the_doctor_when_it_is_asked_for_and_no_framework():

@@ -12,27 +12,17 @@
 
 Who has arrays and no trace: `fr.compare(trainer_logprobs, engine_logprobs, mask)`.
 
-Importing this package loads numpy and nothing heavier; frameworks are loaded by what is asked for by name.
+Importing this package loads nothing: what is asked for by name is loaded then.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from foreroute import capture, costs, plan, planner
-from foreroute.errors import ForerouteError
-from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
-
 if TYPE_CHECKING:
+    from foreroute import capture, costs, layout, mismatch, plan, planner, simulate, trace
     from foreroute.doctor import compare
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Load `compare` when it is asked for: the doctor stands on most of the package."""
-        if name == "compare":
-            from foreroute.doctor import compare
-
-            return compare
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+    from foreroute.errors import ForerouteError
+    from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load, save
 
 __version__ = "0.1.0"
 
@@ -47,8 +37,24 @@ __all__ = [
     "compare",
     "concatenate",
     "costs",
+    "layout",
     "load",
+    "mismatch",
     "plan",
     "planner",
     "save",
+    "simulate",
+    "trace",
 ]
+
+_ROOM_OF = {"ForerouteError": "errors", "compare": "doctor"}
+_ROOM_OF |= dict.fromkeys(("LayerKind", "RoutedLayer", "RoutingSpec", "RoutingTrace"), "trace")
+_ROOM_OF |= dict.fromkeys(("concatenate", "load", "save"), "trace")
+
+
+def __getattr__(name: str) -> Any:
+    """Load the room that a name is in, or is, when it is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room = import_module(f"foreroute.{_ROOM_OF.get(name, name)}")
+    return getattr(room, name) if name in _ROOM_OF else room

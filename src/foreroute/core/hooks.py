@@ -40,7 +40,6 @@ class ModelHooks(ABC):
         chunk: which chunk of its rank this is.
         trunk: the module whose forward is one pass.
         routers: in layer order. Where there are none, its passes replay nothing.
-        num_experts: E, the most of any router.
         hooked: the modules that must not be copied while hooks are in place.
         others: other modules that select, where the framework can record and replay them.
 
@@ -57,7 +56,6 @@ class ModelHooks(ABC):
         chunk: int,
         trunk: nn.Module,
         routers: Sequence[RouterHook],
-        num_experts: int,
         hooked: Sequence[nn.Module],
         others: Sequence[SelectionHook] = (),
     ) -> None:
@@ -65,7 +63,7 @@ class ModelHooks(ABC):
         self.trunk = trunk
         self.routers = routers
         self.others = others
-        self.id_dtype = signed_dtype(num_experts)
+        self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
         self.watch = Watch()
         self.is_forcing = False
         self.counts_executed = False

@@ -323,14 +323,16 @@ class RouterHook(SelectionHook):
     Args:
         path: dotted name inside the chunk.
         selecting: the module and the name of its method in which the selection is made.
+        num_experts: E.
         top_k: its number of picks.
     """
 
     noun = "router"
     now: LayerPass | None
 
-    def __init__(self, path: str, selecting: tuple[nn.Module, str], top_k: int) -> None:
+    def __init__(self, path: str, selecting: tuple[nn.Module, str], num_experts: int, top_k: int) -> None:
         super().__init__(path, selecting)
+        self.num_experts = num_experts
         self.top_k = top_k
 
 

@@ -141,14 +141,21 @@ class SelectingRouter(RouterHook):
         path: dotted name inside the model.
         rule: how it selects.
         selecting: the module and the name of its method in which the selection is made.
+        num_experts: E.
         top_k: its number of picks.
         final: which top-k of its forward is its selection.
     """
 
     def __init__(
-        self, path: str, rule: SelectionRule, selecting: tuple[nn.Module, str], top_k: int, final: int
+        self,
+        path: str,
+        rule: SelectionRule,
+        selecting: tuple[nn.Module, str],
+        num_experts: int,
+        top_k: int,
+        final: int,
     ) -> None:
-        super().__init__(path, selecting, top_k)
+        super().__init__(path, selecting, num_experts, top_k)
         self.rule = rule
         self.final = final
 

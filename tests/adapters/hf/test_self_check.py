@@ -199,7 +199,7 @@ NEEDED_RULES = {
 
 
 def test_a_selection_of_the_block_that_goes_unseen_is_refused(monkeypatch):
-    monkeypatch.setattr("foreroute.adapters.hf.discover.IN_PARENT", "no_such_method")
+    monkeypatch.setattr("foreroute.core.find.IN_PARENT", "no_such_method")
     with pytest.raises(AttachError):
         hf.attach(build("dbrx"))
 

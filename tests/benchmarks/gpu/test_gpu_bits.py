@@ -12,9 +12,9 @@ from benchmarks.gpu.bits import Case, Look, check_checkpointing, check_experts
 from benchmarks.gpu.driving import step
 from benchmarks.gpu.jobs_graphs import check_captures
 from benchmarks.gpu.part import Part, Skipped
-from foreroute.adapters.hf.discover import PROBE_TOKENS
 from foreroute.core import hooks
 from foreroute.core import selection as hf_selection
+from foreroute.core.find import PROBE_TOKENS
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import LayerPass
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+import re
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foreroute.adapters.hf.discover import PROBE_TOKENS, RouterSite, find_routers, hidden, layer_of, probe, spec_of
 from foreroute.adapters.hf.indexers import FoundIndexers, find_indexers
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
-from foreroute.core.overrides import is_hooked, overridden
-from foreroute.core.recompute import prove
-from foreroute.errors import AttachError, TraceContentError
-from foreroute.trace import INDEXER, DecisionStream, RoutingTrace
+from foreroute.core.attaching import require_attachable, stack_of
+from foreroute.core.find import PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
+from foreroute.core.prove import self_check, untouched
+from foreroute.core.routed import Routed
+from foreroute.errors import AttachError
+from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 
-PLAIN = (bool, int, float, str, Tensor, type(None))
+ATTENTION = re.compile(r"attn|attention")
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -38,105 +36,57 @@ def attach(model: nn.Module) -> RoutedTransformer:
             does not pass the self-check. The message says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
-    if not isinstance(model, nn.Module):
-        raise AttachError(
-            f"attach was given an object of the class {type(model).__name__}; expected a model of transformers, which "
-            "is a torch.nn.Module"
-        )
-    if any(is_hooked(module) for module in model.modules()):
-        raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
-    prove()
+    require_attachable(model)
     candidates = find_routers(model)
     _refuse_two_stacks(model, candidates)
-    with _untouched(model):
+    with untouched(model):
         seen = probe(model, candidates)
-        spec = spec_of(model, seen)
-        finals = [len(selections) - 1 for selections in seen.seen]
-        indexers = find_indexers(model, seen.trunk, layer_of)
-        hooks = TransformerHooks(model, seen.trunk, seen.sites, finals, spec, indexers)
+        spec, trunk = spec_of(model, seen), seen.trunk_of(seen.sites)
+        indexers = find_indexers(model, trunk, layer_of)
+        hooks = TransformerHooks(model, trunk, seen.hooks_of(seen.sites), spec, indexers)
+        self_check(Routed(model, [hooks]), [seen.sites])
         routed = RoutedTransformer(model, spec, seen.sites, hooks)
-        self_check(routed, seen.sites)
         if indexers is not None:
             check_indexers(routed, indexers)
     return routed
 
 
+def spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
+    """The routing facts that a forward showed.
+
+    Raises:
+        AttachError: when routers do not select row by row, differ from each other, or share a layer.
+    """
+    shapes = sorted({(hook.num_experts, hook.top_k) for hook in seen.hooks_of(seen.sites)})
+    if len(shapes) > 1:
+        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
+    layers = [layer_of(site.path, is_lookup=site.rule.is_lookup) for site in seen.sites]
+    if len(set(layers)) != len(layers):
+        twice = [site.path for site, layer in zip(seen.sites, layers, strict=True) if layers.count(layer) > 1]
+        raise AttachError(
+            f"{type(model).__name__} routes more than once in one decoder layer ({', '.join(twice[:2])}); a trace "
+            "names each layer once"
+        )
+    ((num_experts, top_k),) = shapes
+    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    return RoutingSpec(num_experts, top_k, tuple(layers), model=str(name))
+
+
+def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
+    """The decoder layer of a router or indexer; one in an attention block counts as a layer of its own."""
+    numbers = [int(part) for part in path.split(".") if part.isdigit()]
+    if not numbers:
+        raise AttachError(f"{path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
+    kind = LayerKind.ATTENTION if ATTENTION.search(path) else LayerKind.DECODER
+    return RoutedLayer(numbers[0], LayerKind.HASH if is_lookup else kind)
+
+
 def _refuse_two_stacks(model: nn.Module, candidates: list[RouterSite]) -> None:
-    stacks = {part for site in candidates for part in site.path.split(".") if part in ("encoder", "decoder")}
-    if len(stacks) > 1:
+    if len({stack_of(site) for site in candidates} - {""}) > 1:
         raise AttachError(
             f"{type(model).__name__} routes in an encoder and in a decoder, which are given different tokens; one "
             "trace has one sequence of tokens. Attach each stack on its own: attach(model.get_encoder())"
         )
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, nothing compiled; random state, flags, buffers and attributes of all modules kept."""
-    before = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
-    model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(range(torch.cuda.device_count())),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-    finally:
-        for module, attributes, buffers in before:
-            for name in _attributes(module).keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            for name, (buffer, values) in buffers.items():
-                if module._buffers.get(name) is not buffer or not torch.equal(buffer, values):
-                    module._buffers[name] = buffer
-                    buffer.copy_(values)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes of the instance: counters, caches, flags."""
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
-
-
-def _buffers(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Buffers of the module itself, with copies of their values."""
-    return {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
-
-
-def self_check(routed: RoutedTransformer, sites: list[RouterSite]) -> None:
-    """Run the model three times: as it is, on its own routes, and on other routes.
-
-    Replay must be invisible on a model's own routes and obeyed on others. The check looks at what the routers hand on
-    and at what the experts are handed, not at what we put in. It sees a selection that is not obeyed, a gate weight
-    taken from scores that were zeroed outside the router's own choice, and experts that are fed by a router which was
-    not found.
-
-    Raises:
-        AttachError: when replay changes what it should not, or does not change what it should.
-    """
-    own = _check_own_routes(routed)
-    other = _other_routes(own, sites)
-    if other is not None:
-        _check_other_routes(routed, sites, other)
-
-
-def _check_own_routes(routed: RoutedTransformer) -> RoutingTrace:
-    with routed.record() as recording:
-        native = hidden(routed.model)
-    try:
-        own = recording.trace()
-    except TraceContentError as error:
-        raise AttachError(f"the routers do not make K different picks of E experts: {error}") from error
-    with routed.replay(own), routed.record() as recording:
-        replayed = hidden(routed.model)
-    same_routes = recording.trace().equals(own)
-    # an output that differs from itself (noise, atomics on a GPU) cannot be compared bit by bit; routes still can
-    if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, hidden(routed.model))):
-        raise AttachError(
-            f"self-check failed: replaying the model's own routes changed its output by up to "
-            f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
-        )
-    return own
 
 
 def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
@@ -172,96 +122,3 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
             f"self-check failed: indexers such as {indexers.hooks[0].path} ({type(indexers.modules[0]).__name__}) were "
             "told to choose other keys, and were not obeyed; this family needs an adapter of its own"
         )
-
-
-def _other_routes(trace: RoutingTrace, sites: list[RouterSite]) -> RoutingTrace | None:
-    """Each id moved to the next real expert; None where all experts are always picked."""
-    spec = trace.spec
-    if spec.top_k == spec.num_experts:
-        return None
-    ids = trace.expert_ids_NLK.astype(np.int64)
-    for layer, site in enumerate(sites):
-        if not site.rule.is_lookup:
-            ids[:, layer] = (ids[:, layer] + 1) % (spec.num_experts - site.rule.num_skip_classes)
-    return RoutingTrace.from_sequences(spec, [trace.tokens(0)], [ids])
-
-
-def _check_other_routes(routed: RoutedTransformer, sites: list[RouterSite], other: RoutingTrace) -> None:
-    handed_on: dict[str, Any] = {}
-
-    def note(path: str, selecting: Any, *args: Any, **kwargs: Any) -> Any:
-        handed_on[path] = selecting(*args, **kwargs)
-        return handed_on[path]
-
-    with ExitStack() as stack:
-        stack.enter_context(routed.replay(other))
-        for site in sites:
-            stack.enter_context(overridden(*site.selecting, partial(note, site.path)))
-        experts = stack.enter_context(_ids_given_to_experts(routed.model))
-        hidden(routed.model)
-    forced_LNK = torch.from_numpy(other.expert_ids_NLK.astype(np.int64)).transpose(0, 1)
-    for site, forced_NK in zip(sites, forced_LNK, strict=True):
-        name = f"router {site.path} ({type(site.module).__name__})"
-        output = handed_on[site.path]
-        if not _obeyed(site, output, forced_NK, other.spec.num_experts):
-            raise AttachError(
-                f"self-check failed: {name} was told to pick other experts and its selection was not obeyed; this "
-                "family needs an adapter of its own"
-            )
-        if not _all_weighted(output, forced_NK, other.spec.num_experts):
-            raise AttachError(
-                f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was told to "
-                "pick, as if its scores had been masked first; this family needs an adapter of its own"
-            )
-    for path, ids_NK in experts:
-        if not any(torch.equal(ids_NK, forced_NK) for forced_NK in forced_LNK):
-            raise AttachError(
-                f"self-check failed: {path} was handed expert ids that are not those of any router found; something "
-                "between routers and experts changes them, or a router has an unknown class name"
-            )
-
-
-def _obeyed(site: RouterSite, output: Any, forced_NK: Tensor, num_experts: int) -> bool:
-    """Whether what a router hands on says the forced ids: as ids, as one-hot rows, or as gates over all experts."""
-    if site.rule.read_back is not None:
-        return torch.equal(site.rule.read_back(output).cpu(), forced_NK.sort(dim=-1).values)
-    wanted_NE = torch.zeros(len(forced_NK), num_experts, dtype=torch.bool).scatter(-1, forced_NK, True)
-    for part in _tensors(output):
-        if not part.is_floating_point() and part.numel() == forced_NK.numel():
-            if torch.equal(part.reshape(forced_NK.shape).long(), forced_NK):
-                return True
-        elif part.numel() == wanted_NE.numel() and torch.equal(part.reshape(wanted_NE.shape) != 0, wanted_NE):
-            return True
-    return False
-
-
-def _all_weighted(output: Any, forced_NK: Tensor, num_experts: int) -> bool:
-    """Whether no gate weight, where the router hands on one per pick, is zero or infinite."""
-    if forced_NK.shape[-1] == num_experts:
-        return True
-    weights = [part for part in _tensors(output) if part.is_floating_point() and part.numel() == forced_NK.numel()]
-    return all(bool(((part != 0) & part.isfinite()).all()) for part in weights)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    parts = output if isinstance(output, tuple | list) else [output]
-    return [part.detach().cpu() for part in parts if isinstance(part, Tensor)]
-
-
-@contextmanager
-def _ids_given_to_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """(path, int64 [R, K]) for every call of an experts module that takes ids."""
-    given: list[tuple[str, Tensor]] = []
-
-    def note(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.extend(
-            (path, value.detach().cpu().long())
-            for value in [*args, *kwargs.values()]
-            if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.ndim == 2
-        )
-
-    with ExitStack() as stack:
-        for path, module in model.named_modules():
-            if type(module).__name__.endswith("Experts"):
-                stack.callback(module.register_forward_pre_hook(partial(note, path), with_kwargs=True).remove)
-        yield given

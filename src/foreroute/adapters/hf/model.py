@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
-from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens, parameter_names
+from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
-from foreroute.core.hooks import ModelHooks
-from foreroute.core.overrides import Override, SelectionHook, overridden
+from foreroute.core.find import RouterSite
+from foreroute.core.overrides import SelectionHook, overridden
 from foreroute.core.passes import Listener, Pass, Rows, Scores
 from foreroute.core.selection import SelectingRouter
+from foreroute.core.trunk import TrunkHooks
 from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.replay import (
@@ -97,14 +97,13 @@ class RoutedTransformer(RoutedModel):
         return _refusing_beams(self.model)
 
 
-class TransformerHooks(ModelHooks):
+class TransformerHooks(TrunkHooks):
     """The hooks of one model.
 
     Args:
         model: the whole model, whose forward may go on to losses after the trunk's.
         trunk: the module whose forward is one pass.
-        sites: the routers, in layer order.
-        finals: which top-k of each router's forward is its selection.
+        routers: in layer order.
         spec: of the model.
         indexers: of the model, if it has any.
     """
@@ -116,23 +115,14 @@ class TransformerHooks(ModelHooks):
         self,
         model: nn.Module,
         trunk: nn.Module,
-        sites: list[RouterSite],
-        finals: list[int],
+        routers: Sequence[SelectingRouter],
         spec: RoutingSpec,
         indexers: FoundIndexers | None,
     ) -> None:
-        routers = [
-            SelectingRouter(site.path, site.rule, site.selecting, spec.top_k, final)
-            for site, final in zip(sites, finals, strict=True)
-        ]
         self.found_indexers = indexers
-        of_indexers = [] if indexers is None else indexers.hooks
-        every: list[SelectionHook] = [*routers, *of_indexers]
-        hooked = list({trunk, *(hook.selecting[0] for hook in every)})
-        super().__init__(0, trunk, routers, spec.num_experts, hooked, of_indexers)
+        super().__init__(0, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.counting = [(model, "forward", self._run_model)]
-        self._names = parameter_names(trunk.forward)
         self._number = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -153,23 +143,6 @@ class TransformerHooks(ModelHooks):
         """Routers, and indexers if their choices are kept or forced. See `ModelHooks`."""
         return [*self.routers, *(self.others if heeds_indexers(current) else ())]
 
-    def session_overrides(self) -> list[Override]:
-        """The trunk, and whatever was compiled on its own with a router in it."""
-        overrides: list[Override] = [(self.trunk, "forward", self._run_trunk)]
-        every: list[SelectionHook] = [*self.routers, *self.others]
-        for path, module in self.trunk.named_modules():
-            own = module.__dict__
-            # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
-            # attribute
-            compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
-            if own.get(compiled) is None:
-                continue
-            inside = set(module.modules())
-            hooks = [hook for hook in every if hook.selecting[0] in inside]
-            if hooks:
-                overrides.append((module, compiled, partial(self._run_compiled, path, hooks)))
-        return overrides
-
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
         """See `ModelHooks`."""
@@ -187,27 +160,25 @@ class TransformerHooks(ModelHooks):
             self._executed = None
         return result
 
-    def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            tensors = BatchTensors.of_call(self._names, args, kwargs)
+            tensors = BatchTensors.of_call(self.names, args, kwargs)
             return self._run_trunk_in_graph(tensors, forward, args, kwargs)
         return self.run_pass(
-            partial(ForwardTokens.of_call, self._names, args, kwargs), partial(forward, *args, **kwargs)
+            partial(ForwardTokens.of_call, self.names, args, kwargs), partial(forward, *args, **kwargs)
         )
 
     def after_pass(self, current: Pass) -> None:
         """Let the auxiliary loss that follows the trunk see what was executed."""
         self._executed = current.executed_LRK if self.counts_executed else None
 
-    def _run_compiled(
+    def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """A layer with a graph of its own, in which its router cannot look around."""
-        if self.passes and not torch.compiler.is_compiling():
-            if heeds_indexers(self.passes.top):
-                raise _in_graph("choices of indexers are", path)
-            self.bind_checkpoints(hooks)
-        return call(*args, **kwargs)
+        """See `TrunkHooks`."""
+        if self.passes and not torch.compiler.is_compiling() and heeds_indexers(self.passes.top):
+            raise _in_graph("choices of indexers are", path)
+        return super().run_compiled(path, hooks, call, *args, **kwargs)
 
     # a pass in a compiled graph
 

@@ -40,7 +40,7 @@ class ChunkHooks(ModelHooks):
     def __init__(self, chunk: Chunk, number: int, spec: RoutingSpec | None, share: Share) -> None:
         routers = [TopKRouterHook(site) for site in chunk.sites]
         modules = (chunk.trunk, chunk.decoder, *(site.module for site in chunk.sites))
-        super().__init__(number, chunk.trunk, routers, spec.num_experts if spec else 0, modules)
+        super().__init__(number, chunk.trunk, routers, modules)
         self.spec = spec
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in chunk.sites)
         self._decoder = chunk.decoder

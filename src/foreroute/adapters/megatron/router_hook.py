@@ -51,7 +51,7 @@ class TopKRouterHook(RouterHook):
     """
 
     def __init__(self, site: ChunkRouter) -> None:
-        super().__init__(site.path, (site.module, "forward"), site.module.topk)
+        super().__init__(site.path, (site.module, "forward"), site.module.num_experts, site.module.topk)
         self.site = site
         self._selected: list[Selected] = []
         self._installation: object = None

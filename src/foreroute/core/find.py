@@ -1,4 +1,4 @@
-"""Finding the routers of a Hugging Face model, by what they are and not by which family they belong to.
+"""Finding the routers of a model, by what they are and not by which family they belong to.
 
 Class names say which modules may be routers. A small forward then shows which of them take part in it, and what they
 select.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreroute.core.overrides import overridden
-from foreroute.core.selection import Selection, SelectionRule
-from foreroute.core.selection_rules import REFUSED, RULES, TOP_K_RULE
-from foreroute.errors import AttachError
-from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
+from .errors import AttachError
+from .overrides import overridden
+from .selection import SelectingRouter, Selection, SelectionRule
+from .selection_rules import REFUSED, RULES, TOP_K_RULE
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 NOT_A_ROUTER = re.compile(r"Density")
@@ -39,14 +38,12 @@ class RouterSite:
     Attributes:
         path: dotted name inside the model.
         module: the router.
-        layer: its row of the layer axis.
         rule: how it selects.
         selecting: the module and the name of its method in which the selection is made.
     """
 
     path: str
     module: nn.Module
-    layer: RoutedLayer
     rule: SelectionRule
     selecting: tuple[nn.Module, str]
 
@@ -54,8 +51,13 @@ class RouterSite:
     def layer_path(self) -> str:
         """The dotted name of the numbered layer that the router is in."""
         parts = self.path.split(".")
-        number = next(place for place, part in enumerate(parts) if part.isdigit())
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
         return ".".join(parts[: number + 1])
+
+    @property
+    def layer_name(self) -> tuple[str, bool]:
+        """The same, and whether the router is in the attention block, which counts as a layer of its own."""
+        return self.layer_path, bool(ATTENTION.search(self.path))
 
     @property
     def may_be_another_gate(self) -> bool:
@@ -92,16 +94,7 @@ def _site(model: nn.Module, path: str, module: nn.Module) -> RouterSite:
     parent = model.get_submodule(path.rpartition(".")[0])
     if hasattr(parent, IN_PARENT):
         selecting = (parent, IN_PARENT)
-    return RouterSite(path, module, layer_of(path, is_lookup=rule.is_lookup), rule, selecting)
-
-
-def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
-    """The decoder layer of a router or indexer; one in an attention block counts as a layer of its own."""
-    numbers = [int(part) for part in path.split(".") if part.isdigit()]
-    if not numbers:
-        raise AttachError(f"{path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
-    kind = LayerKind.ATTENTION if ATTENTION.search(path) else LayerKind.DECODER
-    return RoutedLayer(numbers[0], LayerKind.HASH if is_lookup else kind)
+    return RouterSite(path, module, rule, selecting)
 
 
 @dataclass(frozen=True)
@@ -111,12 +104,43 @@ class Probe:
     Attributes:
         sites: the routers that selected, in the order in which they did.
         seen: every selection of each.
-        trunk: the innermost module that was handed the tokens and contains every router; its forward is one pass.
+        given_tokens: modules that were handed tokens, outermost first.
     """
 
     sites: list[RouterSite]
     seen: list[list[Selection]]
-    trunk: nn.Module
+    given_tokens: list[nn.Module]
+
+    def trunk_of(self, sites: Sequence[RouterSite]) -> nn.Module:
+        """The innermost module that was handed the tokens and contains these routers; its forward is one pass.
+
+        Raises:
+            AttachError: when there is none.
+        """
+        for module in reversed(self.given_tokens):
+            inside = set(module.modules())
+            if all(site.selecting[0] in inside for site in sites):
+                return module
+        raise AttachError(f"no module that contains the routers ({sites[0].path}, ...) takes input_ids")
+
+    def hooks_of(self, sites: Sequence[RouterSite]) -> list[SelectingRouter]:
+        """The hooks on these routers.
+
+        Raises:
+            AttachError: when one does not select row by row.
+        """
+        hooks = []
+        for site in sites:
+            selections = self.seen[self.sites.index(site)]
+            final = selections[-1]
+            if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
+                raise AttachError(
+                    f"router {site.path} selects on scores of shape {tuple(final.scores_RE.shape)}; expected a row for "
+                    f"each of {PROBE_TOKENS} tokens"
+                )
+            shape = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
+            hooks.append(SelectingRouter(site.path, site.rule, site.selecting, *shape, len(selections) - 1))
+        return hooks
 
 
 def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
@@ -161,35 +185,7 @@ def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
     sites = [by_path[path] for path, selections in seen.items() if selections]
     if not sites:
         raise AttachError(f"no router of {type(model).__name__} selected anything in a forward on text")
-    return Probe(sites, [seen[site.path] for site in sites], _trunk(model, sites, given_tokens))
-
-
-def spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
-    """The routing facts that a forward showed.
-
-    Raises:
-        AttachError: when routers do not select row by row, differ from each other, or share a layer.
-    """
-    finals = [(site, selections[-1]) for site, selections in zip(seen.sites, seen.seen, strict=True)]
-    for site, final in finals:
-        if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
-            raise AttachError(
-                f"router {site.path} selects on scores of shape {tuple(final.scores_RE.shape)}; "
-                f"expected a row for each of {PROBE_TOKENS} tokens"
-            )
-    shapes = sorted({(final.scores_RE.shape[-1], final.ids_RK.shape[-1]) for _, final in finals})
-    if len(shapes) > 1:
-        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
-    layers = [site.layer for site in seen.sites]
-    if len(set(layers)) != len(layers):
-        twice = [site.path for site in seen.sites if layers.count(site.layer) > 1]
-        raise AttachError(
-            f"{type(model).__name__} routes more than once in one decoder layer ({', '.join(twice[:2])}); a trace "
-            "names each layer once"
-        )
-    ((num_experts, top_k),) = shapes
-    name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return RoutingSpec(num_experts, top_k, tuple(layers), model=str(name))
+    return Probe(sites, [seen[site.path] for site in sites], given_tokens)
 
 
 def _selected_twice(model: nn.Module, site: RouterSite) -> str:
@@ -202,10 +198,10 @@ def _selected_twice(model: nn.Module, site: RouterSite) -> str:
 
 def _refuse_bypassed(candidates: list[RouterSite], selected: set[str], entered: set[str]) -> None:
     active = [site for site in candidates if site.path in selected]
-    routed_layers = {(site.layer_path, site.layer) for site in active}
+    routed_layers = {site.layer_name for site in active}
     router_classes = {type(site.module) for site in active}
     for site in candidates:
-        bypassed = site.layer_path in entered and (site.layer_path, site.layer) not in routed_layers
+        bypassed = site.layer_path in entered and site.layer_name not in routed_layers
         if bypassed and (not site.may_be_another_gate or type(site.module) in router_classes):
             raise AttachError(
                 f"router {site.path} ({type(site.module).__name__}) did not run, but its layer did: a fused kernel or "
@@ -222,7 +218,10 @@ def hidden(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
     torch.manual_seed(0)
     takes = inspect.signature(model.forward).parameters
     cacheless = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    result: Tensor = model(input_ids=probe_tokens(model, num_tokens), **({"use_cache": False} if cacheless else {}))[0]
+    given: dict[str, Any] = {"input_ids": probe_tokens(model, num_tokens)}
+    given |= {"use_cache": False} if cacheless else {}
+    given |= {"decoder_input_ids": given["input_ids"]} if "decoder_input_ids" in takes else {}
+    result: Tensor = model(**given)[0]
     return result
 
 
@@ -273,14 +272,3 @@ def _noting_tokens(module: nn.Module, into: list[nn.Module]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _trunk(model: nn.Module, sites: list[RouterSite], given_tokens: list[nn.Module]) -> nn.Module:
-    for module in reversed(given_tokens):
-        inside = set(module.modules())
-        if all(site.selecting[0] in inside for site in sites):
-            return module
-    raise AttachError(
-        f"no module of {type(model).__name__} that contains its routers takes input_ids; "
-        "replay needs the tokens to check that routes and batch belong together"
-    )

@@ -1,0 +1,325 @@
+"""Replay of integer tensors on a model: what a maintainer of a framework types.
+
+    routed = attach(model)                                   # proves itself, or names the router
+    with routed.replay(ids_BTLK, attention_mask):            # -1: not recorded, the router chooses
+        loss = model(**batch).loss                           # any checkpointing; backward may run later
+    routed.report()                                          # rows replayed, natively differing, of each router
+
+Nothing here waits for the device until somebody asks. Ids are checked on it; what is wrong takes no effect there, and
+is told at the end of a later session, or by `report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .errors import ReplayError
+from .passes import Listener, Pass, Rows, Watch
+from .trunk import Batch, TrunkHooks
+
+Missing = Literal["native", "error"]
+"""What to do with rows of -1 that are neither padding nor the last of their sequence."""
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FAULTS = (
+    "rows with an id out of range",
+    "rows with an expert twice",
+    "rows with -1 beside experts",
+    "rows of -1 that later tokens depend on",
+)
+
+
+class LayerReport(NamedTuple):
+    """One router, over all sessions: rows that were replayed, and those where it would have picked another set."""
+
+    path: str
+    replayed: int
+    differing: int
+
+
+class Routed:
+    """A model whose routing can be recorded and replayed as tensors. Made by `attach`; untouched outside of sessions.
+
+    Args:
+        model: the model.
+        stacks: the hooks of each stack of layers: one, or encoder and decoder.
+    """
+
+    def __init__(self, model: nn.Module, stacks: Sequence[TrunkHooks]) -> None:
+        self.model = model
+        self.stacks = stacks
+        self._counts: list[Tensor | None] = [None] * len(stacks)
+        self._faults: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def rows(
+        self,
+        ids_BTLK: Tensor | Sequence[Tensor],
+        attention_mask: Tensor | None = None,
+        *,
+        weights: Tensor | Sequence[Tensor] | None = None,
+        missing: Missing = "native",
+    ) -> list[BatchRows]:
+        """Make routes ready to be replayed, as often as wanted. Arguments and errors as of `replay`."""
+        if missing not in get_args(Missing):
+            raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
+        of_stacks = _of_stacks(ids_BTLK, len(self.stacks), "ids")
+        forced = [None] * len(of_stacks) if weights is None else _of_stacks(weights, len(self.stacks), "weights")
+        return [
+            BatchRows.made(stack, ids, attention_mask, given, missing)
+            for stack, ids, given in zip(self.stacks, of_stacks, forced, strict=True)
+        ]
+
+    @contextmanager
+    def replay(
+        self,
+        ids_BTLK: Tensor | Sequence[Tensor] | Sequence[BatchRows],
+        attention_mask: Tensor | None = None,
+        *,
+        weights: Tensor | Sequence[Tensor] | None = None,
+        missing: Missing = "native",
+    ) -> Iterator[None]:
+        """Force routes in every forward of the model while the context is open; backward may run later.
+
+        Args:
+            ids_BTLK: integers, the experts of each position of the batch as the model is given it, in the order in
+                which routers run; -1 in all K of a row that was not recorded, and in the last ones for a router with
+                fewer picks. One tensor for each stack. Or what `rows` made.
+            attention_mask: [B, T], zero for padding, which the model routes itself.
+            weights: float [B, T, L, K], gate weights to force as constants in rows with a route.
+            missing: "error" refuses rows of -1 that later tokens depend on. That is found on the device.
+
+        Raises:
+            ReplayError: for shapes and types that do not fit; in a forward, when a router bypassed replay; at the end,
+                when nothing ran, or ids of an earlier batch were found wrong.
+        """
+        is_made = not isinstance(ids_BTLK, Tensor) and all(isinstance(each, BatchRows) for each in ids_BTLK)
+        rows: Any = ids_BTLK if is_made else self.rows(ids_BTLK, attention_mask, weights=weights, missing=missing)  # type: ignore[arg-type]
+        session = _Replaying(rows)
+        for each in rows:
+            self._faults.append(_on_its_way(each.faults))
+        with self._listening(session):
+            yield
+        if not session.num_forwards:
+            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
+        for number, counts in enumerate(session.counts):
+            before = self._counts[number]
+            self._counts[number] = counts if before is None or counts is None else before + counts
+        self._look(wait=False)
+
+    @contextmanager
+    def record(self, *, weights: bool = False) -> Iterator[Recording]:
+        """Keep what routers do in every forward while the context is open, gate weights too if they are asked for."""
+        recording = Recording(len(self.stacks), weights=weights)
+        with self._listening(recording):
+            yield recording
+
+    def report(self) -> list[LayerReport]:
+        """What was replayed by each router over all sessions so far. Waits for the device.
+
+        Raises:
+            ReplayError: when ids that were replayed were wrong.
+        """
+        self._look(wait=True)
+        lines = []
+        for stack, counts in zip(self.stacks, self._counts, strict=True):
+            numbers = [(0, 0)] * len(stack.routers) if counts is None else counts.cpu().tolist()
+            lines += [LayerReport(router.path, *pair) for router, pair in zip(stack.routers, numbers, strict=True)]
+        return lines
+
+    @contextmanager
+    def _listening(self, listener: Listener) -> Iterator[None]:
+        with ExitStack() as opened:
+            for stack in self.stacks:
+                if isinstance(listener, _Replaying) and any(isinstance(each, _Replaying) for each in stack.listeners):
+                    raise ReplayError("this model is already replaying; close that session before opening another")
+                opened.enter_context(stack.listening(listener))
+            yield
+
+    def _look(self, *, wait: bool) -> None:
+        """Raise for faults that have arrived; those on their way are left for later, unless `wait`."""
+        arrived = [faults for faults, event in self._faults if wait or event is None or event.query()]
+        self._faults = [] if wait else [each for each in self._faults if each[1] is not None and not each[1].query()]
+        if wait and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        totals = [sum(numbers) for numbers in zip(*(faults.cpu().tolist() for faults in arrived), strict=True)]
+        if any(totals):
+            said = ", ".join(f"{total} {what}" for total, what in zip(totals, FAULTS, strict=True) if total)
+            raise ReplayError(
+                f"the routes had {said}; the model routed those rows itself. Mend the ids that are replayed"
+            )
+
+
+class BatchRows(NamedTuple):
+    """Routes of a batch for one stack, on the device.
+
+    Attributes:
+        ids_LBTK: as `Rows.ids_LRK`; rows with a fault are -1.
+        weights_LBTK: as `Rows.weights_LRK`, or None.
+        faults: int64 [4], how many rows have each of `FAULTS`.
+    """
+
+    ids_LBTK: Tensor
+    weights_LBTK: Tensor | None
+    faults: Tensor
+
+    @classmethod
+    def made(
+        cls, stack: TrunkHooks, ids: Tensor, mask: Tensor | None, weights: Tensor | None, missing: Missing
+    ) -> BatchRows:
+        """Check ids [B, T, L, K] against a stack, on the device. Raises `ReplayError` for shapes and types."""
+        routers = stack.routers
+        top_k = max(router.top_k for router in routers)
+        if not isinstance(ids, Tensor) or ids.ndim != 4 or ids.dtype not in INTEGERS:
+            raise ReplayError(f"ids are {_described(ids)}; expected integers [B, T, L, K]")
+        if ids.shape[2:] != (len(routers), top_k):
+            raise ReplayError(
+                f"ids have [L, K] = {list(ids.shape[2:])}; the model has {len(routers)} routers of at most {top_k} "
+                f"picks, from {routers[0].path} to {routers[-1].path}"
+            )
+        for name, given, shape in (("attention_mask", mask, ids.shape[:2]), ("weights", weights, ids.shape)):
+            if given is not None and given.shape != shape:
+                raise ReplayError(f"{name} is {list(given.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
+        # accelerate keeps offloaded weights on the meta device
+        weighed = (p.device for r in routers for p in r.selecting[0].parameters() if not p.is_meta)
+        device = next(weighed, ids.device)
+        ids_LBTK = _moved(ids, device).permute(2, 0, 1, 3)
+        real_BT = (
+            torch.ones(ids.shape[:2], dtype=torch.bool, device=device) if mask is None else _moved(mask, device) != 0
+        )
+        limits = torch.tensor([(r.num_experts, r.top_k) for r in routers])
+        num_experts_L, top_k_L = _moved(limits, device).view(len(routers), 2, 1, 1).unbind(1)
+        is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
+        given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
+        num_given = given.sum(-1)
+        routed = num_given == top_k_L
+        too_large = ((ids_LBTK >= num_experts_L[..., None]) & given).any(-1)
+        ordered = torch.where(given, ids_LBTK.long(), -1 - torch.arange(top_k, device=device)).sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        in_part = (num_given > 0) & ~routed
+        wrong = too_large | twice | in_part
+        lacking = torch.zeros_like(real_BT)
+        if missing == "error":  # the last real position of a sequence is before no other
+            has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
+            lacking = (num_given == 0).any(0) & real_BT & has_later
+        faults = torch.stack([each.sum() for each in (too_large, twice, in_part, lacking)])
+        is_forced = (routed & ~wrong)[..., None] & is_pick
+        forced = torch.where(is_forced, ids_LBTK, -1).to(stack.id_dtype)
+        if weights is not None:
+            weights = _moved(weights, device).float().permute(2, 0, 1, 3).masked_fill(~is_forced, torch.nan)
+        return cls(forced, weights, faults)
+
+    def of(self, first: int, num: int) -> Rows:
+        """The rows of positions from `first` on; behind the last one there is no route."""
+        ids, weights = (None if each is None else each[:, :, first : first + num] for each in self[:2])
+        assert ids is not None, "there are ids"
+        if lacking := num - ids.shape[2]:
+            ids = functional.pad(ids, (0, 0, 0, lacking), value=-1)
+            weights = None if weights is None else functional.pad(weights, (0, 0, 0, lacking), value=torch.nan)
+        return Rows(ids.flatten(1, 2), None if weights is None else weights.flatten(1, 2))
+
+
+class _Replaying(Listener):
+    """One open `replay()`, which forces these rows."""
+
+    forces = True
+
+    def __init__(self, rows: Sequence[BatchRows]) -> None:
+        self.num_forwards = 0
+        self.counts: list[Tensor | None] = [None] * len(rows)
+        self._rows = rows
+
+    def begin(self, chunk: int, args: Any) -> Rows:
+        """Give the rows of a forward, which may go on with a key-value cache."""
+        expected = self._rows[chunk].ids_LBTK.shape[1:3]
+        goes_on = isinstance(args, Batch) and args.past is not None
+        if args.shape[0] != expected[0] or (args.shape[1] != expected[1] and not goes_on):
+            raise ReplayError(
+                f"the forward runs on {list(args.shape)} [B, T], the routes are of {list(expected)}; give those of the "
+                "batch as the model is given it, padding included"
+            )
+        return self._rows[chunk].of(args.past or 0, args.shape[1])
+
+    def end(self, chunk: int, args: Any, current: Pass | None) -> None:
+        """Count rows that were replayed, and those where the router would have picked another set."""
+        self.num_forwards += 1
+        if current is None or current.rows is None:
+            return
+        ids, own = current.rows.ids_LRK, current.own_LRK
+        found = own == ids[..., :1]
+        for k in range(1, own.shape[-1]):
+            found |= own == ids[..., k : k + 1]
+        routed = ids[..., 0] >= 0
+        counts = torch.stack((routed.sum(1), (routed & ~found.all(-1)).sum(1)), 1)
+        before = self.counts[chunk]
+        self.counts[chunk] = counts if before is None else before + counts
+
+
+class Recording(Listener):
+    """What routers did in every forward of a `record()`.
+
+    Args:
+        num_stacks: of the model.
+        weights: whether gate weights are kept too.
+    """
+
+    def __init__(self, num_stacks: int, *, weights: bool) -> None:
+        self.watch = Watch(weights=weights)
+        self._passes: list[list[tuple[Any, Tensor, Tensor | None]]] = [[] for _ in range(num_stacks)]
+
+    def end(self, chunk: int, args: Any, current: Pass | None) -> None:
+        """Keep what ran."""
+        if current is not None:
+            self._passes[chunk].append((args, current.executed_LRK, current.weights_LRK))
+
+    def ids(self, stack: int = 0) -> list[Tensor]:
+        """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T."""
+        return self._joined([(args, ids) for args, ids, _ in self._passes[stack]])
+
+    def weights(self, stack: int = 0) -> list[Tensor]:
+        """float32 [B, T, L, K], the gate weights that routers handed on. As `ids`."""
+        return self._joined([(args, weights) for args, _, weights in self._passes[stack] if weights is not None])
+
+    def _joined(self, passes: list[tuple[Any, Tensor]]) -> list[Tensor]:
+        parts: list[list[Tensor]] = []
+        for args, of_rows in passes:
+            rows = of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3)
+            if args.past and parts and sum(part.shape[1] for part in parts[-1]) == args.past:
+                parts[-1].append(rows)
+            else:
+                parts.append([rows])
+        return [torch.cat(each, 1) for each in parts]
+
+
+def _of_stacks(given: Any, num_stacks: int, what: str) -> list[Any]:
+    each = [given] if isinstance(given, Tensor) else list(given)
+    if len(each) != num_stacks:
+        raise ReplayError(f"{len(each)} tensors of {what}; expected one for each of {num_stacks} stacks of layers")
+    return each
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a device, which is not waited for."""
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _on_its_way(faults: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Faults, copied to the host behind what runs on the device now."""
+    if faults.device.type != "cuda":
+        return faults, None
+    host = torch.empty(faults.shape, dtype=faults.dtype, pin_memory=True)
+    host.copy_(faults, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event

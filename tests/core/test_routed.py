@@ -1,0 +1,292 @@
+"""Replay of integer tensors, on torch alone: against traces, checkpoints by hand, and what is wrong with ids."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import foreroute
+from foreroute.adapters import hf
+from foreroute.core import AttachError, ReplayError, attach
+from foreroute.core.passes import LayerPass
+from foreroute.testing.models import tiny
+from tests.adapters.hf.families import build
+from tests.adapters.hf.model_runs import (
+    batch_of,
+    checkpoint_by_hand,
+    experts_log,
+    gradients,
+    loss_of,
+    random_routes,
+)
+
+BATCH = batch_of(9, 6, 4)
+SHAPE = (3, 9)
+CHOOSE = LayerPass.choose
+
+
+def padded(trace):
+    """[B, T, L, K] of a trace of BATCH, with -1 in padding and where nothing was recorded."""
+    ids = torch.full((*SHAPE, trace.spec.num_layers, trace.spec.top_k), -1)
+    for s, length in enumerate(trace.lengths):
+        valid = torch.from_numpy(trace.valid_N[trace.offsets[s] : trace.offsets[s + 1]])
+        rows = torch.from_numpy(trace.expert_ids_NLK[trace.offsets[s] : trace.offsets[s + 1]].astype(int))
+        ids[s, :length] = torch.where(valid[:, None, None], rows, -1)
+    return ids
+
+
+def own_routes(model, routed, batch=BATCH):
+    with routed.record() as recording, torch.no_grad():
+        logits = model(**batch, use_cache=False).logits
+    return recording.ids()[0], logits
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_tensors_and_traces_are_replayed_alike(family):
+    """Bits of the loss and of every gradient, routers' among them."""
+    seen = {}
+    for kind in ("trace", "tensors"):
+        model = tiny(family).train()
+        trace = random_routes(hf.attach(model).spec, BATCH)
+        if kind == "trace":
+            with hf.attach(model).replay(trace):
+                loss_of(model, BATCH).backward()
+        else:
+            routed = attach(model)
+            with routed.replay(padded(trace), BATCH["attention_mask"]):
+                loss_of(model, BATCH).backward()
+        seen[kind] = gradients(model)
+    assert all(torch.equal(seen["tensors"][name], gradient) for name, gradient in seen["trace"].items())
+
+
+def test_own_routes_change_no_bit_and_others_are_counted():
+    model = tiny("qwen3_moe")
+    routed = attach(model)
+    own, native = own_routes(model, routed)
+    with routed.replay(own, BATCH["attention_mask"]), torch.no_grad():
+        assert torch.equal(model(**BATCH, use_cache=False).logits, native)
+    real = int(BATCH["attention_mask"].sum())
+    assert [tuple(line)[1:] for line in routed.report()] == [(real, 0)] * len(routed.report())
+    other = own.clone()
+    other[0, 0, -1, 0] = next(e for e in range(8) if e not in own[0, 0, -1])  # in the last layer, behind which none is
+    other[:, 1:] = -1
+    with routed.replay(other), torch.no_grad():
+        model(**BATCH, use_cache=False)
+    lines = routed.report()
+    assert [(line.replayed - real, line.differing) for line in lines] == [(3, 0), (3, 0), (3, 1)]
+    assert lines[1].path == "model.layers.1.mlp.gate"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_rows_without_a_route_run_the_same_experts_again(use_reentrant, monkeypatch):
+    """Though their router would pick others by then: here it picks at random."""
+    model = tiny("qwen3_moe").train()
+    routed = attach(model)
+    choose = LayerPass.choose
+
+    def at_random(now, own):
+        return choose(now, None if own is None else torch.rand(len(own), 8).topk(own.shape[1]).indices)
+
+    monkeypatch.setattr(LayerPass, "choose", at_random)
+    ids = padded(random_routes(routed_spec(model), BATCH))
+    ids[:, ::2] = -1
+    checkpoint_by_hand(model, use_reentrant)
+    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
+        loss = loss_of(model, BATCH)
+        first = len(log)
+        loss.backward()
+    assert first == routed_spec(model).num_layers
+    again = dict(log[first:])
+    assert all(torch.equal(again[path], given) for path, given in log[:first])
+
+
+def routed_spec(model):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerPass, "choose", CHOOSE)
+        return hf.attach(model).spec
+
+
+def test_a_whole_model_in_a_checkpoint_finds_its_rows():
+    seen = []
+    for whole in (False, True):
+        model = tiny("qwen3_moe").train()
+        routed = attach(model)
+        ids = padded(random_routes(routed_spec(model), BATCH))
+        anchor = torch.zeros(1, requires_grad=True)
+        with routed.replay(ids, BATCH["attention_mask"]):
+            if whole:
+                loss = checkpoint(lambda zero, run=model: loss_of(run, BATCH) + zero, anchor, use_reentrant=True)
+            else:
+                loss = loss_of(model, BATCH)
+        with routed.replay(ids.roll(1, 0)), torch.no_grad():
+            model(**BATCH)
+        loss.backward()
+        seen.append(gradients(model))
+    assert all(torch.equal(seen[1][name], gradient) for name, gradient in seen[0].items())
+
+
+def test_rows_are_made_once_and_replayed_often():
+    model = tiny("qwen3_moe")
+    routed = attach(model)
+    own, native = own_routes(model, routed)
+    rows = routed.rows(own, BATCH["attention_mask"])
+    for _ in range(2):
+        with routed.replay(rows), torch.no_grad():
+            assert torch.equal(model(**BATCH, use_cache=False).logits, native)
+
+
+def test_gate_weights_are_forced_as_constants():
+    model = tiny("qwen3_moe")
+    routed = attach(model)
+    with routed.record(weights=True) as recording, torch.no_grad():
+        native = model(**BATCH, use_cache=False).logits
+    [ids], [weights] = recording.ids(), recording.weights()
+    model.model.layers[0].mlp.gate.weight.data *= 3
+    with routed.replay(ids, weights=weights):
+        logits = model(**BATCH, use_cache=False).logits
+    assert torch.equal(logits.detach(), native)
+    logits.sum().backward()
+    assert not model.model.layers[0].mlp.gate.weight.grad.any()
+
+
+def test_generate_is_recorded_and_replayed_along_its_cache():
+    model = tiny("qwen3_moe").eval()
+    routed = attach(model)
+    prompt = BATCH["input_ids"][:1, :5]
+    with routed.record() as recording:
+        tokens = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    [ids] = recording.ids()
+    assert ids.shape[:2] == (1, tokens.shape[1] - 1)
+    with routed.replay(ids), routed.record() as again:
+        assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), tokens)
+    assert torch.equal(again.ids()[0], ids)
+
+
+def test_routers_with_other_numbers_of_picks_are_replayed():
+    model = build("hunyuan_v1_moe", moe_topk=[1, 2], num_hidden_layers=2)
+    routed = attach(model)
+    assert [router.top_k for router in routed.stacks[0].routers] == [1, 2]
+    own, native = own_routes(model, routed)
+    assert (own[:, :, 0, 1] == -1).all()
+    with routed.replay(own), routed.record() as recording, torch.no_grad():
+        assert torch.equal(model(**BATCH, use_cache=False).logits, native)
+    other = own.clone()
+    other[:, :, 0, 0] = (own[:, :, 0, 0] + 1) % routed.stacks[0].routers[0].num_experts
+    with routed.replay(other), routed.record() as recording, torch.no_grad():
+        model(**BATCH, use_cache=False)
+    assert torch.equal(recording.ids()[0], other)
+
+
+def test_both_stacks_of_an_encoder_decoder_are_replayed():
+    from transformers import SwitchTransformersForConditionalGeneration
+
+    config = build("switch_transformers", num_decoder_layers=2, num_sparse_decoder_layers=2).config
+    config.is_encoder_decoder = True
+    model = SwitchTransformersForConditionalGeneration(config).eval()
+    routed = attach(model)
+    tokens = torch.arange(1, 9)[None]
+    given = {"input_ids": tokens, "decoder_input_ids": tokens[:, :5], "use_cache": False}
+    with routed.record() as recording, torch.no_grad():
+        native = model(**given).logits
+    own = [recording.ids(stack)[0] for stack in (0, 1)]
+    assert [ids.shape[1] for ids in own] == [8, 5]
+    with routed.replay(own), torch.no_grad():
+        assert torch.equal(model(**given).logits, native)
+    other = [(ids + 1) % config.num_experts for ids in own]
+    with routed.replay(other), routed.record() as recording, torch.no_grad():
+        model(**given)
+    assert all(torch.equal(recording.ids(stack)[0], ids) for stack, ids in enumerate(other))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda ids: ids[0, 2, 1].fill_(99), "1 rows with an id out of range"),
+        (lambda ids: ids[0, 2, 1].fill_(3), "1 rows with an expert twice"),
+        (lambda ids: ids[0, 2, 1, :1].fill_(-1), "1 rows with -1 beside experts"),
+    ],
+)
+def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
+    model = tiny("qwen3_moe")
+    routed = attach(model)
+    own, native = own_routes(model, routed)
+    wrong = own.clone()
+    change(wrong)
+    with (
+        pytest.raises(ReplayError, match=f"the routes had {said}"),
+        routed.replay(wrong, BATCH["attention_mask"]),
+        torch.no_grad(),
+    ):
+        assert torch.equal(model(**BATCH, use_cache=False).logits, native)
+    routed.report()
+
+
+def test_rows_that_later_tokens_depend_on_may_be_asked_for():
+    model = tiny("qwen3_moe")
+    routed = attach(model)
+    own, _ = own_routes(model, routed)
+    own[torch.arange(3), BATCH["attention_mask"].sum(1) - 1] = -1  # the last of each sequence is before no other
+    mask = BATCH["attention_mask"]
+    with routed.replay(own, mask, missing="error"), torch.no_grad():
+        model(**BATCH, use_cache=False)
+    own[1, 2] = -1
+    with (
+        pytest.raises(ReplayError, match="1 rows of -1 that later tokens depend on"),
+        routed.replay(own, mask, missing="error"),
+        torch.no_grad(),
+    ):
+        model(**BATCH, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (torch.zeros(3, 9, 3, 2), "ids are torch.float32 of shape"),
+        ([[1]], "1 tensors of ids|ids are a list"),
+        (torch.zeros(3, 9, 1, 2, dtype=torch.long), r"ids have \[L, K\] = \[1, 2\]; the model has 3 routers"),
+        (torch.zeros(2, 9, 3, 2, dtype=torch.long), r"attention_mask is \[3, 9\], ids are \[2, 9, 3, 2\]"),
+    ],
+)
+def test_shapes_and_types_are_refused_at_once(ids, said):
+    routed = attach(tiny("qwen3_moe"))
+    with pytest.raises(ReplayError, match=said), routed.replay(ids, BATCH["attention_mask"]):
+        pass
+
+
+def test_a_session_of_another_batch_or_without_a_forward_is_refused():
+    model = tiny("qwen3_moe")
+    routed = attach(model)
+    own, _ = own_routes(model, routed)
+    with pytest.raises(ReplayError, match=r"runs on \[3, 8\] \[B, T\], the routes are of \[3, 9\]"), routed.replay(own):
+        model(input_ids=BATCH["input_ids"][:, 1:])
+    with pytest.raises(ReplayError, match="nothing was replayed"), routed.replay(own):
+        pass
+    with routed.replay(own):
+        with pytest.raises(ReplayError, match="already replaying"), routed.replay(own):
+            pass
+        model(**BATCH)
+
+
+def test_a_model_without_routers_is_refused():
+    with pytest.raises(AttachError, match="has no router"):
+        attach(torch.nn.Linear(2, 2))
+
+
+def test_the_folder_can_be_taken_as_it_stands(tmp_path):
+    """Copied under another name, it imports torch and nothing of ours, and torch when a name is asked for."""
+    shutil.copytree(Path(foreroute.__file__).parent / "core", tmp_path / "foreroute_core")
+    script = """
+import sys
+import foreroute_core
+assert "torch" not in sys.modules
+from foreroute_core import attach
+ours = [name for name in sys.modules if name.split(".")[0] in ("foreroute", "transformers", "numba", "pydantic")]
+assert not ours, ours
+assert issubclass(foreroute_core.AttachError, foreroute_core.ForerouteError)
+"""
+    ended = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{script}"])
+    assert ended.returncode == 0
