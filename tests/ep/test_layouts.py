@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.distribute import WEIGHT
+from foreroute.adapters.hf.distributing import WEIGHT
 from foreroute.ep import BatchRows
 from tests.adapters.hf.families import build
 from tests.ep.planned import split_plan

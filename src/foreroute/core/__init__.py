@@ -17,11 +17,11 @@ from .errors import AttachError, ForerouteError, ReplayError
 
 if TYPE_CHECKING:
     from .attaching import attach
-    from .routed import LayerReport, Recording, Routed
+    from .routed import LayerReport, Routed, TensorRecording
 
-_LAZY = {"attach": ".attaching", "LayerReport": ".routed", "Recording": ".routed", "Routed": ".routed"}
+_LAZY = {"attach": ".attaching", "LayerReport": ".routed", "TensorRecording": ".routed", "Routed": ".routed"}
 
-__all__ = ["AttachError", "ForerouteError", "LayerReport", "Recording", "ReplayError", "Routed", "attach"]
+__all__ = ["AttachError", "ForerouteError", "LayerReport", "ReplayError", "Routed", "TensorRecording", "attach"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .errors import ReplayError
 from .passes import Listener, Pass, Rows, Watch
-from .trunk import Batch, TrunkHooks
+from .trunk import TrunkArgs, TrunkHooks
 
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
@@ -64,21 +64,21 @@ class Routed:
         *,
         weights: Tensor | Sequence[Tensor] | None = None,
         missing: Missing = "native",
-    ) -> list[BatchRows]:
+    ) -> list[TensorRows]:
         """Make routes ready to be replayed, as often as wanted. Arguments and errors as of `replay`."""
         if missing not in get_args(Missing):
             raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
         of_stacks = _of_stacks(ids_BTLK, len(self.stacks), "ids")
         forced = [None] * len(of_stacks) if weights is None else _of_stacks(weights, len(self.stacks), "weights")
         return [
-            BatchRows.made(stack, ids, attention_mask, given, missing)
+            TensorRows.made(stack, ids, attention_mask, given, missing)
             for stack, ids, given in zip(self.stacks, of_stacks, forced, strict=True)
         ]
 
     @contextmanager
     def replay(
         self,
-        ids_BTLK: Tensor | Sequence[Tensor] | Sequence[BatchRows],
+        ids_BTLK: Tensor | Sequence[Tensor] | Sequence[TensorRows],
         attention_mask: Tensor | None = None,
         *,
         weights: Tensor | Sequence[Tensor] | None = None,
@@ -98,7 +98,7 @@ class Routed:
             ReplayError: for shapes and types that do not fit; in a forward, when a router bypassed replay; at the end,
                 when nothing ran, or ids of an earlier batch were found wrong.
         """
-        is_made = not isinstance(ids_BTLK, Tensor) and all(isinstance(each, BatchRows) for each in ids_BTLK)
+        is_made = not isinstance(ids_BTLK, Tensor) and all(isinstance(each, TensorRows) for each in ids_BTLK)
         rows: Any = ids_BTLK if is_made else self.rows(ids_BTLK, attention_mask, weights=weights, missing=missing)  # type: ignore[arg-type]
         session = _Replaying(rows)
         for each in rows:
@@ -113,9 +113,9 @@ class Routed:
         self._look(wait=False)
 
     @contextmanager
-    def record(self, *, weights: bool = False) -> Iterator[Recording]:
+    def record(self, *, weights: bool = False) -> Iterator[TensorRecording]:
         """Keep what routers do in every forward while the context is open, gate weights too if they are asked for."""
-        recording = Recording(len(self.stacks), weights=weights)
+        recording = TensorRecording(len(self.stacks), weights=weights)
         with self._listening(recording):
             yield recording
 
@@ -155,7 +155,7 @@ class Routed:
             )
 
 
-class BatchRows(NamedTuple):
+class TensorRows(NamedTuple):
     """Routes of a batch for one stack, on the device.
 
     Attributes:
@@ -171,7 +171,7 @@ class BatchRows(NamedTuple):
     @classmethod
     def made(
         cls, stack: TrunkHooks, ids: Tensor, mask: Tensor | None, weights: Tensor | None, missing: Missing
-    ) -> BatchRows:
+    ) -> TensorRows:
         """Check ids [B, T, L, K] against a stack, on the device. Raises `ReplayError` for shapes and types."""
         routers = stack.routers
         top_k = max(router.top_k for router in routers)
@@ -229,7 +229,7 @@ class _Replaying(Listener):
 
     forces = True
 
-    def __init__(self, rows: Sequence[BatchRows]) -> None:
+    def __init__(self, rows: Sequence[TensorRows]) -> None:
         self.num_forwards = 0
         self.counts: list[Tensor | None] = [None] * len(rows)
         self._rows = rows
@@ -237,7 +237,7 @@ class _Replaying(Listener):
     def begin(self, chunk: int, args: Any) -> Rows:
         """Give the rows of a forward, which may go on with a key-value cache."""
         expected = self._rows[chunk].ids_LBTK.shape[1:3]
-        goes_on = isinstance(args, Batch) and args.past is not None
+        goes_on = isinstance(args, TrunkArgs) and args.past is not None
         if args.shape[0] != expected[0] or (args.shape[1] != expected[1] and not goes_on):
             raise ReplayError(
                 f"the forward runs on {list(args.shape)} [B, T], the routes are of {list(expected)}; give those of the "
@@ -260,7 +260,7 @@ class _Replaying(Listener):
         self.counts[chunk] = counts if before is None else before + counts
 
 
-class Recording(Listener):
+class TensorRecording(Listener):
     """What routers did in every forward of a `record()`.
 
     Args:

@@ -21,7 +21,7 @@ from .passes import Pass, RouterHook
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrunkArgs:
     """What the shapes of a forward's arguments say.
 
     Attributes:
@@ -40,7 +40,7 @@ class Batch:
         return self.shape[0] * self.shape[1]
 
     @classmethod
-    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
         """Of a call whose parameters have these names. Raises `ReplayError` when it has no tokens or embeddings."""
         given = dict(zip(names, args, strict=False)) | kwargs
         tokens = next((t for n in ("input_ids", "inputs_embeds") if isinstance(t := given.get(n), Tensor)), None)
@@ -87,7 +87,7 @@ class TrunkHooks(ModelHooks):
     @torch.compiler.disable(recursive=False)  # the host is asked for the rows; what is inside is compiled again
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass."""
-        return self.run_pass(partial(Batch.of_call, self.names, args, kwargs), partial(forward, *args, **kwargs))
+        return self.run_pass(partial(TrunkArgs.of_call, self.names, args, kwargs), partial(forward, *args, **kwargs))
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any

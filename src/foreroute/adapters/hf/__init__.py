@@ -6,15 +6,19 @@ from foreroute.adapters import hf
 routed = hf.attach(model)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers")
 
 from foreroute.adapters.hf.attach import attach
-from foreroute.adapters.hf.distribute import distribute
 from foreroute.adapters.hf.local_models import build_model, load_pretrained
 from foreroute.adapters.hf.model import RoutedTransformer
 from foreroute.adapters.hf.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.distributing import distribute
 
 __all__ = [
     "RoutedTransformer",
@@ -24,3 +28,12 @@ __all__ = [
     "distribute",
     "load_pretrained",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what executes plans when it is asked for."""
+    if name != "distribute":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from foreroute.adapters.hf.distributing import distribute
+
+    return distribute
