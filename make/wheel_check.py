@@ -4,7 +4,9 @@
    `src/foreroute`, the marker of types and the data files.
 2. Light core: the wheel in a new environment, which gets no torch and no command line; with the extra "cli" commands
    and what they import work there.
-3. Extras: what an extra asks for is what its rooms need. They are imported from the wheel's files, in the environment
+3. Core: `foreroute/core`, copied out of the wheel under another name, replays a model of torch alone; nothing else of
+   ours and no other library is imported.
+4. Extras: what an extra asks for is what its rooms need. They are imported from the wheel's files, in the environment
    that runs this script.
 """
 
@@ -70,6 +72,7 @@ def main() -> None:
     check_wheel(wheel)
     with tempfile.TemporaryDirectory() as temporary:
         check_light_core(wheel, Path(temporary) / "light")
+        check_core(wheel, Path(temporary) / "core")
         check_extras(wheel, Path(temporary) / "files")
 
 
@@ -129,6 +132,79 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     lacking = run([command, "train", "any.toml"], folder, code=2)
     require("pip install '.[hf]'" in lacking, f"foreroute train does not say what it needs:\n{lacking}")
     print(f"light    {len(LIGHT_ROOMS)} rooms, and foreroute --version, inspect, validate, plan, without torch")
+
+
+A_MODEL = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("foreroute", "transformers", "numba", "pydantic", "safetensors", "zstandard"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.path.insert(0, sys.argv[1])
+
+import torch
+from torch import nn
+from foreroute_core import attach
+
+class TopKRouter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x):
+        values, ids = torch.topk((x @ self.weight.T).softmax(-1), 2, dim=-1)
+        return values / values.sum(-1, keepdim=True), ids
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = TopKRouter(), nn.Parameter(torch.randn(8, 16, 16) / 4)
+
+    def forward(self, x):
+        weights, ids = self.router(x.reshape(-1, 16))
+        out = torch.einsum("nk,nkde,ne->nd", weights, self.experts[ids], x.reshape(-1, 16))
+        return x + out.view(x.shape)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return (x,)
+
+torch.manual_seed(0)
+model = Model()
+routed = attach(model)
+ids = torch.randint(0, 32, (2, 5))
+routes = torch.rand(2, 5, 2, 8).topk(2).indices
+with routed.replay(routes), routed.record() as recording:
+    model(ids)[0].sum().backward()
+assert torch.equal(recording.ids()[0].long(), routes)
+assert model.layers[0].router.weight.grad.abs().sum() > 0
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"foreroute_core", "torch"}))
+"""
+
+
+def check_core(wheel: Path, folder: Path) -> None:
+    """Take the folder of the core as it stands, under another name, and replay a model with it."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (folder / "foreroute" / "core").rename(folder / "foreroute_core")
+    (folder / "replay.py").write_text(A_MODEL)
+    said = run([sys.executable, "-I", "replay.py", str(folder)], folder)
+    require(said.split() == ["foreroute_core", "torch"], f"the core alone said {said!r}")
+    print("core     foreroute_core replays a model of torch, and imports nothing else")
 
 
 def check_extras(wheel: Path, folder: Path) -> None:

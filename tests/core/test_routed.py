@@ -1,5 +1,6 @@
 """Replay of integer tensors, on torch alone: against traces, checkpoints by hand, and what is wrong with ids."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -290,3 +291,17 @@ assert issubclass(foreroute_core.AttachError, foreroute_core.ForerouteError)
 """
     ended = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{script}"])
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("plain_loop.py", r"step 2: loss 0\.\d+, \d+ rows|step 2: loss \d"),
+        ("as_they_are.py", r"losses \[(\S+), \1\]; 26 rows of each router"),
+    ],
+)
+def test_examples_run(script, said):
+    """In a plain loop, and from the tensors of SkyRL and verl as they are: 13 rows have a route, in two replays."""
+    folder = Path(__file__).parents[2] / "examples" / "core"
+    ended = subprocess.run([sys.executable, folder / script], capture_output=True, text=True, check=False)
+    assert re.search(said, ended.stdout), ended.stdout + ended.stderr
