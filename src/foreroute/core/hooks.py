@@ -76,6 +76,14 @@ class ModelHooks(ABC):
         self._users: Counter[SelectionHook] = Counter()
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock: of a copy, whose modules are copies too."""
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._lock = threading.RLock()
+
     @abstractmethod
     def session_overrides(self) -> Iterable[Override]:
         """What a session overrides, routers aside: the forward of the trunk, to run it by `run_pass`, and the like."""
@@ -239,10 +247,23 @@ class ModelHooks(ABC):
         saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if saves or (not torch.is_grad_enabled() and (current.with_grad or is_again)):
             self.bind_checkpoints([hook])
+        if not is_again:
+            self._require_order(hook, now.layer, current)
         result = hook.select(now, forward, *args, **kwargs)
         if not is_again:
             current.calls[now.layer] += 1
         return result
+
+    def _require_order(self, hook: SelectionHook, layer: int, current: Pass) -> None:
+        """Raise `ReplayError` if a router runs before one that ran behind it when the model was attached."""
+        if layer >= len(self.routers):
+            return
+        if layer < current.last_layer:
+            raise ReplayError(
+                f"router {hook.path} runs behind {self.routers[current.last_layer].path}, and ran before it when the "
+                "model was attached: layers were exchanged since, and routes would follow the modules. Attach again"
+            )
+        current.last_layer = layer
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:
         """Have the checkpoints between the pass on top and the caller repeat these in that pass. Raises as `bind`."""
@@ -342,6 +363,13 @@ class OneThread:
         self._times = 0
         self._number: int | None = None
         self._name = ""
+
+    def __getstate__(self) -> str:
+        """What it is held for: nobody holds a copy."""
+        return self._held_for
+
+    def __setstate__(self, held_for: str) -> None:
+        OneThread.__init__(self, held_for)
 
     @contextmanager
     def held(self, doing: str) -> Iterator[None]:

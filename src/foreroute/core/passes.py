@@ -210,6 +210,7 @@ class Pass:
         others: for each other module, what it does in the pass, and in its recomputation.
         kept: what other modules handed on, by their number.
         with_grad: whether gradients were recorded when it began.
+        last_layer: of the router that ran last, outside of compiled graphs; -1 before the first.
     """
 
     def __init__(
@@ -239,6 +240,7 @@ class Pass:
         self.others: Sequence[tuple[Any, Any]] = ()
         self.kept: dict[int, Tensor] = {}
         self.with_grad = torch.is_grad_enabled()
+        self.last_layer = -1
         self._routers = routers
         self._parts: dict[bool, list[Any]] = {}
 

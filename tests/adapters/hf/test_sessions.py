@@ -238,6 +238,42 @@ def test_a_router_that_runs_twice_is_named():
         model(**BATCH)
 
 
+@pytest.mark.parametrize("what", ["layers", "blocks"])
+def test_layers_exchanged_after_attach_are_named(what):
+    """Routes would follow the modules."""
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    first, second = model.model.layers[0], model.model.layers[2]
+    if what == "layers":
+        model.model.layers[0], model.model.layers[2] = second, first
+    else:
+        first.mlp, second.mlp = second.mlp, first.mlp
+    with (
+        pytest.raises(ReplayError, match=r"layers\.\d\.mlp\.gate runs behind .* Attach again"),
+        routed.replay(random_routes(routed.spec, BATCH)),
+    ):
+        model(**BATCH)
+    again = hf.attach(model)
+    with again.replay(random_routes(again.spec, BATCH)):
+        model(**BATCH)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda routed: pickle.loads(pickle.dumps(routed))])
+def test_what_was_attached_can_be_copied_with_its_model(copied):
+    routed = hf.attach(tiny("qwen3_moe"))
+    other = copied(routed)
+    assert other.model is not routed.model
+    trace = random_routes(routed.spec, BATCH)
+    other.model.lm_head.weight.data.zero_()
+    results = []
+    for each in (routed, other):
+        with each.replay(trace), each.record() as recording, torch.no_grad():
+            results.append(each.model(**BATCH).logits)
+        assert recording.trace().equals(trace)
+    assert results[0].any()
+    assert not results[1].any()
+
+
 def test_a_session_without_a_forward_is_no_silent_no_op():
     routed = hf.attach(tiny("qwen3_moe"))
     with pytest.raises(ReplayError, match="nothing was replayed"), routed.replay(random_routes(routed.spec, BATCH)):

@@ -129,6 +129,10 @@ class TransformerHooks(TrunkHooks):
         self._executed: Tensor | None = None
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = graph_ops.register(self)
+
     def open_others(self, current: Pass) -> list[tuple[IndexerPass, IndexerPass]]:
         """The indexers. See `ModelHooks`."""
         chosen = current.rows.indexers if isinstance(current.rows, ReplayRows) else None
