@@ -7,6 +7,7 @@ another. A small number means that a reader can follow the work.
 
     save, load         a trace of two sequences, to a file and back
     replayed_forward   a session is opened, a model of four layers runs on recorded routes, the session is closed
+    replayed_tensors   the same of integer tensors, by `foreroute.core` alone
     planned_cell       the forward of one layer's experts in the executor, in a group of one rank
     training_step      one step of the reference trainer, in one process; files of `train/` alone
 """
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 import foreroute as fr
 from foreroute.adapters import hf
+from foreroute.core import attach
 from foreroute.ep import BatchRows
 from foreroute.plan import Links, Topology
 from foreroute.train import parse_config, train
@@ -106,15 +108,24 @@ def measure(folder: Path) -> dict[str, Way]:
         routed.model(ids)
     trace = recording.trace()
     file = folder / "trace.safetensors"
+    core = attach(routed.model)
+    with core.record() as of_tensors, torch.no_grad():
+        routed.model(ids)
+    [routes], mask = of_tensors.ids(), torch.ones_like(ids)
 
     def replay() -> None:
         with routed.replay(trace):
             routed.model(ids)
 
+    def replay_tensors() -> None:
+        with core.replay(routes, mask):
+            routed.model(ids, attention_mask=mask)
+
     return {
         "save": way_of(lambda: fr.save(trace, file, overwrite=True)),
         "load": way_of(lambda: fr.load(file)),
         "replayed_forward": way_of(replay),
+        "replayed_tensors": way_of(replay_tensors),
         "planned_cell": planned_cell(folder),
         "training_step": training_step(folder),
     }

@@ -57,4 +57,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     room = import_module(f"foreroute.{_ROOM_OF.get(name, name)}")
-    return getattr(room, name) if name in _ROOM_OF else room
+    found = globals()[name] = getattr(room, name) if name in _ROOM_OF else room
+    return found
