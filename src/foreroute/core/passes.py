@@ -171,8 +171,8 @@ class LayerPass:
             own: [..., K] for R rows, what the router made of live scores.
         """
         if self.weights_RK is not None:
-            forced = self.weights_RK.to(own.device, own.dtype).view(own.shape)
-            own = torch.where(forced.isnan(), own, forced)
+            given = self.weights_RK.to(own.device, own.dtype).view(own.shape)
+            own = torch.where(given.isnan(), own, given)
         if self.weights_into is not None and not self.again:
             self.weights_into.copy_(own.detach().reshape(self.weights_into.shape))
         return own
@@ -340,4 +340,4 @@ class RouterHook(SelectionHook):
 
 def signed_dtype(num_experts: int) -> torch.dtype:
     """The narrowest type of ids on the device, in which -1 is none."""
-    return torch.int16 if num_experts <= 2**15 else torch.int32
+    return next(t for t in (torch.int8, torch.int16, torch.int32) if num_experts <= torch.iinfo(t).max + 1)
