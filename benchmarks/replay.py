@@ -4,7 +4,7 @@ The two run in turn on one model with the same weights and batch, for every impl
 compiled. The unpatched side is the same model outside any session, which is bit for bit the model that was never
 attached. An A/A line (unpatched over unpatched) says how far apart two equal things measure on this machine. Times are
 CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
-stand beside it.
+stand beside it. `waits` and `aten` count what replay puts on the launch path of a forward (`harness.launch_path`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness import launch_path
 from benchmarks.harness.instructions import Counter, count_in_user_space
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
@@ -133,7 +134,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     for end in TELEMETRY:
         metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
-        "metrics": metrics | counting.reported() | _bytes_per_token(eager),
+        "metrics": metrics | counting.reported() | _bytes_per_token(eager) | launch_path.measured(),
         "baselines": {name: asdict(figures[name]) for name in ("forward_a_over_a", "step_a_over_a")},
         "setting": {
             "family": "qwen3_moe",
