@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,20 @@ from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths
 from foreroute.replay import (
     WANTED_MASK,
     IndexerRows,
+    LateChecks,
     PassRoutes,
     Places,
     Policy,
     ReplayRows,
+    faithful_rows,
     kept_by,
+    refuse_missing,
     to_device,
 )
 from foreroute.trace import INDEXER, RoutingTrace
+
+Written = list[tuple[Tensor | None, int]]
+"""Tensors, and how often each was written to."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +146,55 @@ class ForwardTokens:
         return self.shape[0] * self.shape[1]
 
     @property
-    def lone_tokens_BT(self) -> Tensor | None:
-        """The tokens, where they are, if nothing but their shape says which is where; else None."""
+    def versions(self) -> Written:
+        """The tensors that were given, and how often each had been written to; none where that is not known."""
         tensors = self._tensors
-        others = (tensors.mask, tensors.position_ids, tensors.cumulative)
-        return None if self.past or any(each is not None for each in others) else tensors.input_ids_BT
+        given = [tensors.input_ids_BT, tensors.mask, tensors.position_ids, tensors.cumulative]
+        # on the CPU they may share memory with arrays of numpy, and of inference nobody counts
+        if self.device.type == "cpu" or any(each is not None and each.is_inference() for each in given):
+            return []
+        return [(each, -1 if each is None else each._version) for each in given]
+
+    def may_hold(self, num_sequences: int) -> bool:
+        """Whether a batch of such shapes may hold so many sequences."""
+        tensors, (rows, width) = self._tensors, self.shape
+        positions, cumulative = tensors.position_ids, tensors.cumulative
+        if cumulative is not None:
+            return rows == 1 and width > 0 and len(cumulative) > num_sequences
+        if positions is not None:
+            return width > 0 and positions.shape[1] == width and positions.shape[0] in (1, rows)
+        return num_sequences == rows
+
+    def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """Where the sequences of a batch that may hold so many are, found on its device.
+
+        Returns:
+            integers [R], the tokens; bool [R], False where padded; bool [R], the first token of each sequence;
+            int64 [R], the sequence of each slot, below `num_sequences`; and bool [] each, what is wrong.
+        """
+        tensors, (rows, width) = self._tensors, self.shape
+        ids_BT, mask, wrong = tensors.input_ids_BT, tensors.mask, []
+        kept_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        if mask is not None:
+            mask = mask[:, mask.shape[1] - width :]
+            kept_BT = mask == 1
+            wrong.append((mask != kept_BT).any())
+        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
+        number_BT = torch.arange(rows, device=self.device)[:, None].expand(rows, width)
+        if tensors.cumulative is not None:
+            ends = tensors.cumulative.long()
+            wrong.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
+            begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
+            starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
+        elif tensors.position_ids is not None:
+            starts_BT = starts_BT | (kept_BT & (tensors.position_ids == 0))
+        if tensors.cumulative is not None or tensors.position_ids is not None:
+            are_packed = (starts_BT.sum(1) > 1).any()
+            number_R = starts_BT.reshape(-1).cumsum(0)
+            wrong.append(torch.where(are_packed, number_R[-1], rows) != num_sequences)
+            number_BT = torch.where(are_packed, number_R.view(rows, width) - 1, number_BT)
+            number_BT = number_BT.clamp(0, num_sequences - 1)
+        return ids_BT.reshape(-1), kept_BT.reshape(-1), starts_BT.reshape(-1), number_BT.reshape(-1), wrong
 
     def kept(self) -> ForwardTokens:
         """The batch, to be read later, when whoever gave it may have overwritten what it gave."""
@@ -191,7 +241,8 @@ class BatchRoutes:
         self._layout = layout
         self._policy = policy
         self._indexers = indexers
-        self._compared: list[tuple[ForwardTokens, Tensor]] = []
+        self._checks = LateChecks()
+        self._made: tuple[Written, PassRoutes] | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -199,33 +250,34 @@ class BatchRoutes:
         return self._trace.versions
 
     def of_pass(self, chunk: int, batch: ForwardTokens) -> PassRoutes:
-        """See `foreroute.replay.Routes`."""
+        """Those of a pass that begins. See `foreroute.replay.Routes`.
+
+        Where the batch is on a GPU, it is compared with the trace there, and rows that were made are used again for
+        tensors that nobody has written to since.
+        """
         if batch.past:
             raise BatchMismatchError(
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
                 "without a cache"
             )
-        row_of_slot = self._rows_known_by_shape(batch)
-        if row_of_slot is None:
+        given = batch.versions
+        if self._made is not None and _are_same(given, self._made[0]):
+            return self._made[1]
+        choices = None
+        if batch.device.type == "cpu" or self._needs_host(batch):
             row_of_slot = self._located(batch)
-        policy = self._policy
-        rows = ReplayRows.gather(
-            self._trace,
-            row_of_slot,
-            batch.device,
-            policy.missing,
-            weights=policy.gate_weights,
-            spread_padding=policy.padding == "spread",
-            counts=policy.counts,
-            indexers=self._choices(row_of_slot, batch),
-        )
-        return PassRoutes(rows, rows.counted_R.view(batch.shape), rows.drops)
+            choices = self._choices(row_of_slot, batch)
+            row_R = to_device(row_of_slot, batch.device)
+        else:
+            row_R = self._located_there(batch)
+        rows = ReplayRows.gather(self._trace, row_R, self._policy, choices)
+        made = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
+        self._made = given, made
+        return made
 
     def close(self) -> None:
-        """Waits for the device where tokens were compared there. See `foreroute.replay.Routes`."""
-        if self._compared and bool(torch.stack([differs for _, differs in self._compared]).any()):
-            for batch, _ in self._compared:
-                self._located(batch)
+        """Waits for the device where batches were compared there. See `foreroute.replay.Routes`."""
+        self._checks.close()
 
     def _choices(self, row_of_slot: NDArray[np.int64], batch: ForwardTokens) -> IndexerRows | None:
         stream = self._trace.streams.get(INDEXER)
@@ -233,31 +285,66 @@ class BatchRoutes:
             return None
         places = Places.of(self._trace.offsets, row_of_slot, batch.shape[1])
         self._indexers.require(places, batch.shape[1])
-        return IndexerRows(self._indexers.spec, stream, row_of_slot, places)
+        choices = IndexerRows(self._indexers.spec, stream, row_of_slot, places)
+        if self._policy.missing == "error":
+            decided = replace(self._trace, valid_N=self._trace.valid_N & stream.valid_N)
+            refuse_missing(decided, row_of_slot, what="choice of indexers")
+        return choices
 
     def _located(self, batch: ForwardTokens) -> NDArray[np.int64]:
+        """int64 [R], found on the host, which waits for the batch. Whatever is wrong with it is refused."""
         rows = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
         if self._layout is not None and not np.array_equal(rows, self._layout.rows().row_of_slot_R):
             raise BatchMismatchError(
                 f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "
                 "the batch is padded or packed, or leave the layout out"
             )
+        if self._policy.missing == "error":
+            refuse_missing(self._trace, rows)
         return rows
 
-    def _rows_known_by_shape(self, batch: ForwardTokens) -> NDArray[np.int64] | None:
-        """int64 [R], where the shape of a batch on a GPU says which slot is which row; else None.
+    @cached_property
+    def _faithful_N(self) -> NDArray[np.bool_]:
+        return faithful_rows(self._trace)
 
-        So the host need not wait for the tokens. They are compared on the device, whose answer is looked at last.
-        """
-        ids_BT = batch.lone_tokens_BT
-        if ids_BT is None or batch.device.type == "cpu" or len(self._trace) != batch.shape[0]:
-            return None
-        if (self._trace.lengths != batch.shape[1]).any() or self._layout is not None:
-            return None
-        kept = batch.kept()
-        expected_R = to_device(self._trace.token_ids_N.astype(np.int64), batch.device)
-        self._compared.append((kept, (ids_BT.reshape(-1) != expected_R).any()))
-        return np.arange(batch.num_slots)
+    def _needs_host(self, batch: ForwardTokens) -> bool:
+        """Whether rows are to be found on the host: for indexers, and where it is plain that something is wrong."""
+        trace, layout, is_wanted = self._trace, self._layout, self._policy.missing == "error"
+        return (
+            not trace.num_rows
+            or (self._indexers is not None and INDEXER in trace.streams)
+            or not batch.may_hold(len(trace))
+            or (layout is not None and layout.num_slots != batch.num_slots)
+            or (is_wanted and bool((trace.valid_N & ~self._faithful_N).any()))
+        )
+
+    def _located_there(self, batch: ForwardTokens) -> Tensor:
+        """int64 [R], found on the device: as `_located`, which is asked what is wrong when the device has said so."""
+        trace, device = self._trace, batch.device
+        there = partial(to_device, device=device)
+        tokens_R, kept_R, starts_R, number_R, wrong = batch.sequences_there(len(trace))
+        count_R, begins_S1 = kept_R.cumsum(0), there(trace.offsets)
+        # as many rows after the first of its sequence as tokens were kept since
+        row_R = begins_S1[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
+        within_R = kept_R & (row_R < begins_S1[number_R + 1])
+        row_R = torch.where(within_R, row_R, -1)
+        routed_R = within_R if trace.valid_N.all() else within_R & there(trace.valid_N)[row_R]
+        wrong += [
+            (within_R != kept_R).any(),
+            (within_R & (there(trace.token_ids_N)[row_R] != tokens_R)).any(),
+            routed_R.sum() != int(trace.valid_N.sum()),  # rows with a route that the batch leaves out
+        ]
+        if self._layout is not None:
+            wrong.append((row_R != there(self._layout.rows().row_of_slot_R)).any())
+        if self._policy.missing == "error" and not self._faithful_N.all():
+            wrong.append((within_R & ~there(self._faithful_N)[row_R]).any())
+        self._checks.add(torch.stack(wrong).any(), partial(self._located, batch.kept()))
+        return row_R
+
+
+def _are_same(given: Written, before: Written) -> bool:
+    """Whether the same tensors were given, and nobody has written to them in between; False where that is not known."""
+    return bool(given) and all(a is b and n == m for (a, n), (b, m) in zip(given, before, strict=False))
 
 
 def _require_whole(layout: object, trace: RoutingTrace) -> None:
