@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.forward_args import BatchRoutes
+from foreroute.adapters.hf.batch_routes import BatchRoutes
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import pack, pad
 from foreroute.testing.counting_device import DEVICE, other_device
@@ -164,6 +164,19 @@ def test_gate_weights_are_gathered_there(side):
     torch.testing.assert_close(seen[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
+def test_what_the_device_alone_cannot_place_is_placed_by_the_host():
+    """Padding alone, as of a rank that got no sequence, and lengths that stayed on the CPU."""
+    with other_device():
+        there = model_on(DEVICE)
+        batch = {name: 0 * given for name, given in padded("left").items()}
+        _, mask_BT, executed = replayed(there, given_on(DEVICE, batch), trace_of(there.spec).truncated([0, 0, 0]))
+        assert not mask_BT.any()
+        assert not executed.num_rows
+        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed, with lengths"])
+        given["cu_seq_lens_q"] = torch.from_numpy(OFFSETS)
+        assert replayed(there, given, trace)[2].num_rows == trace.num_rows
+
+
 def put(name, place, value):
     """Spoils one number of an argument."""
 
@@ -181,17 +194,26 @@ def halved(batch):
     batch["attention_mask"] = batch["attention_mask"] / 2
 
 
+def numbered(batch):
+    batch["attention_mask"] = 2 - batch["attention_mask"]
+
+
 REFUSED = {
     "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 17 in"),
     "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 11 in"),
     "other token, packed": ("packed", put("input_ids", (0, 18), 3), "sequence 2, position 7: token 3 in the batch"),
     "other mask": ("right", turned, "sequence 0, position 0: token 2 in the batch, 1 in the trace"),
     "no mask": ("right", halved, r"attention_mask holds 0\.5"),
+    "a mask of numbers": ("right", numbered, "attention_mask holds 2"),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
     "no start": ("packed", put("position_ids", (0, 7), 1), "the batch has 2 sequences and the trace has 3"),
     "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 6), "sequence 1, position 0: token 7 in"),
-    "falling lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 12), "none below the one before it"),
-    "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 18), "run from 0 to 18; expected 0 to 19"),
+    "falling lengths": (
+        "packed, with lengths",
+        put("cu_seq_lens_q", slice(1, 3), (11, 7)),
+        "none below the one before",
+    ),
+    "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 19"),
     "rows left out": ("right", put("attention_mask", (2, slice(6, None)), 0), "ends after 6 of 8 tokens and leaves"),
     "longer": ("right", put("attention_mask", (0, 7), 1), "sequence 0 has 8 tokens in the batch and 7 in the trace"),
 }
@@ -209,16 +231,29 @@ def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil
         there = model_on(DEVICE)
         for other in (BATCHES[name], batch):
             given, session = given_on(DEVICE, other), there.replay(trace)
+
+            def forward(given=given):
+                there.model(**given, use_cache=False)
+
+            unpatched = waits(device, forward)
             session.__enter__()
-            unpatched = waits(device, lambda given=given: there.model(**given, use_cache=False))
+            assert waits(device, forward) == unpatched, "what is wrong is not looked at in the forward"
             for each in given.values():
                 each.zero_()  # what was given is remembered
             if other is not batch:
                 session.__exit__(None, None, None)
-                accepted = unpatched
-        assert unpatched == accepted, "what is wrong is not looked at in the forward"
         with pytest.raises(BatchMismatchError, match=message):
             session.__exit__(None, None, None)
+
+
+def test_a_sequence_without_a_route_must_be_in_the_batch_too():
+    with other_device():
+        there = model_on(DEVICE)
+        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed"])
+        replayed(there, given, trace)
+        longer = concatenate([trace, RoutingTrace.unrouted(there.spec, [[5]])])
+        with pytest.raises(BatchMismatchError, match="the batch has 3 sequences and the trace has 4"):
+            replayed(there, given, longer)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

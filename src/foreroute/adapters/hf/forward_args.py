@@ -1,11 +1,11 @@
-"""What a forward call of a Hugging Face model says about its batch, and which rows of a trace that takes."""
+"""What a forward call of a Hugging Face model says about its batch."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,23 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.indexers import FoundIndexers
-from foreroute.errors import BatchMismatchError, LayoutError
-from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import (
-    WANTED_MASK,
-    IndexerRows,
-    LateChecks,
-    PassRoutes,
-    Places,
-    Policy,
-    ReplayRows,
-    faithful_rows,
-    kept_by,
-    refuse_missing,
-    to_device,
-)
-from foreroute.trace import INDEXER, RoutingTrace
+from foreroute.errors import BatchMismatchError
+from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
+from foreroute.replay import WANTED_MASK, kept_by
 
 Written = list[tuple[Tensor | None, int]]
 """Tensors, and how often each was written to."""
@@ -52,6 +38,12 @@ class BatchTensors:
     position_ids: Tensor | None
     cumulative: Tensor | None
     past: int
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Those of them that there are."""
+        every = (self.input_ids_BT, self.mask, self.position_ids, self.cumulative)
+        return [each for each in every if each is not None]
 
     @classmethod
     def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchTensors:
@@ -146,23 +138,25 @@ class ForwardTokens:
         return self.shape[0] * self.shape[1]
 
     @property
-    def versions(self) -> Written:
+    def written(self) -> Written:
         """The tensors that were given, and how often each had been written to; none where that is not known."""
         tensors = self._tensors
-        given = [tensors.input_ids_BT, tensors.mask, tensors.position_ids, tensors.cumulative]
-        # on the CPU they may share memory with arrays of numpy, and of inference nobody counts
-        if self.device.type == "cpu" or any(each is not None and each.is_inference() for each in given):
+        # on the CPU they may share memory with arrays of numpy, and in inference mode nobody counts
+        if self.device.type == "cpu" or any(each.is_inference() for each in tensors.given):
             return []
-        return [(each, -1 if each is None else each._version) for each in given]
+        every = (tensors.input_ids_BT, tensors.mask, tensors.position_ids, tensors.cumulative)
+        return [(each, 0 if each is None else each._version) for each in every]
 
     def may_hold(self, num_sequences: int) -> bool:
-        """Whether a batch of such shapes may hold so many sequences."""
+        """Whether a batch of such shapes may hold so many sequences, one at least, and is on one device."""
         tensors, (rows, width) = self._tensors, self.shape
         positions, cumulative = tensors.position_ids, tensors.cumulative
+        if not self.num_slots or any(each.device != self.device for each in tensors.given):
+            return False
         if cumulative is not None:
-            return rows == 1 and width > 0 and len(cumulative) > num_sequences
+            return rows == 1 and len(cumulative) > num_sequences
         if positions is not None:
-            return width > 0 and positions.shape[1] == width and positions.shape[0] in (1, rows)
+            return positions.shape[1] == width and positions.shape[0] in (1, rows)
         return num_sequences == rows
 
     def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -220,147 +214,6 @@ class ForwardTokens:
         if tensors.past and tensors.mask is not None:
             padding = (~kept_by(_to_host(tensors.mask[:, : tensors.past]))).sum(axis=1)
         return tokens, mask, starts, padding
-
-
-class BatchRoutes:
-    """The routes of a trace, found for each batch by its tokens.
-
-    Args:
-        trace: of the sequences of the batch, in order.
-        layout: where they are in it, or None to see it from the batch.
-        policy: how to replay.
-        indexers: of the model, if it has any.
-    """
-
-    def __init__(
-        self, trace: RoutingTrace, layout: Layout | None, policy: Policy, indexers: FoundIndexers | None = None
-    ) -> None:
-        if layout is not None:
-            _require_whole(layout, trace)
-        self._trace = trace
-        self._layout = layout
-        self._policy = policy
-        self._indexers = indexers
-        self._checks = LateChecks()
-        self._made: tuple[Written, PassRoutes] | None = None
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """See `foreroute.replay.Routes`."""
-        return self._trace.versions
-
-    def of_pass(self, chunk: int, batch: ForwardTokens) -> PassRoutes:
-        """Those of a pass that begins. See `foreroute.replay.Routes`.
-
-        Where the batch is on a GPU, it is compared with the trace there, and rows that were made are used again for
-        tensors that nobody has written to since.
-        """
-        if batch.past:
-            raise BatchMismatchError(
-                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
-                "without a cache"
-            )
-        given = batch.versions
-        if self._made is not None and _are_same(given, self._made[0]):
-            return self._made[1]
-        choices = None
-        if batch.device.type == "cpu" or self._needs_host(batch):
-            row_of_slot = self._located(batch)
-            choices = self._choices(row_of_slot, batch)
-            row_R = to_device(row_of_slot, batch.device)
-        else:
-            row_R = self._located_there(batch)
-        rows = ReplayRows.gather(self._trace, row_R, self._policy, choices)
-        made = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
-        self._made = given, made
-        return made
-
-    def close(self) -> None:
-        """Waits for the device where batches were compared there. See `foreroute.replay.Routes`."""
-        self._checks.close()
-
-    def _choices(self, row_of_slot: NDArray[np.int64], batch: ForwardTokens) -> IndexerRows | None:
-        stream = self._trace.streams.get(INDEXER)
-        if stream is None or self._indexers is None:
-            return None
-        places = Places.of(self._trace.offsets, row_of_slot, batch.shape[1])
-        self._indexers.require(places, batch.shape[1])
-        choices = IndexerRows(self._indexers.spec, stream, row_of_slot, places)
-        if self._policy.missing == "error":
-            decided = replace(self._trace, valid_N=self._trace.valid_N & stream.valid_N)
-            refuse_missing(decided, row_of_slot, what="choice of indexers")
-        return choices
-
-    def _located(self, batch: ForwardTokens) -> NDArray[np.int64]:
-        """int64 [R], found on the host, which waits for the batch. Whatever is wrong with it is refused."""
-        rows = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
-        if self._layout is not None and not np.array_equal(rows, self._layout.rows().row_of_slot_R):
-            raise BatchMismatchError(
-                f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "
-                "the batch is padded or packed, or leave the layout out"
-            )
-        if self._policy.missing == "error":
-            refuse_missing(self._trace, rows)
-        return rows
-
-    @cached_property
-    def _faithful_N(self) -> NDArray[np.bool_]:
-        return faithful_rows(self._trace)
-
-    def _needs_host(self, batch: ForwardTokens) -> bool:
-        """Whether rows are to be found on the host: for indexers, and where it is plain that something is wrong."""
-        trace, layout, is_wanted = self._trace, self._layout, self._policy.missing == "error"
-        return (
-            not trace.num_rows
-            or (self._indexers is not None and INDEXER in trace.streams)
-            or not batch.may_hold(len(trace))
-            or (layout is not None and layout.num_slots != batch.num_slots)
-            or (is_wanted and bool((trace.valid_N & ~self._faithful_N).any()))
-        )
-
-    def _located_there(self, batch: ForwardTokens) -> Tensor:
-        """int64 [R], found on the device: as `_located`, which is asked what is wrong when the device has said so."""
-        trace, device = self._trace, batch.device
-        there = partial(to_device, device=device)
-        tokens_R, kept_R, starts_R, number_R, wrong = batch.sequences_there(len(trace))
-        count_R, begins_S1 = kept_R.cumsum(0), there(trace.offsets)
-        # as many rows after the first of its sequence as tokens were kept since
-        row_R = begins_S1[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
-        within_R = kept_R & (row_R < begins_S1[number_R + 1])
-        row_R = torch.where(within_R, row_R, -1)
-        routed_R = within_R if trace.valid_N.all() else within_R & there(trace.valid_N)[row_R]
-        wrong += [
-            (within_R != kept_R).any(),
-            (within_R & (there(trace.token_ids_N)[row_R] != tokens_R)).any(),
-            routed_R.sum() != int(trace.valid_N.sum()),  # rows with a route that the batch leaves out
-        ]
-        if self._layout is not None:
-            wrong.append((row_R != there(self._layout.rows().row_of_slot_R)).any())
-        if self._policy.missing == "error" and not self._faithful_N.all():
-            wrong.append((within_R & ~there(self._faithful_N)[row_R]).any())
-        self._checks.add(torch.stack(wrong).any(), partial(self._located, batch.kept()))
-        return row_R
-
-
-def _are_same(given: Written, before: Written) -> bool:
-    """Whether the same tensors were given, and nobody has written to them in between; False where that is not known."""
-    return bool(given) and all(a is b and n == m for (a, n), (b, m) in zip(given, before, strict=False))
-
-
-def _require_whole(layout: object, trace: RoutingTrace) -> None:
-    if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
-        )
-    if layout.is_split or layout.order == "sbhd":
-        raise LayoutError(
-            f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes whole "
-            'batches, packed or batch first (pad(..., order="bshd"))'
-        )
-    if layout.num_rows != trace.num_rows:
-        raise BatchMismatchError(
-            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
-        )
 
 
 def parameter_names(forward: Callable[..., Any]) -> list[str]:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
+from foreroute.adapters.hf.batch_routes import BatchRoutes
 from foreroute.adapters.hf.discover import RouterSite
-from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens, parameter_names
+from foreroute.adapters.hf.forward_args import BatchTensors, ForwardTokens, parameter_names
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.overrides import Override, overridden
