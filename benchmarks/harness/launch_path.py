@@ -27,18 +27,26 @@ LENGTHS, VOCABULARY, NUM_LAYERS = (9, 6, 4), 50, 4
 Batch = dict[str, Tensor]
 
 
-def measured() -> dict[str, Any]:
-    """`waits`: of the host in one replayed forward, the most of any batch, and by batch; `aten`: operators added.
+def begun() -> Callable[[], dict[str, Any]]:
+    """Begin to count, in processes beside this one; what is returned waits for them.
 
-    Where a trace comes without a layout, and tokens alone tell on which side a Megatron batch is padded, the host reads
-    them: `megatron_of_unknown_side`.
+    It gives `waits`, of the host in one replayed forward, the most of any batch, and by batch; and `aten`, operators
+    added to a forward and to forward plus backward of a padded batch, whose rows were made before, and to the first
+    forward. Where a trace comes without a layout, and tokens alone tell on which side a Megatron batch is padded, the
+    host reads them: `megatron_of_unknown_side`.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:  # it stands in for CUDA as a whole
-        megatron_waits = alone.submit(_of_megatron)
-        hf_waits, aten = _of_hugging_face()
-        by_batch = {"hf": hf_waits, "megatron": megatron_waits.result()}
-    waits: dict[str, Any] = {"megatron_of_unknown_side": by_batch["megatron"].pop("padded_trace")}
-    return {"waits": {k: max(found.values()) for k, found in by_batch.items()} | waits | {"by_batch": by_batch}} | aten
+    pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))  # one stands in for CUDA as a whole
+    of_megatron, of_hugging_face = pool.submit(_of_megatron), pool.submit(_of_hugging_face)
+    pool.shutdown(wait=False)
+
+    def counted() -> dict[str, Any]:
+        hf_waits, aten = of_hugging_face.result()
+        by_batch = {"hf": hf_waits, "megatron": dict(of_megatron.result())}
+        waits: dict[str, Any] = {"megatron_of_unknown_side": by_batch["megatron"].pop("padded_trace")}
+        waits |= {name: max(found.values()) for name, found in by_batch.items()}
+        return {"waits": waits | {"by_batch": by_batch}, "aten": aten}
+
+    return counted
 
 
 def batches() -> dict[str, Batch]:
@@ -71,8 +79,9 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _of_hugging_face() -> tuple[dict[str, int], dict[str, Any]]:
+def _of_hugging_face() -> tuple[dict[str, int], dict[str, int]]:
     """Waits by batch. Operators added to a forward and a step of a padded one, when rows are made and used again."""
+    torch.set_num_threads(1)
     sizes = FAMILIES["qwen3_moe"] | {"num_hidden_layers": NUM_LAYERS}
     model = hf.build_model("qwen3_moe", seed=0, experts_implementation="batched_mm", **sizes)
     tokens = [row[row > 0].numpy() for row in batches()["padded_right"]["input_ids"]]
@@ -97,7 +106,7 @@ def _of_hugging_face() -> tuple[dict[str, int], dict[str, Any]]:
                     first = _launches(forward)
                     again = _launches(forward), _launches(lambda: forward().sum().backward())
         aten = {"first_forward": first - own[0], "forward": again[0] - own[0], "step": again[1] - own[1]}
-        return waits, {"aten": aten}
+        return waits, aten
 
 
 def _of_megatron() -> dict[str, int]:
