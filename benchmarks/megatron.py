@@ -122,7 +122,7 @@ class Bench:
         """With this recomputation, and sequences of this many tokens."""
         from foreroute.adapters import megatron
 
-        model = _model(settings, width).to(device)
+        model = built(settings, width).to(device)
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randint(0, VOCABULARY, (SEQUENCES, width), generator=generator) for _ in range(MICRO_BATCHES)]
         tokens = [each.to(device) for each in drawn]
@@ -165,7 +165,8 @@ def start(folder: str, device: torch.device) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-def _model(settings: dict[str, Any], width: int) -> Any:
+def built(settings: dict[str, Any], width: int, position_embedding_type: str = "rope") -> Any:
+    """A model of `SIZES` and these settings, for sequences of up to this many tokens."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
@@ -178,7 +179,7 @@ def _model(settings: dict[str, Any], width: int) -> Any:
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),
         vocab_size=VOCABULARY,
         max_sequence_length=width,
-        position_embedding_type="rope",
+        position_embedding_type=position_embedding_type,
         share_embeddings_and_output_weights=False,
     ).train()
 

@@ -4,7 +4,7 @@ The two run in turn on one model with the same weights and batch, for every impl
 compiled. The unpatched side is the same model outside any session, which is bit for bit the model that was never
 attached. An A/A line (unpatched over unpatched) says how far apart two equal things measure on this machine. Times are
 CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
-stand beside it.
+stand beside it. `waits` and `aten` count what replay puts on the launch path of a forward (`harness.launch_path`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.harness import launch_path
 from benchmarks.harness.instructions import Counter, count_in_user_space
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
 from foreroute.core.passes import Pass, Watch
-from foreroute.replay import ReplayRows
+from foreroute.replay import Policy, ReplayRows
 from foreroute.trace import RoutingTrace
 
 VOCABULARY = 1024
@@ -108,6 +108,9 @@ class Bench:
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs."""
+    launches = launch_path.begun()
+    if not quick:  # nothing may run beside what is timed
+        launches()
     torch.set_num_threads(1)
     keep_memory()
     few, many = (2, 4) if quick else (40, 80)  # quick resolves no time; instructions need no more
@@ -133,7 +136,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     for end in TELEMETRY:
         metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
-        "metrics": metrics | counting.reported() | _bytes_per_token(eager),
+        "metrics": metrics | counting.reported() | _bytes_per_token(eager) | launches(),
         "baselines": {name: asdict(figures[name]) for name in ("forward_a_over_a", "step_a_over_a")},
         "setting": {
             "family": "qwen3_moe",
@@ -175,7 +178,8 @@ def _ratio(
 def _bytes_per_token(bench: Bench) -> dict[str, float]:
     """Of all layers: the trace on the host, routes on the device until backward, notes on the device in a forward."""
     trace, device = bench.trace, torch.device("cpu")
-    rows = ReplayRows.gather(trace, np.arange(trace.num_rows), device)
+    policy = Policy("error", "native", "native", telemetry=False, gate_weights=False)
+    rows = ReplayRows.gather(trace, torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
     routers = [("router", trace.spec.top_k)] * trace.spec.num_layers
     current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, Watch(scores=True))

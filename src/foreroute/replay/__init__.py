@@ -5,6 +5,7 @@ It binds traces to `foreroute.core`, and knows torch and no framework. An adapte
 
 from foreroute.replay.arguments import WANTED_MASK, kept_by, not_of_kind, require_version
 from foreroute.replay.indexers import IndexerHook, IndexerPass, IndexerRows, Places, require_choices
+from foreroute.replay.late_checks import LateChecks
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
 from foreroute.replay.rows import (
     Counts,
@@ -12,6 +13,7 @@ from foreroute.replay.rows import (
     PaddingRows,
     Policy,
     ReplayRows,
+    faithful_rows,
     is_faithful,
     refuse_missing,
     to_device,
@@ -27,6 +29,7 @@ __all__ = [
     "IndexerHook",
     "IndexerPass",
     "IndexerRows",
+    "LateChecks",
     "MissingRows",
     "PaddingRows",
     "PassRoutes",
@@ -40,6 +43,7 @@ __all__ = [
     "Routes",
     "Telemetry",
     "added_up",
+    "faithful_rows",
     "is_faithful",
     "kept_by",
     "masked_entropy_of_logits",

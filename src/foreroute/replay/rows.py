@@ -7,6 +7,8 @@ last token of a sequence is before no token: no engine computes it, and it is ro
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -19,7 +21,7 @@ from foreroute.core.passes import Rows, signed_dtype
 from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout import fill_padding
 from foreroute.replay.indexers import IndexerRows
-from foreroute.trace import RoutingTrace
+from foreroute.trace import RoutingSpec, RoutingTrace
 
 Counts = Literal["native", "replayed"]
 """Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
@@ -93,57 +95,59 @@ class ReplayRows(Rows):
 
     @classmethod
     def gather(
-        cls,
-        trace: RoutingTrace,
-        row_of_slot: NDArray[np.int64],
-        device: torch.device,
-        missing: MissingRows = "error",
-        *,
-        weights: bool = False,
-        spread_padding: bool = False,
-        counts: Counts = "native",
-        indexers: IndexerRows | None = None,
+        cls, trace: RoutingTrace, row_R: Tensor, policy: Policy, indexers: IndexerRows | None = None
     ) -> ReplayRows:
-        """Fetch the routes of each slot and move them to the device, once for all layers.
+        """Gather the routes of each slot on the device, once for all layers. The host waits for nothing.
 
         The last token of a sequence, which no router saw in the rollout, stays unrouted: the model routes it itself,
-        and padding too unless that is to be spread. Other rows without a route follow the policy.
+        and padding too unless that is to be spread. Other rows without a route follow the policy, but nobody is told
+        of them under "error": see `refuse_missing`.
 
         Args:
             trace: where the rows are.
-            row_of_slot: int64 [R], packed row of each slot; -1 for padding.
-            device: where the model runs.
-            missing: the policy.
-            weights: whether to fetch gate weights too, which the trace must have.
-            spread_padding: whether to pick for padding too, evenly over the experts.
-            counts: which selection is to be counted.
+            row_R: int64 [R], packed row of each slot; -1 for padding. On the device of the model.
+            policy: whose policies for missing rows and padding hold. Gate weights that it asks for the trace must have.
             indexers: the choices to force on indexers, of the same slots. A row that has none is missing too.
-
-        Raises:
-            BatchMismatchError: under "error", when a row is missing that later tokens depend on.
         """
-        real = row_of_slot >= 0
-        decided = trace if indexers is None else replace(trace, valid_N=trace.valid_N & indexers.stream.valid_N)
-        is_whole = bool(decided.valid_N.all())  # then every row has a route, and none is missing
-        if missing == "error" and not is_whole:
-            refuse_missing(trace, row_of_slot)
-            refuse_missing(decided, row_of_slot, what="choice of indexers")
-        routed = real if is_whole else is_routed(trace, row_of_slot)
-        # a copy: whoever is given the loss mask may write to it, and on the CPU tensors share the memory of arrays
-        counted = is_faithful(decided, row_of_slot) if missing == "drop" and not is_whole else real.copy()
-        ids_RLK = _of_slots(trace.expert_ids_NLK, row_of_slot)
-        if spread_padding:
-            of_one_rank_LE = np.zeros((trace.spec.num_layers, trace.spec.num_experts), np.int64)
-            ids_RLK, routed = fill_padding(ids_RLK, ~real, of_one_rank_LE), routed | ~real
-        ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2))
+        spec, device, real_R = trace.spec, row_R.device, row_R >= 0
+        spreads = policy.padding == "spread"
+        # picks for padding follow the rows of the trace
+        padding = _spread_picks(spec) if spreads else np.zeros((1, spec.num_layers, spec.top_k), spec.id_dtype)
+        padding_R = trace.num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else trace.num_rows
+        source_R = torch.where(real_R, row_R, padding_R)
+
+        def of_slots(*parts: NDArray[Any]) -> Tensor:
+            return joined_to_device(parts, device).index_select(0, source_R)
+
+        ids_RLK = of_slots(trace.expert_ids_NLK, padding)
+        shape = (spec.num_layers, len(row_R), spec.top_k)
+        ids_LRK = torch.empty(shape, dtype=signed_dtype(spec.num_experts), device=device)
+        ids_LRK.copy_(ids_RLK.transpose(0, 1))
+        if not trace.valid_N.all():
+            ids_LRK.masked_fill_(~of_slots(trace.valid_N, np.full(len(padding), spreads))[:, None], -1)
+        elif not spreads:
+            ids_LRK.masked_fill_(~real_R[:, None], -1)
         weights_LRK = None
-        if weights and trace.gate_weights_NLK is not None:
-            weights_LRK = np.ascontiguousarray(_of_slots(trace.gate_weights_NLK, row_of_slot).transpose(1, 0, 2))
-        pinned = _pinned(ids_LRK, device)
-        rows = cls.from_host(
-            pinned, routed, real, counted, device, trace.spec.num_experts, weights_LRK=weights_LRK, counts=counts
+        if policy.gate_weights and trace.gate_weights_NLK is not None:
+            weights_NLK = np.where(trace.valid_N[:, None, None], trace.gate_weights_NLK, np.float32("nan"))
+            live = np.full(padding.shape, np.nan, np.float32)
+            weights_LRK = of_slots(weights_NLK, live).transpose(0, 1).contiguous()
+        decided = trace if indexers is None else replace(trace, valid_N=trace.valid_N & indexers.stream.valid_N)
+        counted_R, drops = real_R, False
+        if policy.missing == "drop":
+            faithful_N = faithful_rows(decided)
+            drops = not faithful_N.all()
+            if drops:
+                counted_R = of_slots(faithful_N, np.zeros(len(padding), np.bool_))
+        return cls(
+            ids_LRK,
+            weights_LRK,
+            real_R=real_R,
+            counted_R=counted_R,
+            counts=policy.counts,
+            drops=drops,
+            indexers=indexers,
         )
-        return replace(rows, indexers=indexers)
 
     @classmethod
     def from_host(
@@ -205,41 +209,43 @@ def require_switch(name: str, value: object) -> None:
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """An array of the host on a device, which is not waited for; on the CPU the array itself."""
-    return _pinned(array, device).to(device, non_blocking=True)
+    return torch.from_numpy(array) if device.type == "cpu" else joined_to_device([array], device)
 
 
-def _pinned(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy from other memory would wait for what was launched before it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Tensor:
+    """Arrays of the host, one after the other, on a device, which is not waited for. uint16 is int16 there.
+
+    They go by pinned memory: a copy from other memory would wait for what was launched before it.
+    """
+    of_dtype = torch.from_numpy(np.empty(0, parts[0].dtype))
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    held = torch.empty(shape, dtype=of_dtype.dtype, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=held.numpy())
+    return (held.view(torch.int16) if held.dtype == torch.uint16 else held).to(device, non_blocking=True)
 
 
-def _of_slots(values_NLK: NDArray[Any], row_of_slot: NDArray[np.int64]) -> NDArray[Any]:
-    """[R, L, K], arbitrary for padding; zeros where all is padding of an empty trace."""
-    if not len(values_NLK):
-        return np.zeros((len(row_of_slot), *values_NLK.shape[1:]), values_NLK.dtype)
-    return np.asarray(values_NLK[row_of_slot])
+def _spread_picks(spec: RoutingSpec) -> NDArray[Any]:
+    """Ids [P, L, K] that are repeated over padding, evenly over the experts."""
+    repeats_after = spec.num_experts // math.gcd(spec.num_experts, spec.top_k)
+    of_one_rank_LE = np.zeros((spec.num_layers, spec.num_experts), np.int64)
+    nothing = np.zeros((repeats_after, spec.num_layers, spec.top_k), spec.id_dtype)
+    return fill_padding(nothing, np.ones(repeats_after, np.bool_), of_one_rank_LE)
 
 
-def is_routed(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Bool [R], slots whose row has a route; padding has none."""
-    if not trace.num_rows:
-        return np.zeros(len(row_of_slot), np.bool_)
-    return np.asarray((row_of_slot >= 0) & trace.valid_N[row_of_slot])
-
-
-def is_faithful(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Bool [R], tokens before which every row of their sequence has a route; False for padding.
+def faithful_rows(trace: RoutingTrace) -> NDArray[np.bool_]:
+    """Bool [N], tokens before which every row of their sequence has a route.
 
     The first token of a sequence has no row before it. It is nowhere predicted, so that it may count as either.
     """
     missing_before_N1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(~trace.valid_N)])
     first_N = np.repeat(trace.offsets[:-1], trace.lengths)
-    faithful_N = missing_before_N1[:-1] == missing_before_N1[first_N]
+    return np.asarray(missing_before_N1[:-1] == missing_before_N1[first_N])
+
+
+def is_faithful(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Bool [R], as `faithful_rows`, of slots; False for padding."""
     real = row_of_slot >= 0
-    if not trace.num_rows:
-        return real
-    return np.asarray(real & faithful_N[row_of_slot])
+    return np.asarray(real & faithful_rows(trace)[row_of_slot]) if trace.num_rows else real
 
 
 def refuse_missing(trace: RoutingTrace, row_of_slot: NDArray[np.int64], what: str = "route") -> None:

@@ -274,12 +274,12 @@ class PassRoutes(NamedTuple):
 
     Attributes:
         rows: of its chunk; None where that has no routers.
-        loss_mask_BT: bool [B, T], the tokens that belong in the loss.
+        loss_mask: makes bool [B, T], the tokens that belong in the loss, in memory of its own.
         drops: whether the loss must be masked, as rows are missing.
     """
 
     rows: ReplayRows | None
-    loss_mask_BT: Tensor
+    loss_mask: Callable[[], Tensor]
     drops: bool
 
 
@@ -327,12 +327,13 @@ class ReplaySession(Listener):
         self._specs = specs
         self._telemetry = {} if telemetry is None else telemetry
         self._now: PassRoutes | None = None
+        self._mask_BT: Tensor | None = None
         self._drops = False
         self._mask_was_read = False
 
     def begin(self, chunk: int, args: Any) -> ReplayRows | None:
         """Find the routes of the batch."""
-        self._now = self._routes.of_pass(chunk, args)
+        self._now, self._mask_BT = self._routes.of_pass(chunk, args), None
         self._drops = self._drops or self._now.drops
         return self._now.rows
 
@@ -373,7 +374,9 @@ class ReplaySession(Listener):
         if self._now is None:
             raise ReplayError("there is no loss mask before the first forward of a session")
         self._mask_was_read = True
-        return self._now.loss_mask_BT
+        if self._mask_BT is None:
+            self._mask_BT = self._now.loss_mask()
+        return self._mask_BT
 
     def agreement(self, chunk: int = 0) -> LiveAgreement:
         """The model's own selections beside the replayed ones, over all forwards of one chunk so far.

@@ -68,6 +68,10 @@ class OnDevice(torch.Tensor):
         """Give the address of its values."""
         return self.values_here.data_ptr()
 
+    def tolist(self) -> Any:
+        """Read by the host."""
+        return self.cpu().tolist()
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod

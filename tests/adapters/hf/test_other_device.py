@@ -70,19 +70,6 @@ def test_neither_recording_nor_replay_waits_for_the_device(there, expected):
     assert session.agreement().routing.rows == TOKENS.size
 
 
-def test_a_masked_batch_is_read_twice_and_replayed_alike(there, expected):
-    device, routed, ids = there
-    mask = torch.ones_like(ids)
-    unpatched = waits(device, lambda: routed.model(input_ids=ids, attention_mask=mask, use_cache=False))
-    with routed.replay(other_experts(expected[0])), torch.no_grad():
-        logits = []
-        read = waits(
-            device, lambda: logits.append(routed.model(input_ids=ids, attention_mask=mask, use_cache=False).logits)
-        )
-    assert sum(read.values()) - sum(unpatched.values()) == 2
-    torch.testing.assert_close(logits[0].values_here, expected[1], rtol=1e-4, atol=1e-4)
-
-
 def test_other_tokens_are_refused_when_the_session_ends(there, expected):
     _, routed, ids = there
     changed = ids.clone()

@@ -31,7 +31,7 @@ class PackedAttention(MegatronModule):
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
         seen_QK = self._seen(query.size(0), packed_seq_params)
         scores = torch.einsum("qbhd,kbhd->bhqk", query, key) / math.sqrt(query.size(-1))
-        weights = scores.masked_fill(~seen_QK, -10000.0).softmax(-1)
+        weights = scores.masked_fill(~seen_QK.to(scores.device), -10000.0).softmax(-1)
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
     def _seen(self, num_slots, packed):

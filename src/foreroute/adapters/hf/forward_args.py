@@ -1,9 +1,7 @@
-"""What a forward call of a Hugging Face model says about its batch, and which rows of a trace that takes."""
+"""What a forward call of a Hugging Face model says about its batch."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,20 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.indexers import FoundIndexers
-from foreroute.errors import BatchMismatchError, LayoutError
-from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import (
-    WANTED_MASK,
-    IndexerRows,
-    PassRoutes,
-    Places,
-    Policy,
-    ReplayRows,
-    kept_by,
-    to_device,
-)
-from foreroute.trace import INDEXER, RoutingTrace
+from foreroute.errors import BatchMismatchError
+from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
+from foreroute.replay import WANTED_MASK, kept_by
+
+Written = list[tuple[Tensor | None, int]]
+"""Tensors, and how often each was written to."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +36,12 @@ class BatchTensors:
     position_ids: Tensor | None
     cumulative: Tensor | None
     past: int
+
+    @property
+    def given(self) -> list[Tensor]:
+        """Those of them that there are."""
+        every = (self.input_ids_BT, self.mask, self.position_ids, self.cumulative)
+        return [each for each in every if each is not None]
 
     @classmethod
     def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchTensors:
@@ -140,11 +136,57 @@ class ForwardTokens:
         return self.shape[0] * self.shape[1]
 
     @property
-    def lone_tokens_BT(self) -> Tensor | None:
-        """The tokens, where they are, if nothing but their shape says which is where; else None."""
+    def written(self) -> Written:
+        """The tensors that were given, and how often each had been written to; none where that is not known."""
         tensors = self._tensors
-        others = (tensors.mask, tensors.position_ids, tensors.cumulative)
-        return None if self.past or any(each is not None for each in others) else tensors.input_ids_BT
+        # on the CPU they may share memory with arrays of numpy, and in inference mode nobody counts
+        if self.device.type == "cpu" or any(each.is_inference() for each in tensors.given):
+            return []
+        every = (tensors.input_ids_BT, tensors.mask, tensors.position_ids, tensors.cumulative)
+        return [(each, 0 if each is None else each._version) for each in every]
+
+    def may_hold(self, num_sequences: int) -> bool:
+        """Whether a batch of such shapes may hold so many sequences, one at least, and is on one device."""
+        tensors, (rows, width) = self._tensors, self.shape
+        positions, cumulative = tensors.position_ids, tensors.cumulative
+        if not self.num_slots or any(each.device != self.device for each in tensors.given):
+            return False
+        if cumulative is not None:
+            return rows == 1 and len(cumulative) > num_sequences
+        if positions is not None:
+            return positions.shape[1] == width and positions.shape[0] in (1, rows)
+        return num_sequences == rows
+
+    def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """Where the sequences of a batch that may hold so many are, found on its device.
+
+        Returns:
+            integers [R], the tokens; bool [R], False where padded; bool [R], the first token of each sequence;
+            int64 [R], the sequence of each slot, below `num_sequences`; and bool [] each, what is wrong.
+        """
+        tensors, (rows, width) = self._tensors, self.shape
+        ids_BT, mask, wrong = tensors.input_ids_BT, tensors.mask, []
+        kept_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        if mask is not None:
+            mask = mask[:, mask.shape[1] - width :]
+            kept_BT = mask == 1
+            wrong.append((mask != kept_BT).any())
+        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
+        number_BT = torch.arange(rows, device=self.device)[:, None].expand(rows, width)
+        if tensors.cumulative is not None:
+            ends = tensors.cumulative.long()
+            wrong.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
+            begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
+            starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
+        elif tensors.position_ids is not None:
+            starts_BT = starts_BT | (kept_BT & (tensors.position_ids == 0))
+        if tensors.cumulative is not None or tensors.position_ids is not None:
+            are_packed = (starts_BT.sum(1) > 1).any()
+            number_R = starts_BT.reshape(-1).cumsum(0)
+            wrong.append(torch.where(are_packed, number_R[-1], rows) != num_sequences)
+            number_BT = torch.where(are_packed, number_R.view(rows, width) - 1, number_BT)
+            number_BT = number_BT.clamp(0, num_sequences - 1)
+        return ids_BT.reshape(-1), kept_BT.reshape(-1), starts_BT.reshape(-1), number_BT.reshape(-1), wrong
 
     def kept(self) -> ForwardTokens:
         """The batch, to be read later, when whoever gave it may have overwritten what it gave."""
@@ -170,115 +212,6 @@ class ForwardTokens:
         if tensors.past and tensors.mask is not None:
             padding = (~kept_by(_to_host(tensors.mask[:, : tensors.past]))).sum(axis=1)
         return tokens, mask, starts, padding
-
-
-class BatchRoutes:
-    """The routes of a trace, found for each batch by its tokens.
-
-    Args:
-        trace: of the sequences of the batch, in order.
-        layout: where they are in it, or None to see it from the batch.
-        policy: how to replay.
-        indexers: of the model, if it has any.
-    """
-
-    def __init__(
-        self, trace: RoutingTrace, layout: Layout | None, policy: Policy, indexers: FoundIndexers | None = None
-    ) -> None:
-        if layout is not None:
-            _require_whole(layout, trace)
-        self._trace = trace
-        self._layout = layout
-        self._policy = policy
-        self._indexers = indexers
-        self._compared: list[tuple[ForwardTokens, Tensor]] = []
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """See `foreroute.replay.Routes`."""
-        return self._trace.versions
-
-    def of_pass(self, chunk: int, batch: ForwardTokens) -> PassRoutes:
-        """See `foreroute.replay.Routes`."""
-        if batch.past:
-            raise BatchMismatchError(
-                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
-                "without a cache"
-            )
-        row_of_slot = self._rows_known_by_shape(batch)
-        if row_of_slot is None:
-            row_of_slot = self._located(batch)
-        policy = self._policy
-        rows = ReplayRows.gather(
-            self._trace,
-            row_of_slot,
-            batch.device,
-            policy.missing,
-            weights=policy.gate_weights,
-            spread_padding=policy.padding == "spread",
-            counts=policy.counts,
-            indexers=self._choices(row_of_slot, batch),
-        )
-        return PassRoutes(rows, rows.counted_R.view(batch.shape), rows.drops)
-
-    def close(self) -> None:
-        """Waits for the device where tokens were compared there. See `foreroute.replay.Routes`."""
-        if self._compared and bool(torch.stack([differs for _, differs in self._compared]).any()):
-            for batch, _ in self._compared:
-                self._located(batch)
-
-    def _choices(self, row_of_slot: NDArray[np.int64], batch: ForwardTokens) -> IndexerRows | None:
-        stream = self._trace.streams.get(INDEXER)
-        if stream is None or self._indexers is None:
-            return None
-        places = Places.of(self._trace.offsets, row_of_slot, batch.shape[1])
-        self._indexers.require(places, batch.shape[1])
-        return IndexerRows(self._indexers.spec, stream, row_of_slot, places)
-
-    def _located(self, batch: ForwardTokens) -> NDArray[np.int64]:
-        rows = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
-        if self._layout is not None and not np.array_equal(rows, self._layout.rows().row_of_slot_R):
-            raise BatchMismatchError(
-                f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "
-                "the batch is padded or packed, or leave the layout out"
-            )
-        return rows
-
-    def _rows_known_by_shape(self, batch: ForwardTokens) -> NDArray[np.int64] | None:
-        """int64 [R], where the shape of a batch on a GPU says which slot is which row; else None.
-
-        So the host need not wait for the tokens. They are compared on the device, whose answer is looked at last.
-        """
-        ids_BT = batch.lone_tokens_BT
-        if ids_BT is None or batch.device.type == "cpu" or len(self._trace) != batch.shape[0]:
-            return None
-        if (self._trace.lengths != batch.shape[1]).any() or self._layout is not None:
-            return None
-        kept = batch.kept()
-        expected_R = to_device(self._trace.token_ids_N.astype(np.int64), batch.device)
-        self._compared.append((kept, (ids_BT.reshape(-1) != expected_R).any()))
-        return np.arange(batch.num_slots)
-
-
-def _require_whole(layout: object, trace: RoutingTrace) -> None:
-    if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
-        )
-    if layout.is_split or layout.order == "sbhd":
-        raise LayoutError(
-            f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes whole "
-            'batches, packed or batch first (pad(..., order="bshd"))'
-        )
-    if layout.num_rows != trace.num_rows:
-        raise BatchMismatchError(
-            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
-        )
-
-
-def parameter_names(forward: Callable[..., Any]) -> list[str]:
-    """The parameters of a forward, in order."""
-    return list(inspect.signature(forward).parameters)
 
 
 def _kept(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:

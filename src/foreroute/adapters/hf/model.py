@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.aux_counts import ExecutedCounts
-from foreroute.adapters.hf.forward_args import BatchRoutes, BatchTensors, ForwardTokens
+from foreroute.adapters.hf.batch_routes import BatchRoutes
+from foreroute.adapters.hf.forward_args import BatchTensors, ForwardTokens
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
 from foreroute.core.find import RouterSite
 from foreroute.core.overrides import SelectionHook, overridden

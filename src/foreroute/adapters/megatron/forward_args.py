@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from foreroute.adapters.megatron.route_shard import RouteShard, Share
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.layout.slots import Side
+from foreroute.replay import LateChecks, to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 
@@ -81,9 +83,7 @@ class Call:
     @property
     def tokens_C(self) -> NDArray[np.int64] | None:
         """int64 [T · B], the tokens in the order of the routers: sequence first. Copied to the host."""
-        if self.input_ids is None:
-            return None
-        return np.asarray(self.input_ids.detach().cpu().numpy()).T.reshape(-1).astype(np.int64, copy=False)
+        return None if self.input_ids is None else _in_router_order(self.input_ids)
 
     def kept(self) -> MicroBatch:
         """Where the sequences are, and their tokens, to be looked at when the call is over.
@@ -160,31 +160,55 @@ def require_plain(call: Call) -> None:
         )
 
 
-def require_fits(call: Call, shard: RouteShard) -> None:
-    """Raise `BatchMismatchError` unless the call's tokens, where it has any, are those of the routes."""
-    tokens = call.tokens_C
-    if tokens is None:
+def require_fits(call: Call, shard: RouteShard, checks: LateChecks) -> None:
+    """Raise `BatchMismatchError` unless the call's tokens, where it has any, are those of the routes.
+
+    On another device than the CPU they are compared there, and `checks` raise it later.
+    """
+    if call.input_ids is None:
         return
-    if len(tokens) != len(shard.tokens_C):
+    if call.input_ids.numel() != len(shard.tokens_C):
         raise BatchMismatchError(
-            f"the model is given {len(tokens)} slots on this rank and the layout has {len(shard.tokens_C)}; lay the "
-            "routes out as the batch is padded or packed"
+            f"the model is given {call.input_ids.numel()} slots on this rank and the layout has "
+            f"{len(shard.tokens_C)}; lay the routes out as the batch is padded or packed"
         )
-    differs = _differs(shard.tokens_C, tokens)
+    if call.input_ids.device.type == "cpu":
+        _require_tokens(call.input_ids, call.padding_mask, shard.tokens_C)
+        return
+    # whoever gave them may have overwritten them by then
+    kept = call.input_ids.clone(), None if call.padding_mask is None else call.padding_mask.clone()
+    checks.add(_differ_there(call, shard.tokens_C), partial(_require_tokens, *kept, shard.tokens_C))
+
+
+def _differ_there(call: Call, wanted_C: NDArray[np.int32]) -> Tensor:
+    """Bool [], whether `_require_tokens` would raise, on the device."""
+    assert call.input_ids is not None, "compared where there are tokens"
+    tokens_C, there_C = call.input_ids.T.reshape(-1), to_device(wanted_C, call.input_ids.device)
+    is_pad_C = there_C < 0
+    differs_C = ~is_pad_C & (there_C != tokens_C)
+    if call.padding_mask is not None:
+        return (differs_C | (is_pad_C != call.padding_mask.T.reshape(-1))).any()
+    filler = tokens_C[int((wanted_C < 0).argmax())]
+    return (differs_C | (is_pad_C & (tokens_C != filler))).any()
+
+
+def _require_tokens(input_ids: Tensor, padding_mask: Tensor | None, wanted_C: NDArray[np.int32]) -> None:
+    tokens = _in_router_order(input_ids)
+    differs = (wanted_C >= 0) & (wanted_C != tokens)
     if differs.any():
         slot = int(differs.argmax())
         raise BatchMismatchError(
             f"slot {slot} of this rank (sequence first): token {int(tokens[slot])} in the batch, "
-            f"{int(shard.tokens_C[slot])} in the trace; {int(differs.sum())} of {len(tokens)} differ. Replay the "
+            f"{int(wanted_C[slot])} in the trace; {int(differs.sum())} of {len(tokens)} differ. Replay the "
             "trace of this micro-batch, with its sequences in order and padded on the same side"
         )
-    _require_padding(call, shard.tokens_C < 0, tokens)
+    _require_padding(padding_mask, wanted_C < 0, tokens)
 
 
-def _require_padding(call: Call, is_pad_C: NDArray[np.bool_], tokens: NDArray[np.int64]) -> None:
+def _require_padding(padding_mask: Tensor | None, is_pad_C: NDArray[np.bool_], tokens: NDArray[np.int64]) -> None:
     """What the trace takes for padding must be masked as such or, without a mask, hold one token throughout."""
-    if call.padding_mask is not None:
-        wrong_C = is_pad_C != np.asarray(call.padding_mask.detach().cpu().numpy(), np.bool_).T.reshape(-1)
+    if padding_mask is not None:
+        wrong_C = is_pad_C != np.asarray(padding_mask.detach().cpu().numpy(), np.bool_).T.reshape(-1)
         told = "by its padding_mask"
     else:
         filler = int(tokens[is_pad_C.argmax()]) if is_pad_C.any() else 0
@@ -200,20 +224,21 @@ def _require_padding(call: Call, is_pad_C: NDArray[np.bool_], tokens: NDArray[np
         )
 
 
-def _differs(wanted_C: NDArray[np.int32], tokens_C: NDArray[np.int64]) -> NDArray[np.bool_]:
-    return np.asarray((wanted_C >= 0) & (wanted_C != tokens_C))
+def _in_router_order(input_ids: Tensor) -> NDArray[np.int64]:
+    """int64 [T · B], sequence first, copied to the host."""
+    return np.asarray(input_ids.detach().cpu().numpy()).T.reshape(-1).astype(np.int64, copy=False)
 
 
-def in_batch_order(mask_C: NDArray[np.bool_], call: Call) -> Tensor:
-    """[B, T] of what is in the order of the routers, on the device; [1, C] where the stage is given no tokens."""
-    batch = 1 if call.input_ids is None else call.input_ids.shape[0]
-    return torch.from_numpy(mask_C).to(call.device).view(-1, batch).T
+def in_batch_order(shard: RouteShard, device: torch.device, batch: int) -> Tensor:
+    """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
+    return to_device(shard.counted_C, device).view(-1, batch).T
 
 
 def find_layout(trace: RoutingTrace, call: Call) -> Layout:
     """Where the sequences of the trace are in the batch of a call, when nobody said so.
 
-    A packed batch says it itself. Of a padded one the tokens tell on which side it is padded.
+    A packed batch says it itself. Of a padded one the tokens tell on which side it is padded. The host waits for
+    either, unless no sequence is padded.
 
     Raises:
         BatchMismatchError: when the batch has other sequences, or no tokens to tell by.
@@ -234,8 +259,10 @@ def find_layout(trace: RoutingTrace, call: Call) -> Layout:
             f"to {longest}; replay trace.select(...) of the micro-batch's sequences, cut as the batch is "
             "(trace.truncated)"
         )
-    tokens = call.tokens_C
     layouts = [pad(trace.lengths, side=side, order="sbhd", to=width * share.cp) for side in ("right", "left")]
+    if (trace.lengths == width * share.cp).all():  # both are the same, and the host need not wait to see the tokens
+        return layouts[0]
+    tokens = call.tokens_C
     fits = [layout for layout in layouts if tokens is not None and _fits(trace, share.of_context(layout), tokens)]
     return fits[0] if fits else layouts[0]
 

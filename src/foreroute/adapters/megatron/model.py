@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import megatron.core
@@ -25,6 +26,7 @@ from foreroute.plan import StepPlan
 from foreroute.replay import (
     Counts,
     ForwardRows,
+    LateChecks,
     MissingRows,
     PaddingRows,
     PassRoutes,
@@ -150,8 +152,10 @@ class RoutedMegatron(RoutedModel):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
 
+        checks = LateChecks(of_step=True)
+
         def open_session(routes: Any, sums: dict[int, Telemetry]) -> ReplaySession:
-            return ReplaySession(self.routes_of(routes, None, policy), policy, self._chunk_specs, sums)
+            return ReplaySession(self.routes_of(routes, None, policy, checks), policy, self._chunk_specs, sums)
 
         return ReplayingStep(forward_step, routes_of, open_session, self._running, policy)
 
@@ -263,8 +267,11 @@ class RoutedMegatron(RoutedModel):
         if self._execution is not None:
             raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
+    def routes_of(
+        self, routes: Any, layout: Layout | None, policy: Policy, checks: LateChecks | None = None
+    ) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
+        checks = LateChecks() if checks is None else checks
         if layout is not None:
             _require_layout(layout)
         if isinstance(routes, RouteShard):
@@ -276,7 +283,7 @@ class RoutedMegatron(RoutedModel):
                     "the routes are cut to a rank already: give no layout with them, and only those of this rank"
                 )
             return MicroBatchRoutes(
-                routes, lambda call: routes, self._chunk_hooks, policy.counts, lambda: self._execution
+                routes, lambda call: routes, self._chunk_hooks, policy.counts, lambda: self._execution, checks
             )
         if not isinstance(routes, RoutingTrace):
             raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, or what `shard` made of one")
@@ -288,7 +295,7 @@ class RoutedMegatron(RoutedModel):
         def cut(call: Call) -> RouteShard:
             return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy, policy.missing)
 
-        return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts, lambda: self._execution)
+        return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts, lambda: self._execution, checks)
 
     def _require_policies_of(self, routes: RouteShard, policy: Policy) -> None:
         """What was cut says what becomes of padding and of rows without a route; defaults give way to it."""
@@ -355,6 +362,7 @@ class MicroBatchRoutes:
         hooks: of the chunks.
         counts: which selection is to be counted.
         execution: the one in force when a forward begins, or None.
+        checks: of its tokens, where they are compared on a device.
     """
 
     def __init__(
@@ -364,8 +372,10 @@ class MicroBatchRoutes:
         hooks: Sequence[ChunkHooks],
         counts: Counts,
         execution: Callable[[], PlanExecution | None],
+        checks: LateChecks,
     ) -> None:
         self._routes = routes
+        self._checks = checks
         self._execution = execution
         self._shard: RouteShard | None = None
         self._cut = cut
@@ -390,11 +400,11 @@ class MicroBatchRoutes:
         execution = self._execution()
         if execution is not None and hooks.spec is not None:
             micro_step = execution.begin_pass(chunk, routes)
-        require_fits(call, routes)
-        loss_mask_BT = in_batch_order(routes.counted_C, call)
+        require_fits(call, routes, self._checks)
+        loss_mask = partial(in_batch_order, routes, call.device, 1 if call.input_ids is None else len(call.input_ids))
         drops = routes.dropped_C is not None and bool(hooks.trunk.post_process)
         if hooks.spec is None:
-            return PassRoutes(None, loss_mask_BT, drops)
+            return PassRoutes(None, loss_mask, drops)
         rows = routes.rows(
             hooks.spec.layers,
             call.device,
@@ -402,10 +412,11 @@ class MicroBatchRoutes:
             counts=self._counts,
             micro_step=micro_step,
         )
-        return PassRoutes(rows, loss_mask_BT, drops)
+        return PassRoutes(rows, loss_mask, drops)
 
     def close(self) -> None:
-        """Everything was compared when the forwards began. See `Routes`."""
+        """What a device was asked is looked at. See `Routes`."""
+        self._checks.close()
 
 
 def _part(spec: RoutingSpec, layers: tuple[RoutedLayer, ...]) -> RoutingSpec | None:

@@ -1,0 +1,308 @@
+"""Batches on a device that counts waits of the host: rows are found there, and what is wrong is told before updates.
+
+The oracle is the same batch on the CPU, where the host looks at everything at once.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.adapters.hf.batch_routes import BatchRoutes
+from foreroute.errors import BatchMismatchError
+from foreroute.layout import pack, pad
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.testing.models import tiny
+from foreroute.trace import RoutingTrace, concatenate
+
+LENGTHS = (7, 4, 8)
+SEQUENCES = np.split(np.arange(1, 20), np.cumsum(LENGTHS)[:-1])
+OFFSETS = np.append(0, np.cumsum(LENGTHS)).astype(np.int32)
+NONE = ((), (), ())
+
+
+def padded(side):
+    """The sequences in rows of 9, with a mask that alone says where they are."""
+    ids, mask = np.zeros((3, 9), np.int64), np.zeros((3, 9), np.int64)
+    for row, tokens in enumerate(SEQUENCES):
+        held = slice(9 - len(tokens), None) if side == "left" else slice(len(tokens))
+        ids[row, held], mask[row, held] = tokens, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def with_positions(side):
+    batch = padded(side)
+    return batch | {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clip(0)}
+
+
+def scattered():
+    """Padding inside of a sequence too."""
+    batch = padded("right")
+    for given in batch.values():
+        given[0] = given[0, [7, 0, 1, 8, 2, 3, 4, 5, 6]]
+    return batch
+
+
+def packed(*rows):
+    """The sequences of each row one after the other, padded on the right, with positions."""
+    width = max(sum(LENGTHS[s] for s in row) for row in rows)
+    batch = {name: np.zeros((len(rows), width), np.int64) for name in ("input_ids", "position_ids", "attention_mask")}
+    for b, row in enumerate(rows):
+        for name, parts in (
+            ("input_ids", [SEQUENCES[s] for s in row]),
+            ("position_ids", [np.arange(LENGTHS[s]) for s in row]),
+            ("attention_mask", [np.ones(LENGTHS[s], np.int64) for s in row]),
+        ):
+            whole = np.concatenate([*parts, []]).astype(np.int64)
+            batch[name][b, : len(whole)] = whole
+    return batch
+
+
+def without_mask(batch, **more):
+    return {name: given for name, given in batch.items() if name != "attention_mask"} | more
+
+
+BATCHES = {
+    "left": padded("left"),
+    "right": padded("right"),
+    "left, with positions": with_positions("left"),
+    "right, with positions": with_positions("right"),
+    "scattered": scattered(),
+    "packed": without_mask(packed([0, 1, 2])),
+    "packed, with lengths": without_mask(packed([0, 1, 2]), cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS),
+    "packed in two rows": packed([0, 1], [2]),
+    "packed above padding": packed([0, 1, 2], []),
+}
+POLICIES = {
+    "whole": ({}, NONE),
+    "drop": ({"missing": "drop"}, ((2,), (), (0,))),
+    "native": ({"missing": "native"}, ((2,), (), (0,))),
+    "spread": ({"padding": "spread"}, NONE),
+}
+
+
+def trace_of(spec, missing=NONE):
+    """Routes that no router chose; those of the last row of each sequence and of these are absent."""
+    rng = np.random.default_rng(3)
+    found = []
+    for tokens, lacking in zip(SEQUENCES, missing, strict=True):
+        routes = np.argsort(rng.random((len(tokens), spec.num_layers, spec.num_experts)), -1)[..., : spec.top_k]
+        rows = [
+            RoutingTrace.unrouted(spec, [[token]])
+            if p in (*lacking, len(tokens) - 1)
+            else RoutingTrace.from_sequences(spec, [[token]], [routes[p : p + 1]])
+            for p, token in enumerate(tokens)
+        ]
+        whole = rows[0]
+        for row in rows[1:]:
+            whole = whole.continued_by(row)
+        found.append(whole)
+    return concatenate(found)
+
+
+def model_on(device):
+    return hf.attach(tiny("qwen3_moe", experts="batched_mm").to(device))
+
+
+def given_on(device, batch):
+    return {name: torch.from_numpy(np.array(given)).to(device) for name, given in batch.items()}
+
+
+def replayed(routed, batch, *what, **policy):
+    """Logits, mask of the loss, and what was executed."""
+    with torch.no_grad(), routed.replay(*what, **policy) as session, routed.record() as recording:
+        logits = routed.model(**batch, use_cache=False).logits
+        mask_BT = session.loss_mask_BT
+    here = [getattr(each, "values_here", each) for each in (logits, mask_BT)]
+    return *here, recording.trace()
+
+
+def waits(device, forward):
+    device.reads.clear()
+    forward()
+    return sum(device.reads.values())
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize(("policy", "missing"), POLICIES.values(), ids=POLICIES)
+def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, monkeypatch):
+    here = model_on("cpu")
+    trace = trace_of(here.spec, missing)
+    expected = replayed(here, given_on("cpu", batch), trace, **policy)
+    with other_device() as device:
+        there, given = model_on(DEVICE), given_on(DEVICE, batch)
+        seen = replayed(there, given, trace, **policy)
+
+        def forward():
+            with torch.no_grad():
+                there.model(**given, use_cache=False)
+
+        unpatched = waits(device, forward)
+        with there.replay(trace, **policy) as session:
+            assert waits(device, forward) == unpatched
+            assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
+        monkeypatch.setattr(BatchRoutes, "_needs_host", lambda *_: True)  # the control: a wait that is put back
+        with there.replay(trace, **policy) as session:
+            assert waits(device, forward) >= unpatched + 2
+            assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
+    torch.testing.assert_close(seen[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(seen[1], expected[1])
+    assert seen[2].equals(expected[2])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_gate_weights_are_gathered_there(side):
+    here, batch = model_on("cpu"), padded(side)
+    with torch.no_grad(), here.record(gate_weights=True) as recording:
+        here.model(**given_on("cpu", batch), use_cache=False)
+    trace = recording.trace()
+    expected = replayed(here, given_on("cpu", batch), trace, gate_weights=True)
+    with other_device():
+        seen = replayed(model_on(DEVICE), given_on(DEVICE, batch), trace, gate_weights=True)
+    torch.testing.assert_close(seen[0], expected[0], rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_device_alone_cannot_place_is_placed_by_the_host():
+    """Padding alone, as of a rank that got no sequence, and lengths that stayed on the CPU."""
+    with other_device():
+        there = model_on(DEVICE)
+        batch = {name: 0 * given for name, given in padded("left").items()}
+        _, mask_BT, executed = replayed(there, given_on(DEVICE, batch), trace_of(there.spec).truncated([0, 0, 0]))
+        assert not mask_BT.any()
+        assert not executed.num_rows
+        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed, with lengths"])
+        given["cu_seq_lens_q"] = torch.from_numpy(OFFSETS)
+        assert replayed(there, given, trace)[2].num_rows == trace.num_rows
+
+
+def put(name, place, value):
+    """Spoils one number of an argument."""
+
+    def spoil(batch):
+        batch[name][place] = value
+
+    return spoil
+
+
+def turned(batch):
+    batch["attention_mask"] = np.roll(batch["attention_mask"], 1, axis=1)
+
+
+def halved(batch):
+    batch["attention_mask"] = batch["attention_mask"] / 2
+
+
+def numbered(batch):
+    batch["attention_mask"] = 2 - batch["attention_mask"]
+
+
+REFUSED = {
+    "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 17 in"),
+    "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 11 in"),
+    "other token, packed": ("packed", put("input_ids", (0, 18), 3), "sequence 2, position 7: token 3 in the batch"),
+    "other mask": ("right", turned, "sequence 0, position 0: token 2 in the batch, 1 in the trace"),
+    "no mask": ("right", halved, r"attention_mask holds 0\.5"),
+    "a mask of numbers": ("right", numbered, "attention_mask holds 2"),
+    "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
+    "no start": ("packed", put("position_ids", (0, 7), 1), "the batch has 2 sequences and the trace has 3"),
+    "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 6), "sequence 1, position 0: token 7 in"),
+    "falling lengths": (
+        "packed, with lengths",
+        put("cu_seq_lens_q", slice(1, 3), (11, 7)),
+        "none below the one before",
+    ),
+    "other end": ("packed, with lengths", put("cu_seq_lens_q", 3, 20), "run from 0 to 20; expected 0 to 19"),
+    "rows left out": ("right", put("attention_mask", (2, slice(6, None)), 0), "ends after 6 of 8 tokens and leaves"),
+    "longer": ("right", put("attention_mask", (0, 7), 1), "sequence 0 has 8 tokens in the batch and 7 in the trace"),
+}
+
+
+@pytest.mark.parametrize(("name", "spoil", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil, message):
+    batch = copy.deepcopy(BATCHES[name])
+    spoil(batch)
+    here = model_on("cpu")
+    trace = trace_of(here.spec)
+    with pytest.raises(BatchMismatchError, match=message), here.replay(trace):
+        here.model(**given_on("cpu", batch), use_cache=False)
+    with other_device() as device:
+        there = model_on(DEVICE)
+        for other in (BATCHES[name], batch):
+            given, session = given_on(DEVICE, other), there.replay(trace)
+
+            def forward(given=given):
+                there.model(**given, use_cache=False)
+
+            unpatched = waits(device, forward)
+            session.__enter__()
+            assert waits(device, forward) == unpatched, "what is wrong is not looked at in the forward"
+            for each in given.values():
+                each.zero_()  # what was given is remembered
+            if other is not batch:
+                session.__exit__(None, None, None)
+        with pytest.raises(BatchMismatchError, match=message):
+            session.__exit__(None, None, None)
+
+
+def test_a_sequence_without_a_route_must_be_in_the_batch_too():
+    with other_device():
+        there = model_on(DEVICE)
+        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed"])
+        replayed(there, given, trace)
+        longer = concatenate([trace, RoutingTrace.unrouted(there.spec, [[5]])])
+        with pytest.raises(BatchMismatchError, match="the batch has 3 sequences and the trace has 4"):
+            replayed(there, given, longer)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_layout_elsewhere_is_refused_there(side):
+    with other_device():
+        there = model_on(DEVICE)
+        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES[side])
+        replayed(there, given, trace, pad(LENGTHS, side=side, order="bshd", to=9))
+        for layout in (
+            pad(LENGTHS, side="left" if side == "right" else "right", order="bshd", to=9),
+            pad(LENGTHS, side=side, order="bshd", to=10),
+            pack(LENGTHS),
+        ):
+            with pytest.raises(BatchMismatchError, match="elsewhere"):
+                replayed(there, given, trace, layout)
+
+
+def test_missing_rows_are_refused_there_and_rows_that_are_left_out_are_not():
+    with other_device():
+        there = model_on(DEVICE)
+        for missing, message in (
+            (((2,), (), ()), "sequence 0 has no route at position 2, and 4 later tokens"),
+            (((5,), (), ()), "sequence 0 has no route at position 5, and 1 later tokens"),
+        ):
+            with pytest.raises(BatchMismatchError, match=message):
+                replayed(there, given_on(DEVICE, padded("right")), trace_of(there.spec, missing))
+        batch = padded("right")
+        put("attention_mask", (0, 6), 0)(batch)  # the last token, which alone depends on the row before it
+        replayed(there, given_on(DEVICE, batch), trace_of(there.spec, missing))
+        replayed(there, given_on(DEVICE, padded("right")), trace_of(there.spec, missing), missing="native")
+
+
+def test_rows_are_used_again_for_the_same_tensors_until_somebody_writes_to_them(monkeypatch):
+    made, locate = [], BatchRoutes._located_there
+    monkeypatch.setattr(BatchRoutes, "_located_there", lambda *args: made.append(0) or locate(*args))
+    with other_device(), torch.no_grad():
+        there = model_on(DEVICE)
+        trace, given = trace_of(there.spec), given_on(DEVICE, padded("left"))
+        made.clear()  # what attaching tried out
+        with there.replay(trace):
+            first, again = (there.model(**given, use_cache=False).logits.values_here for _ in range(2))
+            assert torch.equal(first, again)
+            assert len(made) == 1
+            there.model(**given_on(DEVICE, padded("left")), use_cache=False)
+            assert len(made) == 2
+        session = there.replay(trace)
+        session.__enter__()
+        there.model(**given, use_cache=False)
+        given["input_ids"][1, 8] = 3
+        there.model(**given, use_cache=False)
+        with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
+            session.__exit__(None, None, None)

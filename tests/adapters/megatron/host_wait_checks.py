@@ -1,0 +1,178 @@
+"""A chunk on a device that counts the waits of the host: replay adds none, and no optimizer steps on a wrong batch."""
+
+import contextlib
+
+import torch
+
+from foreroute.adapters.megatron import model as routed_model
+from foreroute.errors import BatchMismatchError
+from foreroute.layout import pad
+from foreroute.testing.counting_device import DEVICE, other_device
+from tests.adapters.megatron import one_rank as on
+
+WHOLE, SHORT = (on.WIDTH, on.WIDTH), (on.WIDTH, on.WIDTH - 5)
+
+
+class Chunk:
+    """A model there, with two sequences and routes that no router chose.
+
+    Attributes:
+        device: with its count of waits.
+        routed: the model.
+        given: tokens, positions and the mask of attention, and of padding where there is any.
+        trace: the routes.
+        layout: of the batch.
+    """
+
+    def __init__(self, device, lengths, prepared):
+        built, self.routed, ids, self.trace = prepared
+        built.to(DEVICE)
+        self.device, self.lengths, self._model = device, lengths, built
+        positions, causal = torch.arange(on.WIDTH).expand_as(ids), torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool)
+        self.given = [each.to(DEVICE) for each in (ids, positions, causal.triu(1)[None, None])]
+        self.layout = pad(lengths, side="right", order="sbhd", to=on.WIDTH)
+        self.padding = (torch.arange(on.WIDTH) >= torch.tensor(lengths)[:, None]).to(DEVICE)
+        self.more = {}
+        self.forward()  # what Megatron keeps is made
+
+    def forward(self, *_):
+        """Logits; called as a forward step too."""
+        return self._model(*self.given, **self.more)
+
+    def waits(self):
+        self.device.reads.clear()
+        self.forward()
+        return sum(self.device.reads.values())
+
+    def parameters(self):
+        return self._model.parameters()
+
+
+@contextlib.contextmanager
+def chunk(lengths=WHOLE):
+    """It was never called on the CPU: Megatron keeps what it computes of positions where it was computed."""
+    prepared = on.prepared(lengths=lengths)
+    current = torch.cuda.current_device
+    with other_device() as device:
+        torch.cuda.current_device = lambda: DEVICE
+        try:
+            yield Chunk(device, lengths, prepared)
+        finally:
+            torch.cuda.current_device = current
+
+
+def check_a_replayed_forward_waits_for_nothing():
+    for lengths, masked in ((WHOLE, False), (WHOLE, True), (SHORT, False), (SHORT, True)):
+        with chunk(lengths) as there, torch.no_grad():
+            there.more = {"padding_mask": there.padding} if masked else {}
+            unpatched = there.waits()
+            shard = there.routed.shard(there.trace, there.layout)
+            of_trace = [(there.trace,)] if lengths == WHOLE else []
+            for what in ((shard,), (there.trace, there.layout), *of_trace):
+                with there.routed.replay(*what) as session:
+                    assert there.waits() == unpatched, f"{lengths}, masked {masked}, {what}"
+                    mask_BT = session.loss_mask_BT.values_here
+                assert torch.equal(mask_BT, ~there.padding.values_here)
+            looked = routed_model.require_fits
+            try:  # the control: a wait that is put back
+                routed_model.require_fits = lambda call, shard, _: call.tokens_C is not None
+                with there.routed.replay(shard):
+                    assert there.waits() == unpatched + 1
+            finally:
+                routed_model.require_fits = looked
+
+
+def check_a_trace_without_a_layout_is_read_where_tokens_alone_tell_the_side():
+    for side in ("right", "left"):
+        with chunk(SHORT) as there, torch.no_grad():
+            unpatched = there.waits()
+            if side == "left":
+                there.given[0][1] = there.given[0][1].roll(5)
+            with there.routed.replay(there.trace):
+                assert there.waits() == unpatched + 1
+
+
+def other_token(there):
+    there.given[0][1, 3] = 0
+
+
+def other_padding(there):
+    there.padding[1, 0] = True
+
+
+def token_in_padding(there):
+    there.more = {}
+    there.given[0][1, -1] = 7
+
+
+WRONG = {
+    other_token: "token 0 in the batch",
+    other_padding: "is a token to the trace and padding to the batch, by its padding_mask",
+    token_in_padding: "as other padding holds token 0",
+}
+
+
+def check_what_is_wrong_is_told_when_the_session_ends():
+    for spoil, message in ((None, None), *WRONG.items()):
+        with chunk(SHORT) as there, torch.no_grad():
+            there.more = {"padding_mask": there.padding}
+            if spoil is not None:
+                spoil(there)
+            shard = there.routed.shard(there.trace, there.layout)
+            session = there.routed.replay(shard)
+            session.__enter__()
+            there.forward()
+            for each in (there.given[0], there.padding):
+                each.zero_()  # what was given is remembered
+            leave = lambda session=session: session.__exit__(None, None, None)  # noqa: E731
+            if spoil is None:
+                leave()
+            else:
+                on.refuses(BatchMismatchError, message, leave)
+
+
+def check_batches_of_another_shape_are_refused_at_once():
+    with chunk() as there:
+        fewer = there.trace.select([0])
+        shard = there.routed.shard(fewer, pad(fewer.lengths, side="right", order="sbhd"))
+
+        def run(shard):
+            with there.routed.replay(shard):
+                there.forward()
+
+        on.refuses(BatchMismatchError, "24 slots on this rank and the layout has 12", lambda: run(shard))
+        run(there.routed.shard(there.trace, there.layout))
+
+
+def check_an_optimizer_steps_on_right_batches_alone():
+    """A wrapped forward step leaves the wait to the optimizer, so that micro-batches are in flight."""
+    for is_wrong in (False, True):
+        with chunk() as there:
+            forward = there.routed.replaying(lambda batches, model: (next(batches), there.forward())[1])
+            optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
+            shard = there.routed.shard(there.trace, there.layout)
+            before = [each.detach().values_here.clone() for each in there.parameters()]
+            unpatched = there.waits()
+            for micro_batch in range(2):
+                if is_wrong and micro_batch == 1:
+                    other_token(there)
+                there.device.reads.clear()
+                logits = forward(iter([{"routes": shard}]), there._model)
+                assert sum(there.device.reads.values()) == unpatched, "not the session's end either"
+                logits.sum().backward()
+            if is_wrong:
+                on.refuses(BatchMismatchError, "token 0 in the batch", optimizer.step)
+            else:
+                optimizer.step()
+            after = [each.detach().values_here for each in there.parameters()]
+            assert all(map(torch.equal, before, after)) == is_wrong
+
+
+def check_without_gradients_a_wrapped_step_tells_at_its_end():
+    with chunk() as there, torch.no_grad():
+        forward = there.routed.replaying(lambda batches, model: (next(batches), there.forward())[1])
+        shard = there.routed.shard(there.trace, there.layout)
+        run = lambda: forward(iter([{"routes": shard}]), there._model)  # noqa: E731
+        run()
+        other_token(there)
+        on.refuses(BatchMismatchError, "token 0 in the batch", run)

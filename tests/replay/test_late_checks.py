@@ -1,0 +1,106 @@
+"""Checks that a device answers while the host goes on."""
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from foreroute.errors import BatchMismatchError
+from foreroute.replay import LateChecks
+
+
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+class Event:
+    """Of a device that is done when a test says so."""
+
+    done, waited = False, 0
+
+    def record(self):
+        pass
+
+    def query(self):
+        return Event.done
+
+    def synchronize(self):
+        Event.waited += 1
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(Event, "done", False)
+    monkeypatch.setattr(Event, "waited", 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return Event
+
+
+def flag(*, wrong, on_gpu=False):
+    value = torch.tensor(wrong)
+    return value.as_subclass(OnCuda) if on_gpu else value
+
+
+def tell():
+    raise BatchMismatchError("another batch")
+
+
+def test_answers_that_are_there_are_looked_at_when_the_next_pass_begins(gpu):
+    checks = LateChecks()
+    checks.add(flag(wrong=True, on_gpu=True), tell)
+    checks.add(flag(wrong=False, on_gpu=True), lambda: None)
+    assert not gpu.waited
+    gpu.done = True
+    with pytest.raises(BatchMismatchError, match="another batch"):
+        checks.add(flag(wrong=False, on_gpu=True), lambda: None)
+    checks.close()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_end_waits_once_and_tells_the_first_that_is_wrong(gpu, on_gpu):
+    checks, told = LateChecks(), []
+    for number, wrong in enumerate((False, True, False)):
+        checks.add(flag(wrong=wrong, on_gpu=on_gpu), lambda n=number, wrong=wrong: told.append(n) or (wrong and tell()))
+    with pytest.raises(BatchMismatchError, match="another batch"):
+        checks.close()
+    assert told == [0, 1]
+    assert gpu.waited == on_gpu
+    checks.close()
+    checks.add(flag(wrong=False, on_gpu=on_gpu), tell)
+    checks.close()
+
+
+def test_a_batch_that_only_the_device_finds_wrong_is_no_silent_success():
+    checks = LateChecks()
+    checks.add(flag(wrong=True), lambda: None)
+    with pytest.raises(AssertionError, match="the host finds right"):
+        checks.close()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_an_optimizer_does_not_step_on_a_wrong_batch(wrong):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.sum().backward()
+    checks = LateChecks(of_step=True)
+    for _ in range(2):
+        checks.add(flag(wrong=wrong), tell)
+        checks.close()
+    assert len(_global_optimizer_pre_hooks) == 1
+    if wrong:
+        with pytest.raises(BatchMismatchError, match="another batch"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert torch.equal(weight.detach(), torch.full((2,), float(wrong)))
+    assert not _global_optimizer_pre_hooks
+
+
+def test_where_no_gradients_are_recorded_the_end_of_the_session_tells():
+    """No optimizer may ever step."""
+    checks = LateChecks(of_step=True)
+    checks.add(flag(wrong=True), tell)
+    with torch.no_grad(), pytest.raises(BatchMismatchError, match="another batch"):
+        checks.close()
+    assert not _global_optimizer_pre_hooks
