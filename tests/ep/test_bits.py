@@ -1,5 +1,6 @@
 """What is equal bit for bit, on the CPU: everything, to the static placement, but the gradients of split experts."""
 
+import os
 import re
 from dataclasses import replace
 
@@ -83,6 +84,8 @@ def _layer(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_this_processor_gives_a_row_the_same_bits_in_every_group_of_whole_tiles(dtype, is_transposed):
+    if dtype is torch.float32 and os.environ.get("MKL_CBWR") == "AVX2":
+        pytest.skip("on some processors these kernels of MKL cut sums by the number of rows: docs/experts.md")
     most, generator = 144, torch.Generator().manual_seed(0)
     sizes = [(32, 32), (96, 48), (384, 128), (1024, 64)]
     if dtype is torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):

@@ -27,7 +27,8 @@ LEAST_TORCH = "2.10"
 ROW_MULTIPLE = {("cpu", torch.float32): 16}
 """A GEMM on a CPU computes rows in tiles. Leftover rows, and all rows of a small GEMM, get another order of sums: MKL
 without AVX has tiles of 4 rows and is small at 4; MKL with AVX2 or AVX-512 is small below 4, and on one CPU below 16
-for rows of 384 numbers. Multiples of 16 rows leave none over and are not small. `tests/ep/test_bits.py` tries it."""
+for rows of 384 numbers. Multiples of 16 rows leave none over and are not small. `tests/ep/test_bits.py` tries it, and
+docs/experts.md says where a library cuts sums by the number of rows, so that no multiple helps."""
 
 WHOLE_VECTORS = 64
 """So many rows of any width fill whole SIMD registers. The CPU computes what is left one by one, with another exp."""
