@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .errors import ReplayError
+from .late_checks import LateChecks
 from .passes import Listener, Pass, Rows, Watch
 from .trunk import TrunkArgs, TrunkHooks
 
@@ -55,7 +57,7 @@ class Routed:
         self.model = model
         self.stacks = stacks
         self._counts: list[Tensor | None] = [None] * len(stacks)
-        self._faults: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._checks = LateChecks()
 
     def rows(
         self,
@@ -102,7 +104,7 @@ class Routed:
         rows: Any = ids_BTLK if is_made else self.rows(ids_BTLK, attention_mask, weights=weights, missing=missing)  # type: ignore[arg-type]
         session = _Replaying(rows)
         for each in rows:
-            self._faults.append(_on_its_way(each.faults))
+            self._checks.add(each.faults.any(), partial(_tell, each.faults))
         with self._listening(session):
             yield
         if not session.num_forwards:
@@ -110,7 +112,10 @@ class Routed:
         for number, counts in enumerate(session.counts):
             before = self._counts[number]
             self._counts[number] = counts if before is None or counts is None else before + counts
-        self._look(wait=False)
+        if rows[0].faults.device.type == "cpu":
+            self._checks.wait()
+        else:
+            self._checks.look()
 
     @contextmanager
     def record(self, *, weights: bool = False) -> Iterator[TensorRecording]:
@@ -125,7 +130,7 @@ class Routed:
         Raises:
             ReplayError: when ids that were replayed were wrong.
         """
-        self._look(wait=True)
+        self._checks.wait()
         lines = []
         for stack, counts in zip(self.stacks, self._counts, strict=True):
             numbers = [(0, 0)] * len(stack.routers) if counts is None else counts.cpu().tolist()
@@ -140,19 +145,6 @@ class Routed:
                     raise ReplayError("this model is already replaying; close that session before opening another")
                 opened.enter_context(stack.listening(listener))
             yield
-
-    def _look(self, *, wait: bool) -> None:
-        """Raise for faults that have arrived; those on their way are left for later, unless `wait`."""
-        arrived = [faults for faults, event in self._faults if wait or event is None or event.query()]
-        self._faults = [] if wait else [each for each in self._faults if each[1] is not None and not each[1].query()]
-        if wait and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        totals = [sum(numbers) for numbers in zip(*(faults.cpu().tolist() for faults in arrived), strict=True)]
-        if any(totals):
-            said = ", ".join(f"{total} {what}" for total, what in zip(totals, FAULTS, strict=True) if total)
-            raise ReplayError(
-                f"the routes had {said}; the model routed those rows itself. Mend the ids that are replayed"
-            )
 
 
 class TensorRows(NamedTuple):
@@ -314,12 +306,8 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def _on_its_way(faults: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Faults, copied to the host behind what runs on the device now."""
-    if faults.device.type != "cuda":
-        return faults, None
-    host = torch.empty(faults.shape, dtype=faults.dtype, pin_memory=True)
-    host.copy_(faults, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event
+def _tell(faults: Tensor) -> None:
+    totals = zip(faults.cpu().tolist(), FAULTS, strict=True)
+    said = ", ".join(f"{total} {what}" for total, what in totals if total)
+    if said:
+        raise ReplayError(f"the routes had {said}; the model routed these rows itself. Mend the ids that are replayed")

@@ -5,7 +5,6 @@ It binds traces to `foreroute.core`, and knows torch and no framework. An adapte
 
 from foreroute.replay.arguments import WANTED_MASK, kept_by, not_of_kind, require_version
 from foreroute.replay.indexers import IndexerHook, IndexerPass, IndexerRows, Places, require_choices
-from foreroute.replay.late_checks import LateChecks
 from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
 from foreroute.replay.rows import (
     Counts,
@@ -29,7 +28,6 @@ __all__ = [
     "IndexerHook",
     "IndexerPass",
     "IndexerRows",
-    "LateChecks",
     "MissingRows",
     "PaddingRows",
     "PassRoutes",

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from foreroute.adapters.hf.forward_args import ForwardTokens, Written
 from foreroute.adapters.hf.indexers import FoundIndexers
+from foreroute.core.late_checks import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import (
     IndexerRows,
-    LateChecks,
     PassRoutes,
     Places,
     Policy,

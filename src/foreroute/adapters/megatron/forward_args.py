@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.megatron.route_shard import RouteShard, Share
+from foreroute.core.late_checks import LateChecks
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.layout.slots import Side
-from foreroute.replay import LateChecks, to_device
+from foreroute.replay import to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 

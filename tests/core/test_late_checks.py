@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from foreroute.core.late_checks import LateChecks
 from foreroute.errors import BatchMismatchError
-from foreroute.replay import LateChecks
 
 
 class OnCuda(torch.Tensor):

@@ -37,9 +37,9 @@ class LateChecks:
             tell: compares the batch on the host, and raises what is wrong with it.
 
         Raises:
-            BatchMismatchError: for an earlier batch.
+            Exception: what `tell` raises, for an earlier batch.
         """
-        self._look()
+        self.look()
         self._wrong = wrong if self._wrong is None else self._wrong | wrong
         self._tells.append(tell)
         if wrong.is_cuda:
@@ -51,7 +51,7 @@ class LateChecks:
     def close(self) -> None:
         """The session ends. Raises as `add`."""
         if self._of_step and torch.is_grad_enabled():
-            self._look()
+            self.look()
         else:
             self.wait()
 
@@ -72,6 +72,7 @@ class LateChecks:
                 tell()
             raise AssertionError("the device finds a batch wrong that the host finds right")
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look at the answers if a GPU has given them. Raises as `add`."""
         if self._answer is not None and self._answer[1].query():
             self.wait()
