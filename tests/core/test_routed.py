@@ -296,7 +296,7 @@ assert issubclass(foreroute_core.AttachError, foreroute_core.ForerouteError)
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("plain_loop.py", r"step 2: loss 0\.\d+, \d+ rows|step 2: loss \d"),
+        ("plain_loop.py", r"step 2: loss -?\d\.\d+, \d+ rows"),
         ("as_they_are.py", r"losses \[(\S+), \1\]; 26 rows of each router"),
     ],
 )

@@ -83,7 +83,7 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
     if not sites:
         raise AttachError(
             f"{type(model).__name__} has no router: no module's class name ends in Router, Gating or Gate. "
-            "Attach to a Mixture-of-Experts model of transformers 5.14 or newer"
+            "Attach a Mixture-of-Experts model whose routers are modules of their own"
         )
     return sites
 
@@ -121,7 +121,10 @@ class Probe:
             inside = set(module.modules())
             if all(site.selecting[0] in inside for site in sites):
                 return module
-        raise AttachError(f"no module that contains the routers ({sites[0].path}, ...) takes input_ids")
+        raise AttachError(
+            f"no module that contains the routers ({sites[0].path}, ...) takes input_ids; attach the part of the model "
+            "that is given the tokens"
+        )
 
     def hooks_of(self, sites: Sequence[RouterSite]) -> list[SelectingRouter]:
         """The hooks on these routers.

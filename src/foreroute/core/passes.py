@@ -338,6 +338,14 @@ class RouterHook(SelectionHook):
         self.top_k = top_k
 
 
+def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:
+    """Bool [L, R, K], which ids are among the other K of their row. Takes memory of the size of its result only."""
+    found = ids_LRK == others_LRK[..., :1]
+    for k in range(1, others_LRK.shape[-1]):
+        found |= ids_LRK == others_LRK[..., k : k + 1]
+    return found
+
+
 def signed_dtype(num_experts: int) -> torch.dtype:
     """The narrowest type of ids on the device, in which -1 is none."""
     return next(t for t in (torch.int8, torch.int16, torch.int32) if num_experts <= torch.iinfo(t).max + 1)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from .errors import ReplayError
 from .late_checks import LateChecks
-from .passes import Listener, Pass, Rows, Watch
+from .passes import Listener, Pass, Rows, Watch, is_in
 from .trunk import TrunkArgs, TrunkHooks
 
 Missing = Literal["native", "error"]
@@ -243,11 +243,8 @@ class _Replaying(Listener):
         if current is None or current.rows is None:
             return
         ids, own = current.rows.ids_LRK, current.own_LRK
-        found = own == ids[..., :1]
-        for k in range(1, own.shape[-1]):
-            found |= own == ids[..., k : k + 1]
         routed = ids[..., 0] >= 0
-        counts = torch.stack((routed.sum(1), (routed & ~found.all(-1)).sum(1)), 1)
+        counts = torch.stack((routed.sum(1), (routed & ~is_in(own, ids).all(-1)).sum(1)), 1)
         before = self.counts[chunk]
         self.counts[chunk] = counts if before is None else before + counts
 

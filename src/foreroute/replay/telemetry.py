@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.passes import Pass
+from foreroute.core.passes import Pass, is_in
 from foreroute.mismatch import LOG10_EDGES, LiveAgreement
 from foreroute.replay.rows import ReplayRows, to_device
 from foreroute.trace import RoutingSpec
@@ -67,14 +67,6 @@ class Telemetry:
             self._edges = to_device(LOG10_EDGES, margin_LR.device)
         bins_LR = torch.bucketize(margin_LR.double().log10(), self._edges, right=True) - 1
         return bins_LR.clamp(0, len(LOG10_EDGES) - 2)
-
-
-def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:
-    """Bool [L, R, K], which ids are among the other K of their row. Takes memory of the size of its result only."""
-    found = ids_LRK == others_LRK[..., :1]
-    for k in range(1, others_LRK.shape[-1]):
-        found |= ids_LRK == others_LRK[..., k : k + 1]
-    return found
 
 
 def selection_mass(values_LRK: Tensor, by_probability_L: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import torch
 from torch import nn
@@ -11,13 +9,11 @@ from torch import nn
 from foreroute.adapters.hf.indexers import FoundIndexers, find_indexers
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import require_attachable, stack_of
-from foreroute.core.find import PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
+from foreroute.core.find import ATTENTION, PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
 from foreroute.core.prove import self_check, untouched
 from foreroute.core.routed import Routed
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
-
-ATTENTION = re.compile(r"attn|attention")
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
