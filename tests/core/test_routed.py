@@ -154,6 +154,20 @@ def test_gate_weights_are_forced_as_constants():
     assert not model.model.layers[0].mlp.gate.weight.grad.any()
 
 
+def test_a_compiled_model_is_replayed_with_a_break_in_its_graph():
+    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2)
+    routed = attach(model)
+    own, _ = own_routes(model, routed)
+    other = (own + 1) % 8
+    compiled = torch.compile(model, backend="eager")
+    seen = []
+    for call in (model, compiled):
+        with routed.replay(other), routed.record() as recording, torch.no_grad():
+            seen.append(call(**BATCH, use_cache=False).logits)
+        assert torch.equal(recording.ids()[0], other)
+    assert torch.equal(*seen)
+
+
 def test_generate_is_recorded_and_replayed_along_its_cache():
     model = tiny("qwen3_moe").eval()
     routed = attach(model)
