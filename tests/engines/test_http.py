@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -223,3 +223,36 @@ def test_what_a_server_says_is_quoted_in_part_and_printable():
         Client(server.url, timeout_s=5, what="the server").get("/x")
     assert r"\x1b[2J" in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_request_that_is_called_off_while_its_unix_socket_becomes_readable_prints_nothing(
+    tmp_path, caplog, monkeypatch
+):
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "http"))
+    listener.listen(2)
+    is_failing, both_ended = Event(), Event()
+
+    def serve():
+        first, second = (listener.accept()[0] for _ in range(2))
+        with first, second:
+            first.recv(1 << 16), second.recv(1 << 16)
+            first.shutdown(socket.SHUT_RDWR)
+            is_failing.wait(10)
+        both_ended.set()
+
+    def abort(group, calling_off=asyncio.TaskGroup._abort):
+        is_failing.set()
+        both_ended.wait(10)
+        loop = asyncio.get_running_loop()
+        loop._process_events(loop._selector.select(10))  # the other one is told, just before it is called off
+        calling_off(group)
+
+    monkeypatch.setattr(asyncio.TaskGroup, "_abort", abort)
+    server = Thread(target=serve, daemon=True)
+    server.start()
+    with listener, pytest.raises(EngineError, match="broke off"):
+        Client("http://localhost", timeout_s=20, what="a server", socket=tmp_path / "http").ask("/", [{}, {}])
+    server.join()
+    assert both_ended.is_set()
+    assert not caplog.records

@@ -172,6 +172,7 @@ class Client:
         most_bytes: int,
         then: tuple[float, str] | None,
     ) -> list[bytearray]:
+        asyncio.get_running_loop().set_exception_handler(_say_unless_called_off)
         gate = asyncio.Semaphore(len(bodies) if then else self._at_once)
         transport = httpx.AsyncHTTPTransport(
             # the certificates of authorities take a while to load
@@ -229,3 +230,12 @@ class Client:
         if encoding := response.headers.get("content-encoding"):
             raise EngineError(f"{where} answered in the encoding {encoding!r:.40}; expected none")
         return text
+
+
+def _say_unless_called_off(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Keep asyncio from printing that a request was called off while its Unix socket became readable.
+
+    anyio 4.16 hands the loop a future's `set_result`, which the future then refuses; nobody waits for it any more.
+    """
+    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
+        loop.default_exception_handler(context)
