@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from foreroute.adapters.megatron.router_hook import TopKRouterHook
+from foreroute.adapters.megatron.hooks import TopKRouterHook
 from foreroute.core.passes import Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError
 from tests.adapters.megatron import one_rank as on

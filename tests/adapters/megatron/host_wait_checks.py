@@ -2,9 +2,10 @@
 
 import contextlib
 
+import numpy as np
 import torch
 
-from foreroute.adapters.megatron import model as routed_model
+from foreroute.adapters.megatron import micro_batch
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import pad
 from foreroute.testing.counting_device import DEVICE, other_device
@@ -67,29 +68,49 @@ def check_a_replayed_forward_waits_for_nothing():
             there.more = {"padding_mask": there.padding} if masked else {}
             unpatched = there.waits()
             shard = there.routed.shard(there.trace, there.layout)
-            of_trace = [(there.trace,)] if lengths == WHOLE else []
-            for what in ((shard,), (there.trace, there.layout), *of_trace):
+            for what in ((shard,), (there.trace, there.layout), (there.trace,)):
                 with there.routed.replay(*what) as session:
                     assert there.waits() == unpatched, f"{lengths}, masked {masked}, {what}"
                     mask_BT = session.loss_mask_BT.values_here
                 assert torch.equal(mask_BT, ~there.padding.values_here)
-            looked = routed_model.require_fits
-            try:  # the control: a wait that is put back
-                routed_model.require_fits = lambda call, shard, _: call.tokens_C is not None
-                with there.routed.replay(shard):
-                    assert there.waits() == unpatched + 1
-            finally:
-                routed_model.require_fits = looked
+            with a_read_put_back(), there.routed.replay(shard):
+                assert there.waits() == unpatched + 1, "the device does not count"
 
 
-def check_a_trace_without_a_layout_is_read_where_tokens_alone_tell_the_side():
-    for side in ("right", "left"):
+@contextlib.contextmanager
+def a_read_put_back():
+    """The control: tokens are compared where the host waits for them."""
+    compare = micro_batch.differing
+    micro_batch.differing = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
+    try:
+        yield
+    finally:
+        micro_batch.differing = compare
+
+
+def check_the_side_of_padding_is_found_there():
+    """Where tokens alone tell it; what they say is executed, and a batch that is padded on neither side told late."""
+    real_SW = (torch.arange(on.WIDTH) < torch.tensor(SHORT)[:, None]).numpy()
+    for side in ("right", "left", "neither"):
         with chunk(SHORT) as there, torch.no_grad():
             unpatched = there.waits()
-            if side == "left":
-                there.given[0][1] = there.given[0][1].roll(5)
-            with there.routed.replay(there.trace):
-                assert there.waits() == unpatched + 1
+            if side != "right":
+                there.given[0][1] = there.given[0][1].roll(5 if side == "left" else 2)
+            opening = there.routed.replay(there.trace)
+            session = opening.__enter__()
+            assert there.waits() == unpatched, side
+            leave = lambda opening=opening: opening.__exit__(None, None, None)  # noqa: E731
+            if side == "neither":
+                on.refuses(BatchMismatchError, "padded on the same side", leave)
+                continue
+            mask_BT = session.loss_mask_BT.values_here
+            with there.routed.record() as recording:
+                there.forward()
+            leave()
+            kept_BT = real_SW[:, ::-1] if side == "left" else real_SW
+            assert np.array_equal(mask_BT, kept_BT), side
+            executed = recording.trace().expert_ids_NLK[kept_BT.reshape(-1)]
+            assert np.array_equal(executed, there.trace.expert_ids_NLK), side
 
 
 def other_token(there):

@@ -13,7 +13,7 @@ from tests.adapters.megatron.session_checks import throw
 SETTINGS = [
     ({"moe_router_fusion": True}, "moe_router_fusion"),
     ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing"),
-    ({"moe_router_force_biased": 1.0}, "moe_router_force_biased replace its logits"),
+    ({"moe_router_force_biased": 1.0}, "moe_router_force_biased=1.0 replaces the router's logits"),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "'sinkhorn' does not select by top-k"),
     ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local'"),
     ({"cuda_graph_impl": "transformer_engine"}, "repeat one batch's routes"),
@@ -21,7 +21,7 @@ SETTINGS = [
     ({"external_cuda_graph": True}, "captures routers in CUDA graphs"),
     ({"moe_expert_capacity_factor": 1.5}, "drops or adds picks after the selection"),
     ({"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True}, "moe_pad_expert_input_to_capacity"),
-    ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor drops tokens"),
+    ({"moe_expert_rank_capacity_factor": 1.5}, "moe_expert_rank_capacity_factor=1.5 drops tokens"),
     ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm"),
     ({"mlp_chunks_for_training": 2}, "mlp_chunks_for_training has a router run several times"),
 ]
@@ -48,7 +48,9 @@ def check_routers_that_select_in_a_way_of_their_own():
     router = built.decoder.layers[2].mlp.router
     router.__class__ = Hashing
     on.refuses(
-        AttachError, "decoder.layers.2.mlp.router (Hashing) has a routing of its own", lambda: megatron.attach(built)
+        AttachError,
+        "layers.2.mlp.router (Hashing) cannot be replayed: it has a routing of its own",
+        lambda: megatron.attach(built),
     )
     router.__class__ = TopKRouter
     router.routing = lambda logits, padding_mask=None: TopKRouter.routing(router, logits, padding_mask)

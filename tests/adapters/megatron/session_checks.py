@@ -125,7 +125,8 @@ def check_what_is_no_replay_is_refused():
             on.forward(built, ids)
     on.refuses(BatchMismatchError, "cut to a rank already", lambda: routed.replay(placed, layout_of(stale)).__enter__())
     with routed.replay(trace):
-        on.refuses(ReplayError, "outside a forward of its model", lambda: built.decoder(None, None))
+        hidden, causal = torch.randn(on.WIDTH, 2, 32), torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool).triu(1)
+        on.refuses(ReplayError, "outside a forward of GPTModel", lambda: built.decoder(hidden, causal))
         site = routed.chunks[0].sites[0]
         on.refuses(ReplayError, "outside a forward", lambda: site.module(torch.randn(3, 1, 32)))
         on.forward(built, ids)
@@ -168,7 +169,7 @@ def check_a_wrapped_step_tells_what_went_wrong():
     listed = {"ids": ids, "routes": []}
     on.refuses(BatchMismatchError, "routes of a batch are a list", lambda: step(iter([listed]), built))
     forgets = routed.replaying(lambda batches, model: next(batches))
-    on.refuses(ReplayError, "did not run the attached model", lambda: forgets(iter([batch]), built))
+    on.refuses(ReplayError, "no forward of the attached model ran", lambda: forgets(iter([batch]), built))
     greedy = routed.replaying(lambda batches, model: on.forward(model, [next(batches), next(batches)][0]["ids"]))
     on.refuses(ReplayError, "took 2 batches", lambda: greedy(iter([batch, batch]), built))
     late = routed.replaying(lambda batches, model: on.forward(model, ids))
@@ -369,7 +370,7 @@ def check_what_somebody_wraps_inside_a_session_still_runs_after_it():
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
-    for part, name in (("trunk", "forward"), ("decoder", "forward"), *((0, name) for name in WRAPPED)):
+    for part, name in (("trunk", "forward"), *((0, name) for name in WRAPPED)):
         built, routed, ids, trace = on.prepared(**settings)
         native = on.step(built, ids)
         chunk = routed.chunks[0]

@@ -24,7 +24,6 @@ import transformers
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.batch_routes import BatchRoutes
 from foreroute.adapters.hf.forward_args import BatchTensors, ForwardTokens
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
@@ -46,6 +45,7 @@ from foreroute.replay import (
     not_of_kind,
     require_choices,
 )
+from foreroute.replay.executed_counts import ExecutedCounts
 from foreroute.trace import IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_offsets
 
@@ -160,7 +160,7 @@ class TransformerHooks(TrunkHooks):
         try:
             with counts:
                 result = forward(*args, **kwargs)
-            counts.require_counted(result)
+            counts.require_counted(has_loss=isinstance(getattr(result, "aux_loss", None), Tensor))
         finally:
             self._executed = None
         return result

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import megatron.core
@@ -12,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from foreroute.adapters.megatron.discover import Chunk
 from foreroute.adapters.megatron.expert_placement import HomePlacement
-from foreroute.adapters.megatron.forward_args import Call, find_layout, in_batch_order, require_fits
+from foreroute.adapters.megatron.forward_args import Call, find_layouts
 from foreroute.adapters.megatron.hooks import ChunkHooks
+from foreroute.adapters.megatron.micro_batch import MicroBatchRoutes
 from foreroute.adapters.megatron.plan_execution import ExecutionRanks, PlanExecution, whole_counts
-from foreroute.adapters.megatron.recording import RankGroups, rows_over_ranks
-from foreroute.adapters.megatron.route_shard import RouteShard, Share, shard
-from foreroute.adapters.megatron.schedule import ReplayingStep, RoutesIn, StepListener, routes_in
+from foreroute.adapters.megatron.recording import rows_over_ranks
+from foreroute.adapters.megatron.route_shard import RouteShard, require_weights, shard
+from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingStep, RoutesIn, routes_in
 from foreroute.core.late_checks import LateChecks
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, ReplayError, TraceContentError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, ReplayError
 from foreroute.layout import Layout
 from foreroute.plan import StepPlan
 from foreroute.replay import (
@@ -29,7 +28,6 @@ from foreroute.replay import (
     ForwardRows,
     MissingRows,
     PaddingRows,
-    PassRoutes,
     Policy,
     RecordedPass,
     ReplaySession,
@@ -39,7 +37,7 @@ from foreroute.replay import (
     require_choices,
     require_version,
 )
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute.trace import RoutingSpec, RoutingTrace
 
 
 class RoutedMegatron(RoutedModel):
@@ -53,28 +51,23 @@ class RoutedMegatron(RoutedModel):
 
     padding: PaddingRows = "spread"
 
-    def __init__(self, chunks: tuple[Chunk, ...], spec: RoutingSpec, share: Share, num_places: int) -> None:
-        self._chunk_layers = [tuple(site.layer for site in chunk.sites) for chunk in chunks]
-        hooks = [
-            ChunkHooks(chunk, number, _part(spec, self._chunk_layers[number]), share)
-            for number, chunk in enumerate(chunks)
+    def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
+        of_chunks = [
+            RoutingSpec(spec.num_experts, spec.top_k, each.layers, model=spec.model) if each.layers else None
+            for each in chunks
         ]
-        super().__init__(
-            spec,
-            hooks,
-            [each.spec for each in hooks],
-            {"engine": "megatron-core", "engine_version": megatron.core.__version__},
-        )
+        made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
+        super().__init__(spec, chunks, of_chunks, made_by)
         self.chunks = chunks
-        self.share = share
-        sites = [site for chunk in chunks for site in chunk.sites]
-        self.layers = tuple(site.layer for site in sites)
-        self._homes = HomePlacement(spec, sites, num_places, chunks[0].trunk.pg_collection)
-        self._chunk_hooks = hooks
+        self.share = chunks[0].share
+        self.layers = tuple(layer for each in chunks for layer in each.layers)
+        self._sites = [site for chunk in chunks for site in chunk.sites]
+        self._groups: Any = chunks[0].trunk.pg_collection
+        self._homes = HomePlacement(spec, self._sites, ep_size, self._groups)
         self._ranks: ExecutionRanks | None = None
         self._execution: PlanExecution | None = None
         self._num_executions = 0
-        self._chunk_of: dict[int, tuple[nn.Module, int]] = {}
+        self._hooks_of: dict[int, tuple[nn.Module, ChunkHooks]] = {}
 
     def shard(
         self,
@@ -100,18 +93,12 @@ class RoutedMegatron(RoutedModel):
             gate_weights: as in `replay`.
 
         Raises:
-            TraceError: when `trace` is none.
-            SpecMismatchError: when the trace belongs to another model, or has choices of indexers.
-            StaleTraceError: when it was recorded under another weight version.
-            BatchMismatchError: when the layout is for other rows, or rows are missing.
             LayoutError: when ranks cannot share the layout.
-            TraceContentError: when gate weights are asked for and the trace has none.
+            BatchMismatchError: when the layout is for other rows, or rows are missing.
+            ForerouteError: for the trace and its weight version, as `replay`.
         """
-        if not isinstance(trace, RoutingTrace):
-            raise not_of_kind("what is to be sharded", trace, "a RoutingTrace")
+        self._require_trace(trace, "what is to be sharded", "a RoutingTrace")
         _require_layout(layout)
-        self.spec.require_same(trace.spec, what="the trace")
-        require_choices(trace, self.indexers)
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
         policy = Policy("native" if missing == "spread" else missing, padding, "native", False, gate_weights)
@@ -151,13 +138,25 @@ class RoutedMegatron(RoutedModel):
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
+        checks, sums = LateChecks(of_step=True), dict[int, Telemetry]()
 
-        checks = LateChecks(of_step=True)
+        @contextmanager
+        def running(model: nn.Module) -> Iterator[Replay]:
+            hooks, opened = self._hooks_for(model), list[ReplaySession]()
+            hooks.sessions.require_mine("opens a session on a model")
+            with ExitStack() as stack, self.replaying_now(lambda: opened[0] if opened else None):
 
-        def open_session(routes: Any, sums: dict[int, Telemetry]) -> ReplaySession:
-            return ReplaySession(self.routes_of(routes, None, policy, checks), policy, self._chunk_specs, sums)
+                def replay(routes: BatchRoutes) -> ReplaySession:
+                    session = ReplaySession(
+                        self.routes_of(routes, None, policy, checks), policy, self._chunk_specs, sums
+                    )
+                    stack.enter_context(hooks.listening(session))
+                    opened.append(session)
+                    return session
 
-        return ReplayingStep(forward_step, routes_of, open_session, self._running, policy)
+                yield replay
+
+        return ReplayingStep(forward_step, routes_of, running, sums)
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
         """Count the routes of all ranks of this expert-parallel group, as `plan` and `execute` take them.
@@ -177,7 +176,7 @@ class RoutedMegatron(RoutedModel):
             TransferError: when a rank does not answer.
         """
         counts = self._execution_ranks().gather_counts(micro_batches)
-        return whole_counts(counts, self.layers, self.spec, self.chunks[0].trunk.pg_collection.pp)
+        return whole_counts(counts, self.layers, self.spec, self._groups.pp)
 
     @contextmanager
     def execute(
@@ -209,7 +208,7 @@ class RoutedMegatron(RoutedModel):
         """
         self._require_no_execution("another one begins")
         self._num_executions += 1
-        stage = [(chunk.sites, hooks.passes) for chunk, hooks in zip(self.chunks, self._chunk_hooks, strict=True)]
+        stage = [(chunk.sites, chunk.passes) for chunk in self.chunks]
         ranks, step = self._execution_ranks(), self._num_executions
         execution = PlanExecution(ranks, step, plan, counts_MLGE, micro_batches, self.spec, stage, self.home_LE)
         with execution.in_force():
@@ -221,9 +220,8 @@ class RoutedMegatron(RoutedModel):
 
     def _execution_ranks(self) -> ExecutionRanks:
         if self._ranks is None:
-            sites = [site for chunk in self.chunks for site in chunk.sites]
-            groups = self.chunks[0].trunk.pg_collection
-            self._ranks = ExecutionRanks(sites[0].block.ep_group if sites else groups.ep, groups.pp)
+            ep_group = self._sites[0].block.ep_group if self._sites else self._groups.ep
+            self._ranks = ExecutionRanks(ep_group, self._groups.pp)
         return self._ranks
 
     @property
@@ -271,31 +269,39 @@ class RoutedMegatron(RoutedModel):
         self, routes: Any, layout: Layout | None, policy: Policy, checks: LateChecks | None = None
     ) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
-        checks = LateChecks() if checks is None else checks
         if layout is not None:
             _require_layout(layout)
         if isinstance(routes, RouteShard):
-            _require_weights(policy, routes.weights_LRK)
+            require_weights(routes.weights_LRK, wanted=policy.gate_weights)
             self._require_policies_of(routes, policy)
             self.spec.require_same(routes.spec, what="the routes")
             if layout is not None or routes.layers != self.layers:
                 raise BatchMismatchError(
                     "the routes are cut to a rank already: give no layout with them, and only those of this rank"
                 )
-            return MicroBatchRoutes(
-                routes, lambda call: routes, self._chunk_hooks, policy.counts, lambda: self._execution, checks
-            )
-        if not isinstance(routes, RoutingTrace):
-            raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, or what `shard` made of one")
-        trace = routes
-        _require_weights(policy, trace.gate_weights_NLK)
+        else:
+            self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
+            require_weights(routes.gate_weights_NLK, wanted=policy.gate_weights)
+
+        def cut(call: Call) -> list[RouteShard]:
+            if isinstance(routes, RouteShard):
+                return [routes]
+            layouts = find_layouts(routes, call) if layout is None else [layout]
+            return [self._cut(routes, each, policy, policy.missing) for each in layouts]
+
+        checks = LateChecks() if checks is None else checks
+        execution = lambda: self._execution  # noqa: E731
+        return MicroBatchRoutes(routes.versions, cut, self.chunks, policy.counts, execution, checks)
+
+    def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
+        """Over all ranks of the model. See `RoutedModel`."""
+        return rows_over_ranks(passes, self.spec, [each.layers for each in self.chunks], self.share, self._groups)
+
+    def _require_trace(self, trace: object, what: str, expected: str) -> None:
+        if not isinstance(trace, RoutingTrace):
+            raise not_of_kind(what, trace, expected)
         self.spec.require_same(trace.spec, what="the trace")
         require_choices(trace, self.indexers)
-
-        def cut(call: Call) -> RouteShard:
-            return self._cut(trace, find_layout(trace, call) if layout is None else layout, policy, policy.missing)
-
-        return MicroBatchRoutes(trace, cut, self._chunk_hooks, policy.counts, lambda: self._execution, checks)
 
     def _require_policies_of(self, routes: RouteShard, policy: Policy) -> None:
         """What was cut says what becomes of padding and of rows without a route; defaults give way to it."""
@@ -308,127 +314,24 @@ class RoutedMegatron(RoutedModel):
                     f"{name} is {asked!r}, and the routes were cut with {name}={cut!r}; give it to routed.shard()"
                 )
 
-    def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
-        """Over all ranks of the model. See `RoutedModel`."""
-        trunk = self.chunks[0].trunk
-        groups = RankGroups(
-            trunk.tp_group if self.share.sp > 1 else None,
-            trunk.cp_group if self.share.cp > 1 else None,
-            trunk.pg_collection.pp,
-        )
-        return rows_over_ranks(passes, self.spec, self._chunk_layers, self.share, groups)
-
     def _cut(
         self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
     ) -> RouteShard:
+        pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
-        return shard(
-            trace,
-            layout,
-            self.share,
-            self.layers,
-            home_LE,
-            missing=missing,
-            padding=policy.padding,
-            gate_weights=policy.gate_weights,
-            pin=next(self.chunks[0].trunk.parameters()).is_cuda,
-        )
+        how: dict[str, Any] = {"padding": policy.padding, "gate_weights": policy.gate_weights, "pin": pin}
+        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, **how)
 
-    @contextmanager
-    def _running(self, model: nn.Module, listener: StepListener) -> Iterator[None]:
-        """A forward step on one of the chunks, wrapped or not."""
-        hooks = self._chunk_hooks[self._number_of(model)]
-        with hooks.listening(listener), self.replaying_now(lambda: listener.session):
-            yield
-
-    def _number_of(self, model: nn.Module) -> int:
-        """Which chunk a schedule runs, wrapped or not."""
-        known = self._chunk_of.get(id(model))
+    def _hooks_for(self, model: nn.Module) -> ChunkHooks:
+        """Those of the chunk that a schedule runs, wrapped or not."""
+        known = self._hooks_of.get(id(model))
         if known is None:
             inside = set(model.modules())
-            numbers = [n for n, chunk in enumerate(self.chunks) if chunk.trunk in inside]
-            if len(numbers) != 1:
+            found = [hooks for hooks in self.chunks if hooks.trunk in inside]
+            if len(found) != 1:
                 raise AttachError("the forward step was called with another model than the one that was attached")
-            known = self._chunk_of[id(model)] = (model, numbers[0])
+            known = self._hooks_of[id(model)] = (model, found[0])
         return known[1]
-
-
-class MicroBatchRoutes:
-    """The routes of one micro-batch on one rank.
-
-    Args:
-        routes: what they are cut of, or are already.
-        cut: gives those of this rank, when the first forward begins.
-        hooks: of the chunks.
-        counts: which selection is to be counted.
-        execution: the one in force when a forward begins, or None.
-        checks: of its tokens, where they are compared on a device.
-    """
-
-    def __init__(
-        self,
-        routes: RoutingTrace | RouteShard,
-        cut: Callable[[Call], RouteShard],
-        hooks: Sequence[ChunkHooks],
-        counts: Counts,
-        execution: Callable[[], PlanExecution | None],
-        checks: LateChecks,
-    ) -> None:
-        self._routes = routes
-        self._checks = checks
-        self._execution = execution
-        self._shard: RouteShard | None = None
-        self._cut = cut
-        self._hooks = hooks
-        self._counts = counts
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """See `foreroute.replay.Routes`."""
-        return self._routes.versions
-
-    def of_pass(self, chunk: int, call: Call) -> PassRoutes:
-        """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
-        if call.inference is not None:
-            raise BatchMismatchError(
-                "the forward runs with an inference context; replay whole sequences, without a key-value cache"
-            )
-        if self._shard is None:
-            self._shard = self._cut(call)
-        routes, hooks = self._shard, self._hooks[chunk]
-        micro_step = None
-        execution = self._execution()
-        if execution is not None and hooks.spec is not None:
-            micro_step = execution.begin_pass(chunk, routes)
-        require_fits(call, routes, self._checks)
-        loss_mask = partial(in_batch_order, routes, call.device, 1 if call.input_ids is None else len(call.input_ids))
-        drops = routes.dropped_C is not None and bool(hooks.trunk.post_process)
-        if hooks.spec is None:
-            return PassRoutes(None, loss_mask, drops)
-        rows = routes.rows(
-            hooks.spec.layers,
-            call.device,
-            mask_padding=hooks.counts_all_ranks,
-            counts=self._counts,
-            micro_step=micro_step,
-        )
-        return PassRoutes(rows, loss_mask, drops)
-
-    def close(self) -> None:
-        """What a device was asked is looked at. See `Routes`."""
-        self._checks.close()
-
-
-def _part(spec: RoutingSpec, layers: tuple[RoutedLayer, ...]) -> RoutingSpec | None:
-    return RoutingSpec(spec.num_experts, spec.top_k, layers, model=spec.model) if layers else None
-
-
-def _require_weights(policy: Policy, weights: NDArray[np.float32] | None) -> None:
-    if policy.gate_weights and weights is None:
-        raise TraceContentError(
-            "the routes have no gate weights to replay; record them with record(gate_weights=True), cut them with "
-            "shard(gate_weights=True), or leave gate_weights out"
-        )
 
 
 def _require_layout(layout: object) -> None:

@@ -1,8 +1,9 @@
-"""Which selection the auxiliary load-balancing loss of transformers counts.
+"""Which selection an auxiliary load-balancing loss counts.
 
-`load_balancing_loss_func` is handed the router logits once the trunk is done, selects the top K of them again, and
-counts those: the model's own selection, whatever was executed. Under `counts="replayed"` its top-k gives the executed
-selection instead. The probabilities that the loss multiplies the counts with stay live, and with them its gradient.
+The loss is handed the router logits, selects the top K of them again, and counts those: the model's own selection,
+whatever was executed. That of transformers does so once the trunk is done, that of Megatron-Core in each router. Under
+`counts="replayed"` its top-k gives the executed selection instead. The probabilities that the loss multiplies the
+counts with stay live, and with them its gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ TOP_K = frozenset({torch.topk, Tensor.topk})
 
 
 class ExecutedCounts(TorchFunctionMode):
-    """Watches one forward of the whole model.
+    """Watches one forward of the whole model, or of one router.
 
     Args:
-        executed: the ids [L, R, K], from the end of the trunk's forward on; None before it.
+        executed: the ids [L, R, K], when they have been selected; None before.
         num_experts: E.
     """
 
@@ -40,7 +41,7 @@ class ExecutedCounts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs everything as it is, but for the top-k of router probabilities after the trunk."""
+        """Runs everything as it is, but for a top-k of router probabilities after the selection."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOP_K:
@@ -63,9 +64,8 @@ class ExecutedCounts(TorchFunctionMode):
             return None
         return chosen.to(device=scores.device, dtype=torch.int64)
 
-    def require_counted(self, result: Any) -> None:
-        """Raise `ReplayError` if the model made an auxiliary loss of something else than the executed selection."""
-        has_loss = isinstance(getattr(result, "aux_loss", None), Tensor)
+    def require_counted(self, *, has_loss: bool) -> None:
+        """Raise `ReplayError` if there is an auxiliary loss, and it was made of something else than was executed."""
         executed = self._executed()
         if has_loss and executed is not None and self._used != len(executed):
             raise ReplayError(
