@@ -113,6 +113,21 @@ def check_the_side_of_padding_is_found_there():
             assert np.array_equal(executed, there.trace.expert_ids_NLK), side
 
 
+def check_a_recorded_forward_waits_for_nothing():
+    """What the batch holds is read when the trace is asked for, though it has been overwritten since."""
+    for masked in (False, True):
+        with chunk(SHORT) as there, torch.no_grad():
+            there.more = {"padding_mask": there.padding} if masked else {}
+            unpatched, ids = there.waits(), there.given[0].values_here.clone()
+            with there.routed.record(margins=True, gate_weights=True) as recording:
+                assert there.waits() == unpatched
+            for each in (there.given[0], there.padding):
+                each.zero_()
+            lengths = SHORT if masked else WHOLE
+            tokens = [recording.trace().tokens(s).tolist() for s in range(2)]
+            assert tokens == [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+
+
 def other_token(there):
     there.given[0][1, 3] = 0
 

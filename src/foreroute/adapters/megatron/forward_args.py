@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ OTHER_ORDER = {
     "other; leave it unset, or pass the samples as a padded batch",
 }
 """Settings of a packed batch by which routers see its rows in an order of their own."""
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_q_padded")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Call:
         packed: Megatron's PackedSeqParams of a packed batch, or None.
         padding_mask: bool [B, T], True for padding, or None.
         inference: Megatron's inference context, or None in training.
+        past: positions that its key-value cache held before.
         num_slots: R, the rows that routers see.
         device: where the chunk is.
         share: of the rows, on this rank.
@@ -47,6 +50,7 @@ class Call:
     packed: Any
     padding_mask: Tensor | None
     inference: Any
+    past: int
     num_slots: int
     device: torch.device
     share: Share
@@ -63,6 +67,7 @@ class Call:
         given = dict(zip(names, args, strict=False)) | kwargs
         tokens, padding = _tensor(given.get("input_ids")), _tensor(given.get("padding_mask"))
         packed, inference = given.get("packed_seq_params"), given.get("inference_context")
+        inference = given.get("inference_params") if inference is None else inference
         if tokens is not None and (tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool):
             raise BatchMismatchError(
                 f"input_ids are {tokens.dtype} of shape {tuple(tokens.shape)}; expected integers [batch, tokens]"
@@ -87,66 +92,56 @@ class Call:
             tokens,
             packed,
             padding,
-            given.get("inference_params") if inference is None else inference,
+            inference,
+            int(getattr(inference, "sequence_len_offset", None) or 0),
             _numel(tokens) // share.sp if hidden is None else hidden.shape[0] * hidden.shape[1],
             next(trunk.parameters()).device,
             share,
         )
 
-    def kept(self) -> MicroBatch:
-        """Where the sequences are, and their tokens, to be looked at when the call is over. The host waits for them.
+    def kept(self) -> Call:
+        """The same in memory of its own, to be looked at when whoever gave it may have overwritten it.
+
+        Raises:
+            BatchMismatchError: when the batch does not say where its sequences are.
+            ReplayError: when steps of several requests are mixed in it.
+        """
+        if self.inference is not None and not self.inference.is_static_batching():
+            raise ReplayError(
+                "a dynamic inference context mixes steps of several requests in one forward, and which is whose is "
+                "not known here. Record static inference, or take the routes that the dynamic engine returns"
+            )
+        packed = self.packed
+        if packed is None and self.input_ids is None:
+            raise BatchMismatchError("this pipeline stage is given no tokens; pass input_ids on every stage to record")
+        if packed is not None:
+            packed = SimpleNamespace(**{name: _clone(getattr(packed, name)) for name in OFFSETS})
+        mask = _clone(self.padding_mask)
+        return replace(self, input_ids=_clone(self.input_ids), packed=packed, padding_mask=mask)
+
+    def sequences(self) -> tuple[NDArray[np.int64], Layout, int | None]:
+        """Lengths int64 [S] of what was recorded, where it is, and positions of a sequence; None where it is packed.
+
+        Waits for the device.
 
         Raises:
             BatchMismatchError: when the batch does not say where they are.
-            ReplayError: when steps of several requests are mixed in it.
         """
-        past = 0
-        if self.inference is not None:
-            if not self.inference.is_static_batching():
-                raise ReplayError(
-                    "a dynamic inference context mixes steps of several requests in one forward, and which is whose is "
-                    "not known here. Record static inference, or take the routes that the dynamic engine returns"
-                )
-            past = int(self.inference.sequence_len_offset)
-        # a copy: on the CPU they may be those that were given, which may be overwritten
-        tokens_C = None if self.input_ids is None else _on_host(self.input_ids).astype(np.int64)
         if self.packed is not None:
             lengths_S = lengths_of(self.packed.cu_seqlens_q)
-            return MicroBatch(_packed(self, lengths_S), lengths_S, past, None, tokens_C)
-        if self.input_ids is None:
-            raise BatchMismatchError("this pipeline stage is given no tokens; pass input_ids on every stage to record")
-        width = self.input_ids.shape[1] * self.share.cp
-        is_pad_C = np.zeros(width * len(self.input_ids), np.bool_)
-        if self.padding_mask is not None:
-            is_pad_C = _on_host(self.padding_mask)
-        lengths_S = width - is_pad_C.reshape(-1, len(self.input_ids)).sum(0)
+            return lengths_S, _packed(self, lengths_S), None
+        assert self.input_ids is not None, "kept as it was"
+        batch, width = len(self.input_ids), self.input_ids.shape[1] * self.share.cp
+        is_pad_C = np.zeros(width * batch, np.bool_) if self.padding_mask is None else on_host(self.padding_mask)
+        lengths_S = width - is_pad_C.reshape(-1, batch).sum(0)
         for side in SIDES:
             layout = pad(lengths_S, side=side, order="sbhd", to=width)
             if np.array_equal(layout.rows().is_pad_R, is_pad_C):
-                return MicroBatch(layout, lengths_S, past, width, tokens_C)
+                return lengths_S, layout, width
         raise BatchMismatchError(
             "padding_mask marks slots on both sides or in between, or context parallelism cuts it; record such a batch "
             "without the mask and cut the trace with trace.truncated(lengths)"
         )
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What is kept of a call.
-
-    Attributes:
-        layout: where its sequences are, before ranks share them.
-        lengths_S: int64 [S], of its sequences.
-        past: positions that a key-value cache held before.
-        width: positions of a sequence, padding included; None where they are packed.
-        tokens_C: the tokens that this rank was given, in the order of routers, or None.
-    """
-
-    layout: Layout
-    lengths_S: NDArray[np.int64]
-    past: int
-    width: int | None
-    tokens_C: NDArray[np.int64] | None
 
 
 def find_layouts(trace: RoutingTrace, call: Call) -> list[Layout]:
@@ -196,11 +191,11 @@ def require_fits(call: Call, shards: Sequence[RouteShard]) -> None:
 
     What routes take for padding must be masked as such or, without a mask, hold one token throughout.
     """
-    found = [[_on_host(each) for each in differing(call, shard)] for shard in shards]
+    found = [[on_host(each) for each in differing(call, shard)] for shard in shards]
     assert call.input_ids is not None, "compared where there are tokens"
     nearest = next((n for n, (other_C, _) in enumerate(found) if not other_C.any()), 0)
     shard, (other_C, padding_C) = shards[nearest], found[nearest]
-    tokens_C = _on_host(call.input_ids)
+    tokens_C = on_host(call.input_ids)
     if other_C.any():
         slot = int(other_C.argmax())
         raise BatchMismatchError(
@@ -259,10 +254,14 @@ def _numel(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel()
 
 
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
 def _tensor(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _on_host(of_slots: Tensor) -> NDArray[Any]:
-    """[C] of [B, T], in the order of routers: sequence first. Waits for the device."""
+def on_host(of_slots: Tensor) -> NDArray[Any]:
+    """[C] of [B, T], in the order of routers: sequence first, in memory of its own. Waits for the device."""
     return np.asarray(of_slots.detach().cpu().numpy()).T.reshape(-1)

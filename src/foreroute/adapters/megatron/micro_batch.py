@@ -80,7 +80,7 @@ class MicroBatchRoutes:
 
         On the CPU they are refused at once.
         """
-        tokens, mask, shards = call.input_ids, call.padding_mask, self._shards
+        tokens, shards = call.input_ids, self._shards
         if tokens is None:
             return None
         if tokens.numel() != len(shards[0].tokens_C):
@@ -89,9 +89,7 @@ class MicroBatchRoutes:
                 f"{len(shards[0].tokens_C)}; lay the routes out as the batch is padded or packed"
             )
         wrong_S = torch.stack([torch.cat(differing(call, shard)).any() for shard in shards])
-        # whoever gave them may have overwritten them by then
-        kept = replace(call, input_ids=tokens.clone(), padding_mask=None if mask is None else mask.clone())
-        self._checks.add(wrong_S.all(), partial(require_fits, kept, shards))
+        self._checks.add(wrong_S.all(), partial(require_fits, call.kept(), shards))
         if tokens.device.type == "cpu":
             self._checks.wait()
         return wrong_S[0] if len(shards) > 1 else None

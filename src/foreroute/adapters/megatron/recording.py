@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.megatron.forward_args import MicroBatch
+from foreroute.adapters.megatron.forward_args import Call, on_host
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.errors import ReplayError
-from foreroute.layout import collect
+from foreroute.layout import Layout, collect
 from foreroute.replay import ForwardRows, RecordedPass
 from foreroute.trace import RoutedLayer, RoutingSpec
 
@@ -22,12 +21,12 @@ class StagePart(NamedTuple):
     """What one pipeline rank knows of one micro-batch: all rows of its layers, and tokens if it was given any.
 
     Attributes:
-        batch: where the sequences are.
+        sequences: lengths int64 [S], past positions and width, as of `ForwardRows`.
         tokens_N: int64 [N], or None.
         layers: for each routed layer its ids [N, K], margins [N] and gate weights [N, K]; None for what is not asked.
     """
 
-    batch: MicroBatch
+    sequences: tuple[NDArray[np.int64], int, int | None]
     tokens_N: NDArray[np.int64] | None
     layers: dict[RoutedLayer, tuple[NDArray[Any] | None, ...]]
 
@@ -59,26 +58,27 @@ def rows_over_ranks(
 def _stage_part(
     of_chunks: Sequence[RecordedPass], chunk_layers: Sequence[tuple[RoutedLayer, ...]], share: Share
 ) -> StagePart:
-    batch: MicroBatch = of_chunks[0].args
+    call: Call = of_chunks[0].args
+    lengths_S, layout, width = call.sequences()
     layers: dict[RoutedLayer, tuple[NDArray[Any] | None, ...]] = {}
     for names, recorded in zip(chunk_layers, of_chunks, strict=True):
         if recorded.ids_LRK is not None:
             of_slots = (recorded.ids_LRK, recorded.margin_LR, recorded.weights_LRK)
-            of_rows = [None if each is None else _rows(batch, each.cpu().numpy(), share) for each in of_slots]
+            of_rows = [None if each is None else _rows(layout, each.cpu().numpy(), share) for each in of_slots]
             for column, layer in enumerate(names):
                 layers[layer] = tuple(None if each is None else each[:, column] for each in of_rows)
     tokens_N = None
-    if batch.tokens_C is not None:
-        of_ranks = gathered(batch.tokens_C, share.cp_group)
-        tokens_N = collect((share.of_context(batch.layout, c).rows(), tokens) for c, tokens in enumerate(of_ranks))
-    return StagePart(replace(batch, tokens_C=None), tokens_N, layers)
+    if call.input_ids is not None:
+        of_ranks = gathered(on_host(call.input_ids).astype(np.int64), share.cp_group)
+        tokens_N = collect((share.of_context(layout, c).rows(), tokens) for c, tokens in enumerate(of_ranks))
+    return StagePart((lengths_S, call.past, width), tokens_N, layers)
 
 
-def _rows(batch: MicroBatch, of_slots: NDArray[Any], share: Share) -> NDArray[Any]:
+def _rows(layout: Layout, of_slots: NDArray[Any], share: Share) -> NDArray[Any]:
     """[N, L, ...], all rows of the micro-batch, from [L, R, ...] of the ranks that share them."""
     of_ranks = gathered(gathered(of_slots.swapaxes(0, 1), share.sp_group), share.cp_group)
     return collect(
-        (share.of_routers(batch.layout, c, s).rows(), part)
+        (share.of_routers(layout, c, s).rows(), part)
         for c, of_sequence in enumerate(of_ranks)
         for s, part in enumerate(of_sequence)
     )
@@ -92,8 +92,8 @@ def _joined(stages: Sequence[StagePart], spec: RoutingSpec) -> ForwardRows:
     columns = zip(*(layers[layer] for layer in spec.layers), strict=True)
     stacked: list[Any] = [None if each[0] is None else np.stack(each, axis=1) for each in columns]
     ids, margins, weights = stacked
-    batch = stages[0].batch
-    return ForwardRows(batch.lengths_S, tokens_N, ids, margins, weights, batch.past, batch.width)
+    lengths_S, past, width = stages[0].sequences
+    return ForwardRows(lengths_S, tokens_N, ids, margins, weights, past, width)
 
 
 def gathered(value: Any, group: Any) -> list[Any]:
