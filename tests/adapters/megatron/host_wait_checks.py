@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import torch
 
-from foreroute.adapters.megatron import micro_batch
+from foreroute.adapters.megatron import model as routed_model
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import pad
 from foreroute.testing.counting_device import DEVICE, other_device
@@ -80,12 +80,12 @@ def check_a_replayed_forward_waits_for_nothing():
 @contextlib.contextmanager
 def a_read_put_back():
     """The control: tokens are compared where the host waits for them."""
-    compare = micro_batch.differing
-    micro_batch.differing = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
+    compare = routed_model.differing
+    routed_model.differing = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
     try:
         yield
     finally:
-        micro_batch.differing = compare
+        routed_model.differing = compare
 
 
 def check_the_side_of_padding_is_found_there():

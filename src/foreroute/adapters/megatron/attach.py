@@ -108,8 +108,8 @@ def self_check(hooks: ChunkHooks) -> None:
         native = [_handed_on(*each) for each in zip(hooks.routers, given, strict=True)]
         watched, own_LRK = _in_pass(hooks, given, None)
         own, _ = _in_pass(hooks, given, Rows(own_LRK))
-        num_experts_L = torch.tensor([router.num_experts for router in hooks.routers], device=own_LRK.device)
-        other_LRK = (own_LRK.long() + 1) % num_experts_L[:, None, None]
+        own_of = zip(own_LRK.long(), hooks.routers, strict=True)
+        other_LRK = torch.stack([(own_RK + 1) % router.num_experts for own_RK, router in own_of])
         other, _ = _in_pass(hooks, given, Rows(other_LRK))
     for router, *results, (probs_RE, map_RE), ids_RK in zip(
         hooks.routers, native, watched, own, other, other_LRK, strict=True

@@ -135,12 +135,7 @@ class TopKRouterHook(RouterHook):
     ) -> tuple[Tensor, Tensor]:
         """What Megatron's router asks of its `router_replay`: K scores [R, K] and ids int64 [R, K].
 
-        Args:
-            scores: dense scores [R, E] that are selected by.
-            topk: K.
-            num_groups: of group-limited routing.
-            group_topk: groups that a token may use.
-            default_compute_topk: the router's own selection.
+        It gives the scores [R, E] that it selects by, K, the limits of groups if there are any, and its own selection.
         """
         now = self.now
         if now is None:

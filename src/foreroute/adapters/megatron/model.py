@@ -4,69 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import megatron.core
-import numpy as np
-from numpy.typing import NDArray
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from foreroute.adapters.megatron.expert_placement import HomePlacement
-from foreroute.adapters.megatron.forward_args import Call, find_layouts
+from foreroute.adapters.megatron.forward_args import Call, differing, find_layouts, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.micro_batch import MicroBatchRoutes
-from foreroute.adapters.megatron.plan_execution import ExecutionRanks, PlanExecution, whole_counts
+from foreroute.adapters.megatron.plan_execution.model import PlannedModel
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, require_weights, shard
 from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingStep, RoutesIn, routes_in
 from foreroute.core.late_checks import LateChecks
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, ReplayError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import Layout
-from foreroute.plan import StepPlan
 from foreroute.replay import (
     Counts,
     ForwardRows,
     MissingRows,
     PaddingRows,
+    PassRoutes,
     Policy,
     RecordedPass,
+    ReplayRows,
     ReplaySession,
-    RoutedModel,
     Telemetry,
     not_of_kind,
     require_choices,
     require_version,
+    to_device,
 )
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 
-class RoutedMegatron(RoutedModel):
+class RoutedMegatron(PlannedModel):
     """Recording and replaying sessions for one Megatron-Core model, on one rank. Made by `attach`.
 
     Attributes:
-        chunks: what this rank runs: the model, its pipeline stage, or the virtual chunks of that.
         share: which of the rows this rank's routers see.
-        layers: the routed layers of this rank, chunk after chunk.
     """
 
     padding: PaddingRows = "spread"
 
     def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
-        of_chunks = [
-            RoutingSpec(spec.num_experts, spec.top_k, each.layers, model=spec.model) if each.layers else None
-            for each in chunks
-        ]
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
-        super().__init__(spec, chunks, of_chunks, made_by)
-        self.chunks = chunks
+        super().__init__(spec, chunks, made_by, ep_size)
         self.share = chunks[0].share
-        self.layers = tuple(layer for each in chunks for layer in each.layers)
-        self._sites = [site for chunk in chunks for site in chunk.sites]
-        self._groups: Any = chunks[0].trunk.pg_collection
-        self._homes = HomePlacement(spec, self._sites, ep_size, self._groups)
-        self._ranks: ExecutionRanks | None = None
-        self._execution: PlanExecution | None = None
-        self._num_executions = 0
         self._hooks_of: dict[int, tuple[nn.Module, ChunkHooks]] = {}
 
     def shard(
@@ -102,7 +88,7 @@ class RoutedMegatron(RoutedModel):
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
         policy = Policy("native" if missing == "spread" else missing, padding, "native", False, gate_weights)
-        return self._cut(trace, layout, policy, missing)
+        return self.cut(trace, layout, policy, missing)
 
     def replaying(
         self,
@@ -158,113 +144,6 @@ class RoutedMegatron(RoutedModel):
 
         return ReplayingStep(forward_step, routes_of, running, sums)
 
-    def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
-        """Count the routes of all ranks of this expert-parallel group, as `plan` and `execute` take them.
-
-        A collective call on every rank of the model.
-
-        Args:
-            micro_batches: of this rank, in the order in which the schedule will take them, made by `shard`.
-
-        Returns:
-            counts_MLGE: int32 [M, L, G, E], the same on every rank of the group and its pipeline stages. Rows without a
-                route are not counted; padding that is spread is.
-
-        Raises:
-            TraceError: on every rank of the group alike, when one hands in what `shard` did not make.
-            CountsError: on every rank of the group alike, when ranks or stages have different numbers of micro-batches.
-            TransferError: when a rank does not answer.
-        """
-        counts = self._execution_ranks().gather_counts(micro_batches)
-        return whole_counts(counts, self.layers, self.spec, self._groups.pp)
-
-    @contextmanager
-    def execute(
-        self, plan: StepPlan, counts_MLGE: NDArray[np.integer], micro_batches: Sequence[RouteShard]
-    ) -> Iterator[PlanExecution]:
-        """Serve every MoE layer of every micro-batch by its cell of a plan while the context is open.
-
-        Opened around one call of Megatron's schedule whose forward step is `replaying`, or around `replay` sessions of
-        the same micro-batches, with backward inside. Weights may change between two executions and not within one. A
-        collective call on every rank of the expert-parallel group and its pipeline stages on entering and on leaving;
-        of the group in a stage whenever a forward begins.
-
-        Args:
-            plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
-                where it says.
-            counts_MLGE: what it was made for, from `gather_counts`.
-            micro_batches: the routes that the batches bring, in the order in which the schedule takes them.
-
-        Yields:
-            The execution.
-
-        Raises:
-            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
-            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others.
-            PlacementError: on every rank alike, when a layer cannot execute a plan.
-            TraceError: on every rank alike, when one hands in what `shard` did not make.
-            ReplayError: on every rank alike, when a planned micro-batch was not run, or a plan is executed already.
-            TransferError: when a rank does not answer.
-        """
-        self._require_no_execution("another one begins")
-        self._num_executions += 1
-        stage = [(chunk.sites, chunk.passes) for chunk in self.chunks]
-        ranks, step = self._execution_ranks(), self._num_executions
-        execution = PlanExecution(ranks, step, plan, counts_MLGE, micro_batches, self.spec, stage, self.home_LE)
-        with execution.in_force():
-            self._execution = execution
-            try:
-                yield execution
-            finally:
-                self._execution = None
-
-    def _execution_ranks(self) -> ExecutionRanks:
-        if self._ranks is None:
-            ep_group = self._sites[0].block.ep_group if self._sites else self._groups.ep
-            self._ranks = ExecutionRanks(ep_group, self._groups.pp)
-        return self._ranks
-
-    @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the expert-parallel rank that every expert of the whole model lives on now."""
-        return self._homes.home_LE
-
-    @property
-    def block_home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the homes that Megatron gives experts when it builds a model, and looks for in checkpoints."""
-        return self._homes.block_home_LE
-
-    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: Any) -> int:
-        """Move experts to other expert-parallel ranks, with all that the optimizer keeps for them.
-
-        A collective call on every rank of the job, between two steps, when gradients have been set to zero. Routers
-        go on in logical experts, and so do traces, auxiliary losses, expert bias and counts. What arrives on a rank
-        is held beside what is there until all ranks have everything; then it is written in place. The experts of a
-        rank are in its slots in ascending order of their ids.
-
-        Args:
-            homes: a plan, of which homes alone are taken, or integers [L, E] for the routed layers of `spec`: the rank
-                of the expert-parallel group that each expert lives on from now on, E / G on each. The same on every
-                rank.
-            optimizer: the one that trains the experts, of torch or of Megatron; None where none does.
-
-        Returns:
-            Bytes that this rank received from others.
-
-        Raises:
-            PlanError: on every rank alike, when homes differ between ranks, are of other layers, experts or ranks, or
-                not E / G to a rank.
-            TransferError: on every rank alike, when something cannot be moved, such as an expert with a gradient or
-                state of an unknown kind, or a rank is gone. Nothing has moved then.
-            ReplayError: while a plan is executed.
-        """
-        self._require_no_execution("experts move")
-        return self._homes.move(homes, optimizer)
-
-    def _require_no_execution(self, before: str) -> None:
-        if self._execution is not None:
-            raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")
-
     def routes_of(
         self, routes: Any, layout: Layout | None, policy: Policy, checks: LateChecks | None = None
     ) -> MicroBatchRoutes:
@@ -283,15 +162,7 @@ class RoutedMegatron(RoutedModel):
             self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
             require_weights(routes.gate_weights_NLK, wanted=policy.gate_weights)
 
-        def cut(call: Call) -> list[RouteShard]:
-            if isinstance(routes, RouteShard):
-                return [routes]
-            layouts = find_layouts(routes, call) if layout is None else [layout]
-            return [self._cut(routes, each, policy, policy.missing) for each in layouts]
-
-        checks = LateChecks() if checks is None else checks
-        execution = lambda: self._execution  # noqa: E731
-        return MicroBatchRoutes(routes.versions, cut, self.chunks, policy.counts, execution, checks)
+        return MicroBatchRoutes(self, routes, layout, policy, LateChecks() if checks is None else checks)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model. See `RoutedModel`."""
@@ -314,9 +185,10 @@ class RoutedMegatron(RoutedModel):
                     f"{name} is {asked!r}, and the routes were cut with {name}={cut!r}; give it to routed.shard()"
                 )
 
-    def _cut(
+    def cut(
         self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
     ) -> RouteShard:
+        """The shard of this rank. See `shard`."""
         pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
         how: dict[str, Any] = {"padding": policy.padding, "gate_weights": policy.gate_weights, "pin": pin}
@@ -332,6 +204,100 @@ class RoutedMegatron(RoutedModel):
                 raise AttachError("the forward step was called with another model than the one that was attached")
             known = self._hooks_of[id(model)] = (model, found[0])
         return known[1]
+
+
+class MicroBatchRoutes:
+    """The routes of one micro-batch on one rank.
+
+    Args:
+        routed: the model.
+        routes: that are replayed, in what the model was given or cut to its rank already.
+        layout: where they are in the batch, or None to see it from that.
+        policy: how to replay.
+        checks: of the tokens of the batch.
+    """
+
+    def __init__(
+        self,
+        routed: RoutedMegatron,
+        routes: BatchRoutes,
+        layout: Layout | None,
+        policy: Policy,
+        checks: LateChecks,
+    ) -> None:
+        self.versions = routes.versions
+        self._routed, self._routes, self._layout = routed, routes, layout
+        self._policy = policy
+        self._checks = checks
+        # one, or one for each side that the batch may be padded on
+        self._shards = [routes] if isinstance(routes, RouteShard) else []
+
+    def of_pass(self, chunk: int, call: Call) -> PassRoutes:
+        """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`.
+
+        Where tokens alone tell the side of padding, the device takes the rows of one of two shards.
+        """
+        if call.inference is not None:
+            raise BatchMismatchError(
+                "the forward runs with an inference context; replay whole sequences, without a key-value cache"
+            )
+        shards = self._shards = self._shards or self._cut(call)
+        hooks, execution = self._routed.chunks[chunk], self._routed.execution
+        micro_step = execution.begin_pass(chunk, shards[0]) if execution is not None and hooks.layers else None
+        is_last = self._is_last_that_fits(call)
+        drops = bool(hooks.trunk.post_process) and any(shard.dropped_C is not None for shard in shards)
+        rows = None
+        if hooks.layers:
+            how: dict[str, Any] = {"mask_padding": hooks.counts_all_ranks, "counts": self._policy.counts}
+            rows, *others = (s.rows(hooks.layers, call.device, micro_step=micro_step, **how) for s in shards)
+            if is_last is not None:
+                rows = _either(rows, others[0], is_last)
+        return PassRoutes(rows, partial(_loss_mask, shards, is_last, call), drops)
+
+    def _cut(self, call: Call) -> list[RouteShard]:
+        trace, policy = self._routes, self._policy
+        assert isinstance(trace, RoutingTrace), "a shard is cut already"
+        layouts = find_layouts(trace, call) if self._layout is None else [self._layout]
+        return [self._routed.cut(trace, each, policy, policy.missing) for each in layouts]
+
+    def close(self) -> None:
+        """What a device was asked is looked at. See `Routes`."""
+        self._checks.close()
+
+    def _is_last_that_fits(self, call: Call) -> Tensor | None:
+        """Bool [] on the device, whether the second of two shards is meant; None of one. Other tokens are told later.
+
+        On the CPU they are refused at once.
+        """
+        tokens, shards = call.input_ids, self._shards
+        if tokens is None:
+            return None
+        if tokens.numel() != len(shards[0].tokens_C):
+            raise BatchMismatchError(
+                f"the model is given {tokens.numel()} slots on this rank and the layout has "
+                f"{len(shards[0].tokens_C)}; lay the routes out as the batch is padded or packed"
+            )
+        wrong_S = torch.stack([torch.cat(differing(call, shard)).any() for shard in shards])
+        self._checks.add(wrong_S.all(), partial(require_fits, call.kept(), shards))
+        if tokens.device.type == "cpu":
+            self._checks.wait()
+        return wrong_S[0] if len(shards) > 1 else None
+
+
+def _either(first: ReplayRows, last: ReplayRows, is_last: Tensor) -> ReplayRows:
+    """The rows of one of two shards that differ in nothing else than where the rows are."""
+    pairs = {each.name: (getattr(first, each.name), getattr(last, each.name)) for each in fields(first)}
+    chosen: dict[str, Any] = {
+        name: torch.where(is_last, b, a) for name, (a, b) in pairs.items() if isinstance(a, Tensor)
+    }
+    return replace(first, **chosen)
+
+
+def _loss_mask(shards: Sequence[RouteShard], is_last: Tensor | None, call: Call) -> Tensor:
+    """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
+    batch = 1 if call.input_ids is None else len(call.input_ids)
+    masks = [to_device(shard.counted_C, call.device).view(-1, batch).T for shard in shards]
+    return masks[0] if is_last is None else torch.where(is_last, masks[1], masks[0])
 
 
 def _require_layout(layout: object) -> None:

@@ -115,11 +115,6 @@ class RouteShard:
         return self.ids_LRK.nbytes + self.flags_R.nbytes + self.tokens_C.nbytes + sometimes
 
     @property
-    def real_R(self) -> NDArray[np.bool_]:
-        """Bool [R], False for padding."""
-        return self._flagged(REAL)
-
-    @property
     def is_whole(self) -> bool:
         """Whether every slot, padding too, has a route here, so that nothing is left to the model's routers."""
         return bool(self._flagged(FORCED).all())
@@ -161,7 +156,7 @@ class RouteShard:
         rows = ReplayRows.from_host(
             self.ids_LRK[here],
             self._flagged(FORCED),
-            self.real_R,
+            self._flagged(REAL),
             self._flagged(COUNTED),
             device,
             self.spec.num_experts,
