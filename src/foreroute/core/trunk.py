@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .caches import FollowedCache
 from .errors import ReplayError
 from .hooks import ModelHooks
 from .overrides import Override, SelectionHook
@@ -67,6 +68,7 @@ class TrunkHooks(ModelHooks):
         every: list[SelectionHook] = [*routers, *others]
         super().__init__(chunk, trunk, routers, list({trunk, *(hook.selecting[0] for hook in every)}), others)
         self.names = list(inspect.signature(trunk.forward).parameters)
+        self._cache = FollowedCache()
         self._layer_of = {router.selecting[0]: layer for layer, router in enumerate(routers)}
         self._in_modules = [self._layer_of[module] for module in trunk.modules() if module in self._layer_of]
 
@@ -76,6 +78,7 @@ class TrunkHooks(ModelHooks):
         Raises:
             ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
         """
+        self._cache = FollowedCache()
         overrides: list[Override] = [(self.trunk, "forward", self.run_trunk)]
         every: list[SelectionHook] = [*self.routers, *self.others]
         found: list[int] = []
@@ -102,7 +105,15 @@ class TrunkHooks(ModelHooks):
     @torch.compiler.disable(recursive=False)  # the host is asked for the rows; what is inside is compiled again
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass."""
-        return self.run_pass(partial(TrunkArgs.of_call, self.names, args, kwargs), partial(forward, *args, **kwargs))
+        call = partial(forward, *args, **kwargs)
+        if self.watch.caches:
+            call = self.along_cache(call, args, kwargs)
+        return self.run_pass(partial(TrunkArgs.of_call, self.names, args, kwargs), call)
+
+    def along_cache(self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[Any]:
+        """A call of the trunk with these arguments that looks at its cache, before and after it."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        return partial(self._cache.run, given.get("past_key_values"), call)
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
