@@ -206,7 +206,8 @@ class ModelHooks(ABC):
                 why = (
                     "its rows would be consumed twice"
                     if count
-                    else "a fused kernel, a captured graph or another branch bypassed it"
+                    else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot "
+                    "hold in one graph bypassed it"
                 )
                 raise ReplayError(
                     f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: {why}. "
