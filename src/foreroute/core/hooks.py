@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as every_module
 
 from .errors import ReplayError
+from .handed_on import HandedOn
 from .overrides import Override, SelectionHook, install, is_hooked, patched, remove
 from .passes import ForwardArgs, Listener, Pass, RouterHook, Rows, Watch, signed_dtype
 from .recompute import bind
@@ -71,6 +73,7 @@ class ModelHooks(ABC):
         self.passes = PassStack([*routers, *others])
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
+        self.handed_on = HandedOn(routers)
         self._hooked = hooked
         self._session_hooks = ExitStack()
         self._users: Counter[SelectionHook] = Counter()
@@ -108,7 +111,11 @@ class ModelHooks(ABC):
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
         counting = self.counting if listener.counts_executed else []
-        with self.sessions.held("opens a session on a model"), self.hooked([*self.routers, *self.others]):
+        with (
+            self.sessions.held("opens a session on a model"),
+            self.handed_on.watched(is_first=not self.listeners),
+            self.hooked([*self.routers, *self.others]),
+        ):
             if not self.listeners:
                 hooks = patched(self.session_overrides(), uncopyable_too=self._hooked)
                 self._session_hooks.enter_context(hooks)
@@ -199,7 +206,8 @@ class ModelHooks(ABC):
                 why = (
                     "its rows would be consumed twice"
                     if count
-                    else "a fused kernel, a captured graph or another branch bypassed it"
+                    else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot "
+                    "hold in one graph bypassed it"
                 )
                 raise ReplayError(
                     f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: {why}. "
@@ -252,6 +260,9 @@ class ModelHooks(ABC):
         result = hook.select(now, forward, *args, **kwargs)
         if not is_again:
             current.calls[now.layer] += 1
+            has_hooks = hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
+            if (has_hooks or hook in self.handed_on.replaced) and isinstance(hook, RouterHook):
+                self.handed_on.follow(hook, now, result)
         return result
 
     def _require_order(self, hook: SelectionHook, layer: int, current: Pass) -> None:

@@ -48,11 +48,13 @@ class Watch:
         scores: of their picks, and the best score that they left out.
         weights: the gate weights that they handed on. Not in a compiled graph.
         others: what other modules that select handed on. Not in a compiled graph.
+        caches: whether key-value caches hold the same rows from forward to forward. Not in a compiled graph.
     """
 
     scores: bool = False
     weights: bool = False
     others: bool = False
+    caches: bool = False
 
     @classmethod
     def of_any(cls, each: Sequence[Watch]) -> Watch:

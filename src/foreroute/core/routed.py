@@ -258,7 +258,7 @@ class TensorRecording(Listener):
     """
 
     def __init__(self, num_stacks: int, *, weights: bool) -> None:
-        self.watch = Watch(weights=weights)
+        self.watch = Watch(weights=weights, caches=True)
         self._passes: list[list[tuple[Any, Tensor, Tensor | None]]] = [[] for _ in range(num_stacks)]
 
     def end(self, chunk: int, args: Any, current: Pass | None) -> None:
@@ -278,7 +278,7 @@ class TensorRecording(Listener):
         parts: list[list[Tensor]] = []
         for args, of_rows in passes:
             rows = of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3)
-            if args.past and parts and sum(part.shape[1] for part in parts[-1]) == args.past:
+            if args.past and parts:
                 parts[-1].append(rows)
             else:
                 parts.append([rows])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .caches import FollowedCache
 from .errors import ReplayError
 from .hooks import ModelHooks
 from .overrides import Override, SelectionHook
@@ -67,12 +68,23 @@ class TrunkHooks(ModelHooks):
         every: list[SelectionHook] = [*routers, *others]
         super().__init__(chunk, trunk, routers, list({trunk, *(hook.selecting[0] for hook in every)}), others)
         self.names = list(inspect.signature(trunk.forward).parameters)
+        self._cache = FollowedCache()
+        self._layer_of = {router.selecting[0]: layer for layer, router in enumerate(routers)}
+        self._in_modules = [self._layer_of[module] for module in trunk.modules() if module in self._layer_of]
 
     def session_overrides(self) -> list[Override]:
-        """The trunk, and whatever was compiled on its own with a router in it."""
+        """The trunk, and whatever was compiled on its own with a router in it.
+
+        Raises:
+            ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
+        """
+        self._cache = FollowedCache()
         overrides: list[Override] = [(self.trunk, "forward", self.run_trunk)]
         every: list[SelectionHook] = [*self.routers, *self.others]
+        found: list[int] = []
         for path, module in self.trunk.named_modules():
+            if module in self._layer_of:
+                found.append(self._layer_of[module])
             own = module.__dict__
             # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
             # attribute
@@ -82,12 +94,26 @@ class TrunkHooks(ModelHooks):
             inside = set(module.modules())
             if hooks := [hook for hook in every if hook.selecting[0] in inside]:
                 overrides.append((module, compiled, partial(self.run_compiled, path, hooks)))
+        for before, now in zip((layer for layer in self._in_modules if layer in found), found, strict=True):
+            if before != now:
+                raise ReplayError(
+                    f"router {self.routers[now].path} stands where {self.routers[before].path} stood when the model "
+                    "was attached: layers were exchanged since, and routes would follow the modules. Attach again"
+                )
         return overrides
 
     @torch.compiler.disable(recursive=False)  # the host is asked for the rows; what is inside is compiled again
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass."""
-        return self.run_pass(partial(TrunkArgs.of_call, self.names, args, kwargs), partial(forward, *args, **kwargs))
+        call = partial(forward, *args, **kwargs)
+        if self.watch.caches:
+            call = self.along_cache(call, args, kwargs)
+        return self.run_pass(partial(TrunkArgs.of_call, self.names, args, kwargs), call)
+
+    def along_cache(self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[Any]:
+        """A call of the trunk with these arguments that looks at its cache, before and after it."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        return partial(self._cache.run, given.get("past_key_values"), call)
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any

@@ -112,7 +112,7 @@ class Recording(Listener):
         weights: bool,
         indexers: bool,
     ) -> None:
-        self.watch = Watch(scores=margins, weights=weights, others=indexers)
+        self.watch = Watch(scores=margins, weights=weights, others=indexers, caches=True)
         self._spec = spec
         self._rows_of = rows_of
         self._version = weight_version

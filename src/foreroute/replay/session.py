@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -106,10 +106,6 @@ class RoutedModel(ABC):
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """The rows of every recorded forward, from the passes of each chunk. A collective over the model's ranks."""
 
-    def while_recording(self) -> AbstractContextManager[None]:
-        """Open while a recording is. Does nothing by default."""
-        return nullcontext()
-
     @property
     def indexers(self) -> IndexerSpec | None:
         """What indexers of sparse attention may choose; None, as by default, where none can be recorded or replayed."""
@@ -178,7 +174,7 @@ class RoutedModel(ABC):
             weights=bool(gate_weights),
             indexers=bool(indexers),
         )
-        with self._listening(recording), self.while_recording():
+        with self._listening(recording):
             yield recording
 
     @opened_once

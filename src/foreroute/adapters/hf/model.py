@@ -28,7 +28,7 @@ from foreroute.adapters.hf.batch_routes import BatchRoutes
 from foreroute.adapters.hf.forward_args import BatchTensors, ForwardTokens
 from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
 from foreroute.core.find import RouterSite
-from foreroute.core.overrides import SelectionHook, overridden
+from foreroute.core.overrides import SelectionHook
 from foreroute.core.passes import Listener, Pass, Rows, Scores
 from foreroute.core.selection import SelectingRouter
 from foreroute.core.trunk import TrunkHooks
@@ -92,10 +92,6 @@ class RoutedTransformer(RoutedModel):
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
         return [_rows_of_pass(recorded, self._found_indexers) for recorded in passes[0]]
-
-    def while_recording(self) -> AbstractContextManager[None]:
-        """Have `model.generate` refuse to sample in beams."""
-        return _refusing_beams(self.model)
 
 
 class TransformerHooks(TrunkHooks):
@@ -169,9 +165,10 @@ class TransformerHooks(TrunkHooks):
         if torch.compiler.is_compiling():
             tensors = BatchTensors.of_call(self.names, args, kwargs)
             return self._run_trunk_in_graph(tensors, forward, args, kwargs)
-        return self.run_pass(
-            partial(ForwardTokens.of_call, self.names, args, kwargs), partial(forward, *args, **kwargs)
-        )
+        call = partial(forward, *args, **kwargs)
+        if self.watch.caches:
+            call = self.along_cache(call, args, kwargs)
+        return self.run_pass(partial(ForwardTokens.of_call, self.names, args, kwargs), call)
 
     def after_pass(self, current: Pass) -> None:
         """Let the auxiliary loss that follows the trunk see what was executed."""
@@ -295,35 +292,6 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
         batch.shape[1] if starts_BT is None else None,
         choices,
     )
-
-
-@contextmanager
-def _refusing_beams(model: nn.Module) -> Iterator[None]:
-    """Have `model.generate` refuse to sample in beams while the context is open."""
-    if not callable(getattr(model, "generate", None)):
-        yield
-        return
-
-    def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        require_no_beams(model, args, kwargs)
-        return original(*args, **kwargs)
-
-    with overridden(model, "generate", generate):
-        yield
-
-
-def require_no_beams(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `ReplayError` if a call of `model.generate` would have rows of a batch change places."""
-    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    own = getattr(model, "generation_config", None)
-    stated = [kwargs.get("num_beams"), *(getattr(config, "num_beams", None) for config in (given, own))]
-    num_beams = next((number for number in stated if isinstance(number, int)), 1)
-    if num_beams > 1:
-        raise ReplayError(
-            f"generate() was asked for num_beams={num_beams}: beams change places from token to token, so that what a "
-            "router did for a row of the batch is not what it did for the sequence that is returned. Sample with "
-            "num_beams=1, or record one forward over what the beam search returned"
-        )
 
 
 def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
