@@ -69,7 +69,9 @@ def decode(
     Raises:
         CaptureError: when the form is unknown or damaged, rows or layers do not fit, or routes, masks or choices cannot
             be trusted.
+        SpecMismatchError: when layers of the model differ in experts or picks.
     """
+    model.require_alike("a capture of an engine")
     _require_decoder_layers(model)
     start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
     form, sequences = read_output(output)

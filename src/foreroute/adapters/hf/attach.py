@@ -28,8 +28,8 @@ def attach(model: nn.Module) -> RoutedTransformer:
             one stack; of a speech model, the part that takes text.
 
     Raises:
-        AttachError: when the model has no routers, is known not to be replayable, has routers of different shapes, or
-            does not pass the self-check. The message says which router and why.
+        AttachError: when the model has no routers, is known not to be replayable, or does not pass the self-check. The
+            message says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
     require_attachable(model)
@@ -51,11 +51,9 @@ def spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
     """The routing facts that a forward showed.
 
     Raises:
-        AttachError: when routers do not select row by row, differ from each other, or share a layer.
+        AttachError: when routers do not select row by row, or share a layer.
     """
-    shapes = sorted({(hook.num_experts, hook.top_k) for hook in seen.hooks_of(seen.sites)})
-    if len(shapes) > 1:
-        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
+    sizes = [(hook.num_experts, hook.top_k) for hook in seen.hooks_of(seen.sites)]
     layers = [layer_of(site.path, is_lookup=site.rule.is_lookup) for site in seen.sites]
     if len(set(layers)) != len(layers):
         twice = [site.path for site, layer in zip(seen.sites, layers, strict=True) if layers.count(layer) > 1]
@@ -63,9 +61,8 @@ def spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
             f"{type(model).__name__} routes more than once in one decoder layer ({', '.join(twice[:2])}); a trace "
             "names each layer once"
         )
-    ((num_experts, top_k),) = shapes
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return RoutingSpec(num_experts, top_k, tuple(layers), model=str(name))
+    return RoutingSpec.of_sizes(layers, sizes, model=str(name))
 
 
 def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:

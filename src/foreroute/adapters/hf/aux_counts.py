@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foreroute.errors import ReplayError
+from foreroute.trace import RoutingSpec
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 
@@ -24,13 +25,13 @@ class ExecutedCounts(TorchFunctionMode):
 
     Args:
         executed: the ids [L, R, K], from the end of the trunk's forward on; None before it.
-        num_experts: E.
+        spec: of the model.
     """
 
-    def __init__(self, executed: Callable[[], Tensor | None], num_experts: int) -> None:
+    def __init__(self, executed: Callable[[], Tensor | None], spec: RoutingSpec) -> None:
         super().__init__()
         self._executed = executed
-        self._num_experts = num_experts
+        self._spec = spec
         self._used = 0
 
     def __torch_function__(
@@ -51,7 +52,9 @@ class ExecutedCounts(TorchFunctionMode):
 
     def _next(self, scores: Tensor, own_ids: Tensor) -> Tensor | None:
         executed = self._executed()
-        if executed is None or scores.shape[-1] != self._num_experts or own_ids.shape[-1] != executed.shape[-1]:
+        if executed is None or self._spec.sizes:  # no loss of transformers takes layers of several sizes
+            return None
+        if (scores.shape[-1], own_ids.shape[-1]) != (self._spec.num_experts, self._spec.top_k):
             return None
         if scores.shape[0] == executed.shape[1] and self._used < len(executed):
             chosen = executed[self._used]

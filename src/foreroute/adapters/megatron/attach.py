@@ -111,7 +111,7 @@ def _spec_of(trunk: Any, stages: list[PipelineStage]) -> RoutingSpec:
             "another"
         )
     if len(shapes) > 1:
-        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
+        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; on Megatron-Core they must be alike")
     ((num_experts, top_k),) = shapes
     return RoutingSpec(num_experts, top_k, tuple(layers), model=type(trunk).__name__)
 
