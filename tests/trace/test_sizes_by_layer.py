@@ -1,4 +1,4 @@
-"""Layers that differ in experts and picks: every operation beside lists of picks, and no filler counted as an expert."""
+"""Layers that differ in experts and picks: every operation beside lists of picks; no filler counts as an expert."""
 
 from collections import Counter
 from dataclasses import replace

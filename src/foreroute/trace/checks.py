@@ -23,8 +23,8 @@ def check_rows(
 ) -> None:
     """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them.
 
-    K and E are those of each layer. This is the one check of ids in range and distinct. A compiled loop looks at each id once; only where it finds a bad
-    row does numpy look again, for the words of the error.
+    K and E are those of each layer. This is the one check of ids in range and distinct. A compiled loop looks at each
+    id once; only where it finds a bad row does numpy look again, for the words of the error.
 
     Args:
         expert_ids_NLK: [N, L, K].
