@@ -26,6 +26,7 @@ class LayerKind(StrEnum):
     """
 
     DECODER = "decoder"
+    ENCODER = "encoder"
     ATTENTION = "attention"
     MTP = "mtp"
     DRAFT = "draft"

@@ -17,6 +17,7 @@ from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, los
 from tests.traces import weighted
 
 PICKS = [1, 3, 2]
+SIZES = ((8, 2), (6, 3), (5, 1))
 BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)
 
@@ -37,7 +38,7 @@ def test_a_family_with_picks_by_layer_passes_every_check(picks_by_layer, check):
     assert check(picks_by_layer) is None
 
 
-def uneven(sizes=((8, 2), (6, 3), (5, 1)), **options):
+def uneven(sizes=SIZES, **options):
     """A tiny Qwen3 whose layers have these experts and picks."""
     options["num_hidden_layers"] = len(sizes)
     models = [
@@ -67,7 +68,7 @@ def run(model, trace, routed, **options):
 def test_own_routes_come_back_from_a_file_and_change_no_bit(tmp_path, encoding):
     model = uneven()
     routed = hf.attach(model)
-    assert routed.spec.sizes == ((8, 2), (6, 3), (5, 1))
+    assert routed.spec.sizes == SIZES
     loss_of(model, BATCH).backward()
     untouched = gradients(model)
     model.zero_grad()
@@ -120,8 +121,9 @@ def test_other_routes_give_the_gradients_of_gates_written_out_by_hand(way):
         torch.testing.assert_close(ours[name], grad)
 
 
-def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert():
-    model = uneven()
+@pytest.mark.parametrize("sizes", [SIZES, ((200, 2), (6, 3), (150, 1)), ((300, 2), (6, 3), (5, 1))])
+def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert(sizes):
+    model = uneven(sizes)
     routed = hf.attach(model)
     trace = random_routes(routed.spec, BATCH)
     seen = []
@@ -130,7 +132,7 @@ def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert():
     session, executed, _ = run(model, trace, routed, telemetry=True, padding="spread")
     agreement, counts_LE = session.agreement(), session.expert_counts_LE()
     assert executed.without_streams().equals(trace)
-    assert agreement.routing.picks_L.tolist() == [2, 3, 1]
+    assert agreement.routing.picks_L.tolist() == [top_k for _, top_k in sizes]
     for layer, (num_experts, top_k) in enumerate(routed.spec.sizes):
         scores = seen[layer].detach().double()
         own, ids = scores.topk(top_k).indices, trace.expert_ids_NLK[:, layer, :top_k].astype(int)
@@ -144,7 +146,7 @@ def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert():
         mass = scores.gather(1, own) / scores.gather(1, own).sum(1, keepdim=True)
         replaced = [[e not in row for e in picks] for picks, row in zip(own.tolist(), ids.tolist(), strict=True)]
         assert agreement.replaced_mass_L[layer] == pytest.approx(float(mass[torch.tensor(replaced)].sum()), rel=1e-4)
-        assert counts_LE[layer].tolist() == np.bincount(own.flatten(), minlength=8).tolist()
+        assert counts_LE[layer].tolist() == np.bincount(own.flatten(), minlength=routed.spec.num_experts).tolist()
         assert not counts_LE[layer, num_experts:].any()
     session, *_ = run(model, trace, routed, telemetry=True, counts="replayed")
     assert np.array_equal(session.expert_counts_LE(), fr.trace.count_assignments(trace, [0] * 3)[0])

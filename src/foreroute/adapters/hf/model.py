@@ -95,7 +95,7 @@ class RoutedTransformer(RoutedModel):
 
     def while_recording(self) -> AbstractContextManager[None]:
         """Have `model.generate` refuse to sample in beams."""
-        return _refusing_beams(self.model)
+        return refusing_beams(self.model)
 
 
 class TransformerHooks(TrunkHooks):
@@ -298,7 +298,7 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
 
 
 @contextmanager
-def _refusing_beams(model: nn.Module) -> Iterator[None]:
+def refusing_beams(model: nn.Module) -> Iterator[None]:
     """Have `model.generate` refuse to sample in beams while the context is open."""
     if not callable(getattr(model, "generate", None)):
         yield
