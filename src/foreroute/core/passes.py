@@ -232,8 +232,11 @@ class Pass:
         self.weights_LRK = torch.empty(num_layers, num_rows, top_k, device=device) if watch.weights else None
         self.scores: Scores | None = None
         if watch.scores:
+            picked = torch.empty(num_layers, num_rows, top_k, device=device)
+            if any(picks < top_k for _, picks in routers):
+                picked.fill_(torch.inf)  # behind the picks of a router, where none is the least
             self.scores = Scores(
-                torch.empty(num_layers, num_rows, top_k, device=device),
+                picked,
                 torch.empty(num_layers, num_rows, device=device),
                 torch.zeros(num_layers, dtype=torch.bool, device=device),
             )

@@ -25,13 +25,13 @@ class ExecutedCounts(TorchFunctionMode):
 
     Args:
         executed: the ids [L, R, K], when they have been selected; None before.
-        num_experts: E.
+        sizes: (E, K) of every router; None where they differ, which no loss takes.
     """
 
-    def __init__(self, executed: Callable[[], Tensor | None], num_experts: int) -> None:
+    def __init__(self, executed: Callable[[], Tensor | None], sizes: tuple[int, int] | None) -> None:
         super().__init__()
         self._executed = executed
-        self._num_experts = num_experts
+        self._sizes = sizes
         self._used = 0
 
     def __torch_function__(
@@ -52,7 +52,7 @@ class ExecutedCounts(TorchFunctionMode):
 
     def _next(self, scores: Tensor, own_ids: Tensor) -> Tensor | None:
         executed = self._executed()
-        if executed is None or scores.shape[-1] != self._num_experts or own_ids.shape[-1] != executed.shape[-1]:
+        if executed is None or (scores.shape[-1], own_ids.shape[-1]) != self._sizes:
             return None
         if scores.shape[0] == executed.shape[1] and self._used < len(executed):
             chosen = executed[self._used]

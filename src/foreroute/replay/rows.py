@@ -23,6 +23,8 @@ from foreroute.layout import fill_padding
 from foreroute.replay.indexers import IndexerRows
 from foreroute.trace import RoutingSpec, RoutingTrace
 
+MOST_SPREAD_ROWS = 1 << 16
+"""Rows of picks for padding, after which they begin anew: no model of equal layers has more."""
 Counts = Literal["native", "replayed"]
 """Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
 
@@ -123,6 +125,8 @@ class ReplayRows(Rows):
         shape = (spec.num_layers, len(row_R), spec.top_k)
         ids_LRK = torch.empty(shape, dtype=signed_dtype(spec.num_experts), device=device)
         ids_LRK.copy_(ids_RLK.transpose(0, 1))
+        if spec.sizes:
+            ids_LRK.masked_fill_(~to_device(spec.is_pick_LK, device)[:, None], -1)
         if not trace.valid_N.all():
             ids_LRK.masked_fill_(~of_slots(trace.valid_N, np.full(len(padding), spreads))[:, None], -1)
         elif not spreads:
@@ -226,10 +230,14 @@ def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Ten
 
 def _spread_picks(spec: RoutingSpec) -> NDArray[Any]:
     """Ids [P, L, K] that are repeated over padding, evenly over the experts."""
-    repeats_after = spec.num_experts // math.gcd(spec.num_experts, spec.top_k)
-    of_one_rank_LE = np.zeros((spec.num_layers, spec.num_experts), np.int64)
-    nothing = np.zeros((repeats_after, spec.num_layers, spec.top_k), spec.id_dtype)
-    return fill_padding(nothing, np.ones(repeats_after, np.bool_), of_one_rank_LE)
+    repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.groups]
+    num_rows = min(math.lcm(*repeats_after), MOST_SPREAD_ROWS)
+    picks = np.full((num_rows, spec.num_layers, spec.top_k), spec.filler, spec.id_dtype)
+    for num_experts, top_k, at in spec.groups:
+        part = picks[:, at, :top_k]
+        of_one_rank_LE = np.zeros((part.shape[1], num_experts), np.int64)
+        picks[:, at, :top_k] = fill_padding(part, np.ones(num_rows, np.bool_), of_one_rank_LE)
+    return picks
 
 
 def faithful_rows(trace: RoutingTrace) -> NDArray[np.bool_]:

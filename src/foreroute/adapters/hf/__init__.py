@@ -12,18 +12,21 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers")
 
-from foreroute.adapters.hf.attach import attach
+from foreroute.adapters.hf.attach import attach, attach_stacks
 from foreroute.adapters.hf.local_models import build_model, load_pretrained
 from foreroute.adapters.hf.model import RoutedTransformer
+from foreroute.adapters.hf.stacks import RoutedStacks
 from foreroute.adapters.hf.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.distributing import distribute
 
 __all__ = [
+    "RoutedStacks",
     "RoutedTransformer",
     "Tokenizer",
     "attach",
+    "attach_stacks",
     "build_model",
     "distribute",
     "load_pretrained",

@@ -151,7 +151,8 @@ class TransformerHooks(TrunkHooks):
             yield
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        counts = ExecutedCounts(lambda: self._executed, self.spec.num_experts)
+        spec = self.spec
+        counts = ExecutedCounts(lambda: self._executed, None if spec.sizes else (spec.num_experts, spec.top_k))
         self._executed = None
         try:
             with counts:
@@ -306,7 +307,7 @@ def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> 
     routed = trace.valid_N
     tokens = torch.from_numpy(trace.token_ids_N[routed].astype(np.int64)).to(table_VK.device)
     expected_NK = table_VK[tokens].cpu().numpy()
-    given_NK = trace.expert_ids_NLK[routed, position]
+    given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]
     wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
     if len(wrong):
         row = int(np.flatnonzero(routed)[wrong[0]])

@@ -111,7 +111,8 @@ class TopKRouterHook(RouterHook):
         self._seen.clear()
         counts = None
         if rows is not None and rows.counts == "replayed" and router.is_aux_loss_enabled():
-            counts = ExecutedCounts(lambda: self._seen[-1].ids_RK[None] if self._seen else None, self.num_experts)
+            sizes = (self.num_experts, self.top_k)
+            counts = ExecutedCounts(lambda: self._seen[-1].ids_RK[None] if self._seen else None, sizes)
         with counts or nullcontext():
             result = forward(hidden, padding_mask)
         if counts is not None:
