@@ -69,7 +69,8 @@ class HandedOn:
             return
         if router not in self._looks:
             self._looks[router] = module.register_forward_hook(partial(self._look, router))
-        module._forward_hooks.move_to_end(self._looks[router].id)
+        in_order: Any = module._forward_hooks  # says that it is a dict, and is an OrderedDict
+        in_order.move_to_end(self._looks[router].id)
         self._returned[router] = now, Marks(_tensors(result))
 
     def _look(self, router: RouterHook, module: nn.Module, _: Any, output: Any) -> None:
