@@ -36,6 +36,7 @@ class HandedOn:
         self.replaced: set[RouterHook] = set()
         self._methods = [(router, _method(router)) for router in routers]
         self._checks = LateChecks(of_step=True)
+        self._has_asked = False
         self._looks: dict[RouterHook, Any] = {}
         self._returned: dict[RouterHook, tuple[LayerPass, Marks]] = {}
 
@@ -54,7 +55,8 @@ class HandedOn:
             for look in self._looks.values():
                 look.remove()
             self._looks, self._returned = {}, {}
-        self._checks.close()
+        if self._has_asked:
+            self._checks.close()
 
     def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
         """Compare what a router returns now, and what it returns when the hooks on it have run.
@@ -91,6 +93,7 @@ class HandedOn:
         if wrong.device.type == "cpu":
             tell()
         else:
+            self._has_asked = True
             self._checks.add(wrong, tell)
 
 
