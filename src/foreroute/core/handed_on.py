@@ -36,6 +36,7 @@ class HandedOn:
         self.replaced: set[RouterHook] = set()
         self._methods = [(router, _method(router)) for router in routers]
         self._checks = LateChecks(of_step=True)
+        self._has_asked = False
         self._looks: dict[RouterHook, Any] = {}
         self._returned: dict[RouterHook, tuple[LayerPass, Marks]] = {}
 
@@ -54,7 +55,8 @@ class HandedOn:
             for look in self._looks.values():
                 look.remove()
             self._looks, self._returned = {}, {}
-        self._checks.close()
+        if self._has_asked:
+            self._checks.close()
 
     def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
         """Compare what a router returns now, and what it returns when the hooks on it have run.
@@ -69,7 +71,8 @@ class HandedOn:
             return
         if router not in self._looks:
             self._looks[router] = module.register_forward_hook(partial(self._look, router))
-        module._forward_hooks.move_to_end(self._looks[router].id)
+        in_order: Any = module._forward_hooks  # says that it is a dict, and is an OrderedDict
+        in_order.move_to_end(self._looks[router].id)
         self._returned[router] = now, Marks(_tensors(result))
 
     def _look(self, router: RouterHook, module: nn.Module, _: Any, output: Any) -> None:
@@ -90,6 +93,7 @@ class HandedOn:
         if wrong.device.type == "cpu":
             tell()
         else:
+            self._has_asked = True
             self._checks.add(wrong, tell)
 
 
