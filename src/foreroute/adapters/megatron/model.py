@@ -257,7 +257,7 @@ class MicroBatchRoutes:
     def _cut(self, call: Call) -> list[RouteShard]:
         trace, policy = self._routes, self._policy
         assert isinstance(trace, RoutingTrace), "a shard is cut already"
-        layouts = find_layouts(trace, call) if self._layout is None else [self._layout]
+        layouts = find_layouts(trace, call, self._checks) if self._layout is None else [self._layout]
         return [self._routed.cut(trace, each, policy, policy.missing) for each in layouts]
 
     def close(self) -> None:
