@@ -90,7 +90,7 @@ def _spec_of(trunk: Any, layers: list[RoutedLayer], shapes: list[tuple[int, int]
             "another"
         )
     if len(shapes) > 1:
-        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
+        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; on Megatron-Core they must be alike")
     return RoutingSpec(*shapes[0], tuple(layers), model=type(trunk).__name__)
 
 
