@@ -1,13 +1,16 @@
 """A chunk on a device that counts the waits of the host: replay adds none, and no optimizer steps on a wrong batch."""
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from foreroute.adapters.megatron import model as routed_model
-from foreroute.errors import BatchMismatchError
-from foreroute.layout import pad
+from foreroute.adapters.megatron.forward_args import Call
+from foreroute.errors import BatchMismatchError, LayoutError
+from foreroute.layout import pack, pad
+from foreroute.replay import Policy
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron import one_rank as on
 
@@ -111,6 +114,33 @@ def check_the_side_of_padding_is_found_there():
             assert np.array_equal(mask_BT, kept_BT), side
             executed = recording.trace().expert_ids_NLK[kept_BT.reshape(-1)]
             assert np.array_equal(executed, there.trace.expert_ids_NLK), side
+
+
+def check_packed_batches_are_read_only_where_there_is_padding_in_them():
+    """Their offsets are compared with those of the trace there, and told late."""
+    _, routed = on.attached()
+    lengths = (5, 7)
+    ids = on.tokens(lengths=lengths)
+    trace = on.foreign(routed.spec, ids, lengths=lengths)
+    tokens = torch.cat([row[:length] for row, length in zip(ids, lengths, strict=True)])
+    with other_device() as device:
+        for slots, reads in (((5, 7), 0), ((6, 8), 1), ((4, 8), None)):
+            given = torch.cat([tokens, tokens.new_zeros(sum(slots) - 12)])
+            if reads == 1:
+                given = torch.cat([tokens[:5], tokens.new_zeros(1), tokens[5:], tokens.new_zeros(1)])
+            offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
+            packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
+            call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
+            routes = routed.routes_of(trace, None, Policy("error", "spread", "native", False, False))
+            device.reads.clear()
+            rows = routes.of_pass(0, call).rows
+            if reads is None:
+                on.refuses(LayoutError, "sequence 0 has 5 tokens", routes.close)
+                continue
+            assert sum(device.reads.values()) == reads, slots
+            routes.close()
+            expected = routed.shard(trace, pack(lengths, slots=slots)).rows(routed.layers, DEVICE)
+            assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 
 
 def check_a_recorded_forward_waits_for_nothing():

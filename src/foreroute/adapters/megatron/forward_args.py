@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.megatron.route_shard import RouteShard, Share
+from foreroute.core.late_checks import LateChecks
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.layout.slots import Side
@@ -144,17 +146,23 @@ class Call:
         )
 
 
-def find_layouts(trace: RoutingTrace, call: Call) -> list[Layout]:
+def find_layouts(trace: RoutingTrace, call: Call, checks: LateChecks) -> list[Layout]:
     """Where the sequences of the trace may be in the batch of a call, when nobody said so.
 
-    A packed batch says it itself, and the host waits for that. Of a padded one tokens alone tell on which side it is
-    padded, if it is: then there is a layout for each of `SIDES`.
+    A packed batch says it itself; the host waits for that only if there is padding in it. Of a padded one tokens alone
+    tell on which side it is padded, if it is: then there is a layout for each of `SIDES`.
 
     Raises:
         BatchMismatchError: when the batch has other sequences, or no tokens to tell by.
     """
     if call.packed is not None:
-        return [_packed(call, trace.lengths)]
+        offsets = _slot_offsets(call)
+        is_full = _numel(call.input_ids) * call.share.cp == trace.num_rows and len(offsets) == len(trace) + 1
+        if not is_full:
+            return [_packed(call, trace.lengths)]
+        wrong = (offsets != to_device(trace.offsets, offsets.device)).any()
+        checks.add(wrong, partial(_packed, call.kept(), trace.lengths))
+        return [pack(trace.lengths)]
     if call.input_ids is None:
         raise BatchMismatchError(
             "this pipeline stage is given no tokens, so that it cannot be seen where the rows of the trace are; "
@@ -235,8 +243,7 @@ def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
 
 def _packed(call: Call, lengths_S: NDArray[np.int64]) -> Layout:
     """Where sequences of these lengths are in a packed batch."""
-    padded = call.packed.cu_seqlens_q_padded
-    slots_S = lengths_of(call.packed.cu_seqlens_q if padded is None else padded)
+    slots_S = lengths_of(_slot_offsets(call))
     if len(slots_S) != len(lengths_S):
         raise BatchMismatchError(
             f"the packed batch has {len(slots_S)} sequences and the trace has {len(lengths_S)}; replay "
@@ -244,6 +251,12 @@ def _packed(call: Call, lengths_S: NDArray[np.int64]) -> Layout:
         )
     layout, width = pack(lengths_S, slots=slots_S), _numel(call.input_ids) * call.share.cp
     return layout.align_total(width) if width > layout.num_slots else layout
+
+
+def _slot_offsets(call: Call) -> Tensor:
+    padded, plain = call.packed.cu_seqlens_q_padded, call.packed.cu_seqlens_q
+    offsets: Tensor = plain if padded is None else padded
+    return offsets
 
 
 def _first_padding(shard: RouteShard) -> int:
@@ -263,5 +276,5 @@ def _tensor(value: Any) -> Tensor | None:
 
 
 def on_host(of_slots: Tensor) -> NDArray[Any]:
-    """[C] of [B, T], in the order of routers: sequence first, in memory of its own. Waits for the device."""
+    """[C] of [B, T], in the order of routers: sequence first. Waits for the device."""
     return np.asarray(of_slots.detach().cpu().numpy()).T.reshape(-1)

@@ -88,7 +88,7 @@ class RoutedMegatron(PlannedModel):
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
         policy = Policy("native" if missing == "spread" else missing, padding, "native", False, gate_weights)
-        return self.cut(trace, layout, policy, missing)
+        return self._cut(trace, layout, policy, missing)
 
     def replaying(
         self,
@@ -185,10 +185,9 @@ class RoutedMegatron(PlannedModel):
                     f"{name} is {asked!r}, and the routes were cut with {name}={cut!r}; give it to routed.shard()"
                 )
 
-    def cut(
+    def _cut(
         self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
     ) -> RouteShard:
-        """The shard of this rank. See `shard`."""
         pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
         how: dict[str, Any] = {"padding": policy.padding, "gate_weights": policy.gate_weights, "pin": pin}
@@ -257,8 +256,8 @@ class MicroBatchRoutes:
     def _cut(self, call: Call) -> list[RouteShard]:
         trace, policy = self._routes, self._policy
         assert isinstance(trace, RoutingTrace), "a shard is cut already"
-        layouts = find_layouts(trace, call) if self._layout is None else [self._layout]
-        return [self._routed.cut(trace, each, policy, policy.missing) for each in layouts]
+        layouts = find_layouts(trace, call, self._checks) if self._layout is None else [self._layout]
+        return [self._routed._cut(trace, each, policy, policy.missing) for each in layouts]
 
     def close(self) -> None:
         """What a device was asked is looked at. See `Routes`."""
