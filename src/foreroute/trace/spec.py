@@ -26,11 +26,11 @@ class LayerKind(StrEnum):
     """
 
     DECODER = "decoder"
-    ENCODER = "encoder"
     ATTENTION = "attention"
     MTP = "mtp"
     DRAFT = "draft"
     HASH = "hash"
+    ENCODER = "encoder"
 
 
 @dataclass(frozen=True, order=True)

@@ -76,7 +76,7 @@ class RoutedStacks:
         """
         if not isinstance(traces, list | tuple) or len(traces) != len(self.stacks):
             raise ConfigError(
-                f"what is to be replayed is a {type(traces).__name__}; expected a list of two: a trace of the encoder's "
+                f"what is to be replayed is a {type(traces).__name__}; expected two: a trace of the encoder's "
                 "tokens and one of the decoder's, such as [recording.trace() for recording in recordings]"
             )
         if options.get("counts", "native") != "native":
