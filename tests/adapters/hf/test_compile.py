@@ -20,7 +20,8 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
-from tests.adapters.hf.test_missing import MISSING, without
+from tests.replay.session_subject import Batch, foreign
+from tests.replay.sessions_rows import ABSENT, LASTS
 from tests.roundings import TERMS, require_rounded
 
 BATCH = batch_of(9, 6, 4)
@@ -199,8 +200,8 @@ def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
     model, eager = (tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1) for _ in range(2))
     routed, eager = hf.attach(model), hf.attach(eager)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for seed, missing in enumerate(MISSING.values()):
-        trace = without(random_routes(routed.spec, BATCH, seed), missing)
+    for seed, absent in enumerate(ABSENT.values()):
+        trace = foreign(routed.spec, Batch(BATCH["input_ids"], (9, 6, 4)), seed, absent + LASTS)
         recorded = []
         for each, call in ((routed, compiled), (eager, eager.model)):
             with (

@@ -8,7 +8,6 @@ from torch.distributed.fsdp import fully_shard
 from foreroute.adapters import megatron
 from foreroute.errors import AttachError
 from tests.adapters.megatron import one_rank as on
-from tests.adapters.megatron.session_checks import throw
 
 SETTINGS = [
     ({"moe_router_fusion": True}, "moe_router_fusion"),
@@ -124,19 +123,10 @@ def check_confident_routers_are_no_masked_ones():
 
 def check_attaching_runs_no_hooks():
     """Those of DDP gather parameters, and overwrite them with a buffer that no step has filled yet."""
-    built = on.model()
+    built, ran = on.model(), []
     for module in built.modules():
-        module.register_forward_pre_hook(lambda module, args: throw(AssertionError("a hook ran")))
+        module.register_forward_pre_hook(lambda module, args: ran.append(module))
     megatron.attach(built)
-
-
-def check_attaching_leaves_no_trace():
-    built = on.model(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_input_jitter_eps=0.01)
-    before = {name: value.clone() for name, value in [*built.named_buffers(), *built.named_parameters()]}
-    random = torch.get_rng_state()
-    held = {path: dict(vars(module)) for path, module in built.named_modules()}
-    megatron.attach(built)
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(value, before[name]) for name, value in [*built.named_buffers(), *built.named_parameters()])
-    assert all(vars(module).keys() == held[path].keys() for path, module in built.named_modules())
-    assert built.decoder.layers[1].mlp.router.training
+    assert not ran
+    on.forward(built, on.tokens())
+    assert ran, "the check must be able to see a hook"
