@@ -125,6 +125,8 @@ class ReplayRows(Rows):
         shape = (spec.num_layers, len(row_R), spec.top_k)
         ids_LRK = torch.empty(shape, dtype=signed_dtype(spec.num_experts), device=device)
         ids_LRK.copy_(ids_RLK.transpose(0, 1))
+        if ids_LRK.dtype == torch.int32:  # ids above 32,767 came as negative int16
+            ids_LRK.bitwise_and_(0xFFFF)
         if spec.sizes:
             ids_LRK.masked_fill_(~to_device(spec.is_pick_LK, device)[:, None], -1)
         if not trace.valid_N.all():
