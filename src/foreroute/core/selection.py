@@ -114,7 +114,9 @@ def asks(now: LayerPass) -> bool:
 
 def _flat(tensor: Tensor) -> Tensor:
     """[..., E] as [R, E]: some routers keep batch and token axes apart."""
-    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
+    if tensor.ndim > 2:
+        return tensor.flatten(0, -2)
+    return tensor if tensor.ndim == 2 else tensor[None]
 
 
 @dataclass(frozen=True)
