@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from foreroute.core.passes import LayerPass
+from foreroute.core.selection import LayerPass
 from foreroute.errors import TraceContentError
 from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on

@@ -7,7 +7,7 @@ selection instead. The probabilities that the loss multiplies the counts with st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +33,7 @@ class ExecutedCounts(TorchFunctionMode):
         self._num_experts = num_experts
         self._used = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs everything as it is, but for the top-k of router probabilities after the trunk."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

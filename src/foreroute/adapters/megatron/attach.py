@@ -15,7 +15,7 @@ from foreroute.adapters.megatron.discover import Chunk, ChunkRouter, find_chunks
 from foreroute.adapters.megatron.model import RoutedMegatron
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook, require_idle
-from foreroute.core.overrides import is_hooked
+from foreroute.core.hooks import is_hooked
 from foreroute.core.passes import Pass, Rows, Watch, signed_dtype
 from foreroute.core.recompute import prove
 from foreroute.errors import AttachError, ForerouteError, ReplayError

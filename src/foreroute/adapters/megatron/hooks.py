@@ -7,6 +7,7 @@ that of the decoder (where a pass begins and ends), and on each router (`router_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,7 @@ from foreroute.adapters.megatron.discover import Chunk
 from foreroute.adapters.megatron.forward_args import Call, parameter_names, require_plain
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.router_hook import TopKRouterHook
-from foreroute.core.hooks import ModelHooks
-from foreroute.core.overrides import Override
-from foreroute.core.passes import Pass
+from foreroute.core.hooks import ModelHooks, overridden
 from foreroute.errors import ReplayError
 from foreroute.trace import RoutingSpec
 
@@ -49,12 +48,10 @@ class ChunkHooks(ModelHooks):
         self._names = parameter_names(type(chunk.trunk).forward)[1:]
         self._call: Call | None = None
 
-    def session_overrides(self) -> list[Override]:
+    def session_contexts(self) -> list[AbstractContextManager[None]]:
         """The trunk and its decoder."""
-        return [(self.trunk, "forward", self._run_trunk), (self._decoder, "forward", self._run_decoder)]
-
-    def after_pass(self, current: Pass) -> None:
-        """Nothing follows the decoder that needs its selection."""
+        trunk = overridden(self.trunk, "forward", self._run_trunk)
+        return [trunk, overridden(self._decoder, "forward", self._run_decoder)]
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.passes.is_again:

@@ -20,7 +20,7 @@ from foreroute.adapters.megatron.plan_execution import ExecutionRanks, PlanExecu
 from foreroute.adapters.megatron.recording import RankGroups, rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, Share, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, RoutesIn, StepListener, routes_in
-from foreroute.core.late_checks import LateChecks
+from foreroute.core.passes import LateChecks
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError, ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.plan import StepPlan

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.core.passes import LayerPass, RouterHook
+from foreroute.core.hooks import RouterHook
+from foreroute.core.selection import LayerPass
 from foreroute.errors import ReplayError
 from foreroute.replay import Counts, ReplayRows
 
