@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import ReplayError
-from .late_checks import LateChecks
 from .marks import Marks
-from .passes import LayerPass, RouterHook
-from .selection import SelectingRouter
+from .passes import LateChecks
+from .selection import LayerPass
+
+if TYPE_CHECKING:
+    from .hooks import RouterHook
 
 
 class HandedOn:
@@ -101,8 +103,8 @@ def _names(output: Any, router: RouterHook, now: LayerPass) -> Tensor:
     """Bool [], whether an output holds the experts of a pass: as ids, or as rows [E] with no other expert in them."""
     own_RK, forced_RK = now.own_RK.long(), now.ids_RK
     ids_RK = own_RK if forced_RK is None else torch.where(forced_RK < 0, own_RK, forced_RK.long())
-    if isinstance(router, SelectingRouter) and router.rule.read_back is not None:
-        read_RK = router.rule.read_back(output).to(ids_RK.device)
+    if router.read_back is not None:
+        read_RK = router.read_back(output).to(ids_RK.device)
         return (read_RK == ids_RK.sort(-1).values).all()
     selected_RE = torch.zeros(len(ids_RK), router.num_experts, dtype=torch.bool, device=ids_RK.device)
     selected_RE.scatter_(-1, ids_RK, True)

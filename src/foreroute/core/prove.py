@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .errors import AttachError, ReplayError
 from .find import RouterSite, hidden
-from .overrides import overridden
+from .hooks import overridden
 from .routed import Routed
 
 PLAIN = (bool, int, float, str, Tensor, type(None))

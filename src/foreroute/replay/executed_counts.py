@@ -8,7 +8,7 @@ counts with stay live, and with them its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,13 +34,7 @@ class ExecutedCounts(TorchFunctionMode):
         self._sizes = sizes
         self._used = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs everything as it is, but for a top-k of router probabilities after the selection."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

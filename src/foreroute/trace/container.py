@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.files import blake2b_hex
 from foreroute.trace.checks import (
     MISSING,
     as_array,
@@ -454,6 +453,8 @@ def digest(trace: RoutingTrace) -> str:
         trace.expert_ids_NLK,
     ]
     arrays += [array for _, stream in streams for array in stream.arrays().values()]
+    from foreroute.files import blake2b_hex
+
     return blake2b_hex(facts.encode(), *(np.asarray(array, array.dtype.newbyteorder("<")) for array in arrays))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.without_weights import structure_of
-from foreroute.core.overrides import overridden
+from foreroute.core.hooks import overridden
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build

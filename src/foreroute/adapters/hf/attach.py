@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import nn
 
-from foreroute.adapters.hf.indexers import FoundIndexers, find_indexers
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.adapters.hf.stacks import OfStacks, RoutedStacks
 from foreroute.core.attaching import attach as prove_whole
@@ -16,6 +17,9 @@ from foreroute.core.prove import self_check, untouched
 from foreroute.core.routed import Routed
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.indexers import FoundIndexers
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -71,7 +75,7 @@ def _attached(model: nn.Module, candidates: list[RouterSite], kind: LayerKind) -
     with untouched(model):
         seen = probe(model, candidates)
         spec, trunk = spec_of(model, seen, kind), seen.trunk_of(seen.sites)
-        indexers = find_indexers(model, trunk, layer_of)
+        indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.hooks_of(seen.sites), spec, indexers)
         self_check(Routed(model, [hooks]), [seen.sites])
         routed = RoutedTransformer(model, spec, seen.sites, hooks)
@@ -109,6 +113,26 @@ def layer_of(path: str, kind: LayerKind = LayerKind.DECODER, *, is_lookup: bool 
 
 def _num_stacks(candidates: list[RouterSite]) -> int:
     return len({stack_of(site) for site in candidates} - {""})
+
+
+def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
+    """The indexers of sparse attention in a model; None where it has none that can be recorded and replayed.
+
+    Args:
+        model: to look through.
+        trunk: the part of it whose forward is one pass.
+    """
+    inside = set(trunk.modules())
+    sites = [
+        (path, module, layer_of(path))
+        for path, module in model.named_modules()
+        if module in inside and type(module).__name__.endswith("Indexer")
+    ]
+    if not sites:
+        return None
+    from foreroute.adapters.hf.indexers import indexers_of
+
+    return indexers_of(sites)
 
 
 def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:

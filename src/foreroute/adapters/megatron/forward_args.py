@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.megatron.route_shard import RouteShard, Share
-from foreroute.core.late_checks import LateChecks
+from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.layout.slots import Side

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,8 @@ from torch import Tensor
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.forward_args import Call
 from foreroute.adapters.megatron.route_shard import Share
-from foreroute.core.hooks import ModelHooks
-from foreroute.core.overrides import Override, overridden
-from foreroute.core.passes import LayerPass, Pass, RouterHook
-from foreroute.core.selection import Selection, SelectionMode
+from foreroute.core.hooks import ModelHooks, RouterHook, overridden
+from foreroute.core.selection import LayerPass, Selection, SelectionMode
 from foreroute.errors import ReplayError
 from foreroute.replay import ReplayRows
 from foreroute.replay.executed_counts import ExecutedCounts
@@ -54,12 +52,9 @@ class ChunkHooks(ModelHooks):
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in sites)
         self._names = list(inspect.signature(type(trunk).forward).parameters)[1:]
 
-    def session_overrides(self) -> list[Override]:
+    def session_contexts(self) -> list[AbstractContextManager[None]]:
         """The trunk."""
-        return [(self.trunk, "forward", self._run_trunk)]
-
-    def after_pass(self, current: Pass) -> None:
-        """Nothing follows the trunk that needs its selection."""
+        return [overridden(self.trunk, "forward", self._run_trunk)]
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         read = partial(Call.read, self.trunk, self.share, self._names, args, kwargs)

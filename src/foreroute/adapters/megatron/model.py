@@ -18,7 +18,7 @@ from foreroute.adapters.megatron.plan_execution.model import PlannedModel
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, require_weights, shard
 from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingStep, RoutesIn, routes_in
-from foreroute.core.late_checks import LateChecks
+from foreroute.core.passes import LateChecks
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import Layout
 from foreroute.replay import (

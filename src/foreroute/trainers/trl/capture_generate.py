@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture.sampling_masks import masks_of_steps
-from foreroute.core.overrides import overridden
+from foreroute.core.hooks import overridden
 from foreroute.errors import ReplayError
 from foreroute.replay import Recording
 from foreroute.trace import SAMPLING, RoutingTrace
