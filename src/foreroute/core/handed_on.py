@@ -7,8 +7,6 @@ are right, if nobody wrote to them; others are compared by value on their device
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,49 +23,36 @@ if TYPE_CHECKING:
 
 
 class HandedOn:
-    """What the routers of a model hand on. Made when it is attached.
-
-    Args:
-        routers: of the model.
+    """What the routers of a model hand on in a session, or in several that overlap.
 
     Attributes:
-        replaced: those whose method is another than when the model was attached.
+        checks: what the device is asked.
     """
 
-    def __init__(self, routers: Sequence[RouterHook]) -> None:
-        self.replaced: set[RouterHook] = set()
-        self._methods = [(router, _method(router)) for router in routers]
-        self._checks = LateChecks(of_step=True)
-        self._has_asked = False
+    def __init__(self) -> None:
+        self.checks = LateChecks(of_step=True)
         self._looks: dict[RouterHook, Any] = {}
         self._returned: dict[RouterHook, tuple[LayerPass, Marks]] = {}
 
-    @contextmanager
-    def watched(self, *, is_first: bool) -> Iterator[None]:
-        """While a session is open; at its end, what a device has found wrong is told as by `LateChecks.close`.
+    def remove(self) -> None:
+        """Take off what looks at modules."""
+        for look in self._looks.values():
+            look.remove()
+
+    def follow(self, router: RouterHook, now: LayerPass, result: Any, *, replaced: bool) -> None:
+        """Compare what a router returns now, and what it returns when the hooks on it have run.
 
         Args:
-            is_first: whether no other session is open, so that no method is ours.
-        """
-        if is_first:
-            self.replaced = {router for router, method in self._methods if _method(router) is not method}
-        try:
-            yield
-        finally:
-            for look in self._looks.values():
-                look.remove()
-            self._looks, self._returned = {}, {}
-        if self._has_asked:
-            self._checks.close()
-
-    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
-        """Compare what a router returns now, and what it returns when the hooks on it have run.
+            router: that has run.
+            now: what it did.
+            result: what it returned.
+            replaced: whether its method is another than when the model was attached.
 
         Raises:
             ReplayError: when it hands on experts that it did not select; on a GPU, as `LateChecks.add`.
         """
         module, name = router.selecting
-        if router in self.replaced:
+        if replaced:
             self._compare(router, now, result, f"a function that took the place of its {name}() after attach()")
         if name != "forward":  # of a method of the block around a router no hook sees what is returned
             return
@@ -95,8 +80,7 @@ class HandedOn:
         if wrong.device.type == "cpu":
             tell()
         else:
-            self._has_asked = True
-            self._checks.add(wrong, tell)
+            self.checks.add(wrong, tell)
 
 
 def _names(output: Any, router: RouterHook, now: LayerPass) -> Tensor:
@@ -124,11 +108,6 @@ def _tell(wrong: Tensor, path: str, who: str) -> None:
             f"router {path} selected its experts, and {who} handed on other ones: what is recorded or replayed is what "
             "a router selects, and not what ran. Take it off while a session is open, or have it only look on"
         )
-
-
-def _method(router: RouterHook) -> Any:
-    module, name = router.selecting
-    return module.__dict__.get(name)
 
 
 def _tensors(output: Any) -> list[Tensor]:

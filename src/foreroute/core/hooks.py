@@ -204,7 +204,9 @@ class ModelHooks(ABC):
         self.passes = PassStack(self.every)
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
-        self.handed_on = HandedOn(routers)
+        self._handed_on: HandedOn | None = None
+        self._methods = [_method(router) for router in routers]
+        self._replaced: set[SelectionHook] = set()
         self._hooked = hooked
         self._picks = [(router.path, router.top_k) for router in routers]
         self._installed = ExitStack()
@@ -240,8 +242,7 @@ class ModelHooks(ABC):
         """
         with (
             self.sessions.held("opens a session on a model"),
-            self.handed_on.watched(is_first=not self.listeners),
-            self.hooked([*self.every, self]),
+            self.hooked([self, *self.every]),
             ExitStack() as counting,
         ):
             self.listeners.append(listener)
@@ -253,6 +254,12 @@ class ModelHooks(ABC):
             finally:
                 self.listeners.remove(listener)
                 self._heed_listeners()
+                handed_on = self._handed_on
+                if handed_on is not None and not self.listeners:
+                    self._handed_on = None
+                    handed_on.remove()
+        if handed_on is not None and not self.listeners:
+            handed_on.checks.close()
 
     def _heed_listeners(self) -> None:
         scores = weights = others = caches = self.is_forcing = self.counts_executed = False
@@ -291,7 +298,9 @@ class ModelHooks(ABC):
                         hook.remove()
 
     def install(self, _: object) -> None:
-        """Put the hooks of a session on the trunk, and refuse copies."""
+        """Put the hooks of a session on the trunk, before those on routers, and refuse copies."""
+        pairs = zip(self.routers, self._methods, strict=True)
+        self._replaced = {router for router, method in pairs if _method(router) is not method}
         for context in self.session_contexts():
             self._installed.enter_context(context)
         for module in self._hooked:
@@ -422,9 +431,13 @@ class ModelHooks(ABC):
             current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
-        has_hooks = hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
-        if (has_hooks or hook in self.handed_on.replaced) and isinstance(hook, RouterHook):
-            self.handed_on.follow(hook, now, result)
+        has_hooks, replaced = (
+            hook.selecting[0]._forward_hooks or every_module._global_forward_hooks,
+            hook in self._replaced,
+        )
+        if (has_hooks or replaced) and isinstance(hook, RouterHook):
+            self._handed_on = self._handed_on or HandedOn()
+            self._handed_on.follow(hook, now, result, replaced=replaced)
         return result
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:
@@ -437,6 +450,12 @@ class ModelHooks(ABC):
             "attached, not a part of it; open sessions before a forward, not in the middle; and where activations of a "
             "forward from before the session are recomputed, run its backward before the session is opened"
         )
+
+
+def _method(router: RouterHook) -> Any:
+    """The method that stands on the instance: what took the place of its class's, or None."""
+    module, name = router.selecting
+    return module.__dict__.get(name)
 
 
 def _not_once(hook: SelectionHook, count: int) -> ReplayError:

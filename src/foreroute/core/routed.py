@@ -205,7 +205,7 @@ class TrunkHooks(ModelHooks):
         self.top_k = max(router.top_k for router in routers)
         self.limits_2L = torch.tensor([[r.num_experts for r in routers], [r.top_k for r in routers]])
         self.names = list(inspect.signature(trunk.forward).parameters)
-        self._cache = FollowedCache()
+        self._cache: FollowedCache | None = None
         self._layer_of = {router.selecting[0]: layer for layer, router in enumerate(routers)}
         self._in_modules = [self._layer_of[module] for module in trunk.modules() if module in self._layer_of]
 
@@ -221,7 +221,7 @@ class TrunkHooks(ModelHooks):
         Raises:
             ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
         """
-        self._cache = FollowedCache()
+        self._cache = None
         contexts: list[AbstractContextManager[Any]] = [overridden(self.trunk, "forward", self.run_trunk)]
         # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation
         # would not enter the mode again. It need not: the graph keeps routes. Importing Dynamo would cost seconds.
@@ -259,6 +259,7 @@ class TrunkHooks(ModelHooks):
     def along_cache(self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[Any]:
         """A call of the trunk with these arguments that looks at its cache, before and after it."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
+        self._cache = self._cache or FollowedCache()
         return partial(self._cache.run, given.get("past_key_values"), call)
 
     def run_compiled(

@@ -128,7 +128,7 @@ def encode(
             frames += compress(content.data)
             ends.append(len(frames))
     shape = (len(chunks), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
-    check_memory(sum(sizes) + memory_behind(spec, streams.values(), trace.num_rows), len(frames))
+    check_memory(sum(sizes) + memory_behind(spec, streams.values(), len(trace.valid_N)), len(frames))
     table = zip(spec.layers, spec.sizes_L, strict=True)
     metadata = {
         "model": spec.model,
@@ -157,7 +157,7 @@ def _narrow(sizes: NDArray[np.int64]) -> NDArray[Any]:
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
     """Refuse what a reader would refuse, but for routes, which are checked as they are encoded: nothing was checked."""
-    spec, rows = trace.spec, trace.num_rows
+    spec, rows = trace.spec, len(trace.valid_N)
     _refuse_no_texts(spec.model, trace.provenance)
     for name, dtype, shape in (
         ("token_ids_N", np.int32, (rows,)),
@@ -356,8 +356,10 @@ def read_trace(
                 raise TraceContentError(f"it has {len(header.offsets) - 1} sequences; expected {num_sequences}")
         except TraceContentError as error:
             raise _damage(file, error) from error
-        spec = header.spec if layers is None else header.spec.select(layers)
-        positions = header.spec.positions(spec.layers)
+        spec, positions = header.spec, np.arange(header.spec.num_layers)
+        if layers is not None:
+            spec = header.spec.select(layers)
+            positions = header.spec.positions(spec.layers)
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(

@@ -83,6 +83,9 @@ class RoutingSpec:
         num_layers: L, the number of routed layers.
         id_dtype: uint8 up to 256 experts, or 255 where layers differ in K; else uint16. The width follows the model,
             never the ids at hand.
+        sizes_L: (E, K) of each of L layers, whether they differ or not.
+        picks_L: int64 [L], the K of each layer.
+        groups: the layers by their sizes, so that each part [..., `at`, :K] of routes is one without a filler.
     """
 
     num_experts: int
@@ -92,6 +95,9 @@ class RoutingSpec:
     sizes: tuple[tuple[int, int], ...] = ()
     num_layers: int = field(init=False, repr=False, compare=False)
     id_dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False, repr=False, compare=False)
+    sizes_L: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    picks_L: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_experts", whole_number(self.num_experts, name="num_experts", most=MAX_EXPERTS))
@@ -116,6 +122,14 @@ class RoutingSpec:
                 f"layers differ in K, and one has {self.num_experts} experts; expected {MAX_EXPERTS - 1} at most"
             )
         object.__setattr__(self, "id_dtype", np.dtype(np.uint8 if ids <= 256 else np.uint16))
+        sizes_L = self.sizes or ((self.num_experts, self.top_k),) * count
+        object.__setattr__(self, "sizes_L", sizes_L)
+        object.__setattr__(self, "picks_L", np.array([top_k for _, top_k in sizes_L]))
+        groups = [LayerGroup(self.num_experts, self.top_k, slice(None))]
+        if self.sizes:
+            table = np.array(self.sizes)
+            groups = [LayerGroup(*size, np.flatnonzero((table == size).all(axis=1))) for size in dict.fromkeys(sizes_L)]
+        object.__setattr__(self, "groups", tuple(groups))
 
     def _checked_sizes(self) -> tuple[tuple[int, int], ...]:
         checked = []
@@ -151,30 +165,10 @@ class RoutingSpec:
         """
         return int(np.iinfo(self.id_dtype).max)
 
-    @property
-    def sizes_L(self) -> tuple[tuple[int, int], ...]:
-        """(E, K) of each of L layers, whether they differ or not."""
-        return self.sizes or ((self.num_experts, self.top_k),) * self.num_layers
-
-    @cached_property
-    def picks_L(self) -> NDArray[np.int64]:
-        """int64 [L], the K of each layer."""
-        return np.array([top_k for _, top_k in self.sizes_L], np.int64)
-
     @cached_property
     def is_pick_LK(self) -> NDArray[np.bool_]:
         """Bool [L, K], the columns that a layer has; False where it has a filler."""
         return np.asarray(np.arange(self.top_k) < self.picks_L[:, None])
-
-    @cached_property
-    def groups(self) -> tuple[LayerGroup, ...]:
-        """The layers by their sizes, so that each part [..., `at`, :K] of routes is one without a filler."""
-        if not self.sizes:
-            return (LayerGroup(self.num_experts, self.top_k, slice(None)),)
-        table = np.array(self.sizes)
-        return tuple(
-            LayerGroup(*size, np.flatnonzero((table == size).all(axis=1))) for size in dict.fromkeys(self.sizes)
-        )
 
     @property
     def routing(self) -> str:
