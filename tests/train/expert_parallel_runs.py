@@ -5,13 +5,13 @@ from unittest import mock
 
 from foreroute.train import RunFolder, Watcher, train
 from foreroute.train.experts import ExpertParallel
-from tests.train.expert_parallel_steps import parallel_steps, scored_by_tokens
+from tests.train.expert_parallel_steps import TIMEOUT_S, parallel_steps, scored_by_tokens
 from tests.train.small_runs import small_config
 
 
 def run_config(num_ranks, **sections):
     sections["rl"] = {"steps": 3, "micro_step_tokens": 96, **sections.get("rl", {})}
-    parallel = {"expert": num_ranks, "timeout_s": 30.0, **sections.pop("parallel", {})}
+    parallel = {"expert": num_ranks, "timeout_s": TIMEOUT_S, **sections.pop("parallel", {})}
     return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
 
 

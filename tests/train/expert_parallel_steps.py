@@ -17,6 +17,9 @@ from foreroute.train.prompts import make_task
 from foreroute.train.ranks import join_ranks
 from tests.train.small_runs import SIZES, small_config
 
+TIMEOUT_S = 200.0
+"""For an exchange: the first plan of a machine waits until its kernels are compiled."""
+
 
 @dataclass
 class Steps:
@@ -29,7 +32,7 @@ class Steps:
 
 def config_of(num_ranks, *, routing="R3", mini_steps=1, model=None, **parallel):
     if num_ranks > 1:
-        parallel = {"expert": num_ranks, "tolerance": 0.0, "timeout_s": 30.0, **parallel}
+        parallel = {"expert": num_ranks, "tolerance": 0.0, "timeout_s": TIMEOUT_S, **parallel}
     # grouped_mm knows no float64
     return small_config(
         model={"experts_implementation": "eager", "sizes": dict(SIZES), **(model or {})},
