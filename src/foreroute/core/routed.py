@@ -225,7 +225,9 @@ class TrunkHooks(ModelHooks):
         contexts: list[AbstractContextManager[Any]] = [overridden(self.trunk, "forward", self.run_trunk)]
         # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation
         # would not enter the mode again. It need not: the graph keeps routes. Importing Dynamo would cost seconds.
-        if dynamo := sys.modules.get("torch._dynamo"):
+        # torch 2.8 has no such setting, and refuses.
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and hasattr(dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
             contexts.append(dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True))
         found: list[int] = []
         for path, module in self.trunk.named_modules():
