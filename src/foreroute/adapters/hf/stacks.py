@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer
 from foreroute.errors import BatchMismatchError, ConfigError
-from foreroute.replay import Recording, ReplaySession
-from foreroute.replay.session import opened_once
+from foreroute.replay.session import ReplaySession, opened_once
 from foreroute.trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from foreroute.replay.recording import Recording
 
 Each = TypeVar("Each")
 
