@@ -18,12 +18,13 @@ ON_NEWEST := PYTHONPATH="$(CURDIR)/$(MEGATRON_PATH)" FOREROUTE_MEGATRON=$(MEGATR
 # what a release can break: exactness, sessions, refusals, known bugs, and a sample of the grid; the rest by night
 test-megatron-newest: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" \
-		$(addprefix tests/adapters/megatron/test_,one_rank.py over_ranks.py known_bugs.py grid.py forked_ranks.py)
+		$(addprefix tests/adapters/megatron/test_,one_rank.py over_ranks.py known_bugs.py grid.py forked_ranks.py) \
+		tests/replay/test_sessions.py
 
 # every test on the newest release. On both: every variant of every split of the model, of which CI runs a few, every
 # kind of plan executed in each, and the pipeline for 20 steps
 MEGATRON_GRID := FOREROUTE_MEGATRON_GRID=all $(PYTEST) $(addprefix tests/adapters/megatron/test_,grid.py plan_execution.py pipeline.py)
 night-megatron: $(READY) $(MEGATRON_READY)
-	$(ON_NEWEST) $(PYTEST) tests/adapters/megatron
+	$(ON_NEWEST) $(PYTEST) tests/adapters/megatron tests/replay/test_sessions.py
 	$(ON_NEWEST) $(MEGATRON_GRID)
 	$(MEGATRON_GRID)

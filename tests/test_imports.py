@@ -35,6 +35,15 @@ def test_the_core_loads_torch_and_no_other_room():
     assert rooms == {"core"}
 
 
+def test_attaching_a_hugging_face_model_loads_what_it_takes_alone():
+    """No format of files, no packer, no metrics, no executor of plans."""
+    modules = loaded_by("from foreroute.adapters import hf")
+    rooms = {name.split(".")[1] for name in modules if name.startswith("foreroute.")}
+    assert rooms == {"adapters", "core", "errors", "layout", "replay", "trace"}
+    files = {"replay.recording", "replay.sampling_masks", "trace.file", "layout.packing", "adapters.hf.indexers"}
+    assert modules.isdisjoint({f"foreroute.{name}" for name in files} | {"numba", "pydantic"})
+
+
 def test_comparing_arrays_loads_the_doctor_when_it_is_asked_for_and_no_framework():
     assert "foreroute.doctor" not in loaded_by("import foreroute")
     asked = loaded_by("import foreroute\nforeroute.compare")

@@ -73,7 +73,7 @@ def with_decisions(trace, seed, *, weights=True):
 
 def weighted(trace, weights_NLK):
     """The same trace with these gate weights."""
-    return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N))
+    return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N, trace.spec.picks_L))
 
 
 CHOICES = IndexerSpec(8, tuple(RoutedLayer(i) for i in range(4)))
@@ -113,3 +113,26 @@ def foreign_choices(trace, spec, *, seed=3):
         MOST_CHOICES, np.ones(trace.num_rows, np.bool_), counts_ND, ids, layers=spec.layers
     )
     return trace.with_stream(INDEXER, stream)
+
+
+def uneven_trace(seed, sizes=((8, 2), (300, 3), (5, 1), (8, 2))):
+    """Sequences with gaps, of a model whose layers have these experts and picks, each row a random choice."""
+    rng = np.random.default_rng(seed)
+    spec = RoutingSpec.of_sizes(map(RoutedLayer, range(len(sizes))), sizes, "test")
+    tokens, routes = [], []
+    for length in rng.integers(0, 9, size=rng.integers(1, 5)):
+        ids = np.full((length, spec.num_layers, spec.top_k), -1)
+        for layer, (num_experts, top_k) in enumerate(sizes):
+            ids[:, layer, :top_k] = np.argsort(rng.random((length, num_experts)), axis=-1)[:, :top_k]
+        ids[rng.random(length) < 0.2] = -1
+        tokens.append(rng.integers(0, 50, length))
+        routes.append(ids)
+    return RoutingTrace.from_sequences(spec, tokens, routes, weight_version=int(rng.integers(0, 3)))
+
+
+def picks_of(trace):
+    """The picks of each row, as a list for each layer; None where there is no route."""
+    return [
+        [ids[:top_k].tolist() for ids, (_, top_k) in zip(row, trace.spec.sizes_L, strict=True)] if there else None
+        for row, there in zip(trace.expert_ids_NLK, trace.valid_N, strict=True)
+    ]

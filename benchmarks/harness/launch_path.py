@@ -32,8 +32,7 @@ def begun() -> Callable[[], dict[str, Any]]:
 
     It gives `waits`, of the host in one replayed forward, the most of any batch, and by batch; and `aten`, operators
     added to a forward and to forward plus backward of a padded batch, whose rows were made before, and to the first
-    forward. Where a trace comes without a layout, and tokens alone tell on which side a Megatron batch is padded, the
-    host reads them: `megatron_of_unknown_side`.
+    forward.
     """
     pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))  # one stands in for CUDA as a whole
     of_megatron, of_hugging_face = pool.submit(_of_megatron), pool.submit(_of_hugging_face)
@@ -42,8 +41,7 @@ def begun() -> Callable[[], dict[str, Any]]:
     def counted() -> dict[str, Any]:
         hf_waits, aten = of_hugging_face.result()
         by_batch = {"hf": hf_waits, "megatron": dict(of_megatron.result())}
-        waits: dict[str, Any] = {"megatron_of_unknown_side": by_batch["megatron"].pop("padded_trace")}
-        waits |= {name: max(found.values()) for name, found in by_batch.items()}
+        waits: dict[str, Any] = {name: max(found.values()) for name, found in by_batch.items()}
         return {"waits": waits | {"by_batch": by_batch}, "aten": aten}
 
     return counted

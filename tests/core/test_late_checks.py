@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from foreroute.core.late_checks import LateChecks
+from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError
 
 

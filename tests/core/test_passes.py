@@ -50,6 +50,11 @@ def test_a_router_that_sees_other_rows_is_refused():
         opened([[0, 1], [2, 3]]).parts()[0].choose(torch.zeros(3, 2, dtype=torch.int64))
 
 
+def test_routes_for_other_rows_than_the_pass_has_are_refused():
+    with pytest.raises(ReplayError, match=r"the routes are \[1, 3, 2\] \[L, R, K\], the routers select \[1, 2, 2\]"):
+        opened([[0, 1], [2, 3], [4, 5]])
+
+
 def test_gate_weights_are_forced_where_they_are_numbers():
     current = opened([[0, 1], [2, 3]], [[0.25, 0.75], [float("nan")] * 2], watch=Watch(weights=True))
     live = torch.tensor([[0.5, 0.5], [0.6, 0.4]], requires_grad=True)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import foreroute
 from foreroute.adapters import hf
 from foreroute.core import AttachError, ReplayError, attach
-from foreroute.core.passes import LayerPass
+from foreroute.core.selection import LayerPass
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
@@ -102,6 +102,26 @@ def test_rows_without_a_route_run_the_same_experts_again(use_reentrant, monkeypa
         loss.backward()
     assert first == routed_spec(model).num_layers
     again = dict(log[first:])
+    assert all(torch.equal(again[path], given) for path, given in log[:first])
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_picks_that_are_made_one_after_the_other_are_made_again(use_reentrant):
+    """PhiMoE picks one expert and then another; by the time of backward its routers would pick others."""
+    model = build("phimoe").train()
+    routed = attach(model)
+    ids = padded(random_routes(routed_spec(model), BATCH))
+    ids[:, ::2] = -1
+    checkpoint_by_hand(model, use_reentrant)
+    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
+        loss = loss_of(model, BATCH)
+        first = len(log)
+        for router in routed.stacks[0].routers:
+            for weight in router.selecting[0].parameters():
+                weight.data.neg_()
+        loss.backward()
+    again = dict(log[first:])
+    assert first == len(again) == routed_spec(model).num_layers
     assert all(torch.equal(again[path], given) for path, given in log[:first])
 
 

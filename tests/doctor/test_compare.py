@@ -1,6 +1,7 @@
 """`fr.compare` on arrays: figures beside those of loops, errors beside a bootstrap and the truth, defects by name."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import foreroute as fr
 from foreroute.doctor import Severity, standard_error
 from foreroute.errors import InputError, TraceContentError
 from foreroute.mismatch import routing_mismatch, token_mismatch
+from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
+from tests.traces import picks_of, uneven_trace
 
 
 def logprobs(seed, *, off=0.05, shape=(40, 30)):
@@ -281,3 +284,26 @@ def test_the_package_has_no_other_name_by_this_way():
     assert fr.compare is fr.doctor.compare
     with pytest.raises(AttributeError, match="module 'foreroute' has no attribute 'compere'"):
         _ = fr.compere
+
+
+def test_layers_with_other_picks_are_compared_by_their_picks():
+    trainer, engine, mask = logprobs(3)
+    spec = uneven_trace(0).spec
+    sides = [synthetic_trace(spec, [9, 6, 4] * 3, seed=seed) for seed in (0, 1)]
+    sides[1] = replace(sides[1], token_ids_N=sides[0].token_ids_N)
+    rows = [
+        (set(x), set(y)) for a, b in zip(*map(picks_of, sides), strict=True) if a for x, y in zip(a, b, strict=True)
+    ]
+    own, theirs = (side.to_padded() for side in sides)
+    arrays = {"trainer_routes": own.expert_ids_BTLK, "engine_routes": theirs.expert_ids_BTLK}
+    for given in (
+        {**arrays, "attention_mask": own.attention_mask_BT, "spec": spec},
+        {"trainer_routes": sides[0], "engine_routes": sides[1]},
+    ):
+        found = fr.compare(trainer, engine, mask, **given)
+        assert found.metrics["differing_share"] == pytest.approx(np.mean([a != b for a, b in rows]))
+        shared, picks = sum(len(a & b) for a, b in rows), sum(len(a) for a, _ in rows)
+        assert found.metrics["overlap"] == pytest.approx(shared / picks)
+        assert 0 < found.errors["overlap"] < 0.1
+    with pytest.raises(TraceContentError, match="holds ids from -1"):
+        fr.compare(trainer, engine, mask, **arrays, attention_mask=own.attention_mask_BT)

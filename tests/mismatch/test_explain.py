@@ -12,6 +12,7 @@ import foreroute as fr
 from foreroute.errors import BatchMismatchError, InputError, SpecMismatchError
 from foreroute.mismatch import Defect, explain
 from tests.mismatch import planted_defects as planted
+from tests.traces import picks_of
 
 SEEDS = [range(40), pytest.param(range(40, 200), marks=pytest.mark.exhaustive)]
 PLANTED = {
@@ -199,3 +200,35 @@ def test_other_tokens_and_other_models_are_refused():
         explain(reference, other.select([0]))
     with pytest.raises(SpecMismatchError):
         explain(reference, replace(other, spec=fr.RoutingSpec(999, 1, (fr.RoutedLayer(0),))))
+
+
+def with_fewer_picks(trace):
+    """The same routes, of which the first layer has all picks but the last."""
+    spec = trace.spec
+    sizes = [(spec.num_experts, spec.top_k - 1), *spec.sizes_L[1:]]
+    uneven = fr.RoutingSpec.of_sizes(spec.layers, sizes, spec.model)
+    ids = trace.expert_ids_NLK.astype(uneven.id_dtype)
+    ids[:, 0, -1] = np.where(trace.valid_N, uneven.filler, 0)
+    return replace(trace, spec=uneven, expert_ids_NLK=ids)
+
+
+@pytest.mark.parametrize("kind", [*PLANTED, Defect.NONE])
+def test_defects_are_named_where_layers_differ_in_their_picks(kind):
+    seen = 0
+    for seed in range(40):
+        reference, other = clean_pair(seed)
+        if reference.spec.num_layers < 4 or reference.spec.top_k < 3:
+            continue
+        plant = PLANTED.get(kind, lambda rng, trace: (trace, {}))
+        broken, expected = plant(np.random.default_rng([seed, 1]), other)
+        a, b = with_fewer_picks(reference), with_fewer_picks(broken)
+        found = explain(a, b)
+        if found.kind is kind:
+            seen += 1
+        elif "layers" not in expected:  # an offset by all alike layers leaves none of them to be seen
+            assert explain(reference, broken).kind is not kind, (seed, found.sentence)
+        shared = [[len({*x} & {*y}) / len(x) for x, y in zip(p, q, strict=True)]
+                  for p, q in zip(picks_of(a), picks_of(b), strict=True) if p and q]  # fmt: skip
+        if len(a.offsets) == len(b.offsets) and kind is not Defect.PERMUTATION:
+            assert found.overlap_by_layer_L == pytest.approx(np.mean(shared, axis=0))
+    assert seen > 10

@@ -9,14 +9,22 @@ from safetensors.numpy import save as file_of
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.capture.generation import trace_of
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import ENCODINGS, INDEXER, DecisionStream, IndexerSpec, RoutedLayer, concatenate, load
+from foreroute.trace import ENCODINGS, INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingSpec, concatenate, load
 from foreroute.trace.file import FORMAT, encode
 from tests.robustness.mutations import damage, forge, metadata_of, put_checksum_right
 from tests.robustness.target import Target
 from tests.trace.forging import frame_contents, set_contents
-from tests.traces import spec_of, with_decisions
+from tests.traces import with_decisions
 
-MODELS = ((8, 2, 3), (128, 8, 2), (300, 2, 1), (5, 1, 1))
+MODELS = (
+    ((8, 2),) * 3,
+    ((128, 8),) * 2,
+    ((300, 2),),
+    ((5, 1),),
+    ((256, 2), (5, 1), (300, 3)),
+    ((8, 1), (8, 3)),
+)
+"""Experts and picks of each layer."""
 
 
 def trace_targets(folder):
@@ -72,15 +80,18 @@ def require_possible(raw, trace):
     assert (offsets[0], offsets[-1]) == (0, rows), offsets
     assert all(a <= b for a, b in pairwise(offsets)), offsets
     assert trace.expert_ids_NLK.shape == (rows, spec.num_layers, spec.top_k)
-    assert trace.expert_ids_NLK.dtype == (np.uint8 if spec.num_experts <= 256 else np.uint16)
+    has_filler = len({top_k for _, top_k in spec.sizes_L}) > 1
+    assert trace.expert_ids_NLK.dtype == (np.uint8 if spec.num_experts + has_filler <= 256 else np.uint16)
     assert trace.valid_N.shape == trace.weight_versions_N.shape == (rows,)
     assert len({(layer.index, layer.kind) for layer in spec.layers}) == spec.num_layers
     assert all(type(layer.index) is int and layer.index >= 0 for layer in spec.layers)
     assert (trace.weight_versions_N >= -1).all()
     assert (trace.token_ids_N >= 0).all()
-    for row in trace.expert_ids_NLK[trace.valid_N].reshape(-1, spec.top_k).tolist():
-        assert len(set(row)) == spec.top_k, row
-        assert max(row) < spec.num_experts, row
+    for layers in trace.expert_ids_NLK[trace.valid_N].tolist():
+        for row, (num_experts, top_k) in zip(layers, spec.sizes_L, strict=True):
+            assert len(set(row[:top_k])) == top_k, row
+            assert max(row[:top_k]) < num_experts, row
+            assert set(row[top_k:]) <= {np.iinfo(spec.id_dtype).max}, row
     if trace.gate_weights_NLK is not None:
         assert trace.gate_weights_NLK.shape == trace.expert_ids_NLK.shape
         assert np.isfinite(trace.gate_weights_NLK).all()
@@ -126,7 +137,8 @@ def _either(rng):
 
 def _trace(rng):
     """Four sequences, of which two share their prompt."""
-    spec, seed = spec_of(*MODELS[int(rng.integers(len(MODELS)))]), int(rng.integers(2**31))
+    sizes, seed = MODELS[int(rng.integers(len(MODELS)))], int(rng.integers(2**31))
+    spec = RoutingSpec.of_sizes(map(RoutedLayer, range(len(sizes))), sizes, "test")
     prompt = synthetic_trace(spec, [20], seed=seed, complete=True).select([0, 0])
     samples = prompt.continued_by(synthetic_trace(spec, rng.integers(1, 9, 2).tolist(), seed=seed, weight_version=3))
     return concatenate([samples, synthetic_trace(spec, rng.integers(1, 90, 2).tolist(), seed=seed)])

@@ -136,20 +136,26 @@ def sets_of_layer(content, count):
 
 # ---- from here on, files of foreroute are compared with what was read
 
+from functools import partial  # noqa: E402
+
 import pytest  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from foreroute.trace.file import ENCODINGS, FORMAT, encode  # noqa: E402
 from tests.trace.test_streams import decisions_of  # noqa: E402
-from tests.traces import mixed_trace, random_trace, with_decisions  # noqa: E402
+from tests.traces import mixed_trace, picks_of, random_trace, uneven_trace, with_decisions  # noqa: E402
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), wide=st.booleans(), small=st.booleans())
-def test_a_reader_written_from_the_page_agrees(encoding, seed, wide, small):
-    trace = random_trace(seed, num_experts=400, top_k=3) if wide else mixed_trace(seed)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    make=st.sampled_from([mixed_trace, partial(random_trace, num_experts=400, top_k=3), uneven_trace]),
+    small=st.booleans(),
+)
+def test_a_reader_written_from_the_page_agrees(encoding, seed, make, small):
+    trace = make(seed)
     trace = (with_decisions(trace, seed) if seed % 2 else trace).with_provenance(engine="ünïcode")
     with pytest.MonkeyPatch.context() as patched:
         if small:
@@ -157,12 +163,13 @@ def test_a_reader_written_from_the_page_agrees(encoding, seed, wide, small):
             patched.setattr("foreroute.trace.file.MOST_CHUNK_ROWS", 16)
         metadata, sequences = read(FORMAT.to_bytes(*encode(trace, encoding)))
     trace = trace.without_pick_order() if encoding == "sets" else trace
+    picks = picks_of(trace)
     beside = [decisions_of(trace.streams[name]) for name in sorted(trace.streams)]
     rows = [
         (
             int(trace.token_ids_N[n]),
             int(trace.weight_versions_N[n]),
-            trace.expert_ids_NLK[n].tolist() if trace.valid_N[n] else None,
+            picks[n],
             [decisions[n] for decisions in beside],
         )
         for n in range(trace.num_rows)
@@ -170,6 +177,6 @@ def test_a_reader_written_from_the_page_agrees(encoding, seed, wide, small):
     assert sequences == [rows[a:b] for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]
     assert metadata["foreroute.model"] == "test"
     assert json.loads(metadata["foreroute.provenance"]) == trace.provenance
-    assert [layer[:2] for layer in json.loads(metadata["foreroute.layers"])] == [
-        [layer.index, layer.kind] for layer in trace.spec.layers
+    assert json.loads(metadata["foreroute.layers"]) == [
+        [layer.index, layer.kind, *size] for layer, size in zip(trace.spec.layers, trace.spec.sizes_L, strict=True)
     ]

@@ -25,7 +25,9 @@ def decisions_of(stream):
     """For each row its sets, or its weights; None where it has none."""
     if isinstance(stream, DecisionStream):
         return sets_of(stream)
-    return [row if valid else None for row, valid in zip(stream.values_NLK.tolist(), stream.valid_N, strict=True)]
+    rows = zip(stream.values_NLK, stream.valid_N, strict=True)
+    picks = stream.picks_L.tolist()
+    return [[each[:k].tolist() for each, k in zip(row, picks, strict=True)] if valid else None for row, valid in rows]
 
 
 def rows_of(trace):
@@ -196,7 +198,10 @@ def test_weights_belong_to_the_picks_of_their_rows():
     for weights, message in (
         (GateWeights.from_values(np.ones((3, 2, 2)), trace.valid_N), r"expected one per pick, \(3, 3, 2\)"),
         (GateWeights.from_values(np.ones((3, 3, 2)), ~trace.valid_N), "are of other rows than the routes"),
-        (GateWeights(trace.valid_N, np.ones((3, 3, 2), np.float32)), "a row without a route has gate weights"),
+        (
+            GateWeights(trace.valid_N, np.ones((3, 3, 2), np.float32), np.full(3, 2)),
+            "a row without a route has gate weights",
+        ),
     ):
         with pytest.raises(TraceContentError, match=message):
             trace.with_stream(GATE_WEIGHTS, weights)

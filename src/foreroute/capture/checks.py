@@ -68,12 +68,13 @@ def refuse_constant_layers(trace: RoutingTrace) -> None:
     if not isinstance(trace, RoutingTrace):
         raise CaptureError(f"the trace is {shown(trace)}; expected a RoutingTrace")
     spec, valid = trace.spec, trace.valid_N
-    if spec.top_k == spec.num_experts or valid.sum() < MIN_ROWS:
+    chooses = [layer for layer, (num_experts, top_k) in enumerate(spec.sizes_L) if top_k < num_experts]
+    if not chooses or valid.sum() < MIN_ROWS:
         return
     if len(np.unique(trace.token_ids_N[valid])) < MIN_TOKENS:
         return
     ids = trace.expert_ids_NLK[valid]
-    layers, first_LK = np.arange(spec.num_layers), np.sort(ids[0], axis=-1)
+    layers, first_LK = np.array(chooses), np.sort(ids[0], axis=-1)
     # In parts: after the first, hardly a layer is left to sort.
     for start in range(0, len(ids), ROWS_AT_ONCE):
         part = np.sort(ids[start : start + ROWS_AT_ONCE, layers], axis=-1)

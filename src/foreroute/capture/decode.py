@@ -69,8 +69,10 @@ def decode(
     Raises:
         CaptureError: when the form is unknown or damaged, rows or layers do not fit, or routes, masks or choices cannot
             be trusted.
+        SpecMismatchError: when layers of the model differ in experts or picks.
     """
     _require_decoder_layers(model)
+    model.require_alike("a capture of an engine")
     start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
     form, sequences = read_output(output)
     if valid is not None and form is not Form.ARRAY:
@@ -271,8 +273,8 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
 def _require_decoder_layers(spec: object) -> None:
     if not isinstance(spec, RoutingSpec):
         raise CaptureError(f"the model is {shown(spec)}; expected a RoutingSpec")
-    if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT}:
+    if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT, LayerKind.ENCODER}:
         raise CaptureError(
-            f"the spec of {spec.model or 'the model'} lists MTP or draft layers; no engine returns those, "
+            f"the spec of {spec.model or 'the model'} lists encoder, MTP or draft layers; no engine returns those, "
             "pass a spec of the decoder layers alone"
         )

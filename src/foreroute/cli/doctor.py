@@ -201,8 +201,8 @@ def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
         spec = trace.spec
         versions = ", ".join(str(version) for version in trace.versions if version >= 0) or "unknown"
         facts["trace"] = (
-            f"{len(trace)} sequences, {trace.num_rows} rows, {spec.num_layers} layers, top-{spec.top_k} of "
-            f"{spec.num_experts} experts, weights of version {versions}"
+            f"{len(trace)} sequences, {trace.num_rows} rows, {spec.num_layers} layers, {spec.routing} experts, "
+            f"weights of version {versions}"
         )
     return facts
 

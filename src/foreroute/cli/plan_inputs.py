@@ -83,6 +83,7 @@ def read_step(
         _check_model(costs, counts_MLGE.shape[3], None, topology)
     else:
         read = _traces(traces)
+        read[0].spec.require_alike("a plan")
         _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
         packing, facts["packing"] = _packed(read, token_budget or DEFAULT_BUDGET, ranks, costs)
         counts_MLGE = check_counts(packed_counts(read, packing))

@@ -126,7 +126,7 @@ def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
     versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
     facts = {
         "model": spec.model or "not stated",
-        "routing": f"top-{spec.top_k} of {spec.num_experts} experts in {spec.num_layers} layers",
+        "routing": f"{spec.routing} experts in {spec.num_layers} layers",
         "sequences": f"{len(trace)}" + (f", of {lengths.min()} to {lengths.max()} tokens" if len(trace) else ""),
         "rows": f"{trace.num_rows}, of which {int(trace.valid_N.sum())} routed",
         "weight versions": _few(versions) or "none",
@@ -170,11 +170,12 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 def _layers(trace: RoutingTrace) -> Table:
     counts_LE = count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0)  # zeros where the trace is empty
     rows = []
-    for layer, counts in zip(trace.spec.layers, counts_LE, strict=True):
+    for layer, (num_experts, _), counts_E in zip(trace.spec.layers, trace.spec.sizes_L, counts_LE, strict=True):
+        counts = counts_E[:num_experts]
         total = max(int(counts.sum()), 1)
         share = counts[counts > 0] / total
-        busiest = f"{counts.max() * trace.spec.num_experts / total:.2f}"
-        entropy = f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(trace.spec.num_experts):.2f}"
+        busiest = f"{counts.max() * num_experts / total:.2f}"
+        entropy = f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(num_experts):.2f}"
         rows.append((str(layer), str(int(counts.argmax())), busiest, str(int((counts == 0).sum())), entropy))
     return _table(("layer", "busiest expert", "its load over the mean", "experts never picked", "entropy, bits"), rows)
 

@@ -135,7 +135,9 @@ class CheckContext:
     @cached_property
     def spec(self) -> RoutingSpec:
         """The spec of the family's own model, as attached."""
-        return self.pair()[1].spec
+        spec = self.pair()[1].spec
+        spec.require_alike("the kit")
+        return spec
 
     def trace_of(self, routes: Sequence[NDArray[Any]], batch: Batch, spec: RoutingSpec | None = None) -> RoutingTrace:
         """A trace of the batch from one array [rows, L, K] per sequence."""

@@ -7,10 +7,9 @@ from torch import nn
 from . import recompute
 from .errors import AttachError
 from .find import RouterSite, find_routers, probe
-from .overrides import is_hooked
+from .hooks import is_hooked
 from .prove import self_check, untouched
-from .routed import Routed
-from .trunk import TrunkHooks
+from .routed import Routed, TrunkHooks
 
 
 def attach(model: nn.Module) -> Routed:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import AttachError
-from .overrides import overridden
-from .selection import SelectingRouter, Selection, SelectionRule
+from .hooks import SelectingRouter, overridden
+from .selection import Selection, SelectionRule
 from .selection_rules import REFUSED, RULES, TOP_K_RULE
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")

@@ -7,7 +7,8 @@ backward may run after the session has closed, or between the forwards of other 
 rows.
 
 A framework derives its hooks from `ModelHooks` and says three things: which routers there are, what the arguments of a
-forward mean, and how one router is forced or watched (`RouterHook.select`).
+forward mean, and how one router is forced or watched (`SelectionHook.select`). Instances of modules are changed, never
+classes, so that other models do not notice.
 """
 
 from __future__ import annotations
@@ -16,21 +17,150 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from .errors import ReplayError
-from .overrides import Override, SelectionHook, install, is_hooked, patched, remove
-from .passes import ForwardArgs, Listener, Pass, RouterHook, Rows, Watch, signed_dtype
+from .handed_on import HandedOn
+from .passes import ForwardArgs, Listener, OneThread, Pass, PassStack, Rows, Watch, signed_dtype
 from .recompute import bind
+from .selection import LayerPass, SelectionRule
 
 ATTACHED_TWICE = (
     "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
     "attach() returned"
 )
+
+
+@contextmanager
+def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Let `wrapper(original, ...)` stand in for an attribute of the instance; restore exactly what was there.
+
+    Somebody who wraps the attribute meanwhile keeps the stand-in below theirs for good. It then only hands on.
+    """
+    original, own = getattr(module, name), module.__dict__
+    before = {name: own[name]} if name in own else {}
+    is_over = False
+
+    @wraps(original)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        if is_over:
+            return original(*args, **kwargs)
+        return wrapper(original, *args, **kwargs)
+
+    own[name] = stand_in
+    try:
+        yield
+    finally:
+        is_over = True
+        if own.get(name) is stand_in:  # else somebody replaced it meanwhile; theirs stays
+            del own[name]
+            own.update(before)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a session is open on this trunk or router."""
+    return module.__dict__.get("__deepcopy__") is _refuse_copy
+
+
+def _refuse_copy(memo_or_protocol: object) -> nn.Module:
+    raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")
+
+
+UNCOPYABLE = dict.fromkeys(("__deepcopy__", "__reduce_ex__"), _refuse_copy)
+"""What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
+
+
+class SelectionHook(ABC):
+    """One module of a chunk that selects. A framework says how its selection is forced or watched.
+
+    Args:
+        path: dotted name inside the chunk.
+        selecting: the module and the name of its method in which the selection is made.
+
+    Attributes:
+        noun: what it is, for messages.
+        now: what it does in the pass on top; None outside of any.
+    """
+
+    noun: ClassVar[str]
+
+    def __init__(self, path: str, selecting: tuple[nn.Module, str]) -> None:
+        self.path = path
+        self.selecting = selecting
+        self.now: Any = None
+        self._installed = ExitStack()
+
+    def install(self, run: Callable[..., Any]) -> None:
+        """Have `run(method, ...)` called in the place of the method, until `remove`."""
+        self._installed.enter_context(overridden(*self.selecting, run))
+
+    def remove(self) -> None:
+        """Restore what was there; what somebody replaced meanwhile stays theirs."""
+        self._installed.close()
+
+    @abstractmethod
+    def select(self, now: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the module, its selection forced and observed as `now` says."""
+
+
+class RouterHook(SelectionHook):
+    """A router, whose `select` hands what it does to a `LayerPass`.
+
+    Args:
+        path: dotted name inside the chunk.
+        selecting: the module and the name of its method in which the selection is made.
+        num_experts: E.
+        top_k: its number of picks.
+
+    Attributes:
+        read_back: the ids in what it hands on, [R, K] in ascending order, where they are not there as they are.
+    """
+
+    noun = "router"
+    now: LayerPass | None
+
+    def __init__(self, path: str, selecting: tuple[nn.Module, str], num_experts: int, top_k: int) -> None:
+        super().__init__(path, selecting)
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.read_back: Callable[[Any], Tensor] | None = None
+
+
+class SelectingRouter(RouterHook):
+    """A router whose selection is seen in its own forward.
+
+    Args:
+        path: dotted name inside the model.
+        rule: how it selects.
+        selecting: the module and the name of its method in which the selection is made.
+        num_experts: E.
+        top_k: its number of picks.
+        final: which top-k of its forward is its selection.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rule: SelectionRule,
+        selecting: tuple[nn.Module, str],
+        num_experts: int,
+        top_k: int,
+        final: int,
+    ) -> None:
+        super().__init__(path, selecting, num_experts, top_k)
+        self.rule = rule
+        self.final = final
+        self.read_back = rule.read_back
+
+    def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See `SelectionHook`."""
+        return self.rule.select(self.final, now, forward, args, kwargs)
 
 
 class ModelHooks(ABC):
@@ -48,8 +178,10 @@ class ModelHooks(ABC):
         id_dtype: of ids on the device, signed.
         is_forcing: whether one gives routes.
         counts_executed: whether losses after the routers are to count the executed selection.
-        counting: what else a session overrides where losses after the routers are to count the executed selection.
+        executed: the ids [L, R, K] of the last pass, where losses after the trunk may ask for them.
     """
+
+    keeps_executed: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -63,17 +195,22 @@ class ModelHooks(ABC):
         self.trunk = trunk
         self.routers = routers
         self.others = others
+        self.every: list[SelectionHook] = [*routers, *others]
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
         self.watch = Watch()
         self.is_forcing = False
         self.counts_executed = False
-        self.counting: list[Override] = []
-        self.passes = PassStack([*routers, *others])
+        self.executed: Tensor | None = None
+        self.passes = PassStack(self.every)
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
+        self._handed_on: HandedOn | None = None
+        self._methods = [_method(router) for router in routers]
+        self._replaced: set[SelectionHook] = set()
         self._hooked = hooked
-        self._session_hooks = ExitStack()
-        self._users: Counter[SelectionHook] = Counter()
+        self._picks = [(router.path, router.top_k) for router in routers]
+        self._installed = ExitStack()
+        self._users: Counter[Any] = Counter()
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,20 +222,16 @@ class ModelHooks(ABC):
         self._lock = threading.RLock()
 
     @abstractmethod
-    def session_overrides(self) -> Iterable[Override]:
-        """What a session overrides, routers aside: the forward of the trunk, to run it by `run_pass`, and the like."""
+    def session_contexts(self) -> Iterable[AbstractContextManager[Any]]:
+        """What is open while a session is, routers aside: the forward of the trunk `overridden` by `run_pass`."""
 
-    @abstractmethod
-    def after_pass(self, current: Pass) -> None:
-        """Called when every router selected once in a pass."""
+    def counting(self) -> AbstractContextManager[Any]:
+        """What is open beside while losses after the routers are to count the executed selection."""
+        return nullcontext()
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """What each of the other modules does in a pass, and in its recomputation."""
+        """What each of the other modules does in a pass, and in its recomputation; says whether they must."""
         return ()
-
-    def expected(self, current: Pass) -> Sequence[SelectionHook]:
-        """Which hooks must select once in a pass: the routers, and others where their choices matter."""
-        return self.routers
 
     @contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
@@ -107,39 +240,78 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
-        counting = self.counting if listener.counts_executed else []
-        with self.sessions.held("opens a session on a model"), self.hooked([*self.routers, *self.others]):
-            if not self.listeners:
-                hooks = patched(self.session_overrides(), uncopyable_too=self._hooked)
-                self._session_hooks.enter_context(hooks)
+        with (
+            self.sessions.held("opens a session on a model"),
+            self.hooked([self, *self.every]),
+            ExitStack() as counting,
+        ):
             self.listeners.append(listener)
             self._heed_listeners()
             try:
-                with patched(counting):  # around those on the trunk, which may be the whole model
-                    yield
+                if listener.counts_executed:
+                    counting.enter_context(self.counting())  # around those on the trunk, which may be the whole model
+                yield
             finally:
                 self.listeners.remove(listener)
                 self._heed_listeners()
-                if not self.listeners:
-                    self._session_hooks.close()
+                handed_on = self._handed_on
+                if handed_on is not None and not self.listeners:
+                    self._handed_on = None
+                    handed_on.remove()
+        if handed_on is not None and not self.listeners:
+            handed_on.checks.close()
+
+    def _heed_listeners(self) -> None:
+        scores = weights = others = caches = self.is_forcing = self.counts_executed = False
+        for listener in self.listeners:
+            watch = listener.watch
+            scores, weights = scores or watch.scores, weights or watch.weights
+            others, caches = others or watch.others, caches or watch.caches
+            self.is_forcing = self.is_forcing or listener.forces
+            self.counts_executed = self.counts_executed or listener.counts_executed
+        self.watch = Watch(scores, weights, others, caches)
 
     @contextmanager
-    def hooked(self, hooks: Sequence[SelectionHook]) -> Iterator[None]:
-        """Keep hooks in place until their last user leaves: sessions, and recomputations after them."""
-        with self._lock:
-            if not (self._users or self.listeners) and any(map(is_hooked, self._hooked)):
-                raise ReplayError(ATTACHED_TWICE)
-            install([hook for hook in hooks if hook not in self._users], self.run_selecting)
-            self._users.update(hooks)
+    def hooked(self, hooks: Sequence[Any]) -> Iterator[None]:
+        """Keep hooks in place until their last user leaves: sessions, and recomputations after them.
+
+        Args:
+            hooks: of modules that select; and these hooks themselves, for those of a session on the trunk.
+        """
+        used: list[Any] = []
         try:
+            with self._lock:
+                if not self._users and any(map(is_hooked, self._hooked)):
+                    raise ReplayError(ATTACHED_TWICE)
+                for hook in hooks:
+                    used.append(hook)
+                    self._users[hook] += 1
+                    if self._users[hook] == 1:
+                        hook.install(partial(self.run_selecting, hook))
             yield
         finally:
             with self._lock:
-                self._users.subtract(hooks)
-                unused = [hook for hook in hooks if not self._users[hook]]
-                for hook in unused:
-                    del self._users[hook]
-                remove(unused)
+                for hook in used:
+                    self._users[hook] -= 1
+                    if not self._users[hook]:
+                        del self._users[hook]
+                        hook.remove()
+
+    def install(self, _: object) -> None:
+        """Put the hooks of a session on the trunk, before those on routers, and refuse copies."""
+        pairs = zip(self.routers, self._methods, strict=True)
+        self._replaced = {router for router, method in pairs if _method(router) is not method}
+        for context in self.session_contexts():
+            self._installed.enter_context(context)
+        for module in self._hooked:
+            module.__dict__.update(UNCOPYABLE)
+
+    def remove(self) -> None:
+        """Take them off."""
+        for module in self._hooked:
+            for name in UNCOPYABLE:
+                module.__dict__.pop(name, None)
+        self._installed.close()
 
     def run_pass(self, read: Callable[[], ForwardArgs], forward: Callable[[], Any]) -> Any:
         """Run the forward of the trunk as one pass, as all listeners want it.
@@ -153,36 +325,57 @@ class ModelHooks(ABC):
         """
         if self.passes.is_again:  # of a checkpoint around the whole model
             return forward()
-        self.sessions.require_mine("runs a model")
+        if self.sessions.number != threading.get_ident():
+            self.sessions.require_mine("runs a model")
         listeners = list(self.listeners)
         if not listeners:  # another thread closed its session when this one was about to be refused
             return forward()
-        if self.routers:
-            self._require_no_capture()
         args = read()
-        rows = self.begin(args)
+        current = None
         if not self.routers:
+            self.begin(args)
             result = forward()
-            for listener in listeners:
-                listener.end(self.chunk, args, None)
-            return result
-        current = self.open_pass(rows, args.num_slots, args.device)
-        with self.passes.on_top(current):
-            bind(current, [*self.routers, *self.others], self.recomputing)
-            result = forward()
-        if not self._users:
-            raise ReplayError("the session was closed in the middle of a forward; close it when the model has returned")
-        self.require_each_once(current)
-        self.after_pass(current)
+        else:
+            current = self.open_pass(self.begin(args), args.num_slots, args.device)
+            with self.passes.on_top(current):
+                bind(current, self.every, self.recomputing)
+                result = forward()
+            if not self._users:
+                raise ReplayError(
+                    "the session was closed in the middle of a forward; close it when the model has returned"
+                )
+            self.require_each_once(current)
+            if self.keeps_executed and self.counts_executed:
+                self.executed = current.executed_LRK
         for listener in listeners:
             listener.end(self.chunk, args, current)
         return result
 
+    def begin(self, args: ForwardArgs) -> Rows | None:
+        """The routes to force on a pass that begins.
+
+        Raises:
+            ReplayError: while a CUDA graph is captured, which would keep the addresses of the tensors of this pass, and
+                use them again, whatever session is open then.
+        """
+        if self.routers and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise ReplayError(
+                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
+                "with the routes of this pass in every later one. Capture outside of sessions, and run the model "
+                'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
+                "every pass"
+            )
+        rows = None
+        for listener in self.listeners:  # all are asked: each notes which batch its `end` will be about
+            given = listener.begin(self.chunk, args)
+            rows = given if rows is None else rows
+        return rows
+
     def open_pass(self, rows: Rows | None, num_rows: int, device: torch.device) -> Pass:
         """A pass over this many rows as routers see them, with room for what is watched."""
-        routers = [(router.path, router.top_k) for router in self.routers]
-        current = Pass(routers, num_rows, self.id_dtype, device, rows, self.watch, len(self.others))
-        current.others = self.open_others(current)
+        current = Pass(self._picks, num_rows, self.id_dtype, device, rows, self.watch, len(self.others))
+        if self.others:
+            current.others = self.open_others(current)
         return current
 
     def require_each_once(self, current: Pass) -> None:
@@ -190,27 +383,11 @@ class ModelHooks(ABC):
 
         The device is waited for only if one ran in a compiled graph.
         """
-        hooks = self.expected(current)
-        if all(count == 1 for count in current.calls[: len(hooks)]):
-            return
-        for hook, outside, inside in zip(hooks, current.calls, current.calls_L.tolist(), strict=False):
-            count = outside + inside
-            if count != 1:
-                why = (
-                    "its rows would be consumed twice"
-                    if count
-                    else "a fused kernel, a captured graph or another branch bypassed it"
-                )
-                raise ReplayError(
-                    f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: {why}. "
-                    "Its choices cannot be recorded or replayed in this configuration"
-                )
-
-    def begin(self, args: ForwardArgs) -> Rows | None:
-        """The routes to force on a pass that begins."""
-        # All are asked, even if the first forces: each notes which batch its `end` will be about.
-        given = [listener.begin(self.chunk, args) for listener in self.listeners]
-        return next((rows for rows in given if rows is not None), None)
+        num = current.num_expected
+        if current.calls[:num] != [1] * num:
+            for hook, outside, inside in zip(self.every[:num], current.calls, current.calls_L.tolist(), strict=False):
+                if outside + inside != 1:
+                    raise _not_once(hook, outside + inside)
 
     @contextmanager
     def recomputing(self, current: Pass, ran: Sequence[SelectionHook]) -> Iterator[None]:
@@ -222,183 +399,72 @@ class ModelHooks(ABC):
         """Run a router, or another module that selects, which is called now, as the pass on top wants it.
 
         Raises:
-            ReplayError: when it runs in another thread's pass, or outside of any, or in a checkpoint that cannot be
-                bound.
+            ReplayError: when it runs in another thread's pass, or outside of any, or before one that ran behind it when
+                the model was attached, or in a checkpoint that cannot be bound.
         """
-        # a graph is traced in the thread that runs it, and calls no host
-        is_compiling = torch.compiler.is_compiling()
-        if not is_compiling:
-            self.passes.require_own_thread(hook.path)
         now = hook.now
-        if now is None:
-            self.sessions.require_mine(f"runs {hook.path} of a model")
-            raise ReplayError(
-                f"{hook.noun} {hook.path} ran outside a forward of {type(self.trunk).__name__}. Call the model that "
-                "was attached, not a part of it; open sessions before a forward, not in the middle; and where "
-                "activations of a forward from before the session are recomputed, run its backward before the session "
-                "is opened"
-            )
-        if is_compiling:
+        if torch.compiler.is_compiling():  # a graph is traced in the thread that runs it, and calls no host
+            if now is None:
+                raise self._outside(hook)
             result = hook.select(now, forward, *args, **kwargs)
             now.calls_1.add_(1)
             return result
+        if self.passes.thread.number not in (None, threading.get_ident()):
+            self.passes.thread.require_mine(f"runs {hook.path} of a model")
+        if now is None:
+            self.sessions.require_mine(f"runs {hook.path} of a model")
+            raise self._outside(hook)
         current, is_again = self.passes.top, self.passes.is_again
         # a checkpoint saves tensors in a way of its own, or switches gradients off that were on
         saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if saves or (not torch.is_grad_enabled() and (current.with_grad or is_again)):
             self.bind_checkpoints([hook])
-        if not is_again:
-            self._require_order(hook, now.layer, current)
+        if is_again:
+            return hook.select(now, forward, *args, **kwargs)
+        if now.layer < len(self.routers):
+            if now.layer < current.last_layer:
+                raise ReplayError(
+                    f"router {hook.path} runs behind {self.routers[current.last_layer].path}, and ran before it when "
+                    "the model was attached: layers were exchanged since, and routes would follow the modules. Attach "
+                    "again"
+                )
+            current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
-        if not is_again:
-            current.calls[now.layer] += 1
+        current.calls[now.layer] += 1
+        has_hooks, replaced = (
+            hook.selecting[0]._forward_hooks or every_module._global_forward_hooks,
+            hook in self._replaced,
+        )
+        if (has_hooks or replaced) and isinstance(hook, RouterHook):
+            self._handed_on = self._handed_on or HandedOn()
+            self._handed_on.follow(hook, now, result, replaced=replaced)
         return result
-
-    def _require_order(self, hook: SelectionHook, layer: int, current: Pass) -> None:
-        """Raise `ReplayError` if a router runs before one that ran behind it when the model was attached."""
-        if layer >= len(self.routers):
-            return
-        if layer < current.last_layer:
-            raise ReplayError(
-                f"router {hook.path} runs behind {self.routers[current.last_layer].path}, and ran before it when the "
-                "model was attached: layers were exchanged since, and routes would follow the modules. Attach again"
-            )
-        current.last_layer = layer
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:
         """Have the checkpoints between the pass on top and the caller repeat these in that pass. Raises as `bind`."""
         bind(self.passes.top, running, self.recomputing, until=ModelHooks.run_pass.__code__)
 
-    def _require_no_capture(self) -> None:
-        """Raise `ReplayError` if a CUDA graph is being captured.
-
-        It would keep the addresses of the tensors of this pass, and use them again, whatever session is open then.
-        """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise ReplayError(
-                f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
-                "with the routes of this pass in every later one. Capture outside of sessions, and run the model "
-                'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
-                "every pass"
-            )
-
-    def _heed_listeners(self) -> None:
-        listeners = self.listeners
-        self.is_forcing = any(listener.forces for listener in listeners)
-        self.counts_executed = any(listener.counts_executed for listener in listeners)
-        self.watch = Watch.of_any([listener.watch for listener in listeners])
+    def _outside(self, hook: SelectionHook) -> ReplayError:
+        return ReplayError(
+            f"{hook.noun} {hook.path} ran outside a forward of {type(self.trunk).__name__}. Call the model that was "
+            "attached, not a part of it; open sessions before a forward, not in the middle; and where activations of a "
+            "forward from before the session are recomputed, run its backward before the session is opened"
+        )
 
 
-class PassStack:
-    """Passes, the last to begin on top. Truth value: whether there is one.
-
-    Args:
-        hooks: whose `now` is their part of the pass on top, or None: routers, then other modules that select.
-    """
-
-    def __init__(self, hooks: Sequence[Any]) -> None:
-        self._hooks = hooks
-        self._passes: list[tuple[Pass, bool]] = []
-        self._thread = OneThread("is in the middle of a forward or a recomputation of it")
-
-    def __bool__(self) -> bool:
-        return bool(self._passes)
-
-    @property
-    def top(self) -> Pass:
-        """The pass that decides."""
-        return self._passes[-1][0]
-
-    @property
-    def is_again(self) -> bool:
-        """Whether what runs now is a recomputation of a part of it."""
-        return bool(self._passes) and self._passes[-1][1]
-
-    @contextmanager
-    def on_top(self, current: Pass, *, again: bool = False) -> Iterator[None]:
-        """Let this pass decide until the end of the block.
-
-        Raises:
-            ReplayError: while another thread is in the middle of a pass.
-        """
-        # a graph is traced in the thread that runs it, and holds no locks
-        with nullcontext() if torch.compiler.is_compiling() else self._thread.held("runs a model"):
-            self._passes.append((current, again))
-            self._arm()
-            try:
-                yield
-            finally:
-                self._passes.pop()
-                self._arm()
-
-    def require_own_thread(self, path: str) -> None:
-        """Raise `ReplayError` if the pass on top is another thread's, which runs this router or layer too."""
-        self._thread.require_mine(f"runs {path} of a model")
-
-    def _arm(self) -> None:
-        parts = [None] * len(self._hooks)
-        if self._passes:
-            current, again = self._passes[-1]
-            parts = current.parts(again=again)
-        for hook, part in zip(self._hooks, parts, strict=True):
-            hook.now = part
+def _method(router: RouterHook) -> Any:
+    """The method that stands on the instance: what took the place of its class's, or None."""
+    module, name = router.selecting
+    return module.__dict__.get(name)
 
 
-ADVICE = (
-    "One model is recorded and replayed by one thread at a time: run it in the thread that opened the session, close "
-    "the session first, or give each thread a copy of the model"
-)
-
-
-class OneThread:
-    """Belongs to a thread while it is held, which that thread may do several times over.
-
-    Args:
-        held_for: what the holder does, for messages.
-    """
-
-    def __init__(self, held_for: str) -> None:
-        self._held_for = held_for
-        self._lock = threading.RLock()  # a session may be collected, and so closed, at any moment
-        self._times = 0
-        self._number: int | None = None
-        self._name = ""
-
-    def __getstate__(self) -> str:
-        """What it is held for: nobody holds a copy."""
-        return self._held_for
-
-    def __setstate__(self, held_for: str) -> None:
-        OneThread.__init__(self, held_for)
-
-    @contextmanager
-    def held(self, doing: str) -> Iterator[None]:
-        """Hold it while the context is open, which may be closed in any thread.
-
-        Args:
-            doing: what this thread is about to do, for the message.
-
-        Raises:
-            ReplayError: when another thread holds it.
-        """
-        with self._lock:
-            self.require_mine(doing)
-            self._times += 1
-            self._number, self._name = threading.get_ident(), threading.current_thread().name
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._times -= 1
-                if not self._times:
-                    self._number = None
-
-    def require_mine(self, doing: str) -> None:
-        """Raise `ReplayError` if another thread holds it."""
-        # Read once: another thread may let go at any moment, and no lock is taken on the way of every router.
-        number = self._number
-        if number is not None and number != threading.get_ident():
-            raise ReplayError(
-                f"thread {threading.current_thread().name!r} {doing}, while thread {self._name!r} {self._held_for}. "
-                f"{ADVICE}"
-            )
+def _not_once(hook: SelectionHook, count: int) -> ReplayError:
+    why = (
+        "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in one graph "
+        "bypassed it"
+    )
+    return ReplayError(
+        f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "
+        f"{'its rows would be consumed twice' if count else why}. Its choices cannot be recorded or replayed in this "
+        "configuration"
+    )

@@ -1,4 +1,4 @@
-"""A pass: one forward of a stack of layers, and what each of its routers does in it, as tensors on its device.
+"""A pass: one forward of a stack of layers, and what its routers do in it, as tensors on its device.
 
 Only the selection is replaced. A router computes scores, selects K experts, and turns the scores of the selected ones
 into gate weights. Whatever its own rule is, it is evaluated at the forced experts, on live scores, with live gradients:
@@ -16,15 +16,19 @@ Letters: L routers in forward order, R rows of the batch as they see them, K pic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .errors import ReplayError
-from .overrides import SelectionHook
+from .selection import LayerPass, Scores
 
 
 @dataclass(frozen=True)
@@ -48,145 +52,13 @@ class Watch:
         scores: of their picks, and the best score that they left out.
         weights: the gate weights that they handed on. Not in a compiled graph.
         others: what other modules that select handed on. Not in a compiled graph.
+        caches: whether key-value caches hold the same rows from forward to forward. Not in a compiled graph.
     """
 
     scores: bool = False
     weights: bool = False
     others: bool = False
-
-    @classmethod
-    def of_any(cls, each: Sequence[Watch]) -> Watch:
-        """What any of these keeps."""
-        return cls(*map(any, zip(*(astuple(watch) for watch in each), strict=True))) if each else cls()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What routers selected by: a tensor each for all L of them, or for one without that axis.
-
-    Attributes:
-        picked: float32 [L, R, K], of what they pick by themselves.
-        next: float32 [L, R], the best of the others; of the last pick where all experts are picked.
-        by_probability: bool [L], whether they select by probabilities, and not by logits.
-    """
-
-    picked: Tensor
-    next: Tensor
-    by_probability: Tensor
-
-    def margin(self) -> Tensor:
-        """float32 [L, R], the K-th minus the (K+1)-th score, in a router's own scale; 0 where it picks all."""
-        return self.picked.amin(-1) - self.next
-
-    def tensors(self) -> list[Tensor]:
-        """In the order of the attributes."""
-        return [self.picked, self.next, self.by_probability]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerPass:
-    """What one router does in one pass.
-
-    Attributes:
-        path: of the router, for messages.
-        layer: its place in the stack.
-        again: whether it is recomputed.
-        calls_1: int32 [1], how often it has selected inside a compiled graph.
-        rows: of the pass.
-        own_RK: integers [R, K], where to keep what it picks by itself.
-        kept_RK: integers [R, K], what it picked by itself in the forward; -1 in the forward itself. Nobody writes to
-            it: a graph may keep it for its backward.
-        ids_RK: the routes to force, as `Rows.ids_LRK`, or None.
-        weights_RK: the gate weights to force, as `Rows.weights_LRK`, or None.
-        weights_into: float32 [R, K], where to keep gate weights; None where nobody wants to know.
-        scores_into: where to keep its scores, without the axis of layers; likewise.
-    """
-
-    path: str
-    layer: int
-    again: bool
-    calls_1: Tensor
-    rows: Rows | None
-    own_RK: Tensor
-    kept_RK: Tensor
-    ids_RK: Tensor | None
-    weights_RK: Tensor | None
-    weights_into: Tensor | None
-    scores_into: Scores | None
-
-    def choose(self, own_RK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The experts to run, and those that the router picks by itself, int64 [R, K].
-
-        Args:
-            own_RK: integers, what the router selects by itself; None in a recomputation, which runs what was kept. In
-                a graph, which is one for both, the router is always asked.
-
-        Raises:
-            ReplayError: when the router selects for other rows than the batch has.
-        """
-        own = self.kept_RK if own_RK is None else own_RK
-        if torch.compiler.is_compiling():
-            own = torch.where(self.kept_RK < 0, own, self.kept_RK)
-        own = own.long()
-        self.keep(own)
-        return own if self.ids_RK is None else forced(self.ids_RK, own), own
-
-    def keep(self, own_RK: Tensor) -> None:
-        """Keep what the router picks by itself, for the recomputation. Raises as `choose`."""
-        if own_RK.shape != self.own_RK.shape:
-            raise ReplayError(
-                f"router {self.path} selects {own_RK.shape[1]} experts in {own_RK.shape[0]} of the "
-                f"{self.own_RK.shape[0]} rows of the batch, expected {self.own_RK.shape[1]} in each; a router that "
-                "sees only part of the batch cannot be recorded or replayed"
-            )
-        if torch.compiler.is_compiling() or not self.again:
-            self.own_RK.copy_(own_RK)
-
-    def keep_scores(self, scores_RE: Tensor, own_RK: Tensor, *, by_probability: bool) -> None:
-        """Keep what the router selected by, if anybody wants to know.
-
-        Args:
-            scores_RE: [R, E].
-            own_RK: int64 [R, K], what it picks by itself.
-            by_probability: whether the scores are probabilities, and no logits.
-        """
-        into = self.scores_into
-        if into is None or (self.again and not torch.compiler.is_compiling()):
-            return
-        scores_RE = scores_RE.detach()
-        picked_RK = scores_RE.gather(-1, own_RK)
-        picks_all = own_RK.shape[-1] == scores_RE.shape[-1]
-        into.picked.copy_(picked_RK)
-        into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, own_RK, -torch.inf).amax(-1))
-        if by_probability:
-            into.by_probability.fill_(True)
-
-    def gate_weights(self, own: Tensor) -> Tensor:
-        """The gate weights of the executed experts, live or forced, kept if anybody wants to know.
-
-        Whatever the model does with the weights afterwards, it does to forced ones as well: they are kept and put back
-        at the same place. Forced weights are constants.
-
-        Args:
-            own: [..., K] for R rows, what the router made of live scores.
-        """
-        if self.weights_RK is not None:
-            given = self.weights_RK.to(own.device, own.dtype).view(own.shape)
-            own = torch.where(given.isnan(), own, given)
-        if self.weights_into is not None and not self.again:
-            self.weights_into.copy_(own.detach().reshape(self.weights_into.shape))
-        return own
-
-
-def forced(ids: Tensor, own: Tensor) -> Tensor:
-    """int64, the ids to force, and the router's own where there is none (-1). One shape."""
-    if ids.shape != own.shape:
-        raise ReplayError(
-            f"the routes are for {ids.shape[0]} rows of {ids.shape[1]} picks, the router selects for {own.shape[0]} "
-            f"of {own.shape[1]}; a router that sees only part of the batch cannot be replayed"
-        )
-    ids = ids.to(own.device)
-    return torch.where(ids < 0, own, ids.long())
+    caches: bool = False
 
 
 class Pass:
@@ -207,6 +79,7 @@ class Pass:
         weights_LRK: float32 [L, R, K], the gate weights that they handed on; None where they are not watched.
         calls: how often each router, and each other module, has selected outside of compiled graphs.
         calls_L: int32, the same inside of them, on the device.
+        num_expected: how many of these must select, each once: routers, and others where their choices matter.
         others: for each other module, what it does in the pass, and in its recomputation.
         kept: what other modules handed on, by their number.
         with_grad: whether gradients were recorded when it began.
@@ -223,32 +96,36 @@ class Pass:
         watch: Watch,
         num_others: int = 0,
     ) -> None:
-        num_layers, top_k = len(routers), max(picks for _, picks in routers)
+        num_layers = len(routers)
+        shape = num_layers, num_rows, max(map(itemgetter(1), routers))
+        if rows is not None and rows.ids_LRK.shape != shape:
+            raise ReplayError(
+                f"the routes are {list(rows.ids_LRK.shape)} [L, R, K], the routers select {list(shape)}; a router that "
+                "sees only part of the batch cannot be replayed"
+            )
         self.rows = rows
         self.watch = watch
-        self.own_LRK = torch.full((num_layers, num_rows, top_k), -1, dtype=id_dtype, device=device)
-        self.weights_LRK = torch.empty(num_layers, num_rows, top_k, device=device) if watch.weights else None
+        self.own_LRK = torch.full(shape, -1, dtype=id_dtype, device=device)
+        self.weights_LRK = torch.empty(shape, device=device) if watch.weights else None
         self.scores: Scores | None = None
         if watch.scores:
+            picked = torch.empty(shape, device=device)
+            if any(picks < shape[-1] for _, picks in routers):
+                picked.fill_(torch.inf)  # behind the picks of a router, where none is the least
             self.scores = Scores(
-                torch.empty(num_layers, num_rows, top_k, device=device),
-                torch.empty(num_layers, num_rows, device=device),
+                picked,
+                torch.empty(shape[:2], device=device),
                 torch.zeros(num_layers, dtype=torch.bool, device=device),
             )
         self.calls = [0] * (num_layers + num_others)
         self.calls_L = torch.zeros(num_layers + num_others, dtype=torch.int32, device=device)
+        self.num_expected = num_layers
         self.others: Sequence[tuple[Any, Any]] = ()
         self.kept: dict[int, Tensor] = {}
         self.with_grad = torch.is_grad_enabled()
         self.last_layer = -1
         self._routers = routers
         self._parts: dict[bool, list[Any]] = {}
-
-    def parts(self, *, again: bool = False) -> list[Any]:
-        """What each router does, and then each other module, now or in a recomputation."""
-        if again not in self._parts:
-            self._parts[again] = [*self._layers(again=again), *(each[again] for each in self.others)]
-        return self._parts[again]
 
     @property
     def executed_LRK(self) -> Tensor:
@@ -257,33 +134,145 @@ class Pass:
             return self.own_LRK
         return torch.where(self.rows.ids_LRK < 0, self.own_LRK, self.rows.ids_LRK)
 
-    def _layers(self, *, again: bool) -> list[LayerPass]:
-        rows, scores = self.rows, self.scores
+    def parts(self, *, again: bool = False) -> list[Any]:
+        """What each router does, and then each other module, now or in a recomputation."""
+        if again in self._parts:
+            return self._parts[again]
+        rows, scores, num_layers = self.rows, self.scores, len(self._routers)
         nothing = torch.full_like(self.own_LRK[0], -1)  # for the forward to find, and for a recomputation to write to
-        into, kept = (nothing, self.own_LRK) if again else (self.own_LRK, nothing)
-        given = (None, None) if rows is None else (rows.ids_LRK, rows.weights_LRK)
-        picks = [self._by_layer(each) for each in (into, kept, *given, self.weights_LRK)]
-        calls, layers = self.calls_L.split(1), []
+        own, none = self.own_LRK.unbind(), [nothing] * num_layers
+        absent: list[Any] = [None] * num_layers
+        picks = (
+            none if again else own,
+            own if again else none,
+            absent if rows is None else rows.ids_LRK.unbind(),
+            absent if rows is None or rows.weights_LRK is None else rows.weights_LRK.unbind(),
+            absent if self.weights_LRK is None else self.weights_LRK.unbind(),
+        )
+        calls, parts = self.calls_L.split(1), []
         for layer, (path, top_k) in enumerate(self._routers):
-            own, before, ids, weights, weights_into = (None if each is None else each[layer] for each in picks)
-            if top_k < nothing.shape[-1]:
-                cut = (own, before, ids, weights, weights_into)
-                own, before, ids, weights, weights_into = (None if each is None else each[:, :top_k] for each in cut)
-            assert own is not None, "a part of every pass"
-            assert before is not None, "a part of every pass"
-            scores_into = None
+            of_layer: list[Any] = []
+            for each in picks:
+                part = each[layer]
+                of_layer.append(part if part is None or top_k == nothing.shape[-1] else part[:, :top_k])
+            kept = None
             if scores is not None:
-                scores_into = Scores(scores.picked[layer][:, :top_k], scores.next[layer], scores.by_probability[layer])
-            layers.append(
-                LayerPass(path, layer, again, calls[layer], rows, own, before, ids, weights, weights_into, scores_into)
+                kept = Scores(scores.picked[layer][:, :top_k], scores.next[layer], scores.by_probability[layer])
+            own_RK, before_RK, ids_RK, weights_RK, weights_into = of_layer
+            parts.append(
+                LayerPass(
+                    path, layer, again, calls[layer], rows, own_RK, before_RK, ids_RK, weights_RK, weights_into, kept
+                )
             )
-        return layers
+        self._parts[again] = [*parts, *map(itemgetter(again), self.others)]
+        return self._parts[again]
 
-    def _by_layer(self, tensor: Tensor | None) -> Sequence[Tensor] | None:
-        """[R, K] of each layer, of a tensor for all of them, or of one that they share."""
-        if tensor is None or tensor.ndim == 3:
-            return tensor if tensor is None else tensor.unbind()
-        return [tensor] * len(self._routers)
+
+ADVICE = (
+    "One model is recorded and replayed by one thread at a time: run it in the thread that opened the session, close "
+    "the session first, or give each thread a copy of the model"
+)
+
+
+class OneThread:
+    """Belongs to a thread while it is held, which that thread may do several times over.
+
+    Args:
+        held_for: what the holder does, for messages.
+
+    Attributes:
+        number: of the thread; None while nobody holds it.
+    """
+
+    def __init__(self, held_for: str) -> None:
+        self._held_for = held_for
+        self._lock = threading.RLock()  # a session may be collected, and so closed, at any moment
+        self._times = 0
+        self.number: int | None = None
+        self._name = ""
+
+    def __getstate__(self) -> str:
+        """What it is held for: nobody holds a copy."""
+        return self._held_for
+
+    def __setstate__(self, held_for: str) -> None:
+        OneThread.__init__(self, held_for)
+
+    @contextmanager
+    def held(self, doing: str) -> Iterator[None]:
+        """Hold it while the context is open, which may be closed in any thread.
+
+        Args:
+            doing: what this thread is about to do, for the message.
+
+        Raises:
+            ReplayError: when another thread holds it.
+        """
+        with self._lock:
+            self.require_mine(doing)
+            self._times += 1
+            self.number, self._name = threading.get_ident(), threading.current_thread().name
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._times -= 1
+                if not self._times:
+                    self.number = None
+
+    def require_mine(self, doing: str) -> None:
+        """Raise `ReplayError` if another thread holds it."""
+        # Read once: another thread may let go at any moment, and no lock is taken on the way of every router.
+        number = self.number
+        if number is not None and number != threading.get_ident():
+            raise ReplayError(
+                f"thread {threading.current_thread().name!r} {doing}, while thread {self._name!r} {self._held_for}. "
+                f"{ADVICE}"
+            )
+
+
+class PassStack:
+    """Passes, the last to begin on top. Truth value: whether there is one.
+
+    Args:
+        hooks: whose `now` is their part of the pass on top, or None: routers, then other modules that select.
+
+    Attributes:
+        top: the pass that decides; None outside of any.
+        is_again: whether what runs now is a recomputation of a part of it.
+        thread: that is in the middle of a pass.
+    """
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self.top: Any = None
+        self.is_again = False
+        self.thread = OneThread("is in the middle of a forward or a recomputation of it")
+        self._hooks = hooks
+
+    def __bool__(self) -> bool:
+        return self.top is not None
+
+    @contextmanager
+    def on_top(self, current: Pass, *, again: bool = False) -> Iterator[None]:
+        """Let this pass decide until the end of the block.
+
+        Raises:
+            ReplayError: while another thread is in the middle of a pass.
+        """
+        # a graph is traced in the thread that runs it, and holds no locks
+        with nullcontext() if torch.compiler.is_compiling() else self.thread.held("runs a model"):
+            before = self.top, self.is_again
+            self._arm(current, again)
+            try:
+                yield
+            finally:
+                self._arm(*before)
+
+    def _arm(self, current: Pass | None, again: bool) -> None:
+        self.top, self.is_again = current, again
+        parts = [None] * len(self._hooks) if current is None else current.parts(again=again)
+        for hook, part in zip(self._hooks, parts, strict=True):
+            hook.now = part
 
 
 class ForwardArgs(Protocol):
@@ -319,23 +308,72 @@ class Listener:
         """The pass is over, and every router of the chunk selected once in it; None of a chunk without routers."""
 
 
-class RouterHook(SelectionHook):
-    """A router, whose `select` hands what it does to a `LayerPass`.
+class LateChecks:
+    """What a device is asked about the batches of a session, or of a whole step, and the host looks at later.
+
+    A batch that is on a GPU is compared with its routes there. Whoever read the answer at once would wait for all that
+    was launched before it. So the host goes on, and looks before weights change.
 
     Args:
-        path: dotted name inside the chunk.
-        selecting: the module and the name of its method in which the selection is made.
-        num_experts: E.
-        top_k: its number of picks.
+        of_step: whether the end of a session in which gradients are recorded leaves the wait to the next step of any
+            optimizer of torch.
     """
 
-    noun = "router"
-    now: LayerPass | None
+    def __init__(self, *, of_step: bool = False) -> None:
+        self._of_step = of_step
+        self._wrong: Tensor | None = None
+        self._answer: tuple[Tensor, torch.cuda.Event] | None = None
+        self._tells: list[Callable[[], object]] = []
+        self._hook: Any = None
 
-    def __init__(self, path: str, selecting: tuple[nn.Module, str], num_experts: int, top_k: int) -> None:
-        super().__init__(path, selecting)
-        self.num_experts = num_experts
-        self.top_k = top_k
+    def add(self, wrong: Tensor, tell: Callable[[], object]) -> None:
+        """Ask whether a batch is wrong. Earlier answers are looked at if they are there.
+
+        Args:
+            wrong: bool [], on the device.
+            tell: compares the batch on the host, and raises what is wrong with it.
+
+        Raises:
+            Exception: what `tell` raises, for an earlier batch.
+        """
+        if self._answer is not None:
+            self.look()
+        self._wrong = wrong if self._wrong is None else self._wrong | wrong
+        self._tells.append(tell)
+        if wrong.is_cuda:
+            self._answer = self._wrong.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._answer[1].record()
+        if self._of_step and self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.wait())
+
+    def close(self) -> None:
+        """The session ends. Raises as `add`."""
+        if self._of_step and torch.is_grad_enabled():
+            self.look()
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Look at every answer, for which the device must have begun the last pass. Raises as `add`."""
+        wrong, answer, tells = self._wrong, self._answer, self._tells
+        self._wrong, self._answer, self._tells = None, None, []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if wrong is None:
+            return
+        if answer is not None:
+            wrong, brought = answer
+            brought.synchronize()
+        if wrong.item():
+            for tell in tells:
+                tell()
+            raise AssertionError("the device finds a batch wrong that the host finds right")
+
+    def look(self) -> None:
+        """Look at the answers if a GPU has given them. Raises as `add`."""
+        if self._answer is not None and self._answer[1].query():
+            self.wait()
 
 
 def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:
@@ -348,4 +386,6 @@ def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:
 
 def signed_dtype(num_experts: int) -> torch.dtype:
     """The narrowest type of ids on the device, in which -1 is none."""
-    return next(t for t in (torch.int8, torch.int16, torch.int32) if num_experts <= torch.iinfo(t).max + 1)
+    if num_experts > 2**15:
+        return torch.int32
+    return torch.int8 if num_experts <= 2**7 else torch.int16

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import AttachError
+from .errors import AttachError, ReplayError
 from .find import RouterSite, hidden
-from .overrides import overridden
+from .hooks import overridden
 from .routed import Routed
 
 PLAIN = (bool, int, float, str, Tensor, type(None))
@@ -33,9 +33,12 @@ def self_check(routed: Routed, sites: Sequence[Sequence[RouterSite]]) -> None:
     Raises:
         AttachError: when replay changes what it should not, or does not change what it should.
     """
-    own = _check_own_routes(routed)
-    if any(router.top_k < router.num_experts for stack in routed.stacks for router in stack.routers):
-        _check_other_routes(routed, sites, [_others(*each) for each in zip(routed.stacks, sites, own, strict=True)])
+    try:
+        own = _check_own_routes(routed)
+        if any(router.top_k < router.num_experts for stack in routed.stacks for router in stack.routers):
+            _check_other_routes(routed, sites, [_others(*each) for each in zip(routed.stacks, sites, own, strict=True)])
+    except ReplayError as error:
+        raise AttachError(f"self-check failed: {error}") from error
 
 
 def _check_own_routes(routed: Routed) -> list[Tensor]:

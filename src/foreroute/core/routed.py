@@ -11,8 +11,11 @@ is told at the end of a later session, or by `report`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -20,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .caches import FollowedCache
 from .errors import ReplayError
-from .late_checks import LateChecks
-from .passes import Listener, Pass, Rows, Watch, is_in
-from .trunk import TrunkArgs, TrunkHooks
+from .hooks import ModelHooks, RouterHook, SelectionHook, overridden
+from .passes import LateChecks, Listener, Pass, Rows, Watch, is_in
 
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
@@ -70,12 +73,16 @@ class Routed:
         """Make routes ready to be replayed, as often as wanted. Arguments and errors as of `replay`."""
         if missing not in get_args(Missing):
             raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
-        of_stacks = _of_stacks(ids_BTLK, len(self.stacks), "ids")
-        forced = [None] * len(of_stacks) if weights is None else _of_stacks(weights, len(self.stacks), "weights")
-        return [
-            TensorRows.made(stack, ids, attention_mask, given, missing)
-            for stack, ids, given in zip(self.stacks, of_stacks, forced, strict=True)
-        ]
+        made, num_stacks = [], len(self.stacks)
+        every: list[Any] = [[each] if isinstance(each, Tensor) else each for each in (ids_BTLK, weights)]
+        for what, given in zip(("ids", "weights"), every, strict=True):
+            if given is not None and len(given) != num_stacks:
+                raise ReplayError(
+                    f"{len(given)} tensors of {what}; expected one for each of {num_stacks} stacks of layers"
+                )
+        for stack, ids, forced in zip(self.stacks, every[0], every[1] or [None] * num_stacks, strict=True):
+            made.append(TensorRows.made(stack, ids, attention_mask, forced, missing))
+        return made
 
     @contextmanager
     def replay(
@@ -141,10 +148,129 @@ class Routed:
     def _listening(self, listener: Listener) -> Iterator[None]:
         with ExitStack() as opened:
             for stack in self.stacks:
-                if isinstance(listener, _Replaying) and any(isinstance(each, _Replaying) for each in stack.listeners):
+                if listener.forces and stack.is_forcing:
                     raise ReplayError("this model is already replaying; close that session before opening another")
                 opened.enter_context(stack.listening(listener))
             yield
+
+
+@dataclass(frozen=True)
+class TrunkArgs:
+    """What the shapes of a forward's arguments say.
+
+    Attributes:
+        shape: (B, T).
+        past: positions that the key-value cache held already; None without one.
+        device: of the tokens.
+        num_slots: B · T.
+    """
+
+    shape: tuple[int, int]
+    past: int | None
+    device: torch.device
+    num_slots: int
+
+    @classmethod
+    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
+        """Of a call whose parameters have these names. Raises `ReplayError` when it has no tokens or embeddings."""
+        given = dict(zip(names, args, strict=False)) | kwargs
+        ids = given.get("input_ids")
+        tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
+        if not isinstance(tokens, Tensor):
+            raise ReplayError("the forward got neither input_ids nor inputs_embeds, so that its rows are not known")
+        cache: Any = given.get("past_key_values")
+        past = None if cache is None else int(cache.get_seq_length())
+        return cls((tokens.shape[0], tokens.shape[1]), past, tokens.device, tokens.shape[0] * tokens.shape[1])
+
+
+class TrunkHooks(ModelHooks):
+    """The hooks of one stack.
+
+    Args:
+        chunk: which stack of the model this is.
+        trunk: the module whose forward is one pass.
+        routers: in the order in which they run.
+        others: other modules that select.
+
+    Attributes:
+        top_k: K, the most picks that one makes.
+        limits_2L: int64 [2, L], E and K of each.
+    """
+
+    def __init__(
+        self, chunk: int, trunk: nn.Module, routers: Sequence[RouterHook], others: Sequence[SelectionHook] = ()
+    ) -> None:
+        modules = {trunk, *(hook.selecting[0] for hook in [*routers, *others])}
+        super().__init__(chunk, trunk, routers, list(modules), others)
+        self.top_k = max(router.top_k for router in routers)
+        self.limits_2L = torch.tensor([[r.num_experts for r in routers], [r.top_k for r in routers]])
+        self.names = list(inspect.signature(trunk.forward).parameters)
+        self._cache: FollowedCache | None = None
+        self._layer_of = {router.selecting[0]: layer for layer, router in enumerate(routers)}
+        self._in_modules = [self._layer_of[module] for module in trunk.modules() if module in self._layer_of]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the weights of the routers are; None where they have none, or accelerate keeps all offloaded."""
+        weighed = (p.device for router in self.routers for p in router.selecting[0].parameters() if not p.is_meta)
+        return next(weighed, None)
+
+    def session_contexts(self) -> list[AbstractContextManager[Any]]:
+        """The trunk, and whatever was compiled on its own with a router in it. See `ModelHooks`.
+
+        Raises:
+            ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
+        """
+        self._cache = None
+        contexts: list[AbstractContextManager[Any]] = [overridden(self.trunk, "forward", self.run_trunk)]
+        # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation
+        # would not enter the mode again. It need not: the graph keeps routes. Importing Dynamo would cost seconds.
+        # torch 2.8 has no such setting, and refuses.
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and hasattr(dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+            contexts.append(dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True))
+        found: list[int] = []
+        for path, module in self.trunk.named_modules():
+            if module in self._layer_of:
+                found.append(self._layer_of[module])
+            own = module.__dict__
+            # torch.compile(module) makes a wrapper with a `forward` of its own; module.compile() leaves the other
+            # attribute
+            compiled = "forward" if "dynamo_ctx" in own else "_compiled_call_impl"
+            if own.get(compiled) is None:
+                continue
+            inside = set(module.modules())
+            if hooks := [hook for hook in self.every if hook.selecting[0] in inside]:
+                contexts.append(overridden(module, compiled, partial(self.run_compiled, path, hooks)))
+        for before, now in zip((layer for layer in self._in_modules if layer in found), found, strict=True):
+            if before != now:
+                raise ReplayError(
+                    f"router {self.routers[now].path} stands where {self.routers[before].path} stood when the model "
+                    "was attached: layers were exchanged since, and routes would follow the modules. Attach again"
+                )
+        return contexts
+
+    @torch.compiler.disable(recursive=False)  # the host is asked for the rows; what is inside is compiled again
+    def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward of the trunk as one pass."""
+        call = partial(forward, *args, **kwargs)
+        if self.watch.caches:
+            call = self.along_cache(call, args, kwargs)
+        return self.run_pass(partial(TrunkArgs.of_call, self.names, args, kwargs), call)
+
+    def along_cache(self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[Any]:
+        """A call of the trunk with these arguments that looks at its cache, before and after it."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        self._cache = self._cache or FollowedCache()
+        return partial(self._cache.run, given.get("past_key_values"), call)
+
+    def run_compiled(
+        self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a layer with a graph of its own, in which its router cannot look around."""
+        if self.passes and not torch.compiler.is_compiling():
+            self.bind_checkpoints(hooks)
+        return call(*args, **kwargs)
 
 
 class TensorRows(NamedTuple):
@@ -166,7 +292,7 @@ class TensorRows(NamedTuple):
     ) -> TensorRows:
         """Check ids [B, T, L, K] against a stack, on the device. Raises `ReplayError` for shapes and types."""
         routers = stack.routers
-        top_k = max(router.top_k for router in routers)
+        top_k = stack.top_k
         if not isinstance(ids, Tensor) or ids.ndim != 4 or ids.dtype not in INTEGERS:
             raise ReplayError(f"ids are {_described(ids)}; expected integers [B, T, L, K]")
         if ids.shape[2:] != (len(routers), top_k):
@@ -177,15 +303,12 @@ class TensorRows(NamedTuple):
         for name, given, shape in (("attention_mask", mask, ids.shape[:2]), ("weights", weights, ids.shape)):
             if given is not None and given.shape != shape:
                 raise ReplayError(f"{name} is {list(given.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
-        # accelerate keeps offloaded weights on the meta device
-        weighed = (p.device for r in routers for p in r.selecting[0].parameters() if not p.is_meta)
-        device = next(weighed, ids.device)
+        device = stack.device or ids.device
         ids_LBTK = _moved(ids, device).permute(2, 0, 1, 3)
         real_BT = (
             torch.ones(ids.shape[:2], dtype=torch.bool, device=device) if mask is None else _moved(mask, device) != 0
         )
-        limits = torch.tensor([(r.num_experts, r.top_k) for r in routers])
-        num_experts_L, top_k_L = _moved(limits, device).view(len(routers), 2, 1, 1).unbind(1)
+        num_experts_L, top_k_L = _moved(stack.limits_2L, device)[..., None, None]
         is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
         given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
         num_given = given.sum(-1)
@@ -208,12 +331,15 @@ class TensorRows(NamedTuple):
 
     def of(self, first: int, num: int) -> Rows:
         """The rows of positions from `first` on; behind the last one there is no route."""
-        ids, weights = (None if each is None else each[:, :, first : first + num] for each in self[:2])
-        assert ids is not None, "there are ids"
-        if lacking := num - ids.shape[2]:
-            ids = functional.pad(ids, (0, 0, 0, lacking), value=-1)
-            weights = None if weights is None else functional.pad(weights, (0, 0, 0, lacking), value=torch.nan)
-        return Rows(ids.flatten(1, 2), None if weights is None else weights.flatten(1, 2))
+        parts: list[Tensor | None] = []
+        for each, nothing in ((self.ids_LBTK, -1), (self.weights_LBTK, torch.nan)):
+            if each is not None:
+                each = each[:, :, first : first + num]
+                if lacking := num - each.shape[2]:
+                    each = functional.pad(each, (0, 0, 0, lacking), value=nothing)
+                each = each.flatten(1, 2)
+            parts.append(each)
+        return Rows(*parts)  # type: ignore[arg-type]
 
 
 class _Replaying(Listener):
@@ -258,7 +384,7 @@ class TensorRecording(Listener):
     """
 
     def __init__(self, num_stacks: int, *, weights: bool) -> None:
-        self.watch = Watch(weights=weights)
+        self.watch = Watch(weights=weights, caches=True)
         self._passes: list[list[tuple[Any, Tensor, Tensor | None]]] = [[] for _ in range(num_stacks)]
 
     def end(self, chunk: int, args: Any, current: Pass | None) -> None:
@@ -278,18 +404,11 @@ class TensorRecording(Listener):
         parts: list[list[Tensor]] = []
         for args, of_rows in passes:
             rows = of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3)
-            if args.past and parts and sum(part.shape[1] for part in parts[-1]) == args.past:
+            if args.past and parts:
                 parts[-1].append(rows)
             else:
                 parts.append([rows])
         return [torch.cat(each, 1) for each in parts]
-
-
-def _of_stacks(given: Any, num_stacks: int, what: str) -> list[Any]:
-    each = [given] if isinstance(given, Tensor) else list(given)
-    if len(each) != num_stacks:
-        raise ReplayError(f"{len(each)} tensors of {what}; expected one for each of {num_stacks} stacks of layers")
-    return each
 
 
 def _described(value: Any) -> str:

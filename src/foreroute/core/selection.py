@@ -7,22 +7,162 @@ family's own code, so that no gate formula is written down here a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .errors import ReplayError
-from .passes import LayerPass, RouterHook
+
+if TYPE_CHECKING:
+    from .passes import Rows
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 SQUASHING = frozenset(
     {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
 )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What routers selected by: a tensor each for all L of them, or for one without that axis.
+
+    Attributes:
+        picked: float32 [L, R, K], of what they pick by themselves.
+        next: float32 [L, R], the best of the others; of the last pick where all experts are picked.
+        by_probability: bool [L], whether they select by probabilities, and not by logits.
+    """
+
+    picked: Tensor
+    next: Tensor
+    by_probability: Tensor
+
+    def margin(self) -> Tensor:
+        """float32 [L, R], the K-th minus the (K+1)-th score, in a router's own scale; 0 where it picks all."""
+        return self.picked.amin(-1) - self.next
+
+    def tensors(self) -> list[Tensor]:
+        """In the order of the attributes."""
+        return [self.picked, self.next, self.by_probability]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPass:
+    """What one router does in one pass.
+
+    Attributes:
+        path: of the router, for messages.
+        layer: its place in the stack.
+        again: whether it is recomputed.
+        calls_1: int32 [1], how often it has selected inside a compiled graph.
+        rows: of the pass.
+        own_RK: integers [R, K], where to keep what it picks by itself.
+        kept_RK: integers [R, K], what it picked by itself in the forward; -1 in the forward itself. Nobody writes to
+            it: a graph may keep it for its backward.
+        ids_RK: the routes to force, as `Rows.ids_LRK`, or None.
+        weights_RK: the gate weights to force, as `Rows.weights_LRK`, or None.
+        weights_into: float32 [R, K], where to keep gate weights; None where nobody wants to know.
+        scores_into: where to keep its scores, without the axis of layers; likewise.
+    """
+
+    path: str
+    layer: int
+    again: bool
+    calls_1: Tensor
+    rows: Rows | None
+    own_RK: Tensor
+    kept_RK: Tensor
+    ids_RK: Tensor | None
+    weights_RK: Tensor | None
+    weights_into: Tensor | None
+    scores_into: Scores | None
+
+    def choose(self, own_RK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The experts to run, and those that the router picks by itself, int64 [R, K].
+
+        Args:
+            own_RK: integers, what the router selects by itself; None in a recomputation, which runs what was kept. In
+                a graph, which is one for both, the router is always asked.
+
+        Raises:
+            ReplayError: when the router selects for other rows than the batch has.
+        """
+        own = self.kept_RK if own_RK is None else own_RK
+        if torch.compiler.is_compiling():
+            own = torch.where(self.kept_RK < 0, own, self.kept_RK)
+        own = own.long()
+        self.keep(own)
+        return self.forced(own), own
+
+    def forced(self, own: Tensor, pick: int | None = None) -> Tensor:
+        """int64, the ids to force, and the router's own where there is none.
+
+        Args:
+            own: int64 [R, K], or [R, 1] of one pick.
+            pick: which, where it is one of several.
+
+        Raises:
+            ReplayError: as `choose`.
+        """
+        if self.ids_RK is None:
+            return own
+        ids = (self.ids_RK if pick is None else self.ids_RK[:, pick : pick + 1]).to(own.device)
+        if ids.shape != own.shape:
+            raise self._seeing_a_part(own)
+        return torch.where(ids < 0, own, ids.long())
+
+    def keep(self, own_RK: Tensor) -> None:
+        """Keep what the router picks by itself, for the recomputation. Raises as `choose`."""
+        if own_RK.shape != self.own_RK.shape:
+            raise self._seeing_a_part(own_RK)
+        if torch.compiler.is_compiling() or not self.again:
+            self.own_RK.copy_(own_RK)
+
+    def keep_scores(self, scores_RE: Tensor, own_RK: Tensor, *, by_probability: bool) -> None:
+        """Keep what the router selected by, if anybody wants to know.
+
+        Args:
+            scores_RE: [R, E].
+            own_RK: int64 [R, K], what it picks by itself.
+            by_probability: whether the scores are probabilities, and no logits.
+        """
+        into = self.scores_into
+        if into is None or (self.again and not torch.compiler.is_compiling()):
+            return
+        scores_RE = scores_RE.detach()
+        picked_RK = scores_RE.gather(-1, own_RK)
+        picks_all = own_RK.shape[-1] == scores_RE.shape[-1]
+        into.picked.copy_(picked_RK)
+        into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, own_RK, -torch.inf).amax(-1))
+        if by_probability:
+            into.by_probability.fill_(True)
+
+    def gate_weights(self, own: Tensor) -> Tensor:
+        """The gate weights of the executed experts, live or forced, kept if anybody wants to know.
+
+        Whatever the model does with the weights afterwards, it does to forced ones as well: they are kept and put back
+        at the same place. Forced weights are constants.
+
+        Args:
+            own: [..., K] for R rows, what the router made of live scores.
+        """
+        if self.weights_RK is not None:
+            given = self.weights_RK.to(own.device, own.dtype).view(own.shape)
+            own = torch.where(given.isnan(), own, given)
+        if self.weights_into is not None and not self.again:
+            self.weights_into.copy_(own.detach().reshape(self.weights_into.shape))
+        return own
+
+    def _seeing_a_part(self, own: Tensor) -> ReplayError:
+        num_rows, top_k = self.own_RK.shape
+        return ReplayError(
+            f"router {self.path} selects {own.shape[1]} experts in {own.shape[0]} of the {num_rows} rows of the batch, "
+            f"expected {top_k} in each; a router that sees only part of the batch cannot be recorded or replayed"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,33 +190,27 @@ class SelectionMode(TorchFunctionMode):
         now: what the router does in this pass; None to look on only.
 
     Attributes:
+        asks: whether the router is to select by itself: not in a recomputation, unless in a graph, which is one for
+            both.
         seen: every selection so far, in order.
+        masked: where scores came from.
     """
 
     def __init__(self, final: int | None, now: LayerPass | None = None) -> None:
         super().__init__()
         self.final = final
         self.now = now
+        self.asks = now is None or not now.again or torch.compiler.is_compiling()
         self.seen: list[Selection] = []
-        self._squashed = False
         self.masked = MaskedScores()
+        self._squashed = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs every torch function of the router by `call`."""
-        return self.call(func, args, kwargs or {})
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a torch function: of the final top-k, in our way."""
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs every torch function of the router: the final top-k in our way."""
         if func in TOP_K:
-            return self._top_k(func, args, kwargs)
+            return self._top_k(func, args, kwargs or {})
         self._squashed = self._squashed or func in SQUASHING
-        return self.masked.run(func, args, kwargs)
+        return self.masked.run(func, args, kwargs or {})
 
     def _top_k(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "input" in kwargs:
@@ -90,8 +224,7 @@ class SelectionMode(TorchFunctionMode):
             if now is not None:
                 now.keep(ids_RK)
             return result
-        own = func(scores.detach(), *args[1:], **kwargs).indices if asks(now) else None
-        ids = self.chosen(scores, own)
+        ids = self.chosen(scores, func(scores.detach(), *args[1:], **kwargs).indices if self.asks else None)
         return torch.return_types.topk((self.masked.before_masking(scores).gather(-1, ids), ids))
 
     def chosen(self, scores: Tensor, own: Tensor | None) -> Tensor:
@@ -107,14 +240,11 @@ class SelectionMode(TorchFunctionMode):
         return ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
 
 
-def asks(now: LayerPass) -> bool:
-    """Whether a router is to select by itself: not in a recomputation, unless in a graph, which is one for both."""
-    return not now.again or torch.compiler.is_compiling()
-
-
 def _flat(tensor: Tensor) -> Tensor:
     """[..., E] as [R, E]: some routers keep batch and token axes apart."""
-    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
+    if tensor.ndim > 2:
+        return tensor.flatten(0, -2)
+    return tensor if tensor.ndim == 2 else tensor[None]
 
 
 @dataclass(frozen=True)
@@ -133,66 +263,42 @@ class SelectionRule:
     is_lookup: bool = False
     read_back: Callable[[Any], Tensor] | None = None
 
+    def select(self, final: int, now: LayerPass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward of a router whose selection is the top-k number `final`, forced and kept as `now` says.
 
-class SelectingRouter(RouterHook):
-    """The hook on one router.
-
-    Args:
-        path: dotted name inside the model.
-        rule: how it selects.
-        selecting: the module and the name of its method in which the selection is made.
-        num_experts: E.
-        top_k: its number of picks.
-        final: which top-k of its forward is its selection.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        rule: SelectionRule,
-        selecting: tuple[nn.Module, str],
-        num_experts: int,
-        top_k: int,
-        final: int,
-    ) -> None:
-        super().__init__(path, selecting, num_experts, top_k)
-        self.rule = rule
-        self.final = final
-
-    def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `RouterHook`."""
-        mode = self.rule.mode(self.final, now)
+        Raises:
+            ReplayError: when it selects another number of times, for other rows, or when gate weights are recorded or
+                replayed, and it does not hand on one for each pick.
+        """
+        mode = self.mode(final, now)
         with mode:
             result = forward(*args, **kwargs)
-        if len(mode.seen) != self.final + 1:
+        if len(mode.seen) != final + 1:
             raise ReplayError(
-                f"router {self.path} made {len(mode.seen)} top-k selections, but {self.final + 1} when it was "
-                "attached; its forward takes another path now. Attach again"
+                f"router {now.path} made {len(mode.seen)} top-k selections, but {final + 1} when it was attached; its "
+                "forward takes another path now. Attach again"
             )
         seen = mode.seen[-1]
         if now.scores_into is not None:
             now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
         if torch.compiler.is_compiling() or (now.weights_into is None and now.weights_RK is None):
             return result
-        return with_gate_weights(self.path, result, now, regroups=self.rule.read_back is not None)
+        return with_gate_weights(result, now, regroups=self.read_back is not None)
 
 
-def with_gate_weights(path: str, output: Any, now: LayerPass, *, regroups: bool) -> Any:
-    """What a router returned, with the weights to force in the slots that have a route.
+def with_gate_weights(output: Any, now: LayerPass, *, regroups: bool) -> Any:
+    """What a router returned, with the weights to force in the slots that have a route. Raises as `select`.
 
     Args:
-        path: of the router.
         output: what it returned.
         now: what it does in this pass.
         regroups: whether it hands its picks on in another order than that of tokens.
-
-    Raises:
-        ReplayError: when gate weights are recorded or replayed, and the router does not hand on one for each pick.
     """
-    parts = list(enumerate(output)) if isinstance(output, tuple | list) else [(None, output)]
+    is_tuple = isinstance(output, tuple | list)
+    parts = list(output) if is_tuple else [output]
     found = [
-        (place, part)
-        for place, part in parts
+        place
+        for place, part in enumerate(parts)
         if isinstance(part, Tensor)
         and part.is_floating_point()
         and part.numel() == now.own_RK.numel()
@@ -200,23 +306,17 @@ def with_gate_weights(path: str, output: Any, now: LayerPass, *, regroups: bool)
     ]
     if len(found) != 1 or regroups:
         handed = f"hands on {len(found) or 'no'} tensors of one number per pick"
-        what = "regroups its picks" if regroups else handed
         raise ReplayError(
-            f"router {path} {what}; expected one tensor of gate weights [tokens, K]. The gate weights of this "
-            "family can be neither recorded nor replayed; leave gate_weights out"
+            f"router {now.path} {'regroups its picks' if regroups else handed}; expected one tensor of gate weights "
+            "[tokens, K]. The gate weights of this family can be neither recorded nor replayed; leave gate_weights out"
         )
-    place, own = found[0]
-    weights = now.gate_weights(own)
+    own = parts[found[0]]
+    parts[found[0]] = weights = now.gate_weights(own)
     if weights is own:
         return output
-    return weights if place is None else _put(output, place, weights)
-
-
-def _put(output: Any, place: int, weights: Tensor) -> Any:
-    parts = [weights if number == place else part for number, part in enumerate(output)]
-    if hasattr(output, "_fields"):
-        return type(output)(*parts)
-    return type(output)(parts)
+    if not is_tuple:
+        return weights
+    return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
 
 FILLING = frozenset({torch.masked_fill, Tensor.masked_fill})

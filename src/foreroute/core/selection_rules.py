@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .passes import forced
-from .selection import FILLING, Selection, SelectionMode, SelectionRule, asks
+from .selection import FILLING, Selection, SelectionMode, SelectionRule
 
 ARG_MAX = frozenset({torch.argmax, Tensor.argmax})
 CLOSING_OUT = frozenset({torch.scatter, Tensor.scatter})
@@ -32,8 +31,9 @@ class ArgMaxMode(SelectionMode):
 
     _ids: Tensor | None = None
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs every torch function of the router, and the two that select in our way."""
+        kwargs = kwargs or {}
         if func in ARG_MAX:
             return self._arg_max(func, args, kwargs)
         if func in MAX and self._ids is not None:
@@ -49,7 +49,7 @@ class ArgMaxMode(SelectionMode):
             self.seen.append(Selection(scores.reshape(-1, scores.shape[-1]), ids_R1, ids_R1, by_probability=True))
             return ids
         self._squashed = True
-        own = scores.detach().argmax(dim=-1, keepdim=True) if asks(self.now) else None
+        own = scores.detach().argmax(dim=-1, keepdim=True) if self.asks else None
         self._ids = self.chosen(scores, own)[..., 0]
         return self._ids
 
@@ -61,9 +61,9 @@ class HashLookupMode(SelectionMode):
     ids are seen where the router gathers its scores at them.
     """
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs every torch function of the router."""
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         if func in GATHER:
             self.seen.append(Selection(args[0], args[2], args[2]))
             if self.now is not None:
@@ -86,8 +86,9 @@ class SparseMixerMode(SelectionMode):
         self._picks: list[Tensor] = []  # int64 [R, 1], one for each pick so far
         self._in_band = False
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs every torch function of the router; the picks and their bands in our way."""
+        kwargs = kwargs or {}
         if func in FILLING and self._picks:
             scores, outside, value = args
             self._in_band = True
@@ -124,10 +125,7 @@ class SparseMixerMode(SelectionMode):
         now, pick = self.now, len(self._picks) - self._in_band
         if now is None:
             return own_R1
-        if now.again:
-            own_R1 = now.own_RK[:, pick : pick + 1].long()
-        ids_RK = now.ids_RK
-        return own_R1 if ids_RK is None else forced(ids_RK[:, pick : pick + 1], own_R1)
+        return now.forced(now.kept_RK[:, pick : pick + 1].long() if now.again else own_R1, pick)
 
 
 def grouped_by_expert(output: Any) -> Tensor:

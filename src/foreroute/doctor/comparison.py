@@ -28,7 +28,7 @@ OF_TOKENS: Mapping[str, Ratio] = {
 OF_ROUTES: Mapping[str, Ratio] = {
     "differing_share": lambda found: (found.differing_L.sum(), found.rows * len(found.differing_L)),
     "differing_tokens_share": lambda found: (found.by_differing_layers[1:].sum(), found.rows),
-    "overlap": lambda found: (found.shared_L.sum(), found.rows * found.top_k * len(found.shared_L)),
+    "overlap": lambda found: (found.shared_L.sum(), found.rows * found.picks_L.sum()),
 }
 
 

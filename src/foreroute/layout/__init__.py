@@ -1,14 +1,19 @@
 """Where each row goes: packing, padding and the splits of parallel training, as pure index arithmetic. No torch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from foreroute.layout.match_tokens import (
     locate_rows,
     order_by_tokens,
     starts_from_cumulative_lengths,
     starts_from_positions,
 )
-from foreroute.layout.packing import Packing, pack_sequences, padded_batches
 from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, block_homes, collect, fill_padding, take
 from foreroute.layout.slots import Layout, pack, pad
+
+if TYPE_CHECKING:
+    from foreroute.layout.packing import Packing, pack_sequences, padded_batches
 
 __all__ = [
     "PAD",
@@ -29,3 +34,10 @@ __all__ = [
     "starts_from_positions",
     "take",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the packer when it is asked for."""
+    if name not in ("Packing", "pack_sequences", "padded_batches"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.packing"), name)

@@ -106,8 +106,9 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
 
     Raises:
         BatchMismatchError: when the indices are for another number of rows.
-        SpecMismatchError: when the trace has no such layer.
+        SpecMismatchError: when the trace has no such layer, or layers of other sizes.
     """
+    trace.spec.require_alike("a layout of ranks")
     if rank_rows.num_rows != trace.num_rows:
         raise BatchMismatchError(
             f"the layout is for {rank_rows.num_rows} packed rows and the trace has {trace.num_rows}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from foreroute.errors import InputError
 from foreroute.layout import order_by_tokens
 from foreroute.mismatch.mixups import Defect, Mixup, TracePair, mixups
-from foreroute.trace import RoutingSpec, RoutingTrace, overlap
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, overlap
 from foreroute.trace.checks import as_offsets
 
 NATURAL = 0.20
@@ -64,7 +65,8 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
     """Compare `b` with the reference `a` and name what sets them apart.
 
     Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens or 64 layers, permutations of
-    more than 256 sequences and renamings of more than 1,024 experts are not looked for.
+    more than 256 sequences and renamings of more than 1,024 experts are not looked for. Where layers differ in E or K,
+    mix-ups are looked for in those of one size.
 
     Args:
         a: the reference, say the trainer's own routes.
@@ -85,18 +87,20 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
             "no row is routed in both traces, so there is nothing to compare; expected two traces of the same tokens "
             "with routes (foreroute inspect shows what each has)"
         )
-    top_k, longest = a.spec.top_k, int(a.lengths.max(initial=0))
-    pair = TracePair(a, b, np.random.default_rng(0))
-    positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / top_k
+    longest = int(a.lengths.max(initial=0))
+    alike_a, alike_b = (part.select_layers(_alike(a.spec)) if a.spec.sizes else part for part in (a, b))
+    pair = TracePair(alike_a, alike_b, np.random.default_rng(0))
+    positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / a.spec.picks_L
     with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
         by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
     differs_RL = share_RL < 1
-    finding = _found(pair, positions, differs_RL, order, names)
+    finding = _found(pair, a.spec, positions, differs_RL, order, names)
     return Explanation(*finding, float(differs_RL.mean()), share_RL.mean(axis=0), by_position)
 
 
 def _found(
     pair: TracePair,
+    spec: RoutingSpec,
     positions: NDArray[np.int64],
     differs_RL: NDArray[np.bool_],
     order: NDArray[np.int64] | None,
@@ -115,7 +119,7 @@ def _found(
         (None if best is None else _of_mixup(pair, best, names[1]))
         or _prefix_absent(pair, differs_RL, names)
         or _prefix_garbage(positions, differs_RL)
-        or _layer_replaced(pair, differs_RL)
+        or _layer_replaced(spec, differs_RL)
         or _drift(pair, differs_RL, names)
     )
 
@@ -188,7 +192,7 @@ def _prefix_garbage(positions: NDArray[np.int64], differs_RL: NDArray[np.bool_])
     return _Finding(Defect.PREFIX_MISSING, {"rows": last + 1, "absent": False}, sentence)
 
 
-def _layer_replaced(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding | None:
+def _layer_replaced(spec: RoutingSpec, differs_RL: NDArray[np.bool_]) -> _Finding | None:
     """One layer is unrelated and all others agree."""
     by_layer = differs_RL.mean(axis=0)
     ordered = np.sort(by_layer)
@@ -197,7 +201,7 @@ def _layer_replaced(pair: TracePair, differs_RL: NDArray[np.bool_]) -> _Finding 
     if len(by_layer) < 3 or ordered[-1] < _REPLACED or ordered[:-1].mean() > NATURAL or ordered[-2] > 0.3:
         return None
     column = int(np.argmax(by_layer))
-    layer = pair.a.spec.layers[column]
+    layer = spec.layers[column]
     sentence = f"Only {layer} is unrelated: another layer's routes (a draft or MTP layer?) took its place."
     return _Finding(Defect.LAYER_REPLACED, {"layer": layer.index, "row": column}, sentence)
 
@@ -222,6 +226,13 @@ def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str
     if grows:
         return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}{more}.")
     return _Finding(Defect.UNEXPLAINED, versions, f"Unexplained: {decisions}, and no known defect is the cause.")
+
+
+def _alike(spec: RoutingSpec) -> list[RoutedLayer]:
+    """The layers of the size that most of them have, one of which a row does not hold all experts if there is one."""
+    counts = Counter(spec.sizes_L)
+    most = max(counts, key=lambda size: (size[1] < size[0], counts[size]))
+    return [layer for layer, size in zip(spec.layers, spec.sizes_L, strict=True) if size == most]
 
 
 def _capital(name: str) -> str:

@@ -82,13 +82,13 @@ def routing_mismatch(
     """
     rollout, trainer = as_traces(rollout, trainer, mask)
     shared_RL = overlap(rollout, trainer).shared_RL
-    differs_RL: NDArray[Any] = shared_RL < rollout.spec.top_k
+    differs_RL: NDArray[Any] = shared_RL < rollout.spec.picks_L
     num_layers = rollout.spec.num_layers
     per_row = differs_RL.sum(axis=1)
     first = differs_RL.argmax(axis=1)[per_row > 0]
     return RoutingMismatch(
         rows=len(shared_RL),
-        top_k=rollout.spec.top_k,
+        picks_L=rollout.spec.picks_L,
         differing_L=differs_RL.sum(axis=0, dtype=np.int64),
         shared_L=shared_RL.sum(axis=0, dtype=np.int64),
         by_differing_layers=np.bincount(per_row, minlength=num_layers + 1),
@@ -230,7 +230,7 @@ class RoutingMismatch:
 
     Attributes:
         rows: number of token rows compared.
-        top_k: K.
+        picks_L: int64 [L], the K of each layer.
         differing_L: int64 [L], rows whose expert set differs, per layer.
         shared_L: int64 [L], experts picked by both, summed over rows.
         by_differing_layers: int64 [L + 1], rows by their number of differing layers.
@@ -238,7 +238,7 @@ class RoutingMismatch:
     """
 
     rows: int
-    top_k: int
+    picks_L: NDArray[np.int64]
     differing_L: NDArray[np.int64]
     shared_L: NDArray[np.int64]
     by_differing_layers: NDArray[np.int64]
@@ -261,12 +261,12 @@ class RoutingMismatch:
 
     @property
     def overlap_L(self) -> NDArray[np.float64]:
-        """float64 [L], mean share of a token's K experts that both sides picked, per layer."""
-        return np.asarray(self.shared_L / (self.rows * self.top_k or math.nan), np.float64)
+        """float64 [L], mean share of a token's experts that both sides picked, per layer."""
+        return np.asarray(self.shared_L / (self.rows * self.picks_L if self.rows else math.nan), np.float64)
 
     def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
         """The mismatch over the rows of both."""
-        added = {name: value + vars(other)[name] for name, value in vars(self).items() if name != "top_k"}
+        added = {name: value + vars(other)[name] for name, value in vars(self).items() if name != "picks_L"}
         return replace(self, **added)
 
 
@@ -291,10 +291,10 @@ class LiveAgreement:
     replaced_mass_L: NDArray[np.float64]
 
     @classmethod
-    def from_sums(cls, sums: Mapping[str, NDArray[Any]], top_k: int) -> LiveAgreement:
+    def from_sums(cls, sums: Mapping[str, NDArray[Any]], picks_L: NDArray[np.int64]) -> LiveAgreement:
         """From arrays named as in `LiveAgreement` and `RoutingMismatch`."""
-        counted = {name: sums[name] for name in RoutingMismatch.__dataclass_fields__ if name not in ("rows", "top_k")}
-        routing = RoutingMismatch(rows=int(sums["rows"]), top_k=top_k, **counted)
+        counted = {name: sums[name] for name in RoutingMismatch.__dataclass_fields__ if name not in ("rows", "picks_L")}
+        routing = RoutingMismatch(rows=int(sums["rows"]), picks_L=picks_L, **counted)
         return cls(routing, sums["margins_LB"], sums["replaced_mass_L"])
 
     @property

@@ -52,7 +52,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     Raises:
         CountsError: when there is no trace, the packing is of another number of sequences, or the counts would be far
             more than the assignments.
-        SpecMismatchError: when the traces are of different models.
+        SpecMismatchError: when the traces are of different models, or of one whose layers differ in experts or picks.
         TraceContentError: when the packing puts a sequence beyond its own micro-steps or ranks.
     """
     several = [traces] if isinstance(traces, RoutingTrace) else list(traces)
@@ -65,6 +65,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     spec = several[0].spec
     for trace in several[1:]:
         spec.require_same(trace.spec, what="a trace to be counted")
+    spec.require_alike("a plan")
     entries = packing.num_micro_steps * spec.num_layers * packing.num_ranks * spec.num_experts
     assignments = sum(int(trace.lengths.sum()) for trace in several) * spec.num_layers * spec.top_k
     if entries > max(FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT * assignments):

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.overrides import SelectionHook
 from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.trace import RoutingTrace
 from foreroute.trace.indexers import INDEXER, IndexerSpec
@@ -114,13 +113,6 @@ class Places:
                 "sequence follow each other"
             )
         return cls(position_R, first_R)
-
-
-class IndexerHook(SelectionHook):
-    """An indexer of sparse attention, whose `select` hands on `now.rows` and notes it in `now.observed`."""
-
-    noun = "indexer"
-    now: IndexerPass | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,7 +112,7 @@ class Recording(Listener):
         weights: bool,
         indexers: bool,
     ) -> None:
-        self.watch = Watch(scores=margins, weights=weights, others=indexers)
+        self.watch = Watch(scores=margins, weights=weights, others=indexers, caches=True)
         self._spec = spec
         self._rows_of = rows_of
         self._version = weight_version
@@ -133,7 +133,7 @@ class Recording(Listener):
         else:
             recorded = RecordedPass(
                 begun,
-                _narrow(current.executed_LRK, self._spec.num_experts),
+                _narrow(current.executed_LRK, self._spec),
                 current.scores.margin() if watch.scores and current.scores is not None else None,
                 current.weights_LRK if watch.weights else None,
                 current.kept if watch.others else None,
@@ -223,12 +223,14 @@ class Recording(Listener):
         if not self.watch.weights:
             return trace
         weights_NLK = _in_order(group, lambda rows: rows.weights_NLK)
-        return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N))
+        return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N, self._spec.picks_L))
 
 
-def _narrow(ids_LRK: Tensor, num_experts: int) -> Tensor:
-    """Ids as a trace has them, in memory of their own: uint8 up to 256 experts, else uint16."""
-    return ids_LRK.to(torch.uint8) if num_experts <= 256 else ids_LRK.to(torch.int16, copy=True).view(torch.uint16)
+def _narrow(ids_LRK: Tensor, spec: RoutingSpec) -> Tensor:
+    """Ids as a trace has them, in memory of their own: -1 becomes its filler."""
+    if spec.id_dtype.itemsize == 1:
+        return ids_LRK.to(torch.uint8)
+    return ids_LRK.to(torch.int16, copy=True).view(torch.uint16)
 
 
 def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:

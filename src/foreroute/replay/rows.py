@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -20,9 +20,13 @@ from torch import Tensor
 from foreroute.core.passes import Rows, signed_dtype
 from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout import fill_padding
-from foreroute.replay.indexers import IndexerRows
 from foreroute.trace import RoutingSpec, RoutingTrace
 
+if TYPE_CHECKING:
+    from foreroute.replay.indexers import IndexerRows
+
+MOST_SPREAD_ROWS = 1 << 16
+"""Rows of picks for padding, after which they begin anew: no model of equal layers has more."""
 Counts = Literal["native", "replayed"]
 """Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
 
@@ -57,11 +61,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a choice that there is not."""
-        require_choice("missing", self.missing, MissingRows)
-        require_choice("padding", self.padding, PaddingRows)
-        require_choice("counts", self.counts, Counts)
-        require_switch("telemetry", self.telemetry)
-        require_switch("gate_weights", self.gate_weights)
+        for name, choices in (("missing", MissingRows), ("padding", PaddingRows), ("counts", Counts)):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value in get_args(choices)):
+                raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
+        require_switches(telemetry=self.telemetry, gate_weights=self.gate_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,8 @@ class ReplayRows(Rows):
         spreads = policy.padding == "spread"
         # picks for padding follow the rows of the trace
         padding = _spread_picks(spec) if spreads else np.zeros((1, spec.num_layers, spec.top_k), spec.id_dtype)
-        padding_R = trace.num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else trace.num_rows
+        num_rows = len(trace.valid_N)
+        padding_R = num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else num_rows
         source_R = torch.where(real_R, row_R, padding_R)
 
         def of_slots(*parts: NDArray[Any]) -> Tensor:
@@ -123,6 +128,10 @@ class ReplayRows(Rows):
         shape = (spec.num_layers, len(row_R), spec.top_k)
         ids_LRK = torch.empty(shape, dtype=signed_dtype(spec.num_experts), device=device)
         ids_LRK.copy_(ids_RLK.transpose(0, 1))
+        if ids_LRK.dtype == torch.int32:  # ids above 32,767 came as negative int16
+            ids_LRK.bitwise_and_(0xFFFF)
+        if spec.sizes:
+            ids_LRK.masked_fill_(~to_device(spec.is_pick_LK, device)[:, None], -1)
         if not trace.valid_N.all():
             ids_LRK.masked_fill_(~of_slots(trace.valid_N, np.full(len(padding), spreads))[:, None], -1)
         elif not spreads:
@@ -195,16 +204,11 @@ class ReplayRows(Rows):
         )
 
 
-def require_choice(name: str, value: object, choices: Any) -> None:
-    """Raise `ConfigError` unless `value` is one of the words of a `Literal`."""
-    if not (isinstance(value, str) and value in get_args(choices)):
-        raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
-
-
-def require_switch(name: str, value: object) -> None:
-    """Raise `ConfigError` unless `value` is True or False."""
-    if not isinstance(value, bool | np.bool_):
-        raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
+def require_switches(**switches: object) -> None:
+    """Raise `ConfigError` unless these arguments are True or False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -226,10 +230,14 @@ def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Ten
 
 def _spread_picks(spec: RoutingSpec) -> NDArray[Any]:
     """Ids [P, L, K] that are repeated over padding, evenly over the experts."""
-    repeats_after = spec.num_experts // math.gcd(spec.num_experts, spec.top_k)
-    of_one_rank_LE = np.zeros((spec.num_layers, spec.num_experts), np.int64)
-    nothing = np.zeros((repeats_after, spec.num_layers, spec.top_k), spec.id_dtype)
-    return fill_padding(nothing, np.ones(repeats_after, np.bool_), of_one_rank_LE)
+    repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.groups]
+    num_rows = min(math.lcm(*repeats_after), MOST_SPREAD_ROWS)
+    picks = np.full((num_rows, spec.num_layers, spec.top_k), spec.filler, spec.id_dtype)
+    for num_experts, top_k, at in spec.groups:
+        part = picks[:, at, :top_k]
+        of_one_rank_LE = np.zeros((part.shape[1], num_experts), np.int64)
+        picks[:, at, :top_k] = fill_padding(part, np.ones(num_rows, np.bool_), of_one_rank_LE)
+    return picks
 
 
 def faithful_rows(trace: RoutingTrace) -> NDArray[np.bool_]:
@@ -238,7 +246,7 @@ def faithful_rows(trace: RoutingTrace) -> NDArray[np.bool_]:
     The first token of a sequence has no row before it. It is nowhere predicted, so that it may count as either.
     """
     missing_before_N1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(~trace.valid_N)])
-    first_N = np.repeat(trace.offsets[:-1], trace.lengths)
+    first_N = np.repeat(trace.offsets[:-1], np.diff(trace.offsets))
     return np.asarray(missing_before_N1[:-1] == missing_before_N1[first_N])
 
 
@@ -254,7 +262,7 @@ def refuse_missing(trace: RoutingTrace, row_of_slot: NDArray[np.int64], what: st
     Raises:
         BatchMismatchError: naming the first row that is missing.
     """
-    tainted = (row_of_slot >= 0) & ~is_faithful(trace, row_of_slot)
+    tainted = (row_of_slot >= 0) & ~faithful_rows(trace)[row_of_slot] if len(trace.valid_N) else np.zeros(1, np.bool_)
     if not tainted.any():
         return
     sequence = int(np.searchsorted(trace.offsets, row_of_slot[tainted].min(), side="right") - 1)

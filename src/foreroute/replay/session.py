@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,14 @@ from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import Listener, Pass, Watch
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
-from foreroute.mismatch import LiveAgreement
 from foreroute.replay.arguments import as_version, require_version
-from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
-from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows, require_switch
-from foreroute.replay.telemetry import Telemetry
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows, require_switches
 from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
+
+if TYPE_CHECKING:
+    from foreroute.mismatch import LiveAgreement
+    from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
+    from foreroute.replay.telemetry import Telemetry
 
 P = ParamSpec("P")
 Session = TypeVar("Session")
@@ -106,10 +108,6 @@ class RoutedModel(ABC):
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """The rows of every recorded forward, from the passes of each chunk. A collective over the model's ranks."""
 
-    def while_recording(self) -> AbstractContextManager[None]:
-        """Open while a recording is. Does nothing by default."""
-        return nullcontext()
-
     @property
     def indexers(self) -> IndexerSpec | None:
         """What indexers of sparse attention may choose; None, as by default, where none can be recorded or replayed."""
@@ -160,10 +158,10 @@ class RoutedModel(ABC):
             ReplayError: when another thread has a session open on the model; and, in a forward, for what cannot be
                 recorded.
         """
+        from foreroute.replay.recording import Recording
+
         stamped = as_version(weight_version)
-        require_switch("margins", margins)
-        require_switch("gate_weights", gate_weights)
-        require_switch("indexers", indexers)
+        require_switches(margins=margins, gate_weights=gate_weights, indexers=indexers)
         if indexers and self.indexers is None:
             raise ConfigError(
                 "indexers is True, and this model has no sparse-attention indexer that can be recorded; leave it out"
@@ -178,7 +176,7 @@ class RoutedModel(ABC):
             weights=bool(gate_weights),
             indexers=bool(indexers),
         )
-        with self._listening(recording), self.while_recording():
+        with self._listening(recording):
             yield recording
 
     @opened_once
@@ -342,6 +340,8 @@ class ReplaySession(Listener):
         self.num_forwards += 1
         spec, rows = self._specs[chunk], None if self._now is None else self._now.rows
         if self._policy.telemetry and current is not None and rows is not None and spec is not None:
+            from foreroute.replay.telemetry import Telemetry
+
             self._telemetry.setdefault(chunk, Telemetry(spec)).add(current, rows)
 
     def close(self) -> None:
@@ -387,7 +387,7 @@ class ReplaySession(Listener):
         Raises:
             ReplayError: without `telemetry=True`, or before the first forward.
         """
-        return added_up(self._telemetry, chunk, Telemetry.agreement)
+        return added_up(self._telemetry, chunk, lambda telemetry: telemetry.agreement())
 
     def expert_counts_LE(self, chunk: int = 0) -> NDArray[np.int64]:
         """int64 [L, E], tokens of this rank that each expert was picked for, by the session's `counts`; no padding.

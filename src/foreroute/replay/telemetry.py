@@ -34,11 +34,16 @@ class Telemetry:
         kept_LRK = is_in(own_LRK, rows.ids_LRK)
         shared_LR = kept_LRK.sum(-1)
         differs_LR = (shared_LR < own_LRK.shape[-1]) & routed_R
+        picked, counted_LRK = scores.picked, current.executed_LRK if rows.counts == "replayed" else own_LRK
+        if self._spec.sizes:  # -1 behind the picks of a layer is in both, and is no expert
+            behind_LRK = own_LRK < 0
+            shared_LR = shared_LR - behind_LRK.sum(-1)
+            picked = picked.masked_fill(behind_LRK, -torch.inf)
+            counted_LRK = counted_LRK.long().masked_fill(behind_LRK, self._spec.num_experts)
         per_row_R = differs_LR.sum(0)
-        mass_LRK = selection_mass(scores.picked, scores.by_probability)
+        mass_LRK = selection_mass(picked, scores.by_probability)
         bins_LR = self._bins(scores.margin())
         histogram = torch.zeros(num_layers, len(LOG10_EDGES) - 1, dtype=torch.int64, device=device)
-        counted_LRK = current.executed_LRK if rows.counts == "replayed" else own_LRK
         parts = {
             "rows": routed_R.sum(),
             "differing_L": differs_LR.sum(1),
@@ -47,7 +52,7 @@ class Telemetry:
             "first_differing_L": _histogram(differs_LR.int().argmax(0), per_row_R > 0, num_layers),
             "margins_LB": histogram.scatter_add(1, bins_LR, routed_R.long().expand_as(bins_LR)),
             "replaced_mass_L": (mass_LRK * (~kept_LRK & routed_R[:, None])).sum((1, 2), dtype=torch.float64),
-            "counts_LE": count_experts(counted_LRK, rows.real_R, self._spec.num_experts),
+            "counts_LE": count_experts(counted_LRK, rows.real_R, self._spec.num_experts + bool(self._spec.sizes)),
         }
         for name, part in parts.items():
             self._sums[name] = self._sums[name] + part if name in self._sums else part
@@ -55,12 +60,12 @@ class Telemetry:
     def agreement(self) -> LiveAgreement | None:
         """None before the first pass. Waits for the device, once."""
         sums = {name: value.cpu().numpy() for name, value in self._sums.items()}
-        return LiveAgreement.from_sums(sums, self._spec.top_k) if sums else None
+        return LiveAgreement.from_sums(sums, self._spec.picks_L) if sums else None
 
     @property
     def counts_LE(self) -> NDArray[np.int64] | None:
         """int64 [L, E], tokens of each expert without padding; None before the first pass. Waits for the device."""
-        return np.asarray(self._sums["counts_LE"].cpu().numpy()) if self._sums else None
+        return self._sums["counts_LE"].cpu().numpy()[:, : self._spec.num_experts] if self._sums else None
 
     def _bins(self, margin_LR: Tensor) -> Tensor:
         if self._edges is None:

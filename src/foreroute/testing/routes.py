@@ -65,6 +65,8 @@ def _routes(
     lasting = (popularity + TOPIC_SCALE * rng.standard_normal(shape)).astype(np.float32)
     own = rng.standard_normal(shape, dtype=np.float32)
     ids = np.zeros((num_rows, num_sequences, spec.num_layers, spec.top_k), spec.id_dtype)
+    for num_experts, _, at in spec.groups:
+        lasting[:, at, num_experts:] = -np.inf
     for row in range(num_rows):
         scores = lasting + own
         top = np.argpartition(-scores, spec.top_k - 1, axis=-1)[..., : spec.top_k]
@@ -73,4 +75,5 @@ def _routes(
         # AR(1) with a variance of 1 at every row, whatever the correlation
         fresh = rng.standard_normal(shape, dtype=np.float32)
         own = np.float32(correlation) * own + np.float32(np.sqrt(1 - correlation**2)) * fresh
+    ids[..., ~spec.is_pick_LK] = spec.filler
     return ids

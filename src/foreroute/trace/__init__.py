@@ -12,21 +12,26 @@ parts         a step that several write and many read in part  save_part, load_p
 kernels       loops over all picks, compiled
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from foreroute.trace.container import NO_VERSION, PaddedRoutes, RoutingTrace, concatenate, digest
-from foreroute.trace.file import ENCODINGS, Encoding, load, save
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.indexers import INDEXER, IndexerSpec
-from foreroute.trace.operations import (
-    RouteOverlap,
-    add_assignments,
-    count_assignments,
-    extended,
-    overlap,
-    shared_picks,
-)
-from foreroute.trace.parts import load_parts, save_part
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.streams import SAMPLING, DecisionStream, Stream
+
+if TYPE_CHECKING:
+    from foreroute.trace.file import ENCODINGS, Encoding, load, save
+    from foreroute.trace.operations import (
+        RouteOverlap,
+        add_assignments,
+        count_assignments,
+        extended,
+        overlap,
+        shared_picks,
+    )
+    from foreroute.trace.parts import load_parts, save_part
 
 __all__ = [
     "ENCODINGS",
@@ -57,3 +62,15 @@ __all__ = [
     "save_part",
     "shared_picks",
 ]
+
+_FILE_OF = dict.fromkeys(("ENCODINGS", "Encoding", "load", "save"), "file")
+_FILE_OF |= dict.fromkeys(("load_parts", "save_part"), "parts")
+_FILE_OF |= dict.fromkeys(("RouteOverlap", "add_assignments", "count_assignments", "extended"), "operations")
+_FILE_OF |= dict.fromkeys(("overlap", "shared_picks"), "operations")
+
+
+def __getattr__(name: str) -> Any:
+    """Load what reads and writes files, and what is done with whole traces, when it is asked for."""
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

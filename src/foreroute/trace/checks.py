@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.trace.spec import RoutingSpec
+from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 MISSING = -1
 """What stands for an id in a row that was not recorded, where routes come in and go out as arrays."""
@@ -20,10 +21,10 @@ TAKEN_AT_ONCE = 1 << 18
 def check_rows(
     expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
 ) -> None:
-    """Raise `TraceContentError` unless every routed row holds K distinct ids below E.
+    """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them.
 
-    This is the one check of ids in range and distinct. A compiled loop looks at each id once; only where it finds a bad
-    row does numpy look again, for the words of the error.
+    K and E are those of each layer. This is the one check of ids in range and distinct. A compiled loop looks at each
+    id once; only where it finds a bad row does numpy look again, for the words of the error.
 
     Args:
         expert_ids_NLK: [N, L, K].
@@ -33,15 +34,29 @@ def check_rows(
     """
     from foreroute.trace.kernels import first_bad_picks  # numba is slow to load
 
-    if expert_ids_NLK.dtype == spec.id_dtype:
-        flat, rows = np.ascontiguousarray(expert_ids_NLK).reshape(-1), np.flatnonzero(valid_N)
-        if first_bad_picks(flat, *expert_ids_NLK.shape[1:], rows, spec.num_experts) < 0:
-            return
-    too_high = (expert_ids_NLK >= spec.num_experts).any(axis=-1) & valid_N[:, None]
-    _refuse_first(too_high, expert_ids_NLK, offsets, spec, f"expected ids from 0 to {spec.num_experts - 1}")
-    ordered = np.sort(expert_ids_NLK, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & valid_N[:, None]
-    _refuse_first(twice, expert_ids_NLK, offsets, spec, "an expert is picked twice; a row of zeros is no route")
+    check_fillers(expert_ids_NLK, valid_N, offsets, spec)
+    rows = np.flatnonzero(valid_N)
+    for num_experts, top_k, at in spec.groups:
+        ids, layers = expert_ids_NLK[:, at, :top_k], [spec.layers[i] for i in np.arange(spec.num_layers)[at]]
+        if ids.dtype == spec.id_dtype:
+            flat = np.ascontiguousarray(ids).reshape(-1)
+            if first_bad_picks(flat, *ids.shape[1:], rows, num_experts) < 0:
+                continue
+        too_high = (ids >= num_experts).any(axis=-1) & valid_N[:, None]
+        _refuse_first(too_high, ids, offsets, layers, f"expected ids from 0 to {num_experts - 1}")
+        ordered = np.sort(ids, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & valid_N[:, None]
+        _refuse_first(twice, ids, offsets, layers, "an expert is picked twice; a row of zeros is no route")
+
+
+def check_fillers(
+    expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
+) -> None:
+    """Raise `TraceContentError` unless routed rows have fillers behind the picks of each layer. As `check_rows`."""
+    if spec.sizes:
+        wrong = ((expert_ids_NLK != spec.filler) & ~spec.is_pick_LK).any(axis=-1) & valid_N[:, None]
+        why = f"expected {spec.filler} in each column behind the picks of the layer"
+        _refuse_first(wrong, expert_ids_NLK, offsets, spec.layers, why)
 
 
 def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
@@ -59,7 +74,10 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
-    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
+    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast.
+
+    Columns that a layer does not have hold `MISSING`: in a type without a sign its highest number, as in a trace.
+    """
     array = as_array(ids, name=name)
     expected = (spec.num_layers, spec.top_k)
     if array.ndim != 3 or array.shape[1:] != expected:
@@ -68,12 +86,22 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
         )
     if array.dtype.kind not in "iu":
         raise TraceContentError(f"{name} has dtype {array.dtype}; expected integers")
-    if array.size and (int(array.min()) < 0 or int(array.max()) >= spec.num_experts):
+    picks = array[:, spec.is_pick_LK] if spec.sizes else array
+    if picks.size and (int(picks.min()) < 0 or int(picks.max()) >= spec.num_experts):
         raise TraceContentError(
-            f"{name} holds ids from {int(array.min())} to {int(array.max())}; "
+            f"{name} holds ids from {int(picks.min())} to {int(picks.max())}; "
             f"expected 0 to {spec.num_experts - 1}, or {MISSING} in every layer and pick of a row that was not recorded"
         )
-    return array.astype(spec.id_dtype, copy=False)
+    narrow = array.astype(spec.id_dtype, copy=bool(spec.sizes))
+    if spec.sizes:
+        behind = np.array(MISSING).astype(array.dtype)
+        if (array[:, ~spec.is_pick_LK] != behind).any():
+            raise TraceContentError(
+                f"{name} has ids in columns that a layer does not have, of {spec.routing} experts; expected {behind} "
+                f"behind its picks, {MISSING} in a type with a sign"
+            )
+        narrow[:, ~spec.is_pick_LK] = spec.filler
+    return narrow
 
 
 def as_tokens(ids: ArrayLike, *, name: str) -> NDArray[np.int32]:
@@ -191,14 +219,18 @@ def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
 
 
 def _refuse_first(
-    bad_NL: NDArray[np.bool_], ids: NDArray[Any], offsets: NDArray[np.int64], spec: RoutingSpec, why: str
+    bad_NL: NDArray[np.bool_],
+    ids: NDArray[Any],
+    offsets: NDArray[np.int64],
+    layers: Sequence[RoutedLayer],
+    why: str,
 ) -> None:
     if not bad_NL.any():
         return
     row, layer = (int(i) for i in np.argwhere(bad_NL)[0])
     sequence, position = place_of(row, offsets)
     raise TraceContentError(
-        f"sequence {sequence}, position {position}, {spec.layers[layer]} has expert ids "
+        f"sequence {sequence}, position {position}, {layers[layer]} has expert ids "
         f"{ids[row, layer].tolist()}: {why} ({int(bad_NL.sum())} such rows in all)"
     )
 

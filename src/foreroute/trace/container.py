@@ -28,7 +28,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError
-from foreroute.files import blake2b_hex
 from foreroute.trace.checks import (
     MISSING,
     as_array,
@@ -61,7 +60,8 @@ class PaddedRoutes(NamedTuple):
     Attributes:
         token_ids_BT: int32 [B, T], 0 where no token is.
         expert_ids_BTLK: int16 [B, T, L, K], or int32 for a model of more than 32,768 experts: the routes of each input
-            position, -1 in all of it where none were recorded or no token is.
+            position, -1 in all of it where none were recorded or no token is, and in the last columns of a layer with
+            fewer picks.
         attention_mask_BT: bool [B, T], where the tokens are.
     """
 
@@ -78,7 +78,8 @@ class RoutingTrace:
 
     Attributes:
         spec: experts, picks and layer table of the model.
-        expert_ids_NLK: uint8 or uint16 [N, L, K] (`spec.id_dtype`), logical expert ids in pick order; 0 where absent.
+        expert_ids_NLK: uint8 or uint16 [N, L, K] (`spec.id_dtype`), logical expert ids in pick order; 0 where absent,
+            and `spec.filler` in the last columns of a layer with fewer picks than K.
         valid_N: bool [N], False where a row was never computed.
         token_ids_N: int32 [N], the input token of each row.
         weight_versions_N: int32 [N], the weights a row was computed under; `NO_VERSION` where absent or not stated.
@@ -115,7 +116,8 @@ class RoutingTrace:
             spec: the model the routes come from.
             token_ids: S integer arrays [T].
             expert_ids: S integer arrays [R, L, K] with R = T, or R < T where the last T - R tokens were never routed
-                (engines return T - 1 rows). A row of -1 throughout was not recorded.
+                (engines return T - 1 rows). A row of -1 throughout was not recorded. -1 stands in the last columns of a
+                layer with fewer picks.
             weight_version: the version of the weights that computed the routes.
             provenance: what made the trace.
 
@@ -249,7 +251,7 @@ class RoutingTrace:
         listed = f"{versions}" if len(versions) <= 8 else f"{len(versions)} from {versions[0]} to {versions[-1]}"
         return (
             f"RoutingTrace({len(self)} sequences, {self.num_rows} rows of which {int(self.valid_N.sum())} routed, "
-            f"{s.num_layers} layers, top-{s.top_k} of {s.num_experts}, weight versions {listed})"
+            f"{s.num_layers} layers, {s.routing}, weight versions {listed})"
         )
 
     @property
@@ -303,6 +305,8 @@ class RoutingTrace:
                 f"its rows; expected those of the {len(self)} sequences, {lengths[:8].tolist()}"
             )
         ids_NLK = self.expert_ids_NLK.astype(np.int16 if self.spec.num_experts <= 1 << 15 else np.int32)
+        if self.spec.sizes:
+            ids_NLK[:, ~self.spec.is_pick_LK] = MISSING
         ids_NLK[~self.valid_N] = MISSING
         tokens, routes = np.zeros(kept.shape, np.int32), np.full(kept.shape + ids_NLK.shape[1:], MISSING, ids_NLK.dtype)
         tokens[kept], routes[kept] = self.token_ids_N, ids_NLK
@@ -326,11 +330,13 @@ class RoutingTrace:
             SpecMismatchError: when a layer is not in the table.
         """
         chosen = as_layers(layers)
-        positions = self.spec.positions(chosen)
+        spec, positions = self.spec.select(chosen), self.spec.positions(chosen)
+        # the columns and the type of the layer with most picks and experts; fillers of a wider type become those of it
+        ids_NLK = self.expert_ids_NLK[:, positions, : spec.top_k].astype(spec.id_dtype, copy=False)
         return replace(
             self,
-            spec=replace(self.spec, layers=chosen),
-            expert_ids_NLK=np.ascontiguousarray(self.expert_ids_NLK[:, positions]),
+            spec=spec,
+            expert_ids_NLK=np.ascontiguousarray(ids_NLK),
             streams={name: stream.select_layers(positions) for name, stream in self.streams.items()},
         )
 
@@ -434,7 +440,9 @@ def digest(trace: RoutingTrace) -> str:
     not that of the trace that was recorded.
     """
     spec, streams = trace.spec, sorted(trace.streams.items())
-    layers = [[layer.index, layer.kind.value] for layer in spec.layers]
+    layers: list[list[Any]] = [[layer.index, layer.kind.value] for layer in spec.layers]
+    if spec.sizes:
+        layers = [[*layer, *size] for layer, size in zip(layers, spec.sizes, strict=True)]
     beside = [[name, stream.kind, stream.facts()] for name, stream in streams]
     facts = json.dumps([spec.num_experts, spec.top_k, layers, trace.pick_order_kept, beside])
     arrays: list[NDArray[Any]] = [
@@ -445,6 +453,8 @@ def digest(trace: RoutingTrace) -> str:
         trace.expert_ids_NLK,
     ]
     arrays += [array for _, stream in streams for array in stream.arrays().values()]
+    from foreroute.files import blake2b_hex
+
     return blake2b_hex(facts.encode(), *(np.asarray(array, array.dtype.newbyteorder("<")) for array in arrays))
 
 

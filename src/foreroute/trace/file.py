@@ -33,7 +33,7 @@ from foreroute.files import FileFormat, RangedFile, TensorFile, TensorSchema, pa
 from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
-from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, spec_from
+from foreroute.trace.spec import RoutedLayer, RoutingSpec, spec_from
 from foreroute.trace.streams import KINDS, Stream, check_name
 
 Encoding = Literal["sets", "ordered"]
@@ -110,7 +110,7 @@ def encode(
         trace = trace.without_pick_order()  # the weights lie in the order of the picks
     spec, streams = trace.spec, dict(sorted(trace.streams.items()))
     as_sets = encoding == "sets" or not trace.pick_order_kept
-    if not as_sets:
+    if not as_sets or spec.sizes:
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
     chunks = cut_chunks(trace, chunk_rows)
     frames, ends, sizes = bytearray(), [0], []
@@ -128,10 +128,11 @@ def encode(
             frames += compress(content.data)
             ends.append(len(frames))
     shape = (len(chunks), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
-    check_memory(sum(sizes), len(frames))
+    check_memory(sum(sizes) + memory_behind(spec, streams.values(), len(trace.valid_N)), len(frames))
+    table = zip(spec.layers, spec.sizes_L, strict=True)
     metadata = {
         "model": spec.model,
-        "layers": json.dumps([[each.index, each.kind.value, spec.num_experts, spec.top_k] for each in spec.layers]),
+        "layers": json.dumps([[layer.index, layer.kind.value, *size] for layer, size in table]),
         "encoding": "sets" if as_sets else "ordered",
         "streams": json.dumps([{"name": name, "kind": each.kind, **each.facts()} for name, each in streams.items()]),
         "provenance": json.dumps(dict(sorted(trace.provenance.items()))),
@@ -156,7 +157,7 @@ def _narrow(sizes: NDArray[np.int64]) -> NDArray[Any]:
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
     """Refuse what a reader would refuse, but for routes, which are checked as they are encoded: nothing was checked."""
-    spec, rows = trace.spec, trace.num_rows
+    spec, rows = trace.spec, len(trace.valid_N)
     _refuse_no_texts(spec.model, trace.provenance)
     for name, dtype, shape in (
         ("token_ids_N", np.int32, (rows,)),
@@ -191,6 +192,27 @@ def _refuse_false_rows(tokens: NDArray[np.int32], versions: NDArray[np.int32], v
         raise TraceContentError("a weight version is below -1, or stated for a row without routes")
 
 
+def stored_type(num_experts: int) -> Any:
+    """Return the type of the ids of a layer in a file."""
+    return np.uint8 if num_experts <= 256 else np.uint16
+
+
+def row_bytes(spec: RoutingSpec) -> NDArray[np.int64]:
+    """Return the bytes that the routes of a row take in each layer's frame, int64 [L]."""
+    bytes_L = np.empty(spec.num_layers, np.int64)
+    for num_experts, top_k, at in spec.groups:
+        bytes_L[at] = top_k * np.dtype(stored_type(num_experts)).itemsize
+    return bytes_L
+
+
+def memory_behind(spec: RoutingSpec, streams: Iterable[Stream], num_rows: int) -> int:
+    """Return the bytes that arrays of equal layers take beyond what frames hold, where layers differ in E or K."""
+    wide = spec.num_layers * spec.top_k
+    weights = sum(isinstance(stream, GateWeights) for stream in streams)
+    of_weights = GateWeights.number.itemsize * weights * (wide - int(spec.picks_L.sum()))
+    return num_rows * (wide * spec.id_dtype.itemsize - int(row_bytes(spec).sum()) + of_weights)
+
+
 def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
     """Raise `TraceContentError` when what a file holds would take far more memory than the file has bytes of frames."""
     if decoded_bytes > max(DECODED_FREELY, DECODED_PER_BYTE * stored_bytes):
@@ -223,18 +245,26 @@ def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np
     return np.diff([*cuts, offsets[-1]] if offsets[-1] > cuts[-1] else cuts)
 
 
-def _route_columns(trace: RoutingTrace, start: int, stop: int, as_sets: bool, scratch: NDArray[Any]) -> NDArray[Any]:
-    """Return the numbers in the frames of the routes of a chunk: uint8 or uint16 [L, K, R]. Sets are checked here."""
+def _route_columns(
+    trace: RoutingTrace, start: int, stop: int, as_sets: bool, scratch: NDArray[Any]
+) -> list[NDArray[Any]]:
+    """Return the numbers in the frame of each layer of a chunk: uint8 or uint16 [K, R]. Sets are checked here."""
     from foreroute.trace.kernels import gaps_of_rows  # numba is slow to load
 
     spec, valid = trace.spec, trace.valid_N[start:stop]
-    ids_RLK = np.ascontiguousarray(trace.expert_ids_NLK[start:stop])
-    if not as_sets:
-        return np.where(valid, ids_RLK.transpose(1, 2, 0), spec.id_dtype.type(0))
-    gaps_LKR = scratch[: ids_RLK.size].reshape(spec.num_layers, spec.top_k, -1)
-    if not gaps_of_rows(ids_RLK, valid, spec.num_experts, gaps_LKR):
-        check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
-    return gaps_LKR
+    columns: dict[int, NDArray[Any]] = {}
+    for num_experts, top_k, at in spec.groups:
+        dtype = stored_type(num_experts)
+        ids_RLK = np.ascontiguousarray(trace.expert_ids_NLK[start:stop, at, :top_k], dtype)
+        if as_sets:
+            into = np.empty(ids_RLK.size, dtype) if spec.sizes else scratch[: ids_RLK.size]
+            columns_LKR = into.reshape(-1, top_k, stop - start)
+            if not gaps_of_rows(ids_RLK, valid, num_experts, columns_LKR):
+                check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
+        else:
+            columns_LKR = np.where(valid, ids_RLK.transpose(1, 2, 0), dtype(0))
+        columns |= dict(zip(np.arange(spec.num_layers)[at].tolist(), columns_LKR, strict=True))
+    return [columns[layer] for layer in range(spec.num_layers)]
 
 
 def _planes(columns: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
@@ -326,8 +356,10 @@ def read_trace(
                 raise TraceContentError(f"it has {len(header.offsets) - 1} sequences; expected {num_sequences}")
         except TraceContentError as error:
             raise _damage(file, error) from error
-        spec = header.spec if layers is None else replace(header.spec, layers=as_layers(layers))
-        positions = np.arange(spec.num_layers) if layers is None else header.spec.positions(spec.layers)
+        spec, positions = header.spec, np.arange(header.spec.num_layers)
+        if layers is not None:
+            spec = header.spec.select(layers)
+            positions = header.spec.positions(spec.layers)
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(
@@ -360,11 +392,12 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     _refuse_no_texts(spec.model, provenance)
     rows = tables["chunk_rows"]
     frame_bytes, content_bytes = (tables[name].astype(np.int64) for name in ("frame_bytes", "content_bytes"))
+    streams = _streams_from(entries, spec)
     # what is known of the sizes is compared before anything is read or memory is taken for it
-    check_memory(int(content_bytes.sum()), stored_bytes)
+    num_rows = int(rows.sum())
+    check_memory(int(content_bytes.sum()) + memory_behind(spec, streams.values(), num_rows), stored_bytes)
     offsets, chunk_starts = np.append(0, np.cumsum(tables["lengths"])), np.append(0, np.cumsum(rows))
     frame_bounds = np.append(0, np.cumsum(frame_bytes))
-    streams = _streams_from(entries, spec)
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
         raise TraceContentError(
             f"chunks have {chunk_starts[-1]} rows, and sequences {offsets[-1]}; expected as many, in chunks of 1 to "
@@ -375,7 +408,7 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
         raise TraceContentError(f"the tables of frames have the shape {frame_bytes.shape}; expected {shape}")
     if frame_bounds[-1] != stored_bytes:
         raise TraceContentError(f"frames have {frame_bounds[-1]} bytes by their table, and {stored_bytes} are there")
-    known = np.array([ROW_BYTES, *[spec.top_k * spec.id_dtype.itemsize] * spec.num_layers])
+    known = np.append(ROW_BYTES, row_bytes(spec))
     if (content_bytes[:, : len(known)] != rows[:, None] * known).any():
         raise TraceContentError("a frame of tokens or routes has another size than its rows take")
     return TraceHeader(
@@ -448,8 +481,6 @@ def _read_chunks(
         TraceFileError: when the file was cut meanwhile.
         TraceContentError: when a frame is damaged, or holds what cannot be true.
     """
-    from foreroute.trace.kernels import put_sets  # numba is slow to load
-
     edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
     num_rows, frames, before = int(edges[-1]), {}, 1 + header.spec.num_layers
     tokens, versions = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
@@ -460,14 +491,11 @@ def _read_chunks(
     for name, stream in header.streams.items():
         frames[name] = before + stream.frames(positions)
         before += stream.depth
-    size = spec.top_k * spec.id_dtype.itemsize
-    # The ids of a row and layer are written as the widest words that they fill. numba knows one order of bytes alone.
-    words_NLW = ids_NLK.view(f"<u{gcd(8, size)}")
     needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
     streams = {name: header.streams[name].select_layers(positions) for name in wanted}
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
     # One buffer for the routes of all chunks: fresh memory for each would cost about as much as decoding into it.
-    routes = np.empty(spec.num_layers * size * int(np.diff(edges).max(initial=0)), np.uint8)
+    routes = np.empty(int(row_bytes(spec).sum()) * int(np.diff(edges).max(initial=0)), np.uint8)
     all_contents = _read_frames(file, header, chunks, needed)
     for contents, (a, b) in zip(all_contents, pairwise(edges.tolist()), strict=True):
         numbers, validity = np.split(contents[0], [8 * (b - a)])
@@ -476,14 +504,19 @@ def _read_chunks(
             raise TraceContentError(f"a validity is {validity.max()}; expected 0 or 1")
         valid[a:b] = validity
         _refuse_false_rows(tokens[a:b], versions[a:b], valid[a:b])
-        planes = np.concatenate([contents[i] for i in 1 + positions], out=routes[: len(positions) * size * (b - a)])
-        columns_LKR = _numbers(planes.reshape(spec.num_layers, spec.top_k, -1), spec.id_dtype)
-        if not header.as_sets:
-            ids_NLK[a:b] = columns_LKR.transpose(2, 0, 1)
-        elif not put_sets(columns_LKR, valid[a:b], spec.num_experts, words_NLW[a:b]):
-            raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
+        for num_experts, top_k, at in spec.groups:
+            each = [contents[i] for i in 1 + positions[at]]
+            planes = np.concatenate(each, out=routes[: sum(map(len, each))])
+            columns_LKR = _numbers(planes.reshape(len(each), top_k, -1), stored_type(num_experts))
+            if not spec.sizes:
+                _put_routes(columns_LKR, valid[a:b], num_experts, header.as_sets, ids_NLK[a:b])
+                continue
+            ids_RLK = np.empty((b - a, len(each), top_k), columns_LKR.dtype)
+            _put_routes(columns_LKR, valid[a:b], num_experts, header.as_sets, ids_RLK)
+            ids_NLK[a:b, at, :top_k] = ids_RLK
+            ids_NLK[a:b, at, top_k:] = np.where(valid[a:b], spec.filler, 0)[:, None, None]
         for name, stream in streams.items():
-            of_frames = (_columns(contents[frame], stream, b - a) for frame in frames[name])
+            of_frames = (_columns(contents[f], stream, b - a, number) for number, f in enumerate(frames[name]))
             parts[name].append(stream.from_contents(of_frames, valid[a:b]))
     if not header.as_sets:
         if ids_NLK[~valid].any():
@@ -492,6 +525,21 @@ def _read_chunks(
     joined = {name: stream.join(parts[name]) for name, stream in streams.items()}
     bounds, order_kept = np.array([0, num_rows]), not header.as_sets
     return RoutingTrace(spec, ids_NLK, valid, tokens, versions, bounds, header.provenance, order_kept, joined)
+
+
+def _put_routes(
+    columns_LKR: NDArray[Any], valid_R: NDArray[np.bool_], num_experts: int, as_sets: bool, ids_RLK: NDArray[Any]
+) -> None:
+    """Put the numbers of frames into rows, as ids. Raises `TraceContentError` for sets that cannot be."""
+    from foreroute.trace.kernels import put_sets  # numba is slow to load
+
+    if not as_sets:
+        ids_RLK[:] = columns_LKR.transpose(2, 0, 1)
+        return
+    # The ids of a row and layer are written as the widest words that they fill. numba knows one order of bytes alone.
+    words_RLW = ids_RLK.view(f"<u{gcd(8, ids_RLK.shape[2] * ids_RLK.itemsize)}")
+    if not put_sets(columns_LKR, valid_R, num_experts, words_RLW):
+        raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
 
 
 def _read_frames(
@@ -531,13 +579,13 @@ def _read_frames(
             yield contents
 
 
-def _columns(content: NDArray[np.uint8], stream: Stream, rows: int) -> list[NDArray[Any]]:
-    """Return the columns of numbers that a frame of a stream holds.
+def _columns(content: NDArray[np.uint8], stream: Stream, rows: int, number: int) -> list[NDArray[Any]]:
+    """Return the columns of numbers that a frame of a stream holds, the one of this number of those that are read.
 
     Raises: `TraceContentError` when it has more or fewer bytes than its rows take.
     """
     size = stream.number.itemsize
-    lengths = stream.column_lengths(rows, len(content) // size)
+    lengths = stream.column_lengths(rows, len(content) // size, number)
     if min(lengths) < 0 or size * sum(lengths) != len(content):
         raise TraceContentError(f"{stream.kind} of {rows} rows have {len(content)} bytes; expected {size} per number")
     return [_numbers(part, stream.number) for part in np.split(content, size * np.cumsum(lengths)[:-1])]

@@ -192,7 +192,7 @@ def _leaves_range(last: Any, valid: Any, num_experts: Any) -> bool:
 
 @kernel
 def add_counts(
-    flat_ids: Any, valid_N: Any, offsets: Any, order: Any, start_S: Any, stride: Any, held_LE: Any, flat_counts: Any
+    flat_ids: Any, valid_N: Any, offsets: Any, order: Any, start_S: Any, layer_L: Any, held_LE: Any, flat_counts: Any
 ) -> None:
     """Count the picks of some sequences.
 
@@ -201,10 +201,10 @@ def add_counts(
         valid_N: bool [N].
         offsets: int64 [S + 1].
         order: int64, sequence numbers; those of one start are neighbours.
-        start_S: int64 [S], where the counts of each sequence's first layer begin in `flat_counts`.
-        stride: from one layer's counts to the next one's.
+        start_S: int64 [S], where the counts of each sequence begin in `flat_counts`.
+        layer_L: int64 [L], from there to those of each layer.
         held_LE: uint32 [L, E] of zeros, and zeros again afterwards. Small enough for the first-level cache, and free
-            of the collisions in it that a large power of two as `stride` would cause.
+            of the collisions in it that a large power of two between layers would cause.
         flat_counts: int32, added to.
     """
     num_layers, num_experts = held_LE.shape
@@ -225,7 +225,7 @@ def add_counts(
                     base += uint64(num_experts)
         if i + 1 == len(order) or start_S[order[i + 1]] != start_S[s]:
             for layer in range(num_layers):
-                target = start_S[s] + layer * stride
+                target = start_S[s] + layer_L[layer]
                 for e in range(num_experts):
                     flat_counts[target + e] += np.int32(held_LE[layer, e])
             held[:] = 0

@@ -86,7 +86,10 @@ def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
             f"{b.num_rows} in {len(b)}); compare traces of the same sequences in the same order"
         )
     rows = np.flatnonzero(a.valid_N & b.valid_N)
-    return RouteOverlap(shared_picks(a.expert_ids_NLK[rows], b.expert_ids_NLK[rows]), rows)
+    shared_RL = shared_picks(a.expert_ids_NLK[rows], b.expert_ids_NLK[rows])
+    if a.spec.sizes:  # both have the same fillers, each of which is among those of the other
+        shared_RL -= (a.spec.top_k - a.spec.picks_L).astype(shared_RL.dtype)
+    return RouteOverlap(shared_RL, rows)
 
 
 def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
@@ -110,7 +113,8 @@ def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[n
         micro_step_S: integers [S], the micro-step that each sequence belongs to, from 0.
 
     Returns:
-        counts_MLE: int64 [M, L, E]. Its sum is K times L times the number of routed rows.
+        counts_MLE: int64 [M, L, E]. Its sum is the picks of all layers times the number of routed rows. Experts that a
+            layer does not have count 0.
     """
     micro_steps = _numbers(micro_step_S, len(trace), "micro-step")
     counts = np.zeros((_upto(micro_steps), trace.spec.num_layers, 1, trace.spec.num_experts), np.int32)
@@ -152,9 +156,12 @@ def add_assignments(
     start_S = (micro_steps * shape[1] * shape[2] + ranks) * shape[3]
     # by where they add, so that each set of counts is filled once and stays in the cache meanwhile
     order = np.argsort(start_S, kind="stable")
-    held_LE = np.zeros((shape[1], shape[3]), np.uint32)
     stride, flat = shape[2] * shape[3], counts_MLGE.reshape(-1)
-    add_counts(trace.expert_ids_NLK.reshape(-1), trace.valid_N, trace.offsets, order, start_S, stride, held_LE, flat)
+    for _, top_k, at in spec.groups:
+        ids = np.ascontiguousarray(trace.expert_ids_NLK[:, at, :top_k])
+        layers = np.arange(spec.num_layers)[at]
+        held_LE = np.zeros((len(layers), shape[3]), np.uint32)
+        add_counts(ids.reshape(-1), trace.valid_N, trace.offsets, order, start_S, layers * stride, held_LE, flat)
 
 
 def _numbers(values: ArrayLike, count: int, noun: str, limit: int | None = None) -> NDArray[np.int64]:

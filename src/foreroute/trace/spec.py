@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypeGuard
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ class LayerKind(StrEnum):
     MTP = "mtp"
     DRAFT = "draft"
     HASH = "hash"
+    ENCODER = "encoder"
 
 
 @dataclass(frozen=True, order=True)
@@ -51,25 +53,51 @@ class RoutedLayer:
         return f"{self.kind} {self.index}"
 
 
+class LayerGroup(NamedTuple):
+    """Layers of a model that have the same sizes.
+
+    Attributes:
+        num_experts: E of each.
+        top_k: K of each.
+        at: where they stand on the layer axis: all of it, or int64 [L'].
+    """
+
+    num_experts: int
+    top_k: int
+    at: slice | NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class RoutingSpec:
     """The routing facts of a model: E experts, K picks per token, and its routed layers in order.
 
+    Layers may differ in E and K. Arrays then have the K of the layer with most, and `filler` in the columns that
+    another layer does not have. `of_sizes` makes such a spec.
+
     Attributes:
-        num_experts: E, the number of logical experts in each routed layer.
-        top_k: K, how many of them a token is sent to.
-        layers: the L routed layers, 1,024 at most, with 2^20 experts in all. Dense layers have no entry.
+        num_experts: E, the number of logical experts in each routed layer; of the layer with most, where they differ.
+        top_k: K, how many of them a token is sent to; likewise.
+        layers: the L routed layers, 1,024 at most, with L times E at most 2^20. Dense layers have no entry.
         model: the model's name, for messages. It does not take part in `require_same`.
+        sizes: (E, K) of each layer, where they differ; empty where all are (`num_experts`, `top_k`).
         num_layers: L, the number of routed layers.
-        id_dtype: uint8 up to 256 experts, else uint16. The width follows the model, never the ids at hand.
+        id_dtype: uint8 up to 256 experts, or 255 where layers differ in K; else uint16. The width follows the model,
+            never the ids at hand.
+        sizes_L: (E, K) of each of L layers, whether they differ or not.
+        picks_L: int64 [L], the K of each layer.
+        groups: the layers by their sizes, so that each part [..., `at`, :K] of routes is one without a filler.
     """
 
     num_experts: int
     top_k: int
     layers: tuple[RoutedLayer, ...]
     model: str = ""
+    sizes: tuple[tuple[int, int], ...] = ()
     num_layers: int = field(init=False, repr=False, compare=False)
     id_dtype: np.dtype[np.uint8] | np.dtype[np.uint16] = field(init=False, repr=False, compare=False)
+    sizes_L: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    picks_L: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_experts", whole_number(self.num_experts, name="num_experts", most=MAX_EXPERTS))
@@ -87,14 +115,87 @@ class RoutingSpec:
             names = ", ".join(map(str, self.layers))
             raise TraceContentError(f"the layer table names a layer twice: {names}")
         object.__setattr__(self, "num_layers", count)
-        object.__setattr__(self, "id_dtype", np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16))
+        object.__setattr__(self, "sizes", self._checked_sizes())
+        ids = self.num_experts + (len({top_k for _, top_k in self.sizes}) > 1)  # one more, for the filler
+        if ids > MAX_EXPERTS:
+            raise TraceContentError(
+                f"layers differ in K, and one has {self.num_experts} experts; expected {MAX_EXPERTS - 1} at most"
+            )
+        object.__setattr__(self, "id_dtype", np.dtype(np.uint8 if ids <= 256 else np.uint16))
+        sizes_L = self.sizes or ((self.num_experts, self.top_k),) * count
+        object.__setattr__(self, "sizes_L", sizes_L)
+        object.__setattr__(self, "picks_L", np.array([top_k for _, top_k in sizes_L]))
+        groups = [LayerGroup(self.num_experts, self.top_k, slice(None))]
+        if self.sizes:
+            table = np.array(self.sizes)
+            groups = [LayerGroup(*size, np.flatnonzero((table == size).all(axis=1))) for size in dict.fromkeys(sizes_L)]
+        object.__setattr__(self, "groups", tuple(groups))
+
+    def _checked_sizes(self) -> tuple[tuple[int, int], ...]:
+        checked = []
+        for num_experts, top_k in self.sizes:
+            experts = whole_number(num_experts, name="num_experts of a layer", most=self.num_experts)
+            checked.append((experts, whole_number(top_k, name="top_k of a layer", most=min(experts, self.top_k))))
+        if not checked:
+            return ()
+        most = tuple(map(max, zip(*checked, strict=True)))
+        if len(checked) != len(self.layers) or most != (self.num_experts, self.top_k):
+            raise TraceContentError(
+                f"there are sizes of {len(checked)} layers, up to {most}; expected (experts, picks) of each of "
+                f"{len(self.layers)} layers, up to {(self.num_experts, self.top_k)}"
+            )
+        return () if len(set(checked)) == 1 else tuple(checked)
+
+    @classmethod
+    def of_sizes(cls, layers: Iterable[RoutedLayer], sizes: Iterable[tuple[int, int]], model: str = "") -> RoutingSpec:
+        """Make the facts of a model of the (E, K) of each of its layers.
+
+        Raises:
+            TraceContentError: when there can be no such layers.
+        """
+        table, each = as_layers(layers), tuple(sizes)
+        num_experts, top_k = map(max, zip(*each, strict=True)) if each else (1, 1)  # without a layer, it is refused
+        return cls(num_experts, top_k, table, model, each)
+
+    @property
+    def filler(self) -> int:
+        """What stands in the columns of a layer with fewer picks: the highest number of `id_dtype`, never an expert.
+
+        It is -1 in a type with a sign, so that arrays from outside have -1 there.
+        """
+        return int(np.iinfo(self.id_dtype).max)
+
+    @cached_property
+    def is_pick_LK(self) -> NDArray[np.bool_]:
+        """Bool [L, K], the columns that a layer has; False where it has a filler."""
+        return np.asarray(np.arange(self.top_k) < self.picks_L[:, None])
+
+    @property
+    def routing(self) -> str:
+        """The sizes for a reader: "top-4 of 64", or "top-1 to 4 of 64" where layers differ."""
+        each = zip(*self.sizes_L, strict=True)
+        experts, picks = ([*dict.fromkeys((min(numbers), max(numbers)))] for numbers in each)
+        return f"top-{' to '.join(map(str, picks))} of {' to '.join(map(str, experts))}"
 
     def __repr__(self) -> str:
         ends = f"{self.layers[0]} to {self.layers[-1]}" if len(self.layers) > 1 else f"{self.layers[0]}"
-        return (
-            f"RoutingSpec({self.model or 'model not stated'}, {self.num_layers} layers ({ends}), "
-            f"top-{self.top_k} of {self.num_experts})"
-        )
+        return f"RoutingSpec({self.model or 'model not stated'}, {self.num_layers} layers ({ends}), {self.routing})"
+
+    def require_alike(self, what: str) -> None:
+        """Raise `SpecMismatchError` unless all layers have the same E and K, which `what` stands on."""
+        if self.sizes:
+            raise SpecMismatchError(
+                f"{what} cannot take layers of different sizes, and this model has {self.routing} experts; take those "
+                "of one size by trace.select_layers"
+            )
+
+    def select(self, layers: Iterable[RoutedLayer]) -> RoutingSpec:
+        """Return the facts of some of the layers, in the given order. Raises as `positions`."""
+        chosen = as_layers(layers)
+        at = self.positions(chosen)
+        if not self.sizes:
+            return replace(self, layers=chosen)
+        return RoutingSpec.of_sizes(chosen, [self.sizes[i] for i in at.tolist()], self.model)
 
     def positions(self, layers: Iterable[RoutedLayer]) -> NDArray[np.int64]:
         """Return where the given layers stand on the layer axis, int64 [L'].
@@ -127,6 +228,8 @@ class RoutingSpec:
             differences.append(f"top-{other.top_k} instead of top-{self.top_k}")
         if other.layers != self.layers:
             differences.append(f"routed layers [{_names(other)}] instead of [{_names(self)}]")
+        if not differences and other.sizes != self.sizes:
+            differences.append(f"other experts or picks in some layers ({other.routing})")
         if differences:
             raise SpecMismatchError(
                 f"{what} belongs to another model: it has {', '.join(differences)}. "
@@ -154,16 +257,15 @@ def spec_from(table: Any, model: str) -> RoutingSpec:
     """Make the facts of a model of what a trace file has: a list of [number, kind, experts, picks].
 
     Raises:
-        TraceContentError: when it is something else, or layers have different numbers of experts or picks.
+        TraceContentError: when it is something else.
     """
     if not isinstance(table, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in table):
         raise TraceContentError(f"the layer table is {table!r:.80}; expected a list of [number, kind, experts, picks]")
     layers = layers_from([entry[:2] for entry in table])
-    sizes = [entry[2:] for entry in table]
-    if any(size != sizes[0] for size in sizes):
-        raise TraceContentError("its layers have different numbers of experts or picks, which no trace can hold yet")
-    num_experts, top_k = sizes[0] if sizes else (1, 1)  # without a layer, there is no model to refuse
-    return RoutingSpec(num_experts, top_k, layers, model)
+    for entry in table:
+        whole_number(entry[2], name="num_experts", most=MAX_EXPERTS)
+        whole_number(entry[3], name="top_k", most=MAX_EXPERTS)
+    return RoutingSpec.of_sizes(layers, [(entry[2], entry[3]) for entry in table], model)
 
 
 def as_layers(layers: object) -> tuple[RoutedLayer, ...]:

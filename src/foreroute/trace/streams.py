@@ -270,8 +270,8 @@ class DecisionStream:
         """Return the frames of a chunk that are read with the routed layers at these positions: all."""
         return np.arange(self.depth)
 
-    def column_lengths(self, rows: int, count: int) -> list[int]:
-        """Return the lengths of the columns that a frame of `count` numbers has: sizes, then gaps.
+    def column_lengths(self, rows: int, count: int, number: int) -> list[int]:
+        """Return the lengths of the columns that a frame of `count` numbers has, any of them: sizes, then gaps.
 
         A length is negative when the frame is too short for its rows.
         """

@@ -14,7 +14,7 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.without_weights import structure_of
-from foreroute.core.overrides import overridden
+from foreroute.core.hooks import overridden
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build
@@ -205,7 +205,8 @@ def watching(name, routed):
 
     def note(router, selecting, *args, **kwargs):
         output = selecting(*args, **kwargs)
-        calls.append(Call(name, router, routed.spec.top_k, args, output))
+        top_k = routed.spec.sizes_L[len(calls) % routed.spec.num_layers][1]
+        calls.append(Call(name, router, top_k, args, output))
         return output
 
     def note_experts(module, args):
@@ -334,4 +335,4 @@ def foreign_routes(routed, batch=BATCH):
 
 
 def ids_of(trace, layer):
-    return torch.from_numpy(trace.expert_ids_NLK[:, layer].astype(np.int64))
+    return torch.from_numpy(trace.expert_ids_NLK[:, layer, : trace.spec.picks_L[layer]].astype(np.int64))

@@ -35,9 +35,13 @@ def sequences_of(batch):
 def random_routes(spec, batch, seed=1):
     """Routes of no relation to the model."""
     rng = np.random.default_rng(seed)
-    tokens = sequences_of(batch)
-    ids = [np.argsort(rng.random((len(t), spec.num_layers, spec.num_experts)), axis=-1) for t in tokens]
-    return fr.RoutingTrace.from_sequences(spec, tokens, [i[..., : spec.top_k] for i in ids])
+    tokens, ids = sequences_of(batch), []
+    for each in tokens:
+        scores = rng.random((len(each), spec.num_layers, spec.num_experts))
+        for layer, (num_experts, _) in enumerate(spec.sizes_L):
+            scores[:, layer, num_experts:] = 2  # sorted behind all experts that there are
+        ids.append(np.where(spec.is_pick_LK, np.argsort(scores, axis=-1)[..., : spec.top_k], -1))
+    return fr.RoutingTrace.from_sequences(spec, tokens, ids)
 
 
 def log_probs(model, batch):

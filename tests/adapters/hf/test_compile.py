@@ -20,7 +20,8 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
-from tests.adapters.hf.test_missing import MISSING, without
+from tests.replay.session_subject import Batch, foreign
+from tests.replay.sessions_rows import ABSENT, LASTS
 from tests.roundings import TERMS, require_rounded
 
 BATCH = batch_of(9, 6, 4)
@@ -106,6 +107,45 @@ def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
     assert graphs() == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("backend", "experts", "error", "said"),
+    [
+        ("aot_eager", "grouped_mm", None, ""),
+        # torch itself refuses what is written to in a checkpoint that this backend runs as it is
+        ("eager", "grouped_mm", RuntimeError, "modified by an inplace operation"),
+        (
+            "aot_eager",
+            "eager",
+            ReplayError,
+            "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph",
+        ),
+    ],
+)
+def test_a_compiled_model_with_checkpoints_is_replayed_or_refused(use_reentrant, backend, experts, error, said):
+    """Whether its session is closed, and another batch was replayed since."""
+    model, eager = (tiny("qwen3_moe", experts=experts, num_hidden_layers=1) for _ in range(2))
+    routed, eager = hf.attach(model), hf.attach(eager)
+    for each in (model, eager.model):
+        enable_checkpointing(each, use_reentrant)
+    compiled = torch.compile(model, backend=backend)
+
+    def trained():
+        with routed.replay(random_routes(routed.spec, BATCH)):
+            loss = loss_of(compiled, BATCH)
+        with routed.replay(random_routes(routed.spec, OTHER)), torch.no_grad():
+            loss_of(compiled, OTHER)
+        loss.backward()
+        return loss.detach(), gradients(model)
+
+    if error is not None:
+        with pytest.raises(error, match=said):
+            trained()
+    else:
+        assert_same(trained(), step(eager, eager.model, 1)[:2])
+
+
 def compile_each_layer(model):
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
@@ -160,8 +200,8 @@ def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
     model, eager = (tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1) for _ in range(2))
     routed, eager = hf.attach(model), hf.attach(eager)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for seed, missing in enumerate(MISSING.values()):
-        trace = without(random_routes(routed.spec, BATCH, seed), missing)
+    for seed, absent in enumerate(ABSENT.values()):
+        trace = foreign(routed.spec, Batch(BATCH["input_ids"], (9, 6, 4)), seed, absent + LASTS)
         recorded = []
         for each, call in ((routed, compiled), (eager, eager.model)):
             with (

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from foreroute.core import hooks
-from foreroute.core.passes import LayerPass
-from foreroute.core.selection import MaskedScores, SelectionMode
+from foreroute.core.selection import LayerPass, MaskedScores, SelectionMode
 from foreroute.replay import Recording
 from tests.adapters.hf.family_checks import (
     attached_once,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import BatchMismatchError, ConfigError, LayoutError
+from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import pack, pad
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, random_routes
@@ -44,40 +44,6 @@ def test_padding_is_spread_and_real_rows_go_where_they_went(family, side):
         assert not torch.equal(pads, native_RK[~real_R]), "the check must be able to see a difference"
     # experts are given other numbers of rows, for which a processor may add up in another order
     require_rounded(loss, native_loss)
-
-
-def test_spread_padding_is_neither_counted_nor_given_weights():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    batch = batch_of(*LENGTHS)
-    trace = random_routes(routed.spec, batch)
-    seen = {}
-    for padding in ("native", "spread"):
-        with routed.replay(trace, padding=padding, telemetry=True, counts="replayed") as session, torch.no_grad():
-            model(**batch, use_cache=False)
-        assert session.expert_counts_LE().sum() == sum(LENGTHS) * routed.spec.num_layers * routed.spec.top_k
-        seen[padding] = session.expert_counts_LE(), session.agreement(), session.loss_mask_BT
-    assert np.array_equal(seen["native"][0], seen["spread"][0])
-    assert np.array_equal(seen["native"][1].routing.shared_L, seen["spread"][1].routing.shared_L)
-    assert torch.equal(seen["native"][2], seen["spread"][2])
-    assert torch.equal(seen["spread"][2], batch["attention_mask"].bool())
-    with routed.record(gate_weights=True) as recording, torch.no_grad():
-        expected = loss_of(model, batch)
-    with routed.replay(recording.trace(), padding="spread", gate_weights=True), torch.no_grad():
-        require_rounded(loss_of(model, batch), expected)
-
-
-def test_checkpointed_layers_spread_padding_alike(checkpointing):
-    batch = batch_of(*LENGTHS)
-    steps = []
-    for use_reentrant in (None, checkpointing):
-        model = tiny("qwen3_moe").train()
-        if use_reentrant is not None:
-            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-        routed = hf.attach(model)
-        steps.append(step(model, routed, random_routes(routed.spec, batch), batch, padding="spread"))
-    assert torch.equal(steps[0][0], steps[1][0])
-    assert all(torch.equal(steps[0][1][name], gradient) for name, gradient in steps[1][1].items())
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -134,13 +100,6 @@ def test_a_layout_of_another_batch_is_refused_in_the_forward(layout):
     trace = random_routes(routed.spec, batch)
     with pytest.raises(BatchMismatchError, match="elsewhere"), routed.replay(trace, layout(trace.lengths)):
         model(**batch, use_cache=False)
-
-
-def test_a_padding_that_there_is_not_is_refused():
-    routed = hf.attach(tiny("qwen3_moe"))
-    trace = random_routes(routed.spec, batch_of(*LENGTHS))
-    with pytest.raises(ConfigError, match="padding is 'zero'"):
-        routed.replay(trace, padding="zero").__enter__()
 
 
 @pytest.mark.parametrize("padding", ["native", "spread"])

@@ -1,5 +1,8 @@
 """Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -122,3 +125,29 @@ def test_other_routes_would_be_seen(single):
     name = "model.layers.1.mlp.gate.weight"
     away = (gradients(model)[name] - single[1][name]).abs().max() / single[1][name].abs().max()
     assert away > 100 * roundings(3 * TERMS)
+
+
+def leave_out_a_rank(rank, which):
+    """What the page on replay asks of the ranks, by a loop that has a session on some of them."""
+    page = (Path(__file__).parents[3] / "docs" / "replay.md").read_text()
+    given = {"torch": torch}
+    exec(re.search(r"def require_replayed_alike.*?\n\n\n", page, re.DOTALL).group(), given)
+    model = policy().train()
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    num_forwards = 0
+    if rank in which:
+        with routed.replay(trace) as session:
+            loss_of(model, BATCH).backward()
+        num_forwards = session.num_forwards
+    else:
+        loss_of(model, BATCH).backward()
+    try:
+        given["require_replayed_alike"](num_forwards)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked():
+    assert on_two_ranks(leave_out_a_rank, (0,)) == ["of the ranks, some replayed 0 forwards and others 1"] * 2
+    assert on_two_ranks(leave_out_a_rank, (0, 1)) == [None, None]

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
@@ -171,48 +170,6 @@ def test_a_rollout_without_a_cache_is_refused(routed):
     recording, output, mask = sampled(routed, use_cache=False)
     with pytest.raises(BatchMismatchError, match="with a key-value cache"):
         recording.rollout(output, mask)
-
-
-@pytest.mark.parametrize("how", ["keyword", "configuration", "by place", "the model's own"])
-def test_beams_are_refused_before_anything_is_sampled(routed, how):
-    config = GenerationConfig(num_beams=2, max_new_tokens=4, pad_token_id=PAD)
-    model, prompts = routed.model, batch_of(4, 4)
-    calls = {
-        "keyword": lambda: model.generate(**prompts, num_beams=2, max_new_tokens=4),
-        "configuration": lambda: model.generate(**prompts, generation_config=config),
-        "by place": lambda: model.generate(prompts["input_ids"], config),
-        "the model's own": lambda: model.generate(**prompts),
-    }
-    own = model.generation_config
-    if how == "the model's own":
-        model.generation_config = config
-    try:
-        with routed.record() as recording, pytest.raises(ReplayError, match="num_beams=2: beams change places"):
-            calls[how]()
-        with pytest.raises(ReplayError, match="nothing was recorded"):
-            recording.trace()
-        with torch.no_grad():
-            calls[how]()  # outside of a session the model does what it always does
-        with routed.record() as recording:
-            model.generate(**prompts, num_beams=1, max_new_tokens=2, pad_token_id=PAD)
-    finally:
-        model.generation_config = own
-    assert "generate" not in vars(model)
-
-
-def test_what_a_call_asks_for_goes_before_the_models_own_beams(routed):
-    model, prompts = routed.model, batch_of(4, 4)
-    own, model.generation_config = model.generation_config, GenerationConfig(num_beams=3, pad_token_id=PAD)
-    try:
-        for asked in (
-            {"num_beams": 1, "max_new_tokens": 2},
-            {"generation_config": GenerationConfig(num_beams=1, max_new_tokens=2, pad_token_id=PAD)},
-        ):
-            with routed.record() as recording:
-                output = model.generate(**prompts, **asked)
-            assert recording.rollout(output).lengths.tolist() == [6, 6]
-    finally:
-        model.generation_config = own
 
 
 def test_a_static_cache_is_refused_by_its_name(routed):

@@ -241,18 +241,3 @@ def test_attach_leaves_the_model_as_it_was():
     assert [set(module.__dict__) for module in model.modules()] == attributes
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_an_encoder_decoder_is_refused_as_a_whole_and_attached_stack_by_stack():
-    from transformers import SwitchTransformersForConditionalGeneration
-
-    config = build("switch_transformers", num_decoder_layers=2, num_sparse_decoder_layers=2).config
-    config.is_encoder_decoder = True
-    model = SwitchTransformersForConditionalGeneration(config).eval()
-    with pytest.raises(AttachError, match="encoder and in a decoder"):
-        hf.attach(model)
-    encoder, decoder = hf.attach(model.get_encoder()), hf.attach(model.get_decoder())
-    tokens = torch.arange(1, 9)[None]
-    with encoder.record() as read, decoder.record() as written, torch.no_grad():
-        model(input_ids=tokens, decoder_input_ids=tokens[:, :5])
-    assert (read.trace().num_rows, written.trace().num_rows) == (8, 5)

@@ -54,6 +54,7 @@ OTHERWISE = [
     ("step3p7", {"mlp_layer_types": None, "num_hidden_layers": 5}),
     ("deepseek_v4", {"mlp_layer_types": None, "num_hash_layers": 2}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 2]}),
+    ("hunyuan_v1_moe", {"moe_topk": [1, 3, 2]}),
 ]
 AT_ONCE = 7
 """So many without the mark `slow`: one for each way in which configurations name dense layers."""

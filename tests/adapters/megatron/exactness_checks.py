@@ -5,55 +5,11 @@ from functools import partial
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from foreroute.adapters.megatron.router_hook import TopKRouterHook
+from foreroute.adapters.megatron.hooks import TopKRouterHook
 from foreroute.core.passes import Pass, Rows, Watch
-from foreroute.errors import BatchMismatchError
 from tests.adapters.megatron import one_rank as on
 
 ROWS = 16
-
-
-def check_native_replay_changes_no_bit_under_any_rule():
-    for name, settings in on.ROUTINGS.items():
-        for recompute in ("none", "uniform", "selective") if name == "softmax after" else ("uniform",):
-            built, routed = on.attached(recompute, **settings)
-            ids = on.tokens()
-            loss, grads = on.step(built, ids)
-            trace = on.recorded(routed, ids)
-            with routed.replay(trace):
-                again, again_grads = on.step(built, ids)
-            assert torch.equal(loss, again), f"{name}, {recompute}: {loss} is not {again}"
-            assert on.same(grads, again_grads), f"{name}, {recompute}: gradients differ"
-
-
-def check_foreign_routes_are_followed_in_forward_and_recompute():
-    for name, settings in on.ROUTINGS.items():
-        for recompute, calls in (("none", 1), ("uniform", 2), ("selective", 2)):
-            built, routed = on.attached(recompute, **settings)
-            ids = on.tokens()
-            native, _ = on.step(built, ids)
-            trace = on.foreign(routed.spec, ids)
-            with on.maps_given(routed) as maps, routed.replay(trace):
-                loss, grads = on.step(built, ids)
-            on.assert_followed(maps, trace, calls=calls)
-            assert not torch.equal(native, loss), name
-            routers = [g for parameter, g in grads.items() if parameter.endswith("router.weight")]
-            assert len(routers) == 2
-            assert all(bool((g.abs().sum(1) > 0).any()) for g in routers), f"{name}: a router has no gradient"
-
-
-def check_recompute_replays_to_the_same_gradients():
-    ids = on.tokens()
-    built, routed = on.attached()
-    trace = on.foreign(routed.spec, ids)
-    with routed.replay(trace):
-        expected = on.step(built, ids)
-    for recompute in ("uniform", "block", "selective"):
-        built, routed = on.attached(recompute)
-        with routed.replay(trace):
-            loss, grads = on.step(built, ids)
-        assert torch.equal(loss, expected[0])
-        assert on.same(grads, expected[1]), recompute
 
 
 def check_gates_and_gradients_against_a_dense_oracle():
@@ -97,19 +53,6 @@ def check_the_oracle_tells_a_wrong_rule_apart():
         assert not torch.allclose(probs_RE.double().gather(1, ids_RK), wrong_RK, atol=1e-5)
 
 
-def check_misplaced_routes_are_seen():
-    built, routed, ids, trace = on.prepared()
-    late = on.foreign(routed.spec, ids.roll(1, 1))
-    swapped = trace.select([1, 0])
-    for wrong in (late, swapped):
-        on.refuses(BatchMismatchError, "in the batch", lambda wrong=wrong: replayed(built, routed, wrong, ids))
-    on.refuses(BatchMismatchError, "2 sequences", lambda: replayed(built, routed, trace.select([0]), ids))
-    built.zero_grad(set_to_none=True)
-    with on.maps_given(routed) as maps:
-        replayed(built, routed, on.foreign(routed.spec, ids, seed=4), ids)
-    on.refuses(AssertionError, "was not followed", lambda: on.assert_followed(maps, trace))
-
-
 def check_megatrons_own_replay_is_left_alone():
     built, routed = on.attached()
     ids = on.tokens()
@@ -120,11 +63,6 @@ def check_megatrons_own_replay_is_left_alone():
         on.step(built, ids)
     assert [dict(vars(own)) for own in RouterReplay.global_router_replay_instances] == before
     assert all(site.module.router_replay is own for site, own in zip(routed.chunks[0].sites, instances, strict=True))
-
-
-def replayed(built, routed, trace, ids):
-    with routed.replay(trace):
-        return on.forward(built, ids)
 
 
 def forced(site, hidden, ids_RK):

@@ -1,12 +1,16 @@
 """A chunk on a device that counts the waits of the host: replay adds none, and no optimizer steps on a wrong batch."""
 
 import contextlib
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from foreroute.adapters.megatron import model as routed_model
-from foreroute.errors import BatchMismatchError
-from foreroute.layout import pad
+from foreroute.adapters.megatron.forward_args import Call
+from foreroute.errors import BatchMismatchError, LayoutError
+from foreroute.layout import pack, pad
+from foreroute.replay import Policy
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron import one_rank as on
 
@@ -67,29 +71,91 @@ def check_a_replayed_forward_waits_for_nothing():
             there.more = {"padding_mask": there.padding} if masked else {}
             unpatched = there.waits()
             shard = there.routed.shard(there.trace, there.layout)
-            of_trace = [(there.trace,)] if lengths == WHOLE else []
-            for what in ((shard,), (there.trace, there.layout), *of_trace):
+            for what in ((shard,), (there.trace, there.layout), (there.trace,)):
                 with there.routed.replay(*what) as session:
                     assert there.waits() == unpatched, f"{lengths}, masked {masked}, {what}"
                     mask_BT = session.loss_mask_BT.values_here
                 assert torch.equal(mask_BT, ~there.padding.values_here)
-            looked = routed_model.require_fits
-            try:  # the control: a wait that is put back
-                routed_model.require_fits = lambda call, shard, _: call.tokens_C is not None
-                with there.routed.replay(shard):
-                    assert there.waits() == unpatched + 1
-            finally:
-                routed_model.require_fits = looked
+            with a_read_put_back(), there.routed.replay(shard):
+                assert there.waits() == unpatched + 1, "the device does not count"
 
 
-def check_a_trace_without_a_layout_is_read_where_tokens_alone_tell_the_side():
-    for side in ("right", "left"):
+@contextlib.contextmanager
+def a_read_put_back():
+    """The control: tokens are compared where the host waits for them."""
+    compare = routed_model.differing
+    routed_model.differing = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
+    try:
+        yield
+    finally:
+        routed_model.differing = compare
+
+
+def check_the_side_of_padding_is_found_there():
+    """Where tokens alone tell it; what they say is executed, and a batch that is padded on neither side told late."""
+    real_SW = (torch.arange(on.WIDTH) < torch.tensor(SHORT)[:, None]).numpy()
+    for side in ("right", "left", "neither"):
         with chunk(SHORT) as there, torch.no_grad():
             unpatched = there.waits()
-            if side == "left":
-                there.given[0][1] = there.given[0][1].roll(5)
-            with there.routed.replay(there.trace):
-                assert there.waits() == unpatched + 1
+            if side != "right":
+                there.given[0][1] = there.given[0][1].roll(5 if side == "left" else 2)
+            opening = there.routed.replay(there.trace)
+            session = opening.__enter__()
+            assert there.waits() == unpatched, side
+            leave = lambda opening=opening: opening.__exit__(None, None, None)  # noqa: E731
+            if side == "neither":
+                on.refuses(BatchMismatchError, "padded on the same side", leave)
+                continue
+            mask_BT = session.loss_mask_BT.values_here
+            with there.routed.record() as recording:
+                there.forward()
+            leave()
+            kept_BT = real_SW[:, ::-1] if side == "left" else real_SW
+            assert np.array_equal(mask_BT, kept_BT), side
+            executed = recording.trace().expert_ids_NLK[kept_BT.reshape(-1)]
+            assert np.array_equal(executed, there.trace.expert_ids_NLK), side
+
+
+def check_packed_batches_are_read_only_where_there_is_padding_in_them():
+    """Their offsets are compared with those of the trace there, and told late."""
+    _, routed = on.attached()
+    lengths = (5, 7)
+    ids = on.tokens(lengths=lengths)
+    trace = on.foreign(routed.spec, ids, lengths=lengths)
+    tokens = torch.cat([row[:length] for row, length in zip(ids, lengths, strict=True)])
+    with other_device() as device:
+        for slots, reads in (((5, 7), 0), ((6, 8), 1), ((4, 8), None)):
+            given = torch.cat([tokens, tokens.new_zeros(sum(slots) - 12)])
+            if reads == 1:
+                given = torch.cat([tokens[:5], tokens.new_zeros(1), tokens[5:], tokens.new_zeros(1)])
+            offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
+            packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
+            call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
+            routes = routed.routes_of(trace, None, Policy("error", "spread", "native", False, False))
+            device.reads.clear()
+            rows = routes.of_pass(0, call).rows
+            if reads is None:
+                on.refuses(LayoutError, "sequence 0 has 5 tokens", routes.close)
+                continue
+            assert sum(device.reads.values()) == reads, slots
+            routes.close()
+            expected = routed.shard(trace, pack(lengths, slots=slots)).rows(routed.layers, DEVICE)
+            assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
+
+
+def check_a_recorded_forward_waits_for_nothing():
+    """What the batch holds is read when the trace is asked for, though it has been overwritten since."""
+    for masked in (False, True):
+        with chunk(SHORT) as there, torch.no_grad():
+            there.more = {"padding_mask": there.padding} if masked else {}
+            unpatched, ids = there.waits(), there.given[0].values_here.clone()
+            with there.routed.record(margins=True, gate_weights=True) as recording:
+                assert there.waits() == unpatched
+            for each in (there.given[0], there.padding):
+                each.zero_()
+            lengths = SHORT if masked else WHOLE
+            tokens = [recording.trace().tokens(s).tolist() for s in range(2)]
+            assert tokens == [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
 
 
 def other_token(there):

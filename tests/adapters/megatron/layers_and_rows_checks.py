@@ -9,10 +9,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router import TopKRouter
 
-from foreroute import RoutedLayer, RoutingTrace
+from foreroute import RoutedLayer
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.forward_args import lengths_of
-from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, SpecMismatchError
+from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
 from foreroute.layout import pack, pad
 from foreroute.trace import DecisionStream
 from tests.adapters.megatron import one_rank as on
@@ -70,33 +70,6 @@ def check_wrapped_models_are_unwrapped():
     with on.maps_given(routed) as maps:
         step(iter([batch]), wrapped)
     on.assert_followed(maps, trace)
-
-
-def check_rows_without_a_route_follow_the_policy():
-    lengths = (on.WIDTH, 9)
-    built, routed = on.attached(moe_router_pre_softmax=True, moe_router_num_groups=4, moe_router_group_topk=2)
-    ids = on.tokens(lengths=lengths)
-    whole = on.foreign(routed.spec, ids, lengths=lengths, complete=False)
-    with on.maps_given(routed) as native_maps:
-        on.forward(built, ids, lengths=lengths)
-    trace = without_row(whole, 1, 4)
-    on.refuses(
-        BatchMismatchError, "sequence 1 has no route at position 4", lambda: on.replayed(built, routed, trace, ids)
-    )
-    with on.maps_given(routed) as maps, routed.replay(trace, missing="native") as session:
-        on.forward(built, ids, lengths=lengths)
-        assert session.loss_mask_BT.tolist() == kept(lengths)
-    on.assert_followed(maps, trace, lengths)
-    first = routed.spec.layers[0].index
-    assert np.array_equal(maps[first][0][1, 4], native_maps[first][0][1, 4]), "a missing row was not routed natively"
-    assert np.array_equal(maps[first][0][1, 8], native_maps[first][0][1, 8]), "a last row was not routed natively"
-    with routed.replay(trace, missing="drop") as session:
-        on.forward(built, ids, lengths=lengths)
-        mask = session.loss_mask_BT
-    wanted = np.array(kept(lengths))
-    wanted[1, 5:] = False
-    assert mask.tolist() == wanted.tolist()
-    on.refuses(ReplayError, "nobody read the loss mask", lambda: on.replayed(built, routed, trace, ids, missing="drop"))
 
 
 def check_layouts_and_traces_of_other_batches_are_refused():
@@ -223,20 +196,3 @@ def check_static_inference_is_captured_in_the_same_type():
             lambda: built.eval()(ids, None, causal, inference_context=context, runtime_gather_output=True),
         )
         on.forward(built, ids)
-
-
-def without_row(trace, sequence, position):
-    """The same, one row never routed."""
-    parts = [slice(a, b) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)]
-    valid = trace.valid_N.copy()
-    valid[trace.offsets[sequence] + position] = False
-    arrays = (trace.token_ids_N, trace.expert_ids_NLK)
-    tokens, routes = ([array[part] for part in parts] for array in arrays)
-    versions = [trace.weight_versions_N[part] for part in parts]
-    return RoutingTrace.from_rows(
-        trace.spec, tokens, routes, valid=[valid[part] for part in parts], weight_versions=versions
-    )
-
-
-def kept(lengths):
-    return (np.arange(on.WIDTH) < np.array(lengths)[:, None]).tolist()

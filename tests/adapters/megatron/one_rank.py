@@ -116,15 +116,6 @@ def replayed(built, routed, routes, ids, **policy):
         return forward(built, ids)
 
 
-def alone(built, routed, ids, routes):
-    """The gradients of one micro-batch, nothing else in flight."""
-    built.zero_grad(set_to_none=True)
-    replayed(built, routed, routes, ids).backward()
-    grads = gradients(built)
-    built.zero_grad(set_to_none=True)
-    return grads
-
-
 @contextlib.contextmanager
 def maps_given(routed):
     """Per MoE layer, the maps bool [B, T, E] that its dispatcher was given, forwards and recomputations in turn."""

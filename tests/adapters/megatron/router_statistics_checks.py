@@ -79,18 +79,6 @@ def check_expert_bias_counts_what_the_switch_says_and_no_padding():
             assert torch.equal(site.module.local_tokens_per_expert, counted_E), "a forward-only pass was counted"
 
 
-def check_padding_is_spread_and_distinct():
-    built, routed, ids, trace = on.prepared(lengths=LENGTHS)
-    for policy, is_even in (("spread", True), ("native", False)):
-        with on.maps_given(routed) as maps, routed.replay(trace, padding=policy):
-            on.step(built, ids, lengths=LENGTHS)
-        on.assert_followed(maps, trace, LENGTHS)
-        for [map_BTE] in maps.values():
-            load_E = map_BTE[padding().numpy()].sum(0)
-            assert load_E.sum() == 2 * padding().sum()
-            assert (load_E.max() - load_E.min() <= 1) == is_even, (policy, load_E)
-
-
 def check_left_padding_is_seen_from_the_tokens():
     built, routed, ids, trace = on.prepared(lengths=LENGTHS)
     wanted = on.map_of(trace, LENGTHS)

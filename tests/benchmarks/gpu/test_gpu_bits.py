@@ -4,6 +4,7 @@ Attaching proves replay on eight tokens; what is broken here is broken for other
 """
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,7 @@ from benchmarks.gpu.part import Part, Skipped
 from foreroute.core import hooks
 from foreroute.core import selection as hf_selection
 from foreroute.core.find import PROBE_TOKENS
-from foreroute.core.hooks import ModelHooks
-from foreroute.core.passes import LayerPass
+from foreroute.core.selection import LayerPass
 
 NAME = "qwen3_moe/float32/grouped_mm"
 
@@ -54,14 +54,14 @@ def ignoring_the_trace(patch):
 
 
 def rounding_gate_weights(patch):
-    select = hf_selection.SelectingRouter.select
+    select = hooks.SelectingRouter.select
 
     def rounded(router, now, *args, **kwargs):
         logits, weights, ids = select(router, now, *args, **kwargs)
         kept = len(now.own_RK) == PROBE_TOKENS or now.rows is None
         return (logits, weights if kept else weights.bfloat16().float(), ids)
 
-    patch.setattr(hf_selection.SelectingRouter, "select", rounded)
+    patch.setattr(hooks.SelectingRouter, "select", rounded)
 
 
 def forcing_without_gradient(patch):
@@ -79,7 +79,13 @@ def recomputing_natively(patch):
 
 
 def capturing_what_is_replayed(patch):
-    patch.setattr(ModelHooks, "_require_no_capture", lambda self: None)
+    begin = hooks.ModelHooks.begin
+
+    def unguarded(model_hooks, args):
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+            return begin(model_hooks, args)
+
+    patch.setattr(hooks.ModelHooks, "begin", unguarded)
 
 
 @pytest.mark.parametrize(

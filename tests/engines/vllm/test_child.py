@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -160,12 +162,21 @@ def test_what_a_server_fails_at_is_reported(routed, started, behaviour, error, s
     engine = started(behaviour, timeout_s=3.0 if behaviour in ("hangs", "never starts") else 60.0)
     if behaviour == "hangs":
         engine._process.wait(engine._client, 60.0)
+    if behaviour == "never starts":
+        wait_until_it_runs(engine)
     with pytest.raises(error, match=said):
         loaded(engine, routed).generate(prompts(4, 40), PAIRS, seeded())
     assert bool(engine._process.death()) == (behaviour in ("refuses to load", "never starts", "dies"))
     if behaviour in ("busy cache", "loads others"):
         with pytest.raises(EngineError, match="weights are unknown"):
             engine.generate(prompts(4), SAMPLING, seeded())
+
+
+def wait_until_it_runs(engine, within_s=60):
+    """However long a loaded machine takes for its imports."""
+    deadline = time.monotonic() + within_s
+    while "it serves /" not in (engine._process.folder / "server.log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started):
@@ -264,6 +275,22 @@ def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
     assert not engine._process.folder.exists()
     if behaviour == "has children":
         assert_ends(int((short_path / "child").read_text()))
+
+
+def test_a_server_that_does_not_end_is_killed(started, monkeypatch):
+    """One that no signal ends but the last, and that does not end itself when its standard input closes."""
+    monkeypatch.setattr(vllm_server, "GRACE_S", 0.5)
+    engine = started("never ends")
+    wait_until_it_runs(engine)
+    closing = Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    try:
+        assert not closing.is_alive()
+        assert engine._process.death() == "signal 9, Killed"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(engine._process._process.pid, signal.SIGKILL)
 
 
 def assert_ends(pid, within_s=20):

@@ -6,34 +6,44 @@ from foreroute.adapters import hf
 routed = hf.attach(model)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers")
 
-from foreroute.adapters.hf.attach import attach
-from foreroute.adapters.hf.local_models import build_model, load_pretrained
+from foreroute.adapters.hf.attach import attach, attach_stacks
 from foreroute.adapters.hf.model import RoutedTransformer
-from foreroute.adapters.hf.tokenizer import Tokenizer
+from foreroute.adapters.hf.stacks import RoutedStacks
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.distributing import distribute
+    from foreroute.adapters.hf.local_models import build_model, load_pretrained
+    from foreroute.adapters.hf.tokenizer import Tokenizer
 
 __all__ = [
+    "RoutedStacks",
     "RoutedTransformer",
     "Tokenizer",
     "attach",
+    "attach_stacks",
     "build_model",
     "distribute",
     "load_pretrained",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load what executes plans when it is asked for."""
-    if name != "distribute":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from foreroute.adapters.hf.distributing import distribute
+_FILE_OF = {
+    "Tokenizer": "tokenizer",
+    "build_model": "local_models",
+    "distribute": "distributing",
+    "load_pretrained": "local_models",
+}
 
-    return distribute
+
+def __getattr__(name: str) -> Any:
+    """Load what makes models, and what executes plans, when it is asked for."""
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import nn
 
-from foreroute.adapters.hf.indexers import FoundIndexers, find_indexers
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
+from foreroute.adapters.hf.stacks import OfStacks, RoutedStacks
+from foreroute.core.attaching import attach as prove_whole
 from foreroute.core.attaching import require_attachable, stack_of
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
 from foreroute.core.prove import self_check, untouched
 from foreroute.core.routed import Routed
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.indexers import FoundIndexers
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -24,21 +30,52 @@ def attach(model: nn.Module) -> RoutedTransformer:
     same of indexers, where it has them. The model is left as it was.
 
     Args:
-        model: a transformers model with routers (5.14 or newer), on any device, in any dtype. Of an encoder-decoder,
-            one stack; of a speech model, the part that takes text.
+        model: a transformers model with routers (5.14 or newer), on any device, in any dtype. Of a speech model, the
+            part that takes text. An encoder-decoder is for `attach_stacks`.
 
     Raises:
-        AttachError: when the model has no routers, is known not to be replayable, has routers of different shapes, or
-            does not pass the self-check. The message says which router and why.
+        AttachError: when the model has no routers, is known not to be replayable, or does not pass the self-check. The
+            message says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
     require_attachable(model)
     candidates = find_routers(model)
-    _refuse_two_stacks(model, candidates)
+    if _num_stacks(candidates) > 1:
+        raise AttachError(
+            f"{type(model).__name__} routes in an encoder and in a decoder, which are given different tokens; one "
+            "trace has one sequence of tokens. Use attach_stacks(model), which has a trace of each"
+        )
+    return _attached(model, candidates, LayerKind.DECODER)
+
+
+def attach_stacks(model: nn.Module) -> RoutedStacks:
+    """Make the routing of both stacks of an encoder-decoder recordable and replayable, as `attach`.
+
+    The whole model is proven first, both stacks in one forward, and then each stack.
+
+    Args:
+        model: a transformers model with routers in its encoder and in its decoder.
+
+    Raises:
+        AttachError: as `attach`, and for a model without routers in two stacks.
+        ReplayError: as `attach`.
+    """
+    require_attachable(model)
+    if _num_stacks(find_routers(model)) != len(OfStacks._fields) or not hasattr(model, "get_encoder"):
+        raise AttachError(f"{type(model).__name__} does not route in an encoder and in a decoder; use attach(model)")
+    prove_whole(model)
+    parts: list[tuple[nn.Module, LayerKind]] = [
+        (model.get_encoder(), LayerKind.ENCODER),  # type: ignore[operator]
+        (model.get_decoder(), LayerKind.DECODER),  # type: ignore[operator]
+    ]
+    return RoutedStacks(model, OfStacks(*[_attached(part, find_routers(part), kind) for part, kind in parts]))
+
+
+def _attached(model: nn.Module, candidates: list[RouterSite], kind: LayerKind) -> RoutedTransformer:
     with untouched(model):
         seen = probe(model, candidates)
-        spec, trunk = spec_of(model, seen), seen.trunk_of(seen.sites)
-        indexers = find_indexers(model, trunk, layer_of)
+        spec, trunk = spec_of(model, seen, kind), seen.trunk_of(seen.sites)
+        indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.hooks_of(seen.sites), spec, indexers)
         self_check(Routed(model, [hooks]), [seen.sites])
         routed = RoutedTransformer(model, spec, seen.sites, hooks)
@@ -47,42 +84,55 @@ def attach(model: nn.Module) -> RoutedTransformer:
     return routed
 
 
-def spec_of(model: nn.Module, seen: Probe) -> RoutingSpec:
-    """The routing facts that a forward showed.
+def spec_of(model: nn.Module, seen: Probe, kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:
+    """The routing facts that a forward showed, of layers of this kind where they are of no special one.
 
     Raises:
-        AttachError: when routers do not select row by row, differ from each other, or share a layer.
+        AttachError: when routers do not select row by row, or share a layer.
     """
-    shapes = sorted({(hook.num_experts, hook.top_k) for hook in seen.hooks_of(seen.sites)})
-    if len(shapes) > 1:
-        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
-    layers = [layer_of(site.path, is_lookup=site.rule.is_lookup) for site in seen.sites]
+    sizes = [(hook.num_experts, hook.top_k) for hook in seen.hooks_of(seen.sites)]
+    layers = [layer_of(site.path, kind, is_lookup=site.rule.is_lookup) for site in seen.sites]
     if len(set(layers)) != len(layers):
         twice = [site.path for site, layer in zip(seen.sites, layers, strict=True) if layers.count(layer) > 1]
         raise AttachError(
             f"{type(model).__name__} routes more than once in one decoder layer ({', '.join(twice[:2])}); a trace "
             "names each layer once"
         )
-    ((num_experts, top_k),) = shapes
     name = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    return RoutingSpec(num_experts, top_k, tuple(layers), model=str(name))
+    return RoutingSpec.of_sizes(layers, sizes, model=str(name))
 
 
-def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
-    """The decoder layer of a router or indexer; one in an attention block counts as a layer of its own."""
+def layer_of(path: str, kind: LayerKind = LayerKind.DECODER, *, is_lookup: bool = False) -> RoutedLayer:
+    """The layer of a router or indexer; one in an attention block counts as a layer of its own."""
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     if not numbers:
         raise AttachError(f"{path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
-    kind = LayerKind.ATTENTION if ATTENTION.search(path) else LayerKind.DECODER
+    kind = LayerKind.ATTENTION if ATTENTION.search(path) else kind
     return RoutedLayer(numbers[0], LayerKind.HASH if is_lookup else kind)
 
 
-def _refuse_two_stacks(model: nn.Module, candidates: list[RouterSite]) -> None:
-    if len({stack_of(site) for site in candidates} - {""}) > 1:
-        raise AttachError(
-            f"{type(model).__name__} routes in an encoder and in a decoder, which are given different tokens; one "
-            "trace has one sequence of tokens. Attach each stack on its own: attach(model.get_encoder())"
-        )
+def _num_stacks(candidates: list[RouterSite]) -> int:
+    return len({stack_of(site) for site in candidates} - {""})
+
+
+def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
+    """The indexers of sparse attention in a model; None where it has none that can be recorded and replayed.
+
+    Args:
+        model: to look through.
+        trunk: the part of it whose forward is one pass.
+    """
+    inside = set(trunk.modules())
+    sites = [
+        (path, module, layer_of(path))
+        for path, module in model.named_modules()
+        if module in inside and type(module).__name__.endswith("Indexer")
+    ]
+    if not sites:
+        return None
+    from foreroute.adapters.hf.indexers import indexers_of
+
+    return indexers_of(sites)
 
 
 def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:

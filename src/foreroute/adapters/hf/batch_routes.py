@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.hf.forward_args import ForwardTokens, Written
-from foreroute.adapters.hf.indexers import FoundIndexers
-from foreroute.core.late_checks import LateChecks
+from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import (
-    IndexerRows,
     PassRoutes,
-    Places,
     Policy,
     ReplayRows,
     faithful_rows,
@@ -26,6 +23,9 @@ from foreroute.replay import (
     to_device,
 )
 from foreroute.trace import INDEXER, RoutingTrace
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.indexers import FoundIndexers
 
 
 class BatchRoutes:
@@ -66,13 +66,16 @@ class BatchRoutes:
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
                 "without a cache"
             )
-        given, made = batch.written, self._made
-        if given and made is not None and all(a is b and n == m for (a, n), (b, m) in zip(given, made[0], strict=True)):
-            return made[1]
-        choices = None
-        if batch.device.type == "cpu" or self._needs_host(batch):
+        on_host, given, made, choices = batch.device.type == "cpu", None, self._made, None
+        if not on_host:
+            given = batch.written
+            if given and made and all(a is b and n == m for (a, n), (b, m) in zip(given, made[0], strict=True)):
+                return made[1]
+        if on_host or self._needs_host(batch):
             row_of_slot = self._located(batch)
-            choices = self._choices(row_of_slot, batch)
+            if self._indexers is not None and INDEXER in self._trace.streams:
+                all_wanted = self._policy.missing == "error"
+                choices = self._indexers.rows(self._trace, row_of_slot, batch.shape[1], all_wanted=all_wanted)
             row_R = to_device(row_of_slot, batch.device)
         else:
             row_R = self._located_there(batch)
@@ -85,21 +88,9 @@ class BatchRoutes:
         """Waits for the device where batches were compared there. See `foreroute.replay.Routes`."""
         self._checks.close()
 
-    def _choices(self, row_of_slot: NDArray[np.int64], batch: ForwardTokens) -> IndexerRows | None:
-        stream = self._trace.streams.get(INDEXER)
-        if stream is None or self._indexers is None:
-            return None
-        places = Places.of(self._trace.offsets, row_of_slot, batch.shape[1])
-        self._indexers.require(places, batch.shape[1])
-        choices = IndexerRows(self._indexers.spec, stream, row_of_slot, places)
-        if self._policy.missing == "error":
-            decided = replace(self._trace, valid_N=self._trace.valid_N & stream.valid_N)
-            refuse_missing(decided, row_of_slot, what="choice of indexers")
-        return choices
-
     def _located(self, batch: ForwardTokens) -> NDArray[np.int64]:
         """int64 [R], found on the host, which waits for the batch. Whatever is wrong with it is refused."""
-        rows = locate_rows(self._trace, batch.input_ids_BT, batch.mask_BT, batch.starts_BT)
+        rows = locate_rows(self._trace, *batch.host[:3])
         if self._layout is not None and not np.array_equal(rows, self._layout.rows().row_of_slot_R):
             raise BatchMismatchError(
                 f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "

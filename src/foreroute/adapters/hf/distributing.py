@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
-from foreroute.core.overrides import is_hooked
+from foreroute.core.hooks import is_hooked
 from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
 from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import ExecutionStack

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,46 +12,73 @@ from torch import Tensor
 
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import WANTED_MASK, kept_by
+from foreroute.replay.arguments import WANTED_MASK, kept_by
 
 Written = list[tuple[Tensor | None, int]]
 """Tensors, and how often each was written to."""
 
 
-@dataclass(frozen=True)
-class BatchTensors:
-    """The arguments of one forward that tell which token is where, still on the device.
+class HostBatch(NamedTuple):
+    """A batch on the host.
 
     Attributes:
-        input_ids_BT: integers [B, T].
+        ids_BT: int64 [B, T], its tokens.
+        mask_BT: bool [B, T], False where padded, or None when nothing is.
+        starts_BT: bool [B, T], the first token of each sequence, or None when every row holds one sequence.
+        cached_padding_B: int64 [B], cached positions that are padding, on the left.
+    """
+
+    ids_BT: NDArray[np.int64]
+    mask_BT: NDArray[np.bool_] | None
+    starts_BT: NDArray[np.bool_] | None
+    cached_padding_B: NDArray[np.int64]
+
+    @property
+    def kept_BT(self) -> NDArray[np.bool_]:
+        """Bool [B, T], False where padded."""
+        return np.ones(self.ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
+
+
+class ForwardTokens:
+    """The arguments of one forward that tell which token is where, on the device until `host` is asked for.
+
+    Args:
+        input_ids: integers [B, T].
         mask: the attention mask, of zeros and ones [B, T' >= T], or None.
         position_ids: integers [B, T] or [1, T], or None.
         cumulative: offsets of packed sequences (`cu_seq_lens_q`), or None.
         past: how many positions the key-value cache already held.
+
+    Attributes:
+        shape: (B, T).
+        num_slots: B · T.
+        device: where the tokens are.
     """
 
-    input_ids_BT: Tensor
-    mask: Tensor | None
-    position_ids: Tensor | None
-    cumulative: Tensor | None
-    past: int
-
-    @property
-    def given(self) -> list[Tensor]:
-        """Those of them that there are."""
-        every = (self.input_ids_BT, self.mask, self.position_ids, self.cumulative)
-        return [each for each in every if each is not None]
+    def __init__(
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        cumulative: Tensor | None,
+        past: int,
+    ) -> None:
+        self.input_ids, self.mask, self.position_ids, self.cumulative = input_ids, mask, position_ids, cumulative
+        self.past = past
+        self.shape = (input_ids.shape[0], input_ids.shape[1])
+        self.num_slots = input_ids.shape[0] * input_ids.shape[1]
+        self.device = input_ids.device
 
     @classmethod
-    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchTensors:
-        """Find them among the arguments of a call whose parameters have these names.
+    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
+        """Find them among the arguments of a call whose parameters have these names. In a graph nothing is read.
 
         Raises:
             BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
-                tokens.
+                tokens; and as `read`.
         """
         given = dict(zip(names, args, strict=False)) | kwargs
-        input_ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         if not isinstance(input_ids, Tensor):
             raise BatchMismatchError(
                 "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
@@ -65,91 +91,72 @@ class BatchTensors:
             positions = positions[None]
         if not isinstance(positions, Tensor) or positions.ndim != 2:  # three axes of image positions, which do not grow
             positions = None
-        cumulative = given.get("cu_seq_lens_q")
+        cumulative, cache = given.get("cu_seq_lens_q"), given.get("past_key_values")
         if cumulative is not None:
             _require_offsets(cumulative)
-        return cls(input_ids, mask, positions, cumulative, _cached(given.get("past_key_values")))
+        if cache is not None and not hasattr(cache, "get_seq_length"):
+            raise BatchMismatchError(
+                f"past_key_values is a {type(cache).__name__}; expected a cache of transformers, which says by "
+                "get_seq_length() how many positions it holds"
+            )
+        batch = cls(input_ids, mask, positions, cumulative, 0 if cache is None else cache.get_seq_length())
+        return batch if torch.compiler.is_compiling() else batch.read()
 
-
-class ForwardTokens:
-    """Tokens of one forward. Copied to the host once, when they are asked for; from the CPU at once.
-
-    Attributes:
-        shape: (B, T).
-        past: how many positions the key-value cache already held.
-        device: where the tokens are.
-    """
-
-    def __init__(self, tensors: BatchTensors) -> None:
-        self.shape = (tensors.input_ids_BT.shape[0], tensors.input_ids_BT.shape[1])
-        self.past = int(tensors.past)
-        self.device = tensors.input_ids_BT.device
-        self._tensors = tensors
-
-    @classmethod
-    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
-        """The batch of a call whose parameters have these names. Raises as `BatchTensors.of_call` and `read`."""
-        return cls.read(BatchTensors.of_call(names, args, kwargs))
-
-    @classmethod
-    def read(cls, tensors: BatchTensors) -> ForwardTokens:
-        """What a forward was called with.
+    def read(self) -> ForwardTokens:
+        """The same, read at once from the CPU.
 
         Raises:
             BatchMismatchError: when mask or positions do not fit the tokens; on another device than the CPU, what only
                 their values say is refused when they are asked for.
         """
-        batch = cls(tensors)
-        _require_shape(tensors.mask, batch.shape)
-        if batch.device.type == "cpu":
-            _ = batch._on_host
-        return batch
+        self.past = int(self.past)
+        if self.mask is not None:
+            _require_shape(self.mask, self.shape)
+        if self.device.type == "cpu":
+            _ = self.host
+        return self
+
+    @cached_property
+    def host(self) -> HostBatch:
+        """What was given, copied to the host, which waits for it."""
+        rows, width = self.shape
+        tokens = _to_host(self.input_ids).astype(np.int64)  # a copy: what was given may be overwritten
+        mask = starts = None
+        padding = np.zeros(rows, np.int64)
+        if self.mask is not None:
+            kept = kept_by(_to_host(self.mask[:, self.mask.shape[1] - width :]))
+            mask = None if kept.all() else kept
+            if self.past:
+                padding = (~kept_by(_to_host(self.mask[:, : self.past]))).sum(axis=1)
+        if not self.past and (self.cumulative is not None or self.position_ids is not None):
+            kept = np.ones(tokens.shape, np.bool_) if mask is None else mask
+            if self.cumulative is not None:
+                starts = starts_from_cumulative_lengths(_to_host(self.cumulative), kept)
+            elif self.position_ids is not None:
+                starts = starts_from_positions(_to_host(self.position_ids), kept)
+            if starts is not None and not (starts.sum(axis=1) > 1).any():
+                starts = None
+        return HostBatch(tokens, mask, starts, padding)
 
     @property
-    def input_ids_BT(self) -> NDArray[np.int64]:
-        """int64 [B, T]."""
-        return self._on_host[0]
-
-    @property
-    def mask_BT(self) -> NDArray[np.bool_] | None:
-        """Bool [B, T], False where padded, or None when nothing is."""
-        return self._on_host[1]
-
-    @property
-    def starts_BT(self) -> NDArray[np.bool_] | None:
-        """Bool [B, T], the first token of each sequence, or None when every row holds one sequence."""
-        return self._on_host[2]
-
-    @property
-    def kept_BT(self) -> NDArray[np.bool_]:
-        """Bool [B, T], False where padded."""
-        return np.ones(self.shape, np.bool_) if self.mask_BT is None else self.mask_BT
-
-    @property
-    def cached_padding_B(self) -> NDArray[np.int64]:
-        """int64 [B], cached positions that are padding, on the left."""
-        return self._on_host[3]
-
-    @property
-    def num_slots(self) -> int:
-        """B · T."""
-        return self.shape[0] * self.shape[1]
+    def given(self) -> list[Tensor]:
+        """Those tensors that there are."""
+        every = (self.input_ids, self.mask, self.position_ids, self.cumulative)
+        return [each for each in every if each is not None]
 
     @property
     def written(self) -> Written:
         """The tensors that were given, and how often each had been written to; none where that is not known."""
-        tensors = self._tensors
         # on the CPU they may share memory with arrays of numpy, and in inference mode nobody counts
-        if self.device.type == "cpu" or any(each.is_inference() for each in tensors.given):
+        if self.device.type == "cpu" or any(each.is_inference() for each in self.given):
             return []
-        every = (tensors.input_ids_BT, tensors.mask, tensors.position_ids, tensors.cumulative)
+        every = (self.input_ids, self.mask, self.position_ids, self.cumulative)
         return [(each, 0 if each is None else each._version) for each in every]
 
     def may_hold(self, num_sequences: int) -> bool:
         """Whether a batch of such shapes may hold so many sequences, one at least, and is on one device."""
-        tensors, (rows, width) = self._tensors, self.shape
-        positions, cumulative = tensors.position_ids, tensors.cumulative
-        if not self.num_slots or any(each.device != self.device for each in tensors.given):
+        (rows, width), positions, cumulative = self.shape, self.position_ids, self.cumulative
+        if not self.num_slots or any(each.device != self.device for each in self.given):
             return False
         if cumulative is not None:
             return rows == 1 and len(cumulative) > num_sequences
@@ -164,8 +171,8 @@ class ForwardTokens:
             integers [R], the tokens; bool [R], False where padded; bool [R], the first token of each sequence;
             int64 [R], the sequence of each slot, below `num_sequences`; and bool [] each, what is wrong.
         """
-        tensors, (rows, width) = self._tensors, self.shape
-        ids_BT, mask, wrong = tensors.input_ids_BT, tensors.mask, []
+        (rows, width), mask, wrong = self.shape, self.mask, []
+        ids_BT = self.input_ids
         kept_BT = torch.ones_like(ids_BT, dtype=torch.bool)
         if mask is not None:
             mask = mask[:, mask.shape[1] - width :]
@@ -173,14 +180,14 @@ class ForwardTokens:
             wrong.append((mask != kept_BT).any())
         starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
         number_BT = torch.arange(rows, device=self.device)[:, None].expand(rows, width)
-        if tensors.cumulative is not None:
-            ends = tensors.cumulative.long()
+        if self.cumulative is not None:
+            ends = self.cumulative.long()
             wrong.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
             begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
             starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
-        elif tensors.position_ids is not None:
-            starts_BT = starts_BT | (kept_BT & (tensors.position_ids == 0))
-        if tensors.cumulative is not None or tensors.position_ids is not None:
+        elif self.position_ids is not None:
+            starts_BT = starts_BT | (kept_BT & (self.position_ids == 0))
+        if self.cumulative is not None or self.position_ids is not None:
             are_packed = (starts_BT.sum(1) > 1).any()
             number_R = starts_BT.reshape(-1).cumsum(0)
             wrong.append(torch.where(are_packed, number_R[-1], rows) != num_sequences)
@@ -190,42 +197,16 @@ class ForwardTokens:
 
     def kept(self) -> ForwardTokens:
         """The batch, to be read later, when whoever gave it may have overwritten what it gave."""
-        if "_on_host" in self.__dict__:
-            return self
-        given, mask = self._tensors, self._tensors.mask
-        positions, cumulative = (
-            None if each is None else each.clone() for each in (given.position_ids, given.cumulative)
-        )
-        mask = None if mask is None else mask[:, max(0, mask.shape[1] - self.past - self.shape[1]) :].clone()
-        self._tensors = BatchTensors(given.input_ids_BT.clone(), mask, positions, cumulative, given.past)
+        if "host" not in self.__dict__:
+            if self.mask is not None:
+                self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
+            self.input_ids = self.input_ids.clone()
+            self.position_ids = None if self.position_ids is None else self.position_ids.clone()
+            self.cumulative = None if self.cumulative is None else self.cumulative.clone()
         return self
 
-    @cached_property
-    def _on_host(
-        self,
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None, NDArray[np.bool_] | None, NDArray[np.int64]]:
-        tensors = self._tensors
-        tokens = _to_host(tensors.input_ids_BT).astype(np.int64)  # a copy: what was given may be overwritten
-        mask = _kept(tensors.mask, tokens.shape)
-        starts = None if tensors.past else _starts(tensors, np.ones(tokens.shape, np.bool_) if mask is None else mask)
-        padding = np.zeros(len(tokens), np.int64)
-        if tensors.past and tensors.mask is not None:
-            padding = (~kept_by(_to_host(tensors.mask[:, : tensors.past]))).sum(axis=1)
-        return tokens, mask, starts, padding
 
-
-def _kept(mask: Tensor | None, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
-    """Bool [B, T], False where an attention mask says padding; None where nothing is."""
-    if mask is None:
-        return None
-    _require_shape(mask, shape)
-    kept = kept_by(_to_host(mask[:, mask.shape[1] - shape[1] :]))
-    return None if kept.all() else kept
-
-
-def _require_shape(mask: Tensor | None, shape: tuple[int, ...]) -> None:
-    if mask is None:
-        return
+def _require_shape(mask: Tensor, shape: tuple[int, int]) -> None:
     if mask.ndim == 4:
         raise BatchMismatchError(
             f"attention_mask is {tuple(mask.shape)}, an attention pattern, which does not say what is padding; "
@@ -235,29 +216,6 @@ def _require_shape(mask: Tensor | None, shape: tuple[int, ...]) -> None:
         )
     if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
         raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
-
-
-def _starts(tensors: BatchTensors, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-    if tensors.cumulative is not None:
-        starts_BT = starts_from_cumulative_lengths(_to_host(tensors.cumulative), kept_BT)
-    elif tensors.position_ids is not None:
-        starts_BT = starts_from_positions(_to_host(tensors.position_ids), kept_BT)
-    else:
-        return None
-    return starts_BT if (starts_BT.sum(axis=1) > 1).any() else None
-
-
-def _cached(cache: Any) -> int:
-    """Positions in a key-value cache."""
-    if cache is None:
-        return 0
-    if not hasattr(cache, "get_seq_length"):
-        raise BatchMismatchError(
-            f"past_key_values is a {type(cache).__name__}; expected a cache of transformers, which says by "
-            "get_seq_length() how many positions it holds"
-        )
-    past: int = cache.get_seq_length()
-    return past
 
 
 def _require_offsets(cumulative: Any) -> None:

@@ -8,7 +8,6 @@ query attends to, comes down to units (`foreroute.trace.IndexerSpec`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from foreroute.adapters.hf.forward_args import HostBatch
+from foreroute.core.hooks import SelectionHook
+from foreroute.core.passes import Pass
 from foreroute.errors import BatchMismatchError
-from foreroute.replay import IndexerHook, IndexerPass, IndexerRows, Places
-from foreroute.trace import DecisionStream, IndexerSpec, RoutedLayer
+from foreroute.replay import IndexerPass, IndexerRows, Places, ReplayRows, refuse_missing
+from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingTrace
+from foreroute.trace.checks import as_offsets
 from foreroute.trace.streams import MOST_CHOICES
-
-INDEXER_CLASS = re.compile(r"Indexer$")
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,35 @@ class FoundIndexers:
         self.spec = self.form.spec_of(self.modules[0], layers)
         self.hooks = [ChoosingIndexer(path, module, self.form) for path, module, _ in sites]
 
+    def passes(self, current: Pass, num_routers: int) -> list[tuple[IndexerPass, IndexerPass]]:
+        """What each does in a pass, and in its recomputation."""
+        chosen = current.rows.indexers if isinstance(current.rows, ReplayRows) else None
+        kept = current.kept if current.watch.others else None
+        opened = []
+        for number, calls_1 in enumerate(current.calls_L.split(1)[num_routers:]):
+            first = IndexerPass(num_routers + number, number, chosen, kept, calls_1)
+            opened.append((first, replace(first, observed=None)))
+        return opened
+
+    def rows(self, trace: RoutingTrace, row_of_slot: NDArray[np.int64], width: int, *, all_wanted: bool) -> IndexerRows:
+        """The choices of a trace that has some, for the slots of a batch.
+
+        Args:
+            trace: checked by `require_choices`.
+            row_of_slot: int64 [R], packed row of each slot; -1 for padding.
+            width: columns of the batch.
+            all_wanted: whether rows without a choice are refused.
+
+        Raises:
+            BatchMismatchError: as `require`, and for rows without a choice.
+        """
+        stream, places = trace.streams[INDEXER], Places.of(trace.offsets, row_of_slot, width)
+        self.require(places, width)
+        if all_wanted:
+            decided = replace(trace, valid_N=trace.valid_N & stream.valid_N)
+            refuse_missing(decided, row_of_slot, what="choice of indexers")
+        return IndexerRows(self.spec, stream, row_of_slot, places)
+
     def require(self, places: Places, width: int) -> None:
         """Raise `BatchMismatchError` if upstream would not cut the units of these sequences where they begin.
 
@@ -127,14 +157,25 @@ class FoundIndexers:
                 f"by their place in the batch; expected one sequence per row, padded {sides}"
             )
 
-    def stream(self, choices: dict[int, Tensor], places: Places, kept_R: NDArray[np.bool_]) -> DecisionStream:
+    def stream(
+        self, choices: dict[int, Tensor], lengths_S: NDArray[np.int64], batch: HostBatch, past: int
+    ) -> DecisionStream:
         """What was chosen in one forward, for its rows without padding.
 
         Args:
             choices: what each indexer returned.
-            places: of the slots of the batch.
-            kept_R: bool [R], False for padding.
+            lengths_S: int64 [S], rows of each sequence.
+            batch: of the forward.
+            past: positions in its key-value cache.
+
+        Raises:
+            BatchMismatchError: as `require`.
         """
+        kept_R, width = batch.kept_BT.reshape(-1), batch.ids_BT.shape[1]
+        row_of_slot_R = np.where(kept_R, np.cumsum(kept_R) - 1, -1)
+        offsets = as_offsets(lengths_S)
+        places = Places.of(offsets, row_of_slot_R, width, past=past, padding_B=batch.cached_padding_B)
+        self.require(places, width)
         position_N, first_N = places.position_R[kept_R], places.first_R[kept_R]
         visible_N = self.spec.num_visible(position_N)
 
@@ -183,14 +224,17 @@ class FoundIndexers:
                 setattr(module, name, value)
 
 
-class ChoosingIndexer(IndexerHook):
-    """The hook on one indexer.
+class ChoosingIndexer(SelectionHook):
+    """The hook on one indexer, which hands on `now.rows` and notes it in `now.observed`.
 
     Args:
         path: dotted name inside the model.
         module: the indexer.
         form: of what it returns.
     """
+
+    noun = "indexer"
+    now: IndexerPass | None
 
     def __init__(self, path: str, module: nn.Module, form: IndexerForm) -> None:
         super().__init__(path, (module, "forward"))
@@ -248,20 +292,12 @@ class ChoosingIndexer(IndexerHook):
         return torch.where(units_RHW < 0, -1, keys_RHW)
 
 
-def find_indexers(model: nn.Module, trunk: nn.Module, layer_of: Callable[[str], RoutedLayer]) -> FoundIndexers | None:
-    """The indexers of a model; None where it has none, or some that are not known or differ from each other.
+def indexers_of(sites: list[tuple[str, nn.Module, RoutedLayer]]) -> FoundIndexers | None:
+    """Indexers that can be recorded and replayed; None where some are not known, or differ from each other.
 
     Args:
-        model: to look through.
-        trunk: the part of it whose forward is one pass.
-        layer_of: the layer of a path.
+        sites: path, module and layer of each, in layer order; one at least.
     """
-    inside = set(trunk.modules())
-    sites = [
-        (path, module, layer_of(path))
-        for path, module in model.named_modules()
-        if module in inside and INDEXER_CLASS.search(type(module).__name__)
-    ]
     forms = {FORMS.get(type(module).__name__) for _, module, _ in sites}
     form = forms.pop() if len(forms) == 1 else None
     if form is None or len({form.spec_of(module, ()) for _, module, _ in sites}) > 1:

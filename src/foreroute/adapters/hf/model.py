@@ -11,12 +11,10 @@ the routes.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,30 +22,22 @@ import transformers
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.aux_counts import ExecutedCounts
 from foreroute.adapters.hf.batch_routes import BatchRoutes
-from foreroute.adapters.hf.forward_args import BatchTensors, ForwardTokens
-from foreroute.adapters.hf.indexers import ChoosingIndexer, FoundIndexers
+from foreroute.adapters.hf.forward_args import ForwardTokens
 from foreroute.core.find import RouterSite
-from foreroute.core.overrides import SelectionHook, overridden
-from foreroute.core.passes import Listener, Pass, Rows, Scores
-from foreroute.core.selection import SelectingRouter
-from foreroute.core.trunk import TrunkHooks
+from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
+from foreroute.core.passes import Pass, Rows
+from foreroute.core.routed import TrunkHooks
+from foreroute.core.selection import Scores
 from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.layout import Layout
-from foreroute.replay import (
-    ForwardRows,
-    IndexerPass,
-    Places,
-    Policy,
-    RecordedPass,
-    ReplayRows,
-    RoutedModel,
-    not_of_kind,
-    require_choices,
-)
-from foreroute.trace import IndexerSpec, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_offsets
+from foreroute.replay import Policy, ReplayRows, RoutedModel, not_of_kind
+from foreroute.replay.executed_counts import ExecutedCounts
+from foreroute.trace import INDEXER, IndexerSpec, RoutingSpec, RoutingTrace
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.indexers import FoundIndexers
+    from foreroute.replay import ForwardRows, RecordedPass
 
 
 class RoutedTransformer(RoutedModel):
@@ -86,16 +76,15 @@ class RoutedTransformer(RoutedModel):
         for position, site in enumerate(self._sites):
             if site.rule.is_lookup:
                 require_looked_up(trace, position, site.module)
-        require_choices(trace, self.indexers)
+        if INDEXER in trace.streams:
+            from foreroute.replay import require_choices
+
+            require_choices(trace, self.indexers)
         return BatchRoutes(trace, layout, policy, self._found_indexers)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
         return [_rows_of_pass(recorded, self._found_indexers) for recorded in passes[0]]
-
-    def while_recording(self) -> AbstractContextManager[None]:
-        """Have `model.generate` refuse to sample in beams."""
-        return _refusing_beams(self.model)
 
 
 class TransformerHooks(TrunkHooks):
@@ -110,7 +99,7 @@ class TransformerHooks(TrunkHooks):
     """
 
     routers: Sequence[SelectingRouter]
-    others: Sequence[ChoosingIndexer]
+    keeps_executed = True
 
     def __init__(
         self,
@@ -123,59 +112,47 @@ class TransformerHooks(TrunkHooks):
         self.found_indexers = indexers
         super().__init__(0, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
-        self.counting = [(model, "forward", self._run_model)]
+        self._model = model
         self._number = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
-        self._executed: Tensor | None = None
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = graph_ops.register(self)
 
-    def open_others(self, current: Pass) -> list[tuple[IndexerPass, IndexerPass]]:
-        """The indexers. See `ModelHooks`."""
-        chosen = current.rows.indexers if isinstance(current.rows, ReplayRows) else None
-        kept = current.kept if current.watch.others else None
-        opened = []
-        for number, calls_1 in enumerate(current.calls_L.split(1)[len(self.routers) :]):
-            first = IndexerPass(len(self.routers) + number, number, chosen, kept, calls_1)
-            opened.append((first, replace(first, observed=None)))
-        return opened
+    def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
+        """The indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
+        assert self.found_indexers is not None, "they are the others"
+        if heeds_indexers(current):
+            current.num_expected += len(self.others)
+        return self.found_indexers.passes(current, len(self.routers))
 
-    def expected(self, current: Pass) -> Sequence[SelectionHook]:
-        """Routers, and indexers if their choices are kept or forced. See `ModelHooks`."""
-        return [*self.routers, *(self.others if heeds_indexers(current) else ())]
-
-    @contextmanager
-    def listening(self, listener: Listener) -> Iterator[None]:
-        """See `ModelHooks`."""
-        with super().listening(listener), _compilable_under_checkpointing():
-            yield
+    def counting(self) -> AbstractContextManager[None]:
+        """The whole model, to whose losses the executed selection is shown. See `ModelHooks`."""
+        return overridden(self._model, "forward", self._run_model)
 
     def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        counts = ExecutedCounts(lambda: self._executed, self.spec.num_experts)
-        self._executed = None
+        spec = self.spec
+        counts = ExecutedCounts(lambda: self.executed, None if spec.sizes else (spec.num_experts, spec.top_k))
+        self.executed = None
         try:
             with counts:
                 result = forward(*args, **kwargs)
-            counts.require_counted(result)
+            counts.require_counted(has_loss=isinstance(getattr(result, "aux_loss", None), Tensor))
         finally:
-            self._executed = None
+            self.executed = None
         return result
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            tensors = BatchTensors.of_call(self.names, args, kwargs)
-            return self._run_trunk_in_graph(tensors, forward, args, kwargs)
-        return self.run_pass(
-            partial(ForwardTokens.of_call, self.names, args, kwargs), partial(forward, *args, **kwargs)
-        )
-
-    def after_pass(self, current: Pass) -> None:
-        """Let the auxiliary loss that follows the trunk see what was executed."""
-        self._executed = current.executed_LRK if self.counts_executed else None
+            batch = ForwardTokens.of_call(self.names, args, kwargs)
+            return self._run_trunk_in_graph(batch, forward, args, kwargs)
+        call = partial(forward, *args, **kwargs)
+        if self.watch.caches:
+            call = self.along_cache(call, args, kwargs)
+        return self.run_pass(partial(ForwardTokens.of_call, self.names, args, kwargs), call)
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
@@ -188,23 +165,22 @@ class TransformerHooks(TrunkHooks):
     # a pass in a compiled graph
 
     def _run_trunk_in_graph(
-        self, tensors: BatchTensors, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         ids_LRK = graph_ops.begin_pass(
             self._number,
             self._ledger,
-            tensors.input_ids_BT,
-            tensors.mask,
-            tensors.position_ids,
-            tensors.cumulative,
-            tensors.past,
+            batch.input_ids,
+            batch.mask,
+            batch.position_ids,
+            batch.cumulative,
+            batch.past,
         )
         rows = Rows(ids_LRK) if self.is_forcing else None
-        slots = tensors.input_ids_BT
-        current = self.open_pass(rows, slots.numel(), slots.device)
+        current = self.open_pass(rows, batch.num_slots, batch.device)
         with self.passes.on_top(current):
             result = forward(*args, **kwargs)
-        self._executed = current.executed_LRK if self.counts_executed else None
+        self.executed = current.executed_LRK if self.counts_executed else None
         scores = [] if current.scores is None else current.scores.tensors()
         graph_ops.end_pass(self._number, self._ledger, current.calls_L, [current.own_LRK, *scores])
         return result
@@ -214,8 +190,7 @@ class TransformerHooks(TrunkHooks):
     ) -> Tensor:
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
-        self._require_no_capture()
-        batch = ForwardTokens.read(BatchTensors(input_ids, mask, positions, cumulative, past))
+        batch = ForwardTokens(input_ids, mask, positions, cumulative, past).read()
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise _in_graph("gate weights are", "the model")
@@ -250,15 +225,6 @@ def heeds_indexers(current: Pass) -> bool:
     return current.watch.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
 
 
-def _compilable_under_checkpointing() -> AbstractContextManager[Any]:
-    """Let Dynamo trace a checkpointed region with a function mode in it, as long as the context is open.
-
-    It refuses by default, because a recomputation would not enter the mode again. It need not: the graph keeps routes.
-    """
-    dynamo = sys.modules.get("torch._dynamo")  # where nothing was compiled yet, importing it would cost seconds
-    return nullcontext() if dynamo is None else dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-
-
 def _in_graph(what: str, path: str) -> ReplayError:
     return ReplayError(
         f"{what} recorded and replayed in eager mode alone, and {path} is compiled; take torch.compile off it, or "
@@ -267,8 +233,11 @@ def _in_graph(what: str, path: str) -> ReplayError:
 
 
 def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> ForwardRows:
+    from foreroute.replay import ForwardRows
+
     batch: ForwardTokens = recorded.args
-    kept_BT, starts_BT = batch.kept_BT, batch.starts_BT
+    host = batch.host
+    kept_BT, starts_BT = host.kept_BT, host.starts_BT
     kept_R = kept_BT.reshape(-1)
 
     def packed(of_slots: Tensor | None) -> Any:
@@ -280,14 +249,10 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
         lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
     choices = None
     if recorded.choices is not None and indexers is not None:
-        row_of_slot_R = np.where(kept_R, np.cumsum(kept_R) - 1, -1)
-        width, past = batch.shape[1], batch.past
-        places = Places.of(as_offsets(lengths_S), row_of_slot_R, width, past=past, padding_B=batch.cached_padding_B)
-        indexers.require(places, width)
-        choices = indexers.stream(recorded.choices, places, kept_R)
+        choices = indexers.stream(recorded.choices, lengths_S, host, batch.past)
     return ForwardRows(
         lengths_S,
-        batch.input_ids_BT[kept_BT],
+        host.ids_BT[kept_BT],
         packed(recorded.ids_LRK),
         packed(recorded.margin_LR),
         packed(recorded.weights_LRK),
@@ -295,35 +260,6 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
         batch.shape[1] if starts_BT is None else None,
         choices,
     )
-
-
-@contextmanager
-def _refusing_beams(model: nn.Module) -> Iterator[None]:
-    """Have `model.generate` refuse to sample in beams while the context is open."""
-    if not callable(getattr(model, "generate", None)):
-        yield
-        return
-
-    def generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        require_no_beams(model, args, kwargs)
-        return original(*args, **kwargs)
-
-    with overridden(model, "generate", generate):
-        yield
-
-
-def require_no_beams(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `ReplayError` if a call of `model.generate` would have rows of a batch change places."""
-    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    own = getattr(model, "generation_config", None)
-    stated = [kwargs.get("num_beams"), *(getattr(config, "num_beams", None) for config in (given, own))]
-    num_beams = next((number for number in stated if isinstance(number, int)), 1)
-    if num_beams > 1:
-        raise ReplayError(
-            f"generate() was asked for num_beams={num_beams}: beams change places from token to token, so that what a "
-            "router did for a row of the batch is not what it did for the sequence that is returned. Sample with "
-            "num_beams=1, or record one forward over what the beam search returned"
-        )
 
 
 def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
@@ -338,7 +274,7 @@ def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> 
     routed = trace.valid_N
     tokens = torch.from_numpy(trace.token_ids_N[routed].astype(np.int64)).to(table_VK.device)
     expected_NK = table_VK[tokens].cpu().numpy()
-    given_NK = trace.expert_ids_NLK[routed, position]
+    given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]
     wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
     if len(wrong):
         row = int(np.flatnonzero(routed)[wrong[0]])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
-from foreroute.core.overrides import overridden
+from foreroute.core.hooks import overridden
 from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
 from foreroute.trace import SAMPLING, RoutingTrace
 

@@ -20,8 +20,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foreroute.adapters.hf.attach import layer_of, spec_of
-from foreroute.adapters.hf.indexers import find_indexers
+from foreroute.adapters.hf.attach import find_indexers, spec_of
 from foreroute.adapters.hf.local_models import loading, read_config, why
 from foreroute.core.find import find_routers, probe
 from foreroute.errors import AttachError, ConfigError
@@ -81,7 +80,7 @@ def structure_of(path: Path) -> Structure:
             with suppress(ValueError):  # a family without a choice refuses to be given one
                 model.set_experts_implementation("eager")
             seen = probe(model, find_routers(model))
-            spec, indexers = spec_of(model, seen), find_indexers(model, seen.trunk_of(seen.sites), layer_of)
+            spec, indexers = spec_of(model, seen), find_indexers(model, seen.trunk_of(seen.sites))
     except Exception as error:  # transformers raises what its classes raise
         reason = why(error.__cause__ or error) if isinstance(error, AttachError) else why(error)
         raise ConfigError(

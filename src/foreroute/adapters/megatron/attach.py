@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.discover import Chunk, ChunkRouter, find_chunks, require_replayable
+from foreroute.adapters.megatron.discover import ChunkRouter, find_sites, find_trunks, require_replayable
+from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, require_idle
 from foreroute.adapters.megatron.model import RoutedMegatron
+from foreroute.adapters.megatron.recording import gathered
 from foreroute.adapters.megatron.route_shard import Share
-from foreroute.adapters.megatron.router_hook import TopKRouterHook, require_idle
-from foreroute.core.overrides import is_hooked
-from foreroute.core.passes import Pass, Rows, Watch, signed_dtype
-from foreroute.core.recompute import prove
+from foreroute.core import recompute
+from foreroute.core.hooks import is_hooked
+from foreroute.core.passes import Rows
+from foreroute.core.prove import untouched
 from foreroute.errors import AttachError, ForerouteError, ReplayError
 from foreroute.trace import RoutedLayer, RoutingSpec
 
@@ -40,68 +39,48 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
             the self-check, on this pipeline rank or another. The message says which router and why.
         ReplayError: when Megatron's own router replay is active.
     """
-    chunks = find_chunks(model)
-    sites = [site for chunk in chunks for site in chunk.sites]
-    places = max([1, *(site.block.ep_group.size() for site in sites)])
-    here = PipelineStage(
-        [site.layer for site in sites], {(s.module.num_experts, s.module.topk) for s in sites}, places, None
-    )
-    problem = _problem(chunks, sites)
+    trunks = find_trunks(model)
+    of_chunks = [find_sites(trunk) for trunk in trunks]
+    chunks: list[ChunkHooks] = []
+    here: Any = []  # for each router its layer, experts, top-k and expert-parallel ranks; or why it cannot be attached
+    problem = None
+    try:
+        chunks = _proven(trunks, of_chunks)
+        here = [(s.layer, s.module.num_experts, s.module.topk, s.block.ep_group.size()) for of in of_chunks for s in of]
+    except ForerouteError as error:
+        problem, here = error, str(error)
     # a stage that gave up without a word would leave the others waiting for it
-    stages = _every_stage(chunks[0].trunk, replace(here, problem=None if problem is None else str(problem)))
+    stages = gathered(here, trunks[0].pg_collection.pp)
     if problem is not None:
         raise problem
     for rank, stage in enumerate(stages):
-        if stage.problem is not None:
-            raise AttachError(f"pipeline rank {rank} cannot be attached: {stage.problem}")
-    share = Share.of(chunks[0].trunk, [site.module for site in sites])
-    return RoutedMegatron(chunks, _spec_of(chunks[0].trunk, stages), share, max(stage.places for stage in stages))
+        if isinstance(stage, str):
+            raise AttachError(f"pipeline rank {rank} cannot be attached: {stage}")
+    facts = sorted(router for stage in stages for router in stage)
+    spec = _spec_of(trunks[0], [layer for layer, *_ in facts], sorted({(e, k) for _, e, k, _ in facts}))
+    return RoutedMegatron(chunks, spec, max(ep_size for *_, ep_size in facts))
 
 
-@dataclass(frozen=True)
-class PipelineStage:
-    """What pipeline ranks tell each other.
-
-    Attributes:
-        layers: its routed layers.
-        shapes: (experts, top-k) of its routers.
-        places: expert-parallel ranks that its experts are spread over; 1 where it has none.
-        problem: why it cannot be attached, or None.
-    """
-
-    layers: list[RoutedLayer]
-    shapes: set[tuple[int, int]]
-    places: int
-    problem: str | None
-
-
-def _problem(chunks: tuple[Chunk, ...], sites: list[ChunkRouter]) -> ForerouteError | None:
-    if any(is_hooked(chunk.trunk) for chunk in chunks):
-        return AttachError("a session is open on this model; attach it before or after, or use the one that it has")
-    try:
-        require_replayable(sites)
-        prove()
-        for site in sites:
-            require_idle(site)
-            self_check(site)
-    except ForerouteError as error:
-        return error
-    return None
+def _proven(trunks: Sequence[Any], of_chunks: Sequence[Sequence[ChunkRouter]]) -> list[ChunkHooks]:
+    """The hooks of chunks whose routers can be replayed, tried on each of them."""
+    if any(map(is_hooked, trunks)):
+        raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
+    sites = [site for each in of_chunks for site in each]
+    require_replayable(sites)
+    recompute.prove()
+    for site in sites:
+        require_idle(site)
+    share = Share.of(trunks[0], [site.module for site in sites])
+    numbered = enumerate(zip(trunks, of_chunks, strict=True))
+    chunks = [ChunkHooks(number, trunk, of_chunk, share) for number, (trunk, of_chunk) in numbered]
+    for chunk in chunks:
+        if chunk.routers:
+            self_check(chunk)
+    return chunks
 
 
-def _every_stage(trunk: Any, here: PipelineStage) -> list[PipelineStage]:
-    group = trunk.pg_collection.pp
-    if group is None or group.size() == 1:
-        return [here]
-    stages: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(stages, here, group=group)
-    return stages
-
-
-def _spec_of(trunk: Any, stages: list[PipelineStage]) -> RoutingSpec:
+def _spec_of(trunk: Any, layers: list[RoutedLayer], shapes: list[tuple[int, int]]) -> RoutingSpec:
     """The table of the whole model."""
-    layers = sorted(layer for stage in stages for layer in stage.layers)
-    shapes = sorted({shape for stage in stages for shape in stage.shapes})
     if not layers:
         raise AttachError(f"{type(trunk).__name__} has no MoE layer; attach a Mixture-of-Experts model")
     if len(set(layers)) != len(layers) or layers[-1].index >= trunk.config.num_layers:
@@ -111,96 +90,73 @@ def _spec_of(trunk: Any, stages: list[PipelineStage]) -> RoutingSpec:
             "another"
         )
     if len(shapes) > 1:
-        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; one trace holds one shape")
-    ((num_experts, top_k),) = shapes
-    return RoutingSpec(num_experts, top_k, tuple(layers), model=type(trunk).__name__)
+        raise AttachError(f"the routers differ in (experts, top-k): {shapes}; on Megatron-Core they must be alike")
+    return RoutingSpec(*shapes[0], tuple(layers), model=type(trunk).__name__)
 
 
-def self_check(site: ChunkRouter) -> None:
-    """Run the router as it is, watched, on its own routes, and on other routes.
+def self_check(hooks: ChunkHooks) -> None:
+    """Run the routers of a chunk as they are, watched, on their own routes, and on other routes.
 
-    Replay must be invisible on its own routes and obeyed on others.
+    Replay must be invisible on their own routes and obeyed on others.
 
     Raises:
         AttachError: when replay changes what it should not, or does not change what it should.
     """
-    router = site.module
-    with _untouched(site):
-        hidden = _moderate(torch.randn(ROWS, 1, router.config.hidden_size).to(router.weight), router.weight)
-        native = _route(site, hidden)
-        seen = _pass(site, hidden)
-        watched = _route(site, hidden, seen)
-        own_RK = seen.own_LRK[0].long()
-        own = _route(site, hidden, _pass(site, hidden, own_RK))
-        other_RK = (own_RK + 1) % router.num_experts
-        other = _route(site, hidden, _pass(site, hidden, other_RK))
-    for what, result in (("watching it", watched), ("replaying its own routes", own)):
-        if not all(torch.equal(a, b) for a, b in zip(native, result, strict=True)):
+    with untouched(hooks.trunk):
+        torch.manual_seed(0)
+        given = [_rows_for(router.site.module) for router in hooks.routers]
+        native = [_handed_on(*each) for each in zip(hooks.routers, given, strict=True)]
+        watched, own_LRK = _in_pass(hooks, given, None)
+        own, _ = _in_pass(hooks, given, Rows(own_LRK))
+        own_of = zip(own_LRK.long(), hooks.routers, strict=True)
+        other_LRK = torch.stack([(own_RK + 1) % router.num_experts for own_RK, router in own_of])
+        other, _ = _in_pass(hooks, given, Rows(other_LRK))
+    for router, *results, (probs_RE, map_RE), ids_RK in zip(
+        hooks.routers, native, watched, own, other, other_LRK, strict=True
+    ):
+        for what, result in zip(("watching it", "replaying its own routes"), results[1:], strict=True):
+            if not all(map(torch.equal, results[0], result)):
+                raise AttachError(
+                    f"self-check failed: {what} changed what router {router.path} hands on; something replaced a part "
+                    "of it"
+                )
+        wanted_RE = torch.zeros_like(map_RE, dtype=torch.bool).scatter(1, ids_RK[:, : router.top_k], True)
+        if not torch.equal(map_RE.bool(), wanted_RE):
             raise AttachError(
-                f"self-check failed: {what} changed what router {site.path} hands on; something replaced a part of it"
+                f"self-check failed: router {router.path} was told to pick other experts and did not; a fused or "
+                "replaced selection bypasses replay"
             )
-    _require_obeyed(site, other, other_RK)
+        if bool((probs_RE[wanted_RE] == 0).any()) or not bool(probs_RE.isfinite().all()):
+            raise AttachError(
+                f"self-check failed: router {router.path} gave weight zero, or none that is finite, to an expert that "
+                "it was told to pick, as if its scores had been masked first"
+            )
 
 
-def _require_obeyed(site: ChunkRouter, handed_on: tuple[Tensor, Tensor], wanted_RK: Tensor) -> None:
-    probs, routing_map = handed_on
-    wanted = torch.zeros_like(routing_map, dtype=torch.bool).scatter(1, wanted_RK, True)
-    if not torch.equal(routing_map.bool(), wanted):
-        raise AttachError(
-            f"self-check failed: router {site.path} was told to pick other experts and did not; a fused or replaced "
-            "selection bypasses replay"
-        )
-    if bool((probs[wanted] == 0).any()) or not bool(probs.isfinite().all()):
-        raise AttachError(
-            f"self-check failed: router {site.path} gave weight zero, or none that is finite, to an expert that it was "
-            "told to pick, as if its scores had been masked first"
-        )
+def _in_pass(hooks: ChunkHooks, given: list[Tensor], rows: Rows | None) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """What routers hand on in a pass, and what they picked by themselves."""
+    current = hooks.open_pass(rows, ROWS, given[0].device)
+    with hooks.passes.on_top(current), hooks.hooked(hooks.routers):
+        return [_handed_on(*each) for each in zip(hooks.routers, given, strict=True)], current.own_LRK
 
 
-def _route(site: ChunkRouter, hidden: Tensor, current: Pass | None = None) -> tuple[Tensor, Tensor]:
+def _handed_on(router: TopKRouterHook, hidden: Tensor) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)  # input jitter draws numbers
-    hook = TopKRouterHook(site)
     try:
-        if current is not None:
-            [hook.now] = current.parts()
-            hook.install(partial(hook.select, hook.now))
-        try:
-            # its hooks are not for rows of ours: those of DDP would begin to gather parameters
-            probs, routing_map = site.module.forward(hidden)
-        finally:
-            hook.remove()
+        # its hooks are not for rows of ours: those of DDP would begin to gather parameters
+        probs_RE, map_RE = router.site.module.forward(hidden)
     except ReplayError as error:
         raise AttachError(f"self-check failed: {error}") from error
     except (RuntimeError, TypeError, ValueError) as error:
         raise AttachError(
-            f"self-check failed: router {site.path} does not run by itself ({type(error).__name__}: {error}); attach "
+            f"self-check failed: router {router.path} does not run by itself ({type(error).__name__}: {error}); attach "
             "when its weights are in place, and before FSDP shards them"
         ) from error
-    return probs, routing_map
+    return probs_RE, map_RE
 
 
-def _moderate(hidden: Tensor, weight: Tensor) -> Tensor:
+def _rows_for(router: Any) -> Tensor:
     """Rows for which logits are of the order of one: the softmax of a confident router may underflow to zero."""
-    largest: float = weight.detach().float().norm(dim=-1).max().item()
+    hidden = torch.randn(ROWS, 1, router.config.hidden_size).to(router.weight)
+    largest: float = router.weight.detach().float().norm(dim=-1).max().item()
     return hidden / max(1.0, largest)
-
-
-def _pass(site: ChunkRouter, hidden: Tensor, ids_RK: Tensor | None = None) -> Pass:
-    router = site.module
-    rows = None if ids_RK is None else Rows(ids_RK[None])
-    return Pass([(site.path, router.topk)], ROWS, signed_dtype(router.num_experts), hidden.device, rows, Watch())
-
-
-@contextmanager
-def _untouched(site: ChunkRouter) -> Iterator[None]:
-    """Eval mode, no gradients; random state and mode kept."""
-    router = site.module
-    training, jitter = router.training, router.input_jitter
-    router.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())):
-            torch.manual_seed(0)
-            yield
-    finally:
-        router.train(training)
-        router.input_jitter = jitter

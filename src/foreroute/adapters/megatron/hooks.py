@@ -1,78 +1,180 @@
-"""The hooks on one chunk of a Megatron-Core model: its trunk, its decoder, and its routers.
+"""The hooks on one chunk of a Megatron-Core model, its trunk and its routers, for as long as a session is open.
 
-They are put on instances, never on classes or in Megatron's modules: on the forward of the trunk (which tokens), on
-that of the decoder (where a pass begins and ends), and on each router (`router_hook`).
+Megatron's router hands its selection to `self.router_replay` where it has one. The hook stands there, on the instance,
+and lets `SelectionMode` run the selection, as for every other router. The score function, the normalisation and the
+scaling around it stay Megatron's own.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from foreroute.adapters.megatron.discover import Chunk
-from foreroute.adapters.megatron.forward_args import Call, parameter_names, require_plain
+import torch
+from torch import Tensor
+
+from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.forward_args import Call
 from foreroute.adapters.megatron.route_shard import Share
-from foreroute.adapters.megatron.router_hook import TopKRouterHook
-from foreroute.core.hooks import ModelHooks
-from foreroute.core.overrides import Override
-from foreroute.core.passes import Pass
+from foreroute.core.hooks import ModelHooks, RouterHook, overridden
+from foreroute.core.selection import LayerPass, Selection, SelectionMode
 from foreroute.errors import ReplayError
-from foreroute.trace import RoutingSpec
+from foreroute.replay import ReplayRows
+from foreroute.replay.executed_counts import ExecutedCounts
 
 
 class ChunkHooks(ModelHooks):
-    """The hooks of one chunk.
+    """The hooks of what one rank runs in one go, of which a forward is one pass.
 
     Args:
-        chunk: with routers or without.
         number: which chunk of its rank this is.
-        spec: its experts and routed layers; None where it has no routers.
+        trunk: the module that takes tokens and owns the decoder.
+        sites: the routers of that, if it has any.
         share: of the rows, on this rank.
 
     Attributes:
+        layers: its routed layers.
         counts_all_ranks: whether a loss counts tokens over data-parallel ranks, which must do it alike whoever of them
             has padding.
     """
 
     routers: Sequence[TopKRouterHook]
 
-    def __init__(self, chunk: Chunk, number: int, spec: RoutingSpec | None, share: Share) -> None:
-        routers = [TopKRouterHook(site) for site in chunk.sites]
-        modules = (chunk.trunk, chunk.decoder, *(site.module for site in chunk.sites))
-        super().__init__(number, chunk.trunk, routers, modules)
-        self.spec = spec
-        self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in chunk.sites)
-        self._decoder = chunk.decoder
-        self._sites = chunk.sites
-        self._share = share
-        self._names = parameter_names(type(chunk.trunk).forward)[1:]
-        self._call: Call | None = None
+    def __init__(self, number: int, trunk: Any, sites: Sequence[ChunkRouter], share: Share) -> None:
+        modules = (trunk, trunk.decoder, *(site.module for site in sites))
+        super().__init__(number, trunk, [TopKRouterHook(site) for site in sites], modules)
+        self.sites = sites
+        self.share = share
+        self.layers = tuple(site.layer for site in sites)
+        self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in sites)
+        self._names = list(inspect.signature(type(trunk).forward).parameters)[1:]
 
-    def session_overrides(self) -> list[Override]:
-        """The trunk and its decoder."""
-        return [(self.trunk, "forward", self._run_trunk), (self._decoder, "forward", self._run_decoder)]
-
-    def after_pass(self, current: Pass) -> None:
-        """Nothing follows the decoder that needs its selection."""
+    def session_contexts(self) -> list[AbstractContextManager[None]]:
+        """The trunk."""
+        return [overridden(self.trunk, "forward", self._run_trunk)]
 
     def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.passes.is_again:
-            return forward(*args, **kwargs)
-        self.sessions.require_mine("runs a model")
-        if not self.listeners:  # another thread closed its session when this one was about to be refused
-            return forward(*args, **kwargs)
-        before, self._call = self._call, Call.read(self.trunk, self._share, self._names, args, kwargs)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self._call = before
+        read = partial(Call.read, self.trunk, self.share, self._names, args, kwargs)
+        return self.run_pass(read, partial(forward, *args, **kwargs))
 
-    def _run_decoder(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.run_pass(self._current_call, partial(forward, *args, **kwargs))
 
-    def _current_call(self) -> Call:
-        if self._call is None:
-            raise ReplayError("the decoder ran outside a forward of its model; call the model that was attached")
-        require_plain(self._call)
-        return self._call
+class TopKRouterHook(RouterHook):
+    """The hook on one router.
+
+    Args:
+        site: the router.
+    """
+
+    def __init__(self, site: ChunkRouter) -> None:
+        router = site.module
+        super().__init__(site.path, (router, "forward"), router.num_experts, router.topk)
+        self.site = site
+        self._router = router
+        # where groups are limited, two selections of groups come before that of experts
+        self._final = 2 if router.config.moe_router_group_topk else 0
+        self._by_probability = router.score_function != "softmax" or router.config.moe_router_pre_softmax
+        self._seen: list[Selection] = []
+
+    def install(self, run: Callable[..., Any]) -> None:
+        """See `SelectionHook`.
+
+        Raises:
+            ReplayError: when Megatron's own router replay is switched on.
+        """
+        require_idle(self.site)
+        super().install(run)
+        if self._router.enable_expert_bias:
+            self._installed.enter_context(overridden(self._router, "_apply_expert_bias", self._count_for_bias))
+        own = self._router.__dict__
+        self._installed.callback(own.__setitem__, "router_replay", own["router_replay"])
+        own["router_replay"] = self
+
+    def select(
+        self,
+        now: LayerPass,
+        forward: Callable[..., Any],
+        hidden: Tensor,
+        padding_mask: Tensor | None = None,
+    ) -> Any:
+        """See `RouterHook`. Hidden states are [T, B, H]; the mask is bool [T, B], True for padding."""
+        rows, router = _replayed(now), self._router
+        if rows is not None and rows.padding_R is not None:
+            padding_mask = rows.padding_R.view(hidden.shape[:2])
+        self._seen.clear()
+        counts = None
+        if rows is not None and rows.counts == "replayed" and router.is_aux_loss_enabled():
+            sizes = (self.num_experts, self.top_k)
+            counts = ExecutedCounts(lambda: self._seen[-1].ids_RK[None] if self._seen else None, sizes)
+        with counts or nullcontext():
+            result = forward(hidden, padding_mask)
+        if counts is not None:
+            counts.require_counted(has_loss=router.training and torch.is_grad_enabled())
+        if len(self._seen) != 1:
+            raise ReplayError(
+                f"router {self.path} made {len(self._seen)} selections in one forward that could be seen, "
+                "expected 1: a fused or replaced selection bypasses replay"
+            )
+        seen = self._seen.pop()
+        is_live = now.weights_into is None and now.weights_RK is None
+        return result if is_live else _with_gate_weights(result, seen.ids_RK, now)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """What Megatron's router asks of its `router_replay`: K scores [R, K] and ids int64 [R, K].
+
+        It gives the scores [R, E] that it selects by, K, the limits of groups if there are any, and its own selection.
+        """
+        now = self.now
+        if now is None:
+            raise ReplayError(f"router {self.path} selected outside of its forward")
+        with SelectionMode(self._final, now) as mode:
+            selected = default_compute_topk(scores, topk, num_groups, group_topk)
+        for seen in mode.seen[self._final :]:
+            now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=self._by_probability)
+            self._seen.append(seen)
+        return selected
+
+    def _count_for_bias(
+        self, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
+    ) -> Any:
+        """The counters that steer the expert bias. Megatron's own masking of them fails to broadcast."""
+        rows = _replayed(self.now)
+        if rows is not None and rows.counts == "native" and torch.is_grad_enabled():
+            routing_map = torch.zeros_like(routing_map).scatter(1, self._seen[-1].own_RK, True)
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        return apply(routing_map, padding_mask=None)
+
+
+def require_idle(site: ChunkRouter) -> None:
+    """Raise `ReplayError` if Megatron's own router replay is switched on."""
+    action = getattr(site.module.router_replay, "router_replay_action", None)
+    if action is not None:
+        raise ReplayError(
+            f"Megatron's own router replay is active at {site.path} ({action}); clear it with "
+            "RouterReplay.clear_global_router_replay_action(), two replays cannot drive one router"
+        )
+
+
+def _replayed(now: LayerPass | None) -> ReplayRows | None:
+    return now.rows if now is not None and isinstance(now.rows, ReplayRows) else None
+
+
+def _with_gate_weights(result: tuple[Tensor, Tensor], ids_RK: Tensor, now: LayerPass) -> tuple[Tensor, Tensor]:
+    """What a router returned, with the weights to force in the slots that have a route.
+
+    It hands on dense weights [R, E], zero outside of its picks, and a map of them.
+    """
+    probs_RE, routing_map = result
+    own_RK = probs_RE.gather(1, ids_RK)
+    weights_RK = now.gate_weights(own_RK)
+    return (probs_RE if weights_RK is own_RK else probs_RE.scatter(1, ids_RK, weights_RK)), routing_map

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, LayoutError, TraceContentError
-from foreroute.layout import Layout, RankRows, fill_padding, take
+from foreroute.layout import Layout, fill_padding, take
 from foreroute.replay import Counts, MissingRows, PaddingRows, ReplayRows, is_faithful, refuse_missing
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
@@ -32,6 +32,7 @@ class Share:
         sp: ranks that cut what is left along the sequence: tensor-parallel ranks under sequence parallelism, else 1.
         sp_rank: which of them this is.
         number: tells ranks with different rows apart, and not those with the same.
+        cp_group, sp_group: of these ranks; None where one has all.
     """
 
     cp: int = 1
@@ -39,22 +40,17 @@ class Share:
     sp: int = 1
     sp_rank: int = 0
     number: int = 0
+    cp_group: Any = None
+    sp_group: Any = None
 
     @classmethod
     def of(cls, trunk: Any, routers: list[Any]) -> Share:
         """Read off the groups of the routers, or of the model where a stage has none."""
         owner = routers[0] if routers else trunk
-        tp_group, cp_group = owner.tp_group, owner.cp_group
-        tp, cp = tp_group.size(), cp_group.size()
-        sequence_parallel = tp > 1 and bool(trunk.config.sequence_parallel)
-        rank = torch.distributed.get_rank()
-        return cls(
-            cp,
-            cp_group.rank(),
-            tp if sequence_parallel else 1,
-            tp_group.rank() if sequence_parallel else 0,
-            rank if sequence_parallel else rank // tp,
-        )
+        tp, cp, rank = owner.tp_group, owner.cp_group, torch.distributed.get_rank()
+        if tp.size() > 1 and trunk.config.sequence_parallel:
+            return cls(cp.size(), cp.rank(), tp.size(), tp.rank(), rank, cp, tp)
+        return cls(cp.size(), cp.rank(), number=rank // tp.size(), cp_group=cp)
 
     def of_context(self, layout: Layout, rank: int | None = None) -> Layout:
         """The slots that the model is handed on this context-parallel rank, or on another one.
@@ -85,7 +81,6 @@ class RouteShard:
     Attributes:
         spec: of the whole model.
         layers: the L routed layers of this rank.
-        layout: where the rows of the micro-batch are, before ranks share them.
         ids_LRK: uint8 or uint16 [L, R, K], of the R slots that routers of this rank see; pinned where there is a GPU.
         flags_R: uint8 [R], of these slots: FORCED, REAL and COUNTED.
         versions: weight versions of its rows, ascending.
@@ -100,7 +95,6 @@ class RouteShard:
 
     spec: RoutingSpec
     layers: tuple[RoutedLayer, ...]
-    layout: Layout
     ids_LRK: Tensor
     flags_R: NDArray[np.uint8]
     versions: tuple[int, ...]
@@ -119,11 +113,6 @@ class RouteShard:
         """Host memory that it holds, in bytes."""
         sometimes = sum(each.nbytes for each in (self.dropped_C, self.weights_LRK) if each is not None)
         return self.ids_LRK.nbytes + self.flags_R.nbytes + self.tokens_C.nbytes + sometimes
-
-    @property
-    def real_R(self) -> NDArray[np.bool_]:
-        """Bool [R], False for padding."""
-        return self._flagged(REAL)
 
     @property
     def is_whole(self) -> bool:
@@ -167,7 +156,7 @@ class RouteShard:
         rows = ReplayRows.from_host(
             self.ids_LRK[here],
             self._flagged(FORCED),
-            self.real_R,
+            self._flagged(REAL),
             self._flagged(COUNTED),
             device,
             self.spec.num_experts,
@@ -201,85 +190,64 @@ def shard(
         share: of this rank.
         layers: of this rank; may be none.
         home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
-        missing: what to do with rows that have no route; "spread" picks for them as for padding that is spread.
-        padding: who picks for padding.
-        gate_weights: whether to cut the gate weights of the trace too.
+        missing: as in `RoutedMegatron.shard`, whose errors are raised.
+        padding: likewise.
+        gate_weights: likewise.
         pin: hold the ids in pinned memory.
-
-    Raises:
-        BatchMismatchError: when the layout is for other rows, or a row is missing and that is an error.
-        LayoutError: when ranks cannot share the layout.
-        TraceContentError: when gate weights are asked for and the trace has none.
     """
-    if gate_weights and trace.gate_weights_NLK is None:
-        raise TraceContentError(
-            "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
-            "gate_weights out"
-        )
+    require_weights(trace.gate_weights_NLK, wanted=gate_weights)
     if layout.num_rows != trace.num_rows:
         raise BatchMismatchError(
             f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
         )
-    whole_rows = layout.rows().row_of_slot_R
+    whole = layout.rows()
     if missing == "error":
-        refuse_missing(trace, whole_rows)
-    context, router = share.of_context(layout).rows().row_of_slot_R, share.of_routers(layout).rows()
-    pads_R = router.is_pad_R & (padding == "spread")
+        refuse_missing(trace, whole.row_of_slot_R)
+    context_C, router = share.of_context(layout).rows().row_of_slot_R, share.of_routers(layout).rows()
+    row_R = router.row_of_slot_R
     filled_R = ~router.is_pad_R & (missing == "spread")
-    filled_R[filled_R] = ~trace.valid_N[router.row_of_slot_R[filled_R]]
-    ids_LRK, forced_R = _picks(trace, router, pads_R | filled_R, share, layers, home_LE)
-    counted_R = _counted(trace, router.row_of_slot_R, missing) & ~filled_R
-    dropped_C = (context >= 0) & ~_counted(trace, context, missing)
+    filled_R[filled_R] = ~trace.valid_N[row_R[filled_R]]
+    spread_R = filled_R | (router.is_pad_R & (padding == "spread"))
+    num_slots, top_k = len(router), trace.spec.top_k
+    ids_LRK, forced_R = torch.empty((0, num_slots, top_k), dtype=torch.uint8), np.zeros(num_slots, np.bool_)
+    if layers:
+        ids_RLK, routed_R = take(trace, router, layers)
+        if spread_R.any():
+            ids_RLK = fill_padding(ids_RLK, spread_R, home_LE, start=share.number * top_k)
+        forced_R = routed_R | spread_R
+        ids_RLK[~forced_R] = 0  # nobody gathers there, and E itself would not fit the width of 256 experts
+        ids_LRK = torch.from_numpy(np.ascontiguousarray(ids_RLK.transpose(1, 0, 2).astype(trace.spec.id_dtype)))
+    real_R = ~(router.is_pad_R | filled_R)
+    counted_R = _counted(trace, row_R, missing) & ~filled_R
+    dropped_C = (context_C >= 0) & ~_counted(trace, context_C, missing)
+    weights_LRK = None
+    if gate_weights and trace.gate_weights_NLK is not None:
+        columns = [trace.spec.layers.index(layer) for layer in layers]
+        weights_LRK = np.zeros((len(layers), num_slots, top_k), np.float32)  # arbitrary where there is no route
+        if trace.num_rows:
+            weights_LRK[:] = trace.gate_weights_NLK[:, columns][row_R].transpose(1, 0, 2)
     return RouteShard(
         trace.spec,
         tuple(layers),
-        layout,
         ids_LRK.pin_memory() if pin else ids_LRK,
-        (forced_R * FORCED | ~(router.is_pad_R | filled_R) * REAL | counted_R * COUNTED).astype(np.uint8),
+        (forced_R * FORCED | real_R * REAL | counted_R * COUNTED).astype(np.uint8),
         trace.versions,
-        bool((whole_rows < 0).any() or (missing == "spread" and not trace.valid_N.all())),
-        _tokens(trace, context),
+        bool(whole.is_pad_R.any() or (missing == "spread" and not trace.valid_N.all())),
+        np.append(trace.token_ids_N, np.int32(-1))[context_C],  # padding is row -1
         dropped_C if dropped_C.any() else None,
         missing,
         padding,
-        _weights(trace, router, layers) if gate_weights else None,
+        weights_LRK,
     )
 
 
-def _picks(
-    trace: RoutingTrace,
-    router: RankRows,
-    spread_R: NDArray[np.bool_],
-    share: Share,
-    layers: Sequence[RoutedLayer],
-    home_LE: NDArray[np.integer],
-) -> tuple[Tensor, NDArray[np.bool_]]:
-    """Ids [L, R, K], and bool [R] of the slots that they are forced on."""
-    spec = trace.spec
-    if not layers:
-        return torch.empty((0, len(router), spec.top_k), dtype=torch.uint8), np.zeros(len(router), np.bool_)
-    ids_RLK, routed_R = take(trace, router, layers)
-    if spread_R.any():
-        ids_RLK = fill_padding(ids_RLK, spread_R, home_LE, start=share.number * spec.top_k)
-    forced_R = routed_R | spread_R
-    ids_RLK[~forced_R] = 0  # nobody gathers there, and E itself would not fit the width of 256 experts
-    ids_LRK = np.ascontiguousarray(ids_RLK.transpose(1, 0, 2).astype(spec.id_dtype))
-    return torch.from_numpy(ids_LRK), forced_R
-
-
-def _weights(trace: RoutingTrace, router: RankRows, layers: Sequence[RoutedLayer]) -> NDArray[np.float32]:
-    """Gate weights [L, R, K], arbitrary where there is no route."""
-    weights_NLK = trace.gate_weights_NLK
-    if not trace.num_rows or weights_NLK is None:
-        return np.zeros((len(layers), len(router), trace.spec.top_k), np.float32)
-    columns = [trace.spec.layers.index(layer) for layer in layers]
-    return np.ascontiguousarray(weights_NLK[:, columns][router.row_of_slot_R].transpose(1, 0, 2))
-
-
-def _tokens(trace: RoutingTrace, row_of_slot: NDArray[Any]) -> NDArray[np.int32]:
-    if not trace.num_rows:
-        return np.full(len(row_of_slot), -1, np.int32)
-    return np.where(row_of_slot >= 0, trace.token_ids_N[row_of_slot], np.int32(-1))
+def require_weights(weights: NDArray[np.float32] | None, *, wanted: bool) -> None:
+    """Raise `TraceContentError` if gate weights are to be replayed, and there are none."""
+    if wanted and weights is None:
+        raise TraceContentError(
+            "the routes have no gate weights to replay; record them with record(gate_weights=True), cut them with "
+            "shard(gate_weights=True), or leave gate_weights out"
+        )
 
 
 def _counted(trace: RoutingTrace, row_of_slot: NDArray[Any], missing: str) -> NDArray[np.bool_]:

@@ -11,17 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from foreroute.adapters.megatron.forward_args import Call
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.core.passes import Listener, Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.mismatch import LiveAgreement
-from foreroute.replay import Policy, ReplaySession, Telemetry, added_up
+from foreroute.replay import ReplaySession, Telemetry, added_up
 from foreroute.trace import RoutingTrace
 
 BatchRoutes = RoutingTrace | RouteShard
 RoutesIn = Callable[[Any], BatchRoutes | None]
-OpenSession = Callable[[BatchRoutes, dict[int, Telemetry]], ReplaySession]
+Replay = Callable[[BatchRoutes], ReplaySession]
 
 
 def routes_in(batch: Any) -> BatchRoutes | None:
@@ -35,25 +33,21 @@ class ReplayingStep:
     Args:
         forward_step: `forward_step(data_iterator, model, ...)`.
         routes_of: finds the routes in a batch.
-        open_session: a session on the routes of one micro-batch, adding to the given telemetry.
-        listening: has the chunk of a model listened to, by the number of the chunk or its module.
-        policy: how to replay.
+        running: a step on the chunk of a model; what it yields opens a session on routes until the end of the step.
+        telemetry: what these sessions add up, by chunk.
     """
 
     def __init__(
         self,
         forward_step: Callable[..., Any],
         routes_of: RoutesIn,
-        open_session: OpenSession,
-        listening: Callable[[nn.Module, StepListener], AbstractContextManager[None]],
-        policy: Policy,
+        running: Callable[[nn.Module], AbstractContextManager[Replay]],
+        telemetry: dict[int, Telemetry],
     ) -> None:
         self._step = forward_step
         self._routes_of = routes_of
-        self._open = open_session
-        self._listening = listening
-        self._policy = policy
-        self._telemetry: dict[int, Telemetry] = {}
+        self._running = running
+        self._telemetry = telemetry
         update_wrapper(self, forward_step, updated=())  # a callable object keeps its attributes to itself
 
     def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -61,18 +55,19 @@ class ReplayingStep:
 
         Raises:
             BatchMismatchError: when this stage is given no batches, or routes of another batch.
-            ReplayError: when the batch brought routes and they were not replayed.
+            ReplayError: when it did not take one batch, or the routes of that were not replayed.
         """
         if data_iterator is None:
             raise BatchMismatchError(
                 "this rank has no data iterator, so that its micro-batches bring no routes; give the batches to every "
                 "pipeline stage and every tensor-parallel rank, or call the forward step unwrapped to route natively"
             )
-        batches = WatchedBatches(data_iterator, self._routes_of)
-        listener = StepListener(batches, lambda routes: self._open(routes, self._telemetry), self._policy)
-        with self._listening(model, listener):
+        with self._running(model) as replay:
+            batches = WatchedBatches(data_iterator, self._routes_of, replay)
             result = self._step(batches, model, *args, **kwargs)
-        listener.close()
+        batches.require_one()
+        if batches.session is not None:
+            batches.session.close()
         return result
 
     def agreement(self, chunk: int = 0) -> LiveAgreement:
@@ -85,82 +80,48 @@ class ReplayingStep:
 
 
 class WatchedBatches:
-    """An iterator over batches that remembers the routes of the one it gave last.
+    """The batches of one forward step, which takes one of them and so begins to replay its routes.
 
     Args:
         batches: of the schedule.
         routes_of: finds the routes in a batch.
+        replay: opens a session on them.
 
     Attributes:
-        taken: how many batches were given.
-        routes: of the last one.
+        session: of the batch that was taken; None before, and where it brought no routes.
     """
 
-    def __init__(self, batches: Iterator[Any], routes_of: RoutesIn) -> None:
+    def __init__(self, batches: Iterator[Any], routes_of: RoutesIn, replay: Replay) -> None:
         self._batches = batches
         self._routes_of = routes_of
-        self.taken = 0
-        self.routes: BatchRoutes | None = None
+        self._replay = replay
+        self._num_taken = 0
+        self.session: ReplaySession | None = None
 
     def __iter__(self) -> WatchedBatches:
         return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self.taken += 1
-        self.routes = self._routes_of(batch)
-        if not (self.routes is None or isinstance(self.routes, RoutingTrace | RouteShard)):
+        self._num_taken += 1
+        self.require_one()
+        routes = self._routes_of(batch)
+        if not (routes is None or isinstance(routes, BatchRoutes)):
             raise BatchMismatchError(
-                f"the routes of a batch are a {type(self.routes).__name__}; expected a RoutingTrace, "
+                f"the routes of a batch are a {type(routes).__name__}; expected a RoutingTrace, "
                 "routed.shard(trace, layout), or None to route natively"
             )
+        if routes is not None:
+            self.session = self._replay(routes)
         return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
 
-
-class StepListener(Listener):
-    """Opens a session when the model runs in a forward step, on the routes of the batch that was taken.
-
-    Args:
-        batches: of the step.
-        open_session: a session on some routes.
-        policy: how to replay.
-
-    Attributes:
-        session: of the micro-batch; None before the model runs, and where it brought no routes.
-    """
-
-    def __init__(
-        self, batches: WatchedBatches, open_session: Callable[[BatchRoutes], ReplaySession], policy: Policy
-    ) -> None:
-        self.watch = Watch(scores=policy.telemetry)
-        self.session: ReplaySession | None = None
-        self._batches = batches
-        self._open = open_session
-
-    def begin(self, chunk: int, call: Call) -> Rows | None:
-        """Replay the routes of the batch, if it has any."""
-        if self._batches.taken != 1:
+    def require_one(self) -> None:
+        """Raise `ReplayError` unless the step took one batch."""
+        if self._num_taken != 1:
             raise ReplayError(
-                f"the forward step took {self._batches.taken} batches before it called the model; expected one, so "
-                "that its routes are known"
+                f"the forward step took {self._num_taken} batches; expected one before it calls the model, so that its "
+                "routes are known"
             )
-        if self._batches.routes is None:
-            return None
-        if self.session is None:
-            self.session = self._open(self._batches.routes)
-        return self.session.begin(chunk, call)
-
-    def end(self, chunk: int, call: Call, current: Pass | None) -> None:
-        """The session adds up."""
-        if self.session is not None:
-            self.session.end(chunk, call, current)
-
-    def close(self) -> None:
-        """Raise `ReplayError` if routes were brought and not replayed."""
-        if self.session is not None:
-            self.session.close()
-        elif self._batches.routes is not None:
-            raise ReplayError("the batch brought routes, and the forward step did not run the attached model")

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from foreroute.adapters.hf import RoutedTransformer
-from foreroute.adapters.hf.model import require_no_beams
 from foreroute.capture.sampling_masks import masks_of_steps
-from foreroute.core.overrides import overridden
+from foreroute.core.hooks import overridden
 from foreroute.errors import ReplayError
 from foreroute.replay import Recording
 from foreroute.trace import SAMPLING, RoutingTrace
@@ -68,7 +67,6 @@ class GenerateSource:
         return result, trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
     def _generate(self, generate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        require_no_beams(self._routed.model, args, kwargs)
         sampled = SampledTokens()
 
         def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:

@@ -17,7 +17,7 @@ from trl.generation import vllm_generation
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import decode
-from foreroute.core.overrides import overridden
+from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.trl.sampling import cuts_of

@@ -275,6 +275,7 @@ def _require_readable(trace: RoutingTrace) -> None:
 def _rows_of(trace: RoutingTrace, num_hidden_layers: int | None) -> list[NDArray[np.int16]]:
     """S arrays int16 [T, layers, K], zeros where nothing was routed."""
     spec = trace.spec
+    spec.require_alike("verl's field")
     if spec.num_experts > np.iinfo(np.int16).max:
         raise CaptureError(f"verl keeps expert ids in signed 16 bits, and the model has {spec.num_experts} experts")
     width, columns = spec.num_layers, list(range(spec.num_layers))

@@ -23,7 +23,7 @@ from foreroute.adapters.megatron.plan_execution.fetching import Fetch, FetchAhea
 from foreroute.adapters.megatron.plan_execution.layer import CellWork, PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.core.hooks import PassStack
+from foreroute.core.passes import PassStack
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup

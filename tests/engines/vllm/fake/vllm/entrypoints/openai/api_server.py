@@ -183,6 +183,10 @@ def main():
     for name in SWITCHES:
         parser.add_argument(name, action="store_true")
     given = parser.parse_args()
+    if given.behaviour in ("ignores the end", "never ends"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if given.behaviour == "never ends":
+        os.killpg = lambda *_: None
     sys.stdout.write(f"it serves {given.model}\n")
     if given.behaviour == "refuses to load":
         # the cause stands far above the end, as with vLLM's several processes
@@ -190,10 +194,9 @@ def main():
         sys.exit(1)
     if given.behaviour == "never starts":
         time.sleep(600)
-    if given.behaviour == "ignores the end":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if given.behaviour == "has children":
-        (Path(given.model).parent.parent / "child").write_text(str(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")))
+    if given.behaviour == "has children":  # that no signal ends but the last
+        child = os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", "trap '' TERM; exec sleep 600")
+        (Path(given.model).parent.parent / "child").write_text(str(child))
     Server(given.uds, handler_of(Engine(given))).serve_forever()
 
 

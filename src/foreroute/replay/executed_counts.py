@@ -1,13 +1,14 @@
-"""Which selection the auxiliary load-balancing loss of transformers counts.
+"""Which selection an auxiliary load-balancing loss counts.
 
-`load_balancing_loss_func` is handed the router logits once the trunk is done, selects the top K of them again, and
-counts those: the model's own selection, whatever was executed. Under `counts="replayed"` its top-k gives the executed
-selection instead. The probabilities that the loss multiplies the counts with stay live, and with them its gradient.
+The loss is handed the router logits, selects the top K of them again, and counts those: the model's own selection,
+whatever was executed. That of transformers does so once the trunk is done, that of Megatron-Core in each router. Under
+`counts="replayed"` its top-k gives the executed selection instead. The probabilities that the loss multiplies the
+counts with stay live, and with them its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,27 +21,21 @@ TOP_K = frozenset({torch.topk, Tensor.topk})
 
 
 class ExecutedCounts(TorchFunctionMode):
-    """Watches one forward of the whole model.
+    """Watches one forward of the whole model, or of one router.
 
     Args:
-        executed: the ids [L, R, K], from the end of the trunk's forward on; None before it.
-        num_experts: E.
+        executed: the ids [L, R, K], when they have been selected; None before.
+        sizes: (E, K) of every router; None where they differ, which no loss takes.
     """
 
-    def __init__(self, executed: Callable[[], Tensor | None], num_experts: int) -> None:
+    def __init__(self, executed: Callable[[], Tensor | None], sizes: tuple[int, int] | None) -> None:
         super().__init__()
         self._executed = executed
-        self._num_experts = num_experts
+        self._sizes = sizes
         self._used = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Runs everything as it is, but for the top-k of router probabilities after the trunk."""
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs everything as it is, but for a top-k of router probabilities after the selection."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOP_K:
@@ -51,7 +46,7 @@ class ExecutedCounts(TorchFunctionMode):
 
     def _next(self, scores: Tensor, own_ids: Tensor) -> Tensor | None:
         executed = self._executed()
-        if executed is None or scores.shape[-1] != self._num_experts or own_ids.shape[-1] != executed.shape[-1]:
+        if executed is None or (scores.shape[-1], own_ids.shape[-1]) != self._sizes:
             return None
         if scores.shape[0] == executed.shape[1] and self._used < len(executed):
             chosen = executed[self._used]
@@ -63,9 +58,8 @@ class ExecutedCounts(TorchFunctionMode):
             return None
         return chosen.to(device=scores.device, dtype=torch.int64)
 
-    def require_counted(self, result: Any) -> None:
-        """Raise `ReplayError` if the model made an auxiliary loss of something else than the executed selection."""
-        has_loss = isinstance(getattr(result, "aux_loss", None), Tensor)
+    def require_counted(self, *, has_loss: bool) -> None:
+        """Raise `ReplayError` if there is an auxiliary loss, and it was made of something else than was executed."""
         executed = self._executed()
         if has_loss and executed is not None and self._used != len(executed):
             raise ReplayError(

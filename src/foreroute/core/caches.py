@@ -1,0 +1,56 @@
+"""Whether the rows of a key-value cache are still those of the sequences that a recording has seen.
+
+A cache is a list of tensors, whose rows somebody may reorder, select, repeat or crop between two forwards: a beam
+search does. Then what a router did for a row of the batch is not what it did for the sequence that stands there later.
+Every such change makes new tensors or writes to them, which costs the device nothing to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .errors import ReplayError
+from .marks import Marks
+
+
+class FollowedCache:
+    """The cache of one stack of layers, from forward to forward of a recording."""
+
+    def __init__(self) -> None:
+        self._left: Marks | None = None
+
+    def run(self, cache: Any, forward: Callable[[], Any]) -> Any:
+        """Run a forward that is given this cache, or None.
+
+        Raises:
+            ReplayError: when it continues another cache than the forward before left, or one that was changed since.
+        """
+        if self._left is not None and cache is not None and not self._left.fit(_tensors(cache)):
+            past = int(cache.get_seq_length())
+            if past:
+                raise ReplayError(
+                    f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
+                    "left it: its rows were reordered (as beams are), selected, repeated, cropped or copied, or it is "
+                    "of another batch, so that what a router did for a row is not what it did for one sequence. Sample "
+                    "with num_beams=1, and record each batch in a session of its own; or record one forward over the "
+                    "whole sequences"
+                )
+        result = forward()
+        made = result if isinstance(result, tuple) else (getattr(result, "past_key_values", None),)
+        left = cache if cache is not None else next((part for part in made if hasattr(part, "get_seq_length")), None)
+        self._left = Marks(_tensors(left))
+        return result
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    """Those of a cache of any class: of its layers, of the caches that it is made of."""
+    if isinstance(part, Tensor):
+        return [part]
+    if isinstance(part, dict):
+        part = part.values()
+    elif not isinstance(part, list | tuple):
+        part = vars(part).values() if hasattr(part, "__dict__") and not callable(part) else ()
+    return [tensor for each in part for tensor in _tensors(each)]

@@ -1,0 +1,224 @@
+"""Models whose layers differ in experts and picks: recorded, saved, replayed and measured as any other."""
+
+import numpy as np
+import pytest
+import torch
+
+import foreroute as fr
+from foreroute.adapters import hf
+from foreroute.errors import ReplayError, SpecMismatchError
+from foreroute.mismatch import margin_histogram, routing_mismatch
+from foreroute.testing.models import tiny
+from foreroute.trace import GATE_WEIGHTS
+from tests.adapters.hf import families, family_checks
+from tests.adapters.hf.families import FAMILIES, Family
+from tests.adapters.hf.family_checks import CHECKS
+from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
+from tests.traces import weighted
+
+PICKS = [1, 3, 2]
+SIZES = ((8, 2), (6, 3), (5, 1))
+BATCH = batch_of(9, 6, 4)
+KEPT = BATCH["attention_mask"].bool().reshape(-1)
+
+
+@pytest.fixture
+def picks_by_layer(monkeypatch):
+    """The name of a family whose tiny model has another K in each layer."""
+    name = "hunyuan_v1_moe"
+    monkeypatch.setitem(FAMILIES, name, Family(FAMILIES[name].model, {"moe_topk": PICKS}))
+    family_checks.attached_once.cache_clear()
+    yield name
+    family_checks.attached_once.cache_clear()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_family_with_picks_by_layer_passes_every_check(picks_by_layer, check):
+    assert family_checks.shared(picks_by_layer)[1].spec.sizes == tuple((8, top_k) for top_k in PICKS)
+    assert check(picks_by_layer) is None
+
+
+def uneven(sizes=SIZES, **options):
+    """A tiny Qwen3 whose layers have these experts and picks."""
+    options["num_hidden_layers"] = len(sizes)
+    models = [
+        tiny("qwen3_moe", seed=seed, num_experts=num_experts, num_experts_per_tok=top_k, **options)
+        for seed, (num_experts, top_k) in enumerate(sizes)
+    ]
+    for layer, other in enumerate(models):
+        models[0].model.layers[layer].mlp = other.model.layers[layer].mlp
+    return models[0]
+
+
+def recorded(model, routed, **options):
+    with routed.record(**options) as recording, torch.no_grad():
+        logits = model(**BATCH, use_cache=False).logits
+    return recording, logits
+
+
+def run(model, trace, routed, **options):
+    with routed.replay(trace, **options) as session, routed.record(gate_weights=True) as recording:
+        loss_of(model, BATCH).backward()
+    grads = gradients(model)
+    model.zero_grad()
+    return session, recording.trace(), grads
+
+
+@pytest.mark.parametrize("encoding", fr.trace.ENCODINGS)
+def test_own_routes_come_back_from_a_file_and_change_no_bit(tmp_path, encoding):
+    model = uneven()
+    routed = hf.attach(model)
+    assert routed.spec.sizes == SIZES
+    loss_of(model, BATCH).backward()
+    untouched = gradients(model)
+    model.zero_grad()
+    recording, native = recorded(model, routed)
+    own = recording.trace()
+    trace = fr.load(fr.save(own, tmp_path / "t", encoding=encoding))
+    assert own.expert_ids_NLK[0, 2].tolist()[1:] == [255, 255]
+    back = fr.RoutingTrace.from_padded(routed.spec, BATCH["input_ids"], *own.to_padded()[1:])
+    assert back.equals(own)
+    with routed.replay(own), torch.no_grad():
+        assert torch.equal(model(**BATCH, use_cache=False).logits, native)
+    _, executed, grads = run(model, own, routed)
+    assert executed.without_streams().equals(own)
+    assert grads.keys() == untouched.keys()
+    assert all(torch.equal(grads[name], untouched[name]) for name in grads)
+    assert run(model, trace, routed)[1].without_streams().without_pick_order().equals(own.without_pick_order())
+
+
+@pytest.mark.parametrize("way", CHECKPOINTING)
+def test_other_routes_give_the_gradients_of_gates_written_out_by_hand(way):
+    model = families.build("hunyuan_v1_moe", moe_topk=PICKS)
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    by_hand = families.build("hunyuan_v1_moe", moe_topk=PICKS)
+    for layer, top_k in enumerate(PICKS):
+        gate = by_hand.model.layers[layer].mlp.gate
+        ids_RK = torch.from_numpy(trace.expert_ids_NLK[:, layer, :top_k].astype(np.int64))
+
+        def forward(hidden, gate=gate, ids_RK=ids_RK):
+            logits = gate.wg(hidden.reshape(-1, hidden.shape[-1]))
+            own = logits.topk(ids_RK.shape[1]).indices
+            ids = own.clone()
+            ids[KEPT] = ids_RK
+            weights = logits.softmax(-1).gather(-1, ids)
+            return logits, weights / weights.sum(-1, keepdim=True), ids
+
+        gate.forward = forward
+    by_hand.train()
+    expected = loss_of(by_hand, BATCH)
+    expected.backward()
+    CHECKPOINTING[way](model)
+    with routed.replay(trace):
+        loss = loss_of(model, BATCH)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    ours = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
+    theirs = gradients(by_hand)
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, ((200, 2), (6, 3), (150, 1)), ((300, 2), (6, 3), (5, 1))])
+def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert(sizes):
+    model = uneven(sizes)
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, args, output: seen.append(output[0][KEPT].softmax(-1)))
+    session, executed, _ = run(model, trace, routed, telemetry=True, padding="spread")
+    agreement, counts_LE = session.agreement(), session.expert_counts_LE()
+    assert executed.without_streams().equals(trace)
+    assert agreement.routing.picks_L.tolist() == [top_k for _, top_k in sizes]
+    for layer, (num_experts, top_k) in enumerate(routed.spec.sizes):
+        scores = seen[layer].detach().double()
+        own, ids = scores.topk(top_k).indices, trace.expert_ids_NLK[:, layer, :top_k].astype(int)
+        shared = [len({*a} & {*b}) for a, b in zip(own.tolist(), ids.tolist(), strict=True)]
+        assert agreement.routing.shared_L[layer] == sum(shared)
+        assert agreement.routing.differing_L[layer] == sum(n < top_k for n in shared)
+        assert agreement.routing.overlap_L[layer] == pytest.approx(sum(shared) / top_k / len(shared))
+        ordered = scores.sort(descending=True).values
+        margins = ordered[:, top_k - 1] - ordered[:, top_k]
+        assert np.abs(agreement.margins_LB[layer] - margin_histogram(margins[:, None].numpy())[0]).sum() <= 2
+        mass = scores.gather(1, own) / scores.gather(1, own).sum(1, keepdim=True)
+        replaced = [[e not in row for e in picks] for picks, row in zip(own.tolist(), ids.tolist(), strict=True)]
+        assert agreement.replaced_mass_L[layer] == pytest.approx(float(mass[torch.tensor(replaced)].sum()), rel=1e-4)
+        assert counts_LE[layer].tolist() == np.bincount(own.flatten(), minlength=routed.spec.num_experts).tolist()
+        assert not counts_LE[layer, num_experts:].any()
+    session, *_ = run(model, trace, routed, telemetry=True, counts="replayed")
+    assert np.array_equal(session.expert_counts_LE(), fr.trace.count_assignments(trace, [0] * 3)[0])
+    margins_NL = recorded(model, routed, margins=True)[0].margins_NL()
+    assert (margins_NL >= 0).all()
+    assert np.isfinite(margins_NL).all()
+
+
+def test_padding_is_spread_evenly_over_the_experts_of_each_layer():
+    model = uneven()
+    routed = hf.attach(model)
+    batch = batch_of(61, 1)
+    trace, given = random_routes(routed.spec, batch), []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, args, output: given.append(output[2]))
+    with routed.replay(trace, padding="spread"), torch.no_grad():
+        model(**batch, use_cache=False)
+    for ids, (num_experts, top_k) in zip(given, routed.spec.sizes, strict=True):
+        padding = ids[~batch["attention_mask"].bool().reshape(-1)]
+        assert padding.shape == (60, top_k)
+        assert np.ptp(np.bincount(padding.flatten(), minlength=num_experts)) == 0
+        assert all(len({*row}) == top_k for row in padding.tolist())
+
+
+def test_gate_weights_are_recorded_kept_and_obeyed(tmp_path):
+    model = uneven()
+    routed = hf.attach(model)
+    recording, native = recorded(model, routed, gate_weights=True)
+    trace = recording.trace()
+    assert not trace.gate_weights_NLK[:, ~routed.spec.is_pick_LK].any()
+    assert (trace.gate_weights_NLK[:, routed.spec.is_pick_LK] > 0).all()
+    trace = fr.load(fr.save(trace, tmp_path / "t", encoding="ordered"))
+    with routed.replay(trace, gate_weights=True), torch.no_grad():
+        assert torch.equal(model(**BATCH, use_cache=False).logits[0], native[0])
+    other = weighted(trace, trace.gate_weights_NLK * 0.5)
+    with routed.replay(other, gate_weights=True), routed.record(gate_weights=True) as recording, torch.no_grad():
+        model(**BATCH, use_cache=False)
+    assert np.array_equal(recording.trace().gate_weights_NLK, other.streams[GATE_WEIGHTS].values_NLK)
+
+
+def test_a_rollout_is_recorded_along_its_cache_and_compared():
+    model = uneven().eval()
+    routed = hf.attach(model)
+    with routed.record() as recording:
+        tokens = model.generate(BATCH["input_ids"][:1, :5], max_new_tokens=6, do_sample=False)
+    trace = recording.rollout(tokens)
+    with routed.replay(trace), routed.record() as again, torch.no_grad():
+        model(tokens, use_cache=False)
+    found = routing_mismatch(trace, again.trace())
+    assert (found.rows, found.differing_share) == (10, 0)
+    assert found.overlap_L.tolist() == [1, 1, 1]
+
+
+def test_a_compiled_model_is_obedient_too():
+    model = uneven(experts="grouped_mm")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    logits = []
+    for call in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        with routed.replay(trace), routed.record() as recording, torch.no_grad():
+            logits.append(call(**BATCH, use_cache=False).logits)
+        assert recording.trace().equals(trace)
+    assert torch.equal(*logits)
+
+
+def test_a_trace_of_other_sizes_is_refused_and_an_auxiliary_loss_that_cannot_count_says_so():
+    model = uneven([(8, 2), (8, 3), (8, 1)], router_aux_loss_coef=0.1)  # which upstream counts with one K for all
+    routed = hf.attach(model)
+    sizes = list(routed.spec.sizes)
+    other = fr.RoutingSpec.of_sizes(routed.spec.layers, [sizes[0], (7, 3), sizes[2]])
+    with pytest.raises(SpecMismatchError, match="other experts or picks"), routed.replay(random_routes(other, BATCH)):
+        pass
+    trace = random_routes(routed.spec, BATCH)
+    with pytest.raises(ReplayError, match='replay with counts="native"'), routed.replay(trace, counts="replayed"):
+        model(**BATCH, output_router_logits=True, labels=BATCH["input_ids"])

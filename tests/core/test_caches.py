@@ -1,0 +1,197 @@
+"""Recordings along a key-value cache whose rows somebody changes between two forwards.
+
+The oracle of what is recorded is one forward without a cache over the sequences that grew.
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from foreroute.adapters import hf
+from foreroute.core import ReplayError, attach
+from foreroute.testing.models import tiny
+from tests.adapters.hf.model_runs import batch_of
+
+PROMPTS = batch_of(4, 4)["input_ids"]
+SWAPPED = torch.tensor([1, 0])
+
+
+@pytest.fixture(scope="module", params=[attach, hf.attach], ids=["tensors", "trace"])
+def routed(request):
+    return request.param(tiny("qwen3_moe", num_hidden_layers=2).eval())
+
+
+def in_place(cache):
+    layer = cache.layers[0]
+    layer.keys.copy_(layer.keys[SWAPPED])
+
+
+def one_layer(cache):
+    layer = cache.layers[1]
+    layer.values = layer.values[SWAPPED]
+
+
+def refilled(cache):
+    """As long as before, with other tokens at the end."""
+    cache.crop(-1)
+    for layer in cache.layers:
+        layer.keys = torch.cat([layer.keys, layer.keys[..., -1:, :]], -2)
+        layer.values = torch.cat([layer.values, layer.values[..., -1:, :]], -2)
+
+
+CHANGES = {
+    "selected": (lambda cache: cache.batch_select_indices(SWAPPED), 2),
+    "reordered": (lambda cache: cache.reorder_cache(SWAPPED), 2),
+    "repeated": (lambda cache: cache.batch_repeat_interleave(2), 4),
+    "fewer": (lambda cache: cache.batch_select_indices(SWAPPED[:1]), 1),
+    "cropped": (lambda cache: cache.crop(-1), 2),
+    "refilled": (refilled, 2),
+    "in place": (in_place, 2),
+    "one layer": (one_layer, 2),
+}
+
+
+def prefilled(model, cache=None):
+    return model(input_ids=PROMPTS, past_key_values=cache, use_cache=True).past_key_values
+
+
+def decode(model, cache, rows=2, num=1):
+    return model(input_ids=torch.full((rows, num), 5), past_key_values=cache, use_cache=True)
+
+
+def static(model):
+    return StaticCache(config=model.config, max_cache_len=12)
+
+
+def made_by_the_model(model):
+    return None
+
+
+def dynamic(model):
+    return DynamicCache(config=model.config)
+
+
+STATIC_TOO = ("reordered", "in place", "one layer")
+"""What can be done to a static cache."""
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [(made_by_the_model, how) for how in CHANGES]
+    + [(dynamic, how) for how in CHANGES]
+    + [(static, how) for how in STATIC_TOO],
+)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_cache_that_was_changed_is_refused_in_the_session(routed, make, how, steps):
+    model, (change, rows) = routed.model, CHANGES[how]
+    cache = make(model)
+    with routed.record(), torch.no_grad():
+        cache = prefilled(model, cache)
+        for _ in range(steps):
+            decode(model, cache)
+        change(cache)
+        with pytest.raises(ReplayError, match=r"continues a key-value cache of \d positions, which is not as the forw"):
+            decode(model, cache, rows)
+
+
+def test_in_inference_mode_other_tensors_are_seen(routed):
+    with routed.record(), torch.inference_mode():
+        cache = prefilled(routed.model)
+        decode(routed.model, cache)
+        cache.batch_select_indices(SWAPPED)
+        with pytest.raises(ReplayError, match="which is not as the forward before it left it"):
+            decode(routed.model, cache)
+
+
+def test_a_cache_of_another_batch_or_a_copy_is_refused(routed):
+    model = routed.model
+    with routed.record(), torch.no_grad():
+        first = prefilled(model)
+        model(input_ids=PROMPTS.flip(0), use_cache=False)
+        with pytest.raises(ReplayError, match="or it is of another batch"):
+            decode(model, first)
+        second = prefilled(model)
+        with pytest.raises(ReplayError, match="or copied"):
+            decode(model, copy.deepcopy(second))
+        prefilled(model)
+        with pytest.raises(ReplayError, match="or it is of another batch"):
+            decode(model, second)
+
+
+def ids_of(routed, recording):
+    """int64 [B, T, L, K]."""
+    if hasattr(recording, "ids"):
+        [ids] = recording.ids()
+        return ids
+    trace = recording.trace()
+    return torch.from_numpy(trace.expert_ids_NLK.astype(int)).view(len(trace), -1, *trace.expert_ids_NLK.shape[1:])
+
+
+@pytest.mark.parametrize("make", [made_by_the_model, dynamic, static])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cache_that_nobody_changes_is_followed(routed, make, mode):
+    """Several tokens at a time too; a cache that was begun before the session, or anew, is no fault."""
+    model = routed.model
+    with mode():
+        before = prefilled(model)
+        with routed.record():
+            decode(model, before)
+            decode(model, before)
+        cache = make(model)
+        with routed.record() as recording:
+            cache = prefilled(model, cache)
+            for num in (1, 3, 2):
+                decode(model, cache, num=num)
+        with routed.record() as whole:
+            model(input_ids=torch.cat([PROMPTS, torch.full((2, 6), 5)], 1), use_cache=False)
+        with routed.record():
+            cache.reset()
+            prefilled(model, cache)
+            decode(model, cache)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen, expected)
+
+
+def test_no_cache_lives_longer_for_being_recorded(routed):
+    from weakref import ref
+
+    with routed.record(), torch.no_grad():
+        cache = prefilled(routed.model)
+        keys = ref(cache.layers[0].keys)
+        del cache
+        assert keys() is None
+
+
+BEAMS = GenerationConfig(num_beams=2, max_new_tokens=4, pad_token_id=0)
+CALLS = {
+    "keyword": lambda model: model.generate(PROMPTS, num_beams=2, max_new_tokens=4),
+    "configuration": lambda model: model.generate(PROMPTS, generation_config=BEAMS),
+    "by place": lambda model: model.generate(PROMPTS, BEAMS),
+    "the model's own": lambda model: model.generate(PROMPTS),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_beams_are_refused_however_they_are_asked_for(routed, call, monkeypatch):
+    model = routed.model
+    if call is CALLS["the model's own"]:
+        monkeypatch.setattr(model, "generation_config", BEAMS)
+    with routed.record(), pytest.raises(ReplayError, match=r"as beams are.*Sample with num_beams=1"):
+        call(model)
+    with torch.no_grad():
+        call(model)  # outside of a session the model does what it always does
+    with routed.record() as recording:
+        sampled = model.generate(PROMPTS, num_beams=1, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert ids_of(routed, recording).shape[:2] == (2, sampled.shape[1] - 1)
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk_size": 2}, {"num_return_sequences": 2, "do_sample": True}])
+def test_ways_of_sampling_that_keep_their_rows_are_recorded(routed, options):
+    with routed.record() as recording:
+        sampled = routed.model.generate(PROMPTS, max_new_tokens=4, pad_token_id=0, **options)
+    with routed.record() as whole, torch.no_grad():
+        routed.model(input_ids=sampled[:, :-1], use_cache=False)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen, expected)

@@ -1,0 +1,248 @@
+"""What is done to a model after `attach`, or in a session, so that other experts run than those of the routes."""
+
+import copy
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+from foreroute.adapters import hf
+from foreroute.core import AttachError, ReplayError, attach
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.testing.models import tiny
+from tests.adapters.hf.families import build
+from tests.adapters.hf.model_runs import (
+    batch_of,
+    enable_checkpointing,
+    experts_log,
+    gradients,
+    loss_of,
+    random_routes,
+)
+
+BATCH = batch_of(9, 6, 4)
+LAYER = 1
+
+
+def next_experts(module, args, output):
+    return (*output[:2], (output[2] + 1) % 8)
+
+
+def written_to(module, args, output):
+    output[2].add_(1).remainder_(8)
+
+
+def one_row(module, args, output):
+    ids = output[2].clone()
+    ids[0] = ids[0] + 1 - 2 * (ids[0] % 2)
+    return (*output[:2], ids)
+
+
+def looks_on(module, args, output):
+    assert output[2].shape == (27, 2)
+
+
+def same_again(module, args, output):
+    """As DeepSpeed does: the values are the same, in other tensors."""
+    return tuple(part.clone() for part in output)
+
+
+def router_of(model):
+    return model.model.layers[LAYER].mlp.gate
+
+
+def forward_of(change):
+    def patch(model):
+        router = router_of(model)
+        forward = router.forward
+
+        def changed(*args):
+            output = forward(*args)
+            other = change(router, args, output)
+            return output if other is None else other
+
+        router.forward = changed
+
+    return patch
+
+
+def hook_of(change):
+    return lambda model: router_of(model).register_forward_hook(change)
+
+
+def replays(routed, trace):
+    return routed.replay(trace)
+
+
+def records(routed, trace):
+    return routed.record()
+
+
+@pytest.mark.parametrize("session", [replays, records])
+@pytest.mark.parametrize("how", [forward_of, hook_of])
+@pytest.mark.parametrize("change", [next_experts, written_to, one_row])
+def test_what_rewrites_a_selection_is_named(change, how, session):
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    how(change)(model)
+    who = (
+        r"function that took the place of its forward\(\)"
+        if how is forward_of
+        else rf"forward hook \({change.__name__}\)"
+    )
+    said = rf"router model\.layers\.1\.mlp\.gate selected its experts, and a {who}.* handed on other ones"
+    for inference in (torch.no_grad, torch.inference_mode):
+        with pytest.raises(ReplayError, match=said), session(routed, trace), inference():
+            model(**BATCH)
+
+
+@pytest.mark.parametrize("how", [forward_of, hook_of])
+@pytest.mark.parametrize("change", [looks_on, same_again])
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_what_only_looks_is_let_be(change, how, use_reentrant):
+    """With rows that have no route, in recomputation too; gradients are those of a model that nobody looks at."""
+    seen = []
+    for is_seen in (False, True):
+        model = tiny("qwen3_moe")
+        enable_checkpointing(model, use_reentrant)
+        routed = hf.attach(model)
+        trace = random_routes(routed.spec, BATCH)
+        trace.valid_N[::4] = False
+        if is_seen:
+            how(change)(model)
+        before = [(dict(module.__dict__), dict(module._forward_hooks)) for module in model.modules()]
+        with routed.replay(trace, missing="native"), routed.record() as recording, experts_log(model) as log:
+            loss = loss_of(model, BATCH)
+        recorded = recording.trace().expert_ids_NLK
+        assert np.array_equal(recorded[trace.valid_N], trace.expert_ids_NLK[trace.valid_N])
+        loss.backward()
+        assert [(dict(module.__dict__), dict(module._forward_hooks)) for module in model.modules()] == before
+        seen.append((gradients(model), [ids for _, ids in log]))
+    assert all(torch.equal(seen[1][0][name], gradient) for name, gradient in seen[0][0].items())
+    assert all(torch.equal(*each) for each in zip(seen[0][1], seen[1][1], strict=True))
+
+
+def test_a_hook_that_is_put_on_in_a_session_or_on_all_modules_is_seen_too():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    with routed.record(), torch.no_grad():
+        model(**BATCH)
+        router_of(model).register_forward_hook(looks_on)
+        model(**BATCH)
+        router_of(model).register_forward_hook(next_experts)
+        with pytest.raises(ReplayError, match="next_experts"):
+            model(**BATCH)
+    router_of(model)._forward_hooks.clear()
+    router = router_of(model)
+    handle = register_module_forward_hook(lambda m, args, out: next_experts(m, args, out) if m is router else None)
+    try:
+        with pytest.raises(ReplayError, match="one on all modules"), routed.record(), torch.no_grad():
+            model(**BATCH)
+    finally:
+        handle.remove()
+    with routed.record(), torch.no_grad():
+        model(**BATCH)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4", "jetmoe", "switch_transformers", "gpt_oss"])
+def test_what_is_handed_on_is_read_in_every_form(family):
+    """Ids, gates over all experts, one-hot rows, picks by expert: what only copies them is let be."""
+    model = build(family)
+    routed = attach(model)
+    paths = [router.path for router in routed.stacks[0].routers if router.selecting[1] == "forward"]
+
+    def copied(module, args, output):
+        if isinstance(output, torch.Tensor):
+            return output.clone()
+        return type(output)(part.clone() if isinstance(part, torch.Tensor) else part for part in output)
+
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(copied)
+    tokens = torch.arange(1, 9)[None]
+    with routed.record(), torch.no_grad():
+        model(input_ids=tokens)
+
+
+def test_a_hook_that_rewrites_when_a_model_is_attached_is_an_attach_error():
+    model = tiny("qwen3_moe")
+    router_of(model).register_forward_hook(next_experts)
+    for attached in (attach, hf.attach):
+        with pytest.raises(AttachError, match=r"self-check failed: router model\.layers\.1\.mlp\.gate .*next_experts"):
+            attached(model)
+
+
+@pytest.mark.parametrize("how", [forward_of, hook_of])
+def test_a_device_is_asked_and_not_waited_for(how):
+    """What it says is told at the end of a session, or before an optimizer steps."""
+    with other_device() as device:
+        batch = {name: given.to(DEVICE) for name, given in BATCH.items()}
+        model = tiny("qwen3_moe", experts="batched_mm").to(DEVICE)
+        routed = attach(model)
+        how(same_again)(model)
+        device.reads.clear()
+        with torch.no_grad():
+            model(**batch, use_cache=False)
+        native = sum(device.reads.values())
+        for change in (None, next_experts):
+            if change is not None:
+                how(change)(model)
+            with pytest.raises(ReplayError, match="other ones") if change else nullcontext(), torch.no_grad():
+                with routed.record():
+                    model(**batch, use_cache=False)
+                    device.reads.clear()
+                    model(**batch, use_cache=False)
+                    assert sum(device.reads.values()) == native
+                    device.reads.clear()
+                assert sum(device.reads.values()) == 1
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with routed.record():
+            model(**batch, use_cache=False)
+        with pytest.raises(ReplayError, match="other ones"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("what", ["blocks", "routers"])
+def test_places_exchanged_after_attach_are_named(what, compiled):
+    """Routes would follow the modules, and in a compiled graph no router looks around."""
+    model = tiny("qwen3_moe", experts="grouped_mm" if compiled else "eager")
+    routed = hf.attach(model)
+    one, other = model.model.layers[0], model.model.layers[2]
+    if what == "blocks":
+        one.mlp, other.mlp = other.mlp, one.mlp
+    else:
+        one.mlp.gate, other.mlp.gate = other.mlp.gate, one.mlp.gate
+    call = torch.compile(model, backend="eager") if compiled else model
+    said = r"layers\.2\.mlp\.gate stands where model\.layers\.0\.mlp\.gate stood .* Attach again"
+    with pytest.raises(ReplayError, match=said), routed.replay(random_routes(routed.spec, BATCH)):
+        call(**BATCH, use_cache=False)
+
+
+def test_blocks_exchanged_in_a_session_are_named():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    one, other = model.model.layers[0], model.model.layers[2]
+    with routed.record(), torch.no_grad():
+        model(**BATCH)
+        one.mlp, other.mlp = other.mlp, one.mlp
+        with pytest.raises(ReplayError, match=r"gate runs behind .* Attach again"):
+            model(**BATCH)
+
+
+def test_a_block_that_is_another_and_picks_of_another_number_are_named():
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k = 3
+    for session in (routed.replay(trace), routed.record()):
+        with pytest.raises(ReplayError, match=r"selects 3 experts in 27 of the 27 rows.*expected 2"), session:
+            model(**BATCH)
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
+    with pytest.raises(ReplayError, match=r"layers\.0\.mlp\.gate selected 0 times"), routed.replay(trace):
+        model(**BATCH)

@@ -1,0 +1,137 @@
+"""What a session is handed: a value of the wrong kind is refused by name, before anything of the model is touched."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from foreroute import RoutingTrace
+from foreroute.errors import (
+    AttachError,
+    BatchMismatchError,
+    ConfigError,
+    SpecMismatchError,
+    StaleTraceError,
+    TraceError,
+)
+from tests.replay.session_subject import batch_of, entering, foreign, recorded, refuses, replayed
+
+BATCH = batch_of()
+NOT_VERSIONS = (
+    [True, np.True_, 7.0, 1.0, np.float32(1), "1", b"1", "", [], {}, [None], ["1"], [1.0], [True], [[1]], {1: 2},
+     torch.tensor(1.0), np.array([1.0]), object(), -2, [-2], float("nan"), iter([1]), range(-3, 0), range(0)]
+)  # fmt: skip
+VERSIONS = (
+    [1, np.int64(1), np.array(1), torch.tensor(1), [1], (0, 1), {1}, range(3), np.array([1]), range(10**15)]
+)  # fmt: skip
+
+
+def prepared(framework):
+    on = framework.built()
+    return on, foreign(on.routed.spec, BATCH)
+
+
+def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framework):
+    on, trace = prepared(framework)
+    on.run(BATCH)
+    before = {path: set(vars(module)) for path, module in on.model.named_modules()}
+    sessions = {"replay": partial(on.routed.replay, trace), "record": on.routed.record}
+
+    def refused(session, name, given, said):
+        refuses(ConfigError, f"{name} is .*expected {said}", entering(sessions[session], **{name: given}))
+
+    for given in NOT_VERSIONS:
+        refused("replay", "weight_version", given, "a whole number")
+    for given in (True, 1.5, "1", None, [1], object(), -2, 2**31, float("nan")):
+        refused("record", "weight_version", given, "a whole number")
+    for given in (None, 1, "yes", np.array([1, 2]), torch.tensor([1, 0]), object()):
+        for session, name in (
+            ("replay", "telemetry"), ("replay", "gate_weights"), ("record", "gate_weights"), ("record", "margins")
+        ):  # fmt: skip
+            refused(session, name, given, "True or False")
+    for given in (None, 0, [], {}, "x", "native ", np.array("native"), True, b"error"):
+        for name in ("missing", "padding", "counts"):
+            if (name, given) != ("padding", None):  # which is the framework's own default
+                refused("replay", name, given, "one of")
+    assert {path: set(vars(module)) for path, module in on.model.named_modules()} == before
+    with on.routed.replay(trace, telemetry=np.True_, gate_weights=np.False_) as session:
+        on.run(BATCH)
+    assert session.agreement().routing.rows == trace.num_rows
+    assert recorded(on, BATCH, gate_weights=np.True_).gate_weights_NLK is not None
+
+
+def check_what_is_replayed_is_a_trace_of_this_model(framework):
+    on, trace = prepared(framework)
+    arrays = trace.expert_ids_NLK, torch.zeros(3)
+    for given in (None, "rollout.safetensors", [trace], *arrays, type(trace), on.routed, trace.spec):
+        refuses(TraceError, "expected a RoutingTrace", entering(on.routed.replay, given))
+    for change in ({"num_experts": 9}, {"top_k": 3}, {"layers": trace.spec.layers[1:]}):
+        other = foreign(replace(trace.spec, **change), BATCH)
+        refuses(SpecMismatchError, None, entering(on.routed.replay, other))
+
+
+def check_what_is_attached_is_a_model(framework):
+    on = framework.built()
+    for given in (None, 1, "Qwen/Qwen3-30B-A3B", [None], type(on.model), on.routed, object()):
+        refuses(AttachError, "expected a model", partial(on.attach, given))
+
+
+def check_one_version_or_several_may_be_expected(framework):
+    on, trace = prepared(framework)
+    for given in VERSIONS:
+        with on.routed.replay(trace, weight_version=given) as session:
+            on.run(BATCH)
+        assert session.num_forwards == 1
+    largest = 2**31 - 1
+    stated = recorded(on, BATCH, weight_version=largest)
+    assert stated.versions == (largest,)
+    replayed(on, stated, BATCH, weight_version=largest)
+
+
+def check_every_routed_row_is_of_an_accepted_version(framework):
+    """As of a rollout that went on under new weights; one fresh row does not vouch for the others."""
+    on, trace = prepared(framework)
+    refused = lambda routes, given, said: refuses(  # noqa: E731
+        StaleTraceError, said, entering(on.routed.replay, routes, weight_version=given)
+    )
+    mixed = replace(trace, weight_versions_N=np.where(np.arange(trace.num_rows) < 5, 1, 2).astype(np.int32))
+    for given in (1, 2, [2, 3], range(2, 4)):
+        refused(mixed, given, r"weight versions \[1, 2\], expected only")
+    replayed(on, mixed, BATCH, weight_version=[1, 2])
+    bare = RoutingTrace.unrouted(trace.spec, BATCH.sequences)
+    refused(bare, 1, r"weight versions \[\], expected only 1 ")
+    # a range reaches below 0 in the first steps, and lets pass no row that states no version
+    unstated = trace.with_weight_version(-1)
+    refused(unstated, range(-2, 1), r"versions \[-1\], expected only 0 ")
+    replayed(on, unstated, BATCH, weight_version=-1)
+    refused(trace, list(range(10, 110)), "expected only 10, 11, 12, 13, 14, 15, 16, 17 and 92 more")
+    for given in (range(2, 10**12 + 1), range(10**12, 1, -1)):
+        refused(trace, given, "expected only those from 2 to 1000000000000 ")
+
+
+def check_forwards_of_wrong_values_are_refused_in_replays_and_recordings(framework):
+    on, trace = prepared(framework)
+    for said, run in on.wrong_calls(BATCH).items():
+        for session in (on.routed.replay(trace), on.routed.record()):
+            with session:
+                refuses(BatchMismatchError, said, run)
+                on.run(BATCH)
+
+
+def check_a_batch_of_other_sequences_is_refused(framework):
+    on, trace = prepared(framework)
+    rolled = BATCH._replace(ids_BT=torch.where(BATCH.real_BT, BATCH.ids_BT.roll(1, 1).clamp_min(1), 0))
+    one_off = BATCH._replace(ids_BT=BATCH.ids_BT.clone())
+    one_off.ids_BT[2, 3] += 1
+    for batch, said in (
+        (BATCH.select(0, 1), "2 sequences"),
+        (BATCH.select(1, 0, 2), None),
+        (rolled, "sequence 0, position 0|slot 0 "),
+        (one_off, "sequence 2, position 3|slot 11 "),
+        (batch_of(8, 6, 4), None),
+        (batch_of(9, 7, 4), None),
+        (batch_of(9, 5, 4), None),
+    ):
+        refuses(BatchMismatchError, said, lambda batch=batch: replayed(on, trace, batch))
+    replayed(on, trace, BATCH)

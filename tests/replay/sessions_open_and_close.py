@@ -1,0 +1,283 @@
+"""How sessions open and close: what they touch, in which order they go, and what is no session."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute import concatenate
+from foreroute.errors import AttachError, BatchMismatchError, ReplayError
+from tests.replay.session_subject import batch_of, entering, foreign, map_of, recorded, refuses, replayed, same, step
+
+BATCH = batch_of()
+UNPADDED = batch_of(9, 9, 9)  # Megatron's own bias of experts fails on a mask of padding
+
+
+def attributes(model):
+    """What every module holds itself, by identity."""
+    return {
+        (path, name): id(value)
+        for path, module in model.named_modules()
+        for name, value in {**vars(module), **module._forward_hooks}.items()
+    }
+
+
+def check_the_model_is_as_before_after_sessions_and_errors(framework):
+    for gate in framework.gates:
+        on = framework.built(gate)
+        on.layers[-1].eval()
+        native = step(on, None, UNPADDED)
+        first = attributes(on.model)
+        step(on, None, UNPADDED)
+        own = {name for name, value in attributes(on.model).items() if first.get(name) != value}
+        before = {name: value for name, value in attributes(on.model).items() if name not in own}
+        weights, random = state_of(on.model), torch.get_rng_state()
+
+        def require_as_before(on=on, before=before, own=own, weights=weights):
+            assert {name: value for name, value in attributes(on.model).items() if name not in own} == before
+            assert same(weights, state_of(on.model))
+
+        trace = foreign(on.routed.spec, UNPADDED)
+        assert torch.equal(random, torch.get_rng_state()), "attaching drew random numbers"
+        require_as_before()
+        with on.routed.replay(trace):
+            assert attributes(on.model) != before, "the check must be able to see an override"
+            loss = on.loss(UNPADDED)
+        loss.backward()
+        for error in (ValueError("in the middle"), KeyboardInterrupt()):
+            handle = on.layers[2].register_forward_pre_hook(lambda *_, error=error: throw(error))
+            refuses(type(error), None, lambda on=on, trace=trace: replayed(on, trace, UNPADDED))
+            handle.remove()
+            require_as_before()
+        refuses(BatchMismatchError, None, lambda on=on, trace=trace: replayed(on, trace, UNPADDED.select(0, 1)))
+        require_as_before()
+        again = step(on, None, UNPADDED)
+        assert torch.equal(native[0], again[0]), gate
+        assert same(native[1], again[1]), gate
+
+
+def state_of(model):
+    return {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def throw(error):
+    raise error
+
+
+def check_a_session_is_opened_once(framework):
+    on = framework.built()
+    for session in (on.routed.replay(foreign(on.routed.spec, BATCH)), on.routed.record()):
+        refuses(ReplayError, "is not open", lambda session=session: session.__exit__(None, None, None))
+        with session:
+            on.run(BATCH)
+        refuses(ReplayError, "opened once", session.__enter__)
+        session.__exit__(None, None, None)  # closing twice changes nothing
+
+
+def check_a_session_without_a_forward_is_no_silent_no_op(framework):
+    on = framework.built()
+    with pytest.raises(ReplayError, match="nothing was replayed"), on.routed.replay(foreign(on.routed.spec, BATCH)):
+        pass
+    with on.routed.record() as recording:
+        pass
+    refuses(ReplayError, "nothing was recorded", recording.trace)
+    refuses(ReplayError, "no micro-batch is being replayed", lambda: on.routed.session)
+
+
+def check_replays_do_not_nest_and_recordings_go_around_or_inside(framework):
+    on = framework.built()
+    trace = foreign(on.routed.spec, BATCH)
+    with on.routed.record(weight_version=1) as around, on.routed.replay(trace) as session:
+        assert on.routed.session is session
+        on.run(BATCH)
+        refuses(ReplayError, "already replaying", entering(on.routed.replay, trace))
+        with on.routed.record(weight_version=1) as inside:
+            on.run(BATCH)
+    assert inside.trace().equals(trace)
+    assert around.trace().equals(concatenate([trace, trace]))
+
+
+def check_sessions_may_close_in_any_order(framework):
+    on = framework.built()
+    on.run(BATCH)
+    before, trace = attributes(on.model).keys(), foreign(on.routed.spec, BATCH)
+    recording, replay = on.routed.record(), on.routed.replay(trace)
+    recording.__enter__()
+    replay.__enter__()
+    forced = on.loss(BATCH)
+    recording.__exit__(None, None, None)
+    assert torch.equal(on.loss(BATCH), forced)
+    replay.__exit__(None, None, None)
+    assert attributes(on.model).keys() == before
+    assert not torch.equal(on.loss(BATCH), forced)
+
+
+def check_a_model_attached_twice_has_one_session_at_a_time(framework):
+    for recompute in framework.recomputations[:2]:
+        on = framework.built(recompute=recompute)
+        two, trace = on.attach(on.model), foreign(on.routed.spec, BATCH)
+        with on.routed.replay(trace):
+            expected = on.loss(BATCH)
+            for session in (two.replay(trace), two.record()):
+                refuses(ReplayError, "attached twice", session.__enter__)
+            assert torch.equal(on.loss(BATCH), expected)
+        with two.record() as recording:
+            if recompute != "none":
+                refuses(ReplayError, "attached twice", expected.backward)
+            on.loss(BATCH)
+        assert recording.trace().num_rows == sum(BATCH.lengths)
+        with two.replay(trace):
+            assert torch.equal(on.loss(BATCH), expected)
+
+
+def check_a_model_is_not_attached_and_no_part_of_it_copied_inside_a_session(framework):
+    """The routers of a copy would run those of the original."""
+    on = framework.built()
+    with on.routed.record():
+        refuses(AttachError, "session is open", lambda: on.attach(on.model))
+        for part in (on.model, *on.routers):
+            for copied in (copy.deepcopy, pickle.dumps):
+                refuses(ReplayError, "cannot be copied inside", lambda part=part, copied=copied: copied(part))
+
+
+def check_what_somebody_wraps_inside_a_session_still_runs_after_it(framework):
+    """Their wrapper keeps ours below it, for good; sessions and native steps go on, each router once."""
+    for counts in ("native", "replayed"):
+        for number in range(len(framework.with_statistics().overridden)):
+            on = framework.with_statistics()
+            holder, name = on.overridden[number]
+            trace, native = foreign(on.routed.spec, UNPADDED), step(on, None, UNPADDED)
+            with on.routed.replay(trace, counts=counts):
+                expected = on.loss(UNPADDED)
+                setattr(holder, name, wrapped(getattr(holder, name)))
+                assert torch.equal(on.loss(UNPADDED), expected), number
+            again = step(on, None, UNPADDED)
+            assert torch.equal(native[0], again[0]), number
+            assert same(native[1], again[1]), number
+            with on.routed.record(weight_version=1) as recording:
+                assert torch.equal(replayed(on, trace, UNPADDED, counts=counts), expected), number
+            assert recording.trace().equals(trace), number
+            assert torch.equal(on.loss(UNPADDED), native[0]), number
+
+
+def wrapped(theirs):
+    return lambda *args, **kwargs: theirs(*args, **kwargs)
+
+
+def check_what_somebody_sets_inside_a_session_stays(framework):
+    on = framework.built()
+    router = on.routers[0]
+    with on.routed.record():
+        on.run(BATCH)
+        mine = type(router).forward.__get__(router)
+        router.forward = mine
+    assert vars(router)["forward"] is mine
+
+
+def check_a_session_opened_or_closed_in_the_middle_of_a_forward_is_named(framework):
+    on = framework.built()
+    native = on.loss(BATCH)
+    closing, opening = on.routed.record(), on.routed.record()
+    closing.__enter__()
+    handle = on.layers[2].register_forward_pre_hook(lambda *_: closing.__exit__(None, None, None) or None)
+    refuses(ReplayError, "closed in the middle of a forward", lambda: on.run(BATCH))
+    handle.remove()
+    assert torch.equal(on.loss(BATCH), native)
+    handle = on.layers[2].register_forward_pre_hook(lambda *_: opening.__enter__() and None)
+    refuses(ReplayError, "open sessions before a forward", lambda: on.run(BATCH))
+    handle.remove()
+    opening.__exit__(None, None, None)
+    assert torch.equal(on.loss(BATCH), native)
+
+
+def check_a_session_in_a_generator_goes_with_it(framework):
+    on = framework.built()
+    on.run(BATCH)
+    trace, before = foreign(on.routed.spec, BATCH), attributes(on.model).keys()
+
+    def batches():
+        with on.routed.replay(trace):
+            on.run(BATCH)
+            yield 1
+
+    for leave in (lambda running: running.close(), throw_into, lambda running: None):
+        running = batches()
+        next(running)
+        assert attributes(on.model).keys() != before
+        leave(running)
+        del running
+        assert attributes(on.model).keys() == before
+
+
+def throw_into(running):
+    with pytest.raises(KeyError):
+        running.throw(KeyError("mine"))
+
+
+def check_a_part_of_the_model_called_alone_is_refused(framework):
+    on = framework.built()
+    called = []
+    handle = on.blocks[0].register_forward_pre_hook(lambda block, *args: called.append(args), with_kwargs=True)
+    on.run(BATCH)
+    handle.remove()
+    [(args, kwargs)] = called
+    with on.routed.replay(foreign(on.routed.spec, BATCH)):
+        refuses(ReplayError, "ran outside a forward of", lambda: on.blocks[0](*args, **kwargs))
+        on.run(BATCH)
+
+
+def check_a_router_that_is_bypassed_or_runs_twice_is_named(framework):
+    on = framework.built()
+    trace = foreign(on.routed.spec, BATCH)
+    for column in (0, -1):
+        for changed, said in ((on.bypassed, "selected 0 times"), (on.run_twice, "selected 2 times")):
+            for session in (on.routed.replay(trace), on.routed.record()):
+                with session:
+                    with changed(on.blocks[column]):
+                        refuses(ReplayError, f"{on.routed.router_paths[column]} {said}", lambda: on.run(BATCH))
+                    on.run(BATCH)
+
+
+def check_layers_exchanged_after_attach_are_named(framework):
+    """Routes would follow the modules."""
+    on = framework.built()
+    trace = foreign(on.routed.spec, BATCH)
+    first, third = on.layers[0], on.layers[2]
+    for what in ("layers", "blocks"):
+        expected = replayed(on, trace, BATCH)
+        for _ in range(2):
+            if what == "layers":
+                on.layers[0], on.layers[2] = on.layers[2], on.layers[0]
+            else:
+                first.mlp, third.mlp = third.mlp, first.mlp
+            if on.layers[0] is third or first.mlp is not on.blocks[0]:
+                refuses(ReplayError, "(runs behind|stands where) .* Attach again", lambda: replayed(on, trace, BATCH))
+        assert torch.equal(replayed(on, trace, BATCH), expected)
+
+
+def check_a_recording_is_what_experts_were_given_in_the_order_of_forwards(framework):
+    on = framework.built()
+    batches = [batch_of(4, 3, seed=1), batch_of(7, seed=2)]
+    with on.routed.record(weight_version=5) as both, torch.no_grad(), on.given() as given:
+        for batch in batches:
+            on.run(batch)
+    trace = both.trace()
+    parts = [recorded(on, batch, weight_version=5) for batch in batches]
+    assert trace.equals(concatenate(parts))
+    assert trace.versions == (5,)
+    assert [trace.tokens(s).tolist() for s in range(3)] == [each.tolist() for b in batches for each in b.sequences]
+    for number, each in enumerate(given):
+        batch = batches[number // trace.spec.num_layers]
+        wanted = map_of(parts[number // trace.spec.num_layers], batch, each.column)
+        assert np.array_equal(each.map_BTE & batch.real_BT.numpy()[..., None], wanted)
+
+
+def check_tokens_may_be_overwritten_when_the_forward_is_over(framework):
+    on = framework.built()
+    given = BATCH._replace(ids_BT=BATCH.ids_BT.clone())
+    with on.routed.record() as recording:
+        on.run(given)
+        given.ids_BT.zero_()
+    assert recording.trace().tokens(0).tolist() == BATCH.sequences[0].tolist()

@@ -1,0 +1,192 @@
+"""What runs again in backward: the routes of its own forward, whatever else is open or in flight by then."""
+
+import gc
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from foreroute.errors import ReplayError
+from tests.replay.session_subject import batch_of, foreign, refuses, replayed, require_followed, same, step
+
+BATCH = batch_of()
+WHOLE = {f"whole model by hand, {name}": kind for name, kind in {"reentrant": True, "non-reentrant": False}.items()}
+
+
+def check_micro_batches_in_flight_keep_their_own_routes(framework):
+    """Bits of one after the other, without recomputation; those of different micro-batches differ."""
+    batches = {"A": batch_of(9, 6, seed=1), "B": batch_of(5, 8, seed=2)}
+    other = batch_of(3, 3, seed=7)
+    alone = framework.built()
+    traces = {name: foreign(alone.routed.spec, batch, ord(name)) for name, batch in batches.items()}
+    expected = {name: step(alone, traces[name], batch) for name, batch in batches.items()}
+    assert not same(expected["A"][1], expected["B"][1])
+    for recompute in (*framework.recomputations, *WHOLE):
+        on = framework.built(recompute=recompute if recompute in framework.recomputations else "none")
+        loss_of = loss_in_a_checkpoint(on, WHOLE[recompute]) if recompute in WHOLE else on.loss
+        for order in ("ABba", "ABab", "AaBb") if recompute in framework.recomputations[:4] else ("ABba",):
+            for is_inside in (False, True):
+                losses = {}
+                for letter in order:
+                    name = letter.upper()
+                    if letter == name:
+                        with on.routed.replay(traces[name]):
+                            losses[name] = loss_of(batches[name])
+                            with torch.no_grad():
+                                on.run(batches[name])
+                        continue
+                    on.model.zero_grad(set_to_none=True)
+                    if is_inside:
+                        with on.routed.replay(foreign(alone.routed.spec, other)):
+                            on.run(other)
+                            losses[name].backward()
+                    else:
+                        losses[name].backward()
+                    assert torch.equal(losses[name].detach(), expected[name][0])
+                    assert same(on.gradients(), expected[name][1]), (recompute, order, is_inside, name)
+
+
+def loss_in_a_checkpoint(on, use_reentrant):
+    anchor = torch.zeros(1, requires_grad=True)
+    return lambda batch: checkpoint(lambda zero: on.loss(batch) + zero, anchor, use_reentrant=use_reentrant)[0]
+
+
+def check_one_checkpoint_around_two_forwards_is_refused(framework):
+    """Its recomputation would run the second on the routes of the first."""
+    on = framework.built()
+    anchor = torch.zeros(1, requires_grad=True)
+    twice = lambda zero: on.loss(BATCH) + on.loss(BATCH) + zero  # noqa: E731
+    for use_reentrant in (True, False):
+        with on.routed.replay(foreign(on.routed.spec, BATCH)):
+            refuses(
+                ReplayError,
+                "holds two forwards of a model",
+                lambda kind=use_reentrant: checkpoint(twice, anchor, use_reentrant=kind),
+            )
+            on.loss(BATCH)
+
+
+def check_a_backward_of_native_routes_in_a_session_is_refused(framework):
+    """Its recomputation could take the routes of another batch; so it does not run at all."""
+    for recompute in framework.recomputations[1:3]:
+        on = framework.built(recompute=recompute)
+        native = on.loss(BATCH)
+        with on.routed.replay(foreign(on.routed.spec, BATCH)):
+            on.run(BATCH)
+            refuses(ReplayError, "outside a forward", native.backward)
+
+
+def check_forward_only_passes_between_updates_change_nothing(framework):
+    other = batch_of(3, 5, seed=9)
+    for recompute in framework.recomputations:
+        weights = []
+        for with_extra_passes in (False, True):
+            on = framework.built(recompute=recompute)
+            optimizer = torch.optim.SGD(on.model.parameters(), lr=0.1)
+            for number in range(2):
+                with on.routed.replay(foreign(on.routed.spec, BATCH, number)):
+                    loss = on.loss(BATCH)
+                    if with_extra_passes:
+                        with torch.no_grad():
+                            on.run(BATCH)
+                if with_extra_passes:
+                    with torch.no_grad():
+                        replayed(on, foreign(on.routed.spec, other), other)
+                        on.run(other)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(dict(on.model.named_parameters()))
+        assert same(*weights), recompute
+
+
+def check_a_recomputation_gives_experts_what_the_forward_gave_them(framework):
+    """In rows without a route and in padding too, though a router would pick others by then. Recorded once."""
+    for padding, is_other_by_then in (("native", False), ("spread", False), ("native", True)):
+        gradients = []
+        for recompute in framework.recomputations:
+            on = framework.built(recompute=recompute)
+            trace = foreign(on.routed.spec, BATCH, absent=[(0, 2), (1, 0), (2, 3)])
+            with on.given() as given:
+                with on.routed.replay(trace, missing="native", padding=padding), on.routed.record() as recording:
+                    loss = on.loss(BATCH)
+                    first = {each.column: each for each in given}
+                    assert len(given) == len(first) == trace.spec.num_layers
+                    for router in on.routers if is_other_by_then else ():
+                        router.weight.data.neg_()
+                    loss.backward()
+                again = given[len(first) :]
+            assert bool(again) == (recompute != "none"), recompute
+            require_followed(first.values(), trace, BATCH)
+            for each in again:
+                assert (each.map_BTE == first[each.column].map_BTE).all(), recompute
+                same_weights = (each.weights_BTE == first[each.column].weights_BTE).all()
+                assert same_weights != is_other_by_then, recompute
+            assert recording.trace().num_rows == sum(BATCH.lengths)
+            gradients.append(on.gradients())
+        assert is_other_by_then or all(same(gradients[0], each) for each in gradients[1:])
+
+
+def check_a_frozen_model_is_replayed_with_gradients_on_or_off(framework):
+    """A reference model has nothing to recompute, whatever its configuration says."""
+    for recompute in framework.recomputations[:3]:
+        on = framework.built(recompute=recompute)
+        trace = foreign(on.routed.spec, BATCH)
+        expected = replayed(on, trace, BATCH)
+        on.model.requires_grad_(False)
+        assert torch.equal(replayed(on, trace, BATCH), expected)
+        next(reversed(list(on.model.parameters()))).requires_grad_(True)
+        assert torch.equal(replayed(on, trace, BATCH), expected)
+
+
+class CountingTopK(TorchDispatchMode):
+    """How often anything was selected."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.topk.default
+        return function(*args, **(kwargs or {}))
+
+
+def check_a_recomputation_selects_nothing_anew(framework):
+    """Nobody asks what a router would pick by then, and what runs is what the forward kept."""
+    for recompute in framework.recomputations[1:]:
+        on = framework.built(recompute=recompute)
+        trace = foreign(on.routed.spec, BATCH)
+        with on.routed.replay(trace, telemetry=True), CountingTopK() as selections:
+            loss = on.loss(BATCH)
+            assert selections.count >= trace.spec.num_layers
+            selections.count = 0
+            loss.backward()
+        assert not selections.count, recompute
+
+
+def rows_alive(trace):
+    """Addresses of the tensors that Python holds with an id for each row, layer and pick."""
+    slots, top_k = BATCH.ids_BT.numel() * trace.spec.num_layers * trace.spec.top_k, trace.spec.top_k
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    held = [each for each in tensors if not each.is_floating_point() and each.dtype != torch.bool]
+    return {id(each) for each in held if each.ndim and each.shape[-1] == top_k and each.numel() >= slots}
+
+
+def check_rows_are_let_go_with_the_graph_that_recomputes_on_them(framework):
+    """Not at some later time, when Python looks for cycles: they are on the GPU."""
+    for recompute in framework.recomputations[:3]:
+        on = framework.built(recompute=recompute)
+        trace = foreign(on.routed.spec, BATCH)
+        step(on, trace, BATCH, telemetry=True)  # what is made once in a process stays
+        gc.collect()
+        gc.disable()
+        try:
+            before = rows_alive(trace)
+            with on.routed.replay(trace, telemetry=True):
+                loss = on.loss(BATCH)
+                assert rows_alive(trace) - before, "the check must be able to see rows"
+                loss.backward()
+            del loss
+            assert not rows_alive(trace) - before, recompute
+        finally:
+            gc.enable()

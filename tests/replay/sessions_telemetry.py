@@ -1,0 +1,137 @@
+"""Live telemetry, margins and counts, against a recount on the host of what each router saw and would have done."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.errors import ReplayError
+from foreroute.mismatch import margin_histogram
+from tests.replay.session_subject import batch_of, foreign, refuses
+
+BATCH = batch_of()
+GAPS = [(0, 2), (0, 3), (2, 0)]
+
+
+def recount(on, scores, trace):
+    """Per layer (scores [N, E], own picks [N, K], replayed picks [N, K]), of rows that have a route."""
+    layers = []
+    for layer, scores_BTE in enumerate(scores):
+        scores_NE = scores_BTE[BATCH.real_BT][trace.valid_N].numpy()
+        own_NK = np.argsort(-scores_NE, axis=-1, kind="stable")[:, : trace.spec.top_k]
+        layers.append((scores_NE, own_NK, trace.expert_ids_NLK[trace.valid_N, layer].astype(int)))
+    return layers
+
+
+def check_telemetry_is_what_a_recount_finds(framework):
+    for gate in framework.gates:
+        on = framework.built(gate)
+        for absent in ([], GAPS):
+            trace = foreign(on.routed.spec, BATCH, absent=absent)
+            with on.scores() as scores, on.routed.replay(trace, missing="native", telemetry=True) as session:
+                on.run(BATCH)
+            require_agreement(on, session.agreement(), trace, recount(on, scores, trace))
+
+
+def require_agreement(on, seen, trace, layers):
+    num_layers, top_k, num_rows = trace.spec.num_layers, trace.spec.top_k, int(trace.valid_N.sum())
+    shared = np.array([[len(set(a) & set(b)) for a, b in zip(own, ids, strict=True)] for _, own, ids in layers])
+    differs = shared < top_k
+    first = differs[:, differs.any(0)].argmax(0)
+    assert seen.routing.rows == num_rows
+    assert np.array_equal(seen.routing.shared_L, shared.sum(1))
+    assert np.array_equal(seen.routing.differing_L, differs.sum(1))
+    assert np.array_equal(seen.routing.by_differing_layers, np.bincount(differs.sum(0), minlength=num_layers + 1))
+    assert np.array_equal(seen.routing.first_differing_L, np.bincount(first, minlength=num_layers))
+    for layer, (scores, own, ids) in enumerate(layers):
+        margins = margins_of(scores, top_k)
+        assert np.abs(seen.margins_LB[layer] - margin_histogram(margins[:, None])[0]).sum() <= 2
+        assert seen.margins_LB[layer].sum() == num_rows
+        mass = np.exp(scores) if on.selects_by_logits else np.maximum(scores, 0)
+        replaced = 0.0
+        for row in range(num_rows):
+            shares = mass[row, own[row]] / mass[row, own[row]].sum()
+            replaced += sum(share for share, expert in zip(shares, own[row], strict=True) if expert not in ids[row])
+        assert seen.replaced_mass_L[layer] == pytest.approx(replaced, rel=1e-4)
+
+
+def margins_of(scores, top_k):
+    ordered = -np.sort(-scores, axis=-1)
+    return ordered[:, top_k - 1] - ordered[:, top_k]
+
+
+def check_recorded_margins_are_the_gap_to_the_best_expert_that_could_have_been_picked(framework):
+    """With groups, an expert of a closed one could not."""
+    for gate in framework.gates:
+        on = framework.built(gate)
+        with on.scores() as scores, on.routed.record(margins=True) as recording, torch.no_grad():
+            on.run(BATCH)
+        for column, scores_BTE in enumerate(scores):
+            margins = margins_of(scores_BTE[BATCH.real_BT].numpy(), on.routed.spec.top_k)
+            assert (margins > 0).all(), gate
+            seen = recording.margins_NL()[:, column]
+            assert np.allclose(seen, margins, rtol=1e-4, atol=1e-7), gate
+            if on.selects_by_logits:  # one subtraction of what is known to the bit
+                narrow = scores_BTE[BATCH.real_BT].float().numpy()
+                assert np.array_equal(seen, margins_of(narrow, on.routed.spec.top_k)), gate
+
+
+def check_a_recording_keeps_of_margins_one_number_for_each_row_and_layer(framework):
+    on = framework.built()
+    with on.routed.record(margins=True), torch.no_grad():
+        on.run(BATCH)
+    before = bytes_alive()
+    with on.routed.record(margins=True) as recording, torch.no_grad():
+        on.run(BATCH)
+    slots = BATCH.ids_BT.numel() * on.routed.spec.num_layers
+    of_tokens = 4 * BATCH.ids_BT.nbytes
+    assert 0 < bytes_alive() - before <= (4 + on.routed.spec.top_k) * slots + of_tokens
+    assert recording.margins_NL().shape == (sum(BATCH.lengths), on.routed.spec.num_layers)
+
+
+def bytes_alive():
+    """Of tensors that Python holds."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def check_counts_are_of_the_selection_that_the_switch_names_and_leave_padding_out(framework):
+    on = framework.built()
+    trace = foreign(on.routed.spec, BATCH)
+    for counts in ("native", "replayed"):
+        with on.scores() as scores, on.routed.replay(trace, telemetry=True, counts=counts) as session:
+            on.run(BATCH)
+        picked = [own if counts == "native" else ids for _, own, ids in recount(on, scores, trace)]
+        expected = [np.bincount(each.reshape(-1), minlength=trace.spec.num_experts) for each in picked]
+        assert np.array_equal(session.expert_counts_LE(), expected), counts
+
+
+def check_micro_batches_add_up_to_the_batch_and_recomputation_counts_once(framework):
+    for recompute in framework.recomputations:
+        on = framework.built(recompute=recompute)
+        trace = foreign(on.routed.spec, BATCH)
+
+        def telemetry(*numbers, on=on, trace=trace):
+            with on.routed.replay(trace.select(list(numbers)), telemetry=True) as session:
+                on.loss(BATCH.select(*numbers)).backward()
+            return session
+
+        whole, parts = telemetry(0, 1, 2), [telemetry(number) for number in range(3)]
+        joined, expected = parts[0].agreement() + parts[1].agreement() + parts[2].agreement(), whole.agreement()
+        assert joined.routing.rows == expected.routing.rows == trace.num_rows
+        assert np.array_equal(joined.routing.shared_L, expected.routing.shared_L)
+        assert np.array_equal(joined.routing.first_differing_L, expected.routing.first_differing_L)
+        assert joined.replaced_mass_L == pytest.approx(expected.replaced_mass_L, rel=1e-5)
+        assert np.array_equal(sum(part.expert_counts_LE() for part in parts), whole.expert_counts_LE())
+
+
+def check_what_was_not_asked_for_is_not_there(framework):
+    on = framework.built()
+    with on.routed.replay(foreign(on.routed.spec, BATCH)) as session, on.routed.record() as recording:
+        on.run(BATCH)
+    for ask in (session.agreement, session.expert_counts_LE):
+        refuses(ReplayError, "telemetry=True", ask)
+    refuses(ReplayError, "margins=True", recording.margins_NL)
+    assert recording.trace().gate_weights_NLK is None

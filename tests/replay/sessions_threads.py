@@ -1,0 +1,144 @@
+"""One model, several threads: a session belongs to the thread that opened it, and the others are told by name."""
+
+import threading
+
+import torch
+
+from foreroute.errors import ReplayError
+from tests.replay.session_subject import batch_of, entering, foreign, recorded, replayed, same, step
+
+BATCH = batch_of()
+
+
+def in_thread(function):
+    """What the function returned, or raised, in a thread of its own."""
+    [outcome] = together([function], names=["other"])
+    return outcome
+
+
+def together(functions, names):
+    """What each returned, or raised, in threads that begin at once."""
+    outcomes = [None] * len(functions)
+
+    def run(number):
+        try:
+            outcomes[number] = functions[number]()
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), name=name) for number, name in enumerate(names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def require_refused(outcome):
+    assert isinstance(outcome, ReplayError), outcome
+    assert "thread 'other'" in str(outcome)
+    assert "fused" not in str(outcome)
+
+
+def check_forwards_and_sessions_of_another_thread_are_refused_while_one_is_open(framework):
+    on = framework.built()
+    trace = foreign(on.routed.spec, BATCH)
+    for session in (on.routed.replay(trace), on.routed.record()):
+        with session:
+            expected = on.loss(BATCH)
+            for refused in (
+                lambda: on.loss(BATCH),
+                entering(on.routed.record),
+                entering(on.routed.replay, trace),
+            ):
+                outcome = in_thread(refused)
+                require_refused(outcome)
+                assert f"thread {threading.current_thread().name!r}" in str(outcome)
+            assert torch.equal(on.loss(BATCH), expected)
+        in_thread(lambda: on.loss(BATCH)).backward()
+    assert torch.equal(in_thread(lambda: replayed(on, trace, BATCH)), replayed(on, trace, BATCH))
+
+
+def check_a_session_opened_in_the_middle_of_another_threads_forward_names_both(framework):
+    """That forward began without a session, and would else take part in this one from its second layer on."""
+    on = framework.built()
+    alone = recorded(on, BATCH)
+    started, opened, outcome = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        if threading.current_thread().name == "other" and not started.is_set():
+            started.set()
+            assert opened.wait(60)
+
+    handle = on.layers[1].register_forward_pre_hook(wait)
+    waiting = threading.Thread(target=lambda: outcome.append(in_thread(lambda: on.loss(BATCH))), name="starts it")
+    waiting.start()
+    assert started.wait(60)
+    with on.routed.record() as recording:
+        second = on.layers[2].register_forward_pre_hook(
+            lambda *_: opened.set() or (threading.current_thread().name != "other" and waiting.join(60)) or None
+        )
+        on.loss(BATCH)
+        second.remove()
+    handle.remove()
+    require_refused(outcome[0])
+    assert recording.trace().equals(alone)
+
+
+def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
+    """Autograd of a GPU runs recomputations in threads of its own."""
+    for recompute in framework.recomputations:
+        on = framework.built(recompute=recompute)
+        trace = foreign(on.routed.spec, BATCH)
+        _, expected = step(on, trace, BATCH)
+        on.model.zero_grad(set_to_none=True)
+        with on.routed.replay(trace):
+            loss = on.loss(BATCH)
+            assert in_thread(loss.backward) is None
+        assert same(on.gradients(), expected), recompute
+
+
+def check_a_recomputation_in_the_middle_of_another_threads_forward_is_refused(framework):
+    on = framework.built(recompute=framework.recomputations[2])
+    trace = foreign(on.routed.spec, BATCH)
+    loss = replayed(on, trace, BATCH)
+    outcome = []
+    handle = on.layers[1].register_forward_pre_hook(lambda *_: outcome or outcome.append(in_thread(loss.backward)))
+    with torch.no_grad():
+        replayed(on, trace, BATCH)
+    handle.remove()
+    require_refused(outcome[0])
+
+
+def check_two_models_in_two_threads_keep_to_their_own_traces(framework):
+    subjects = [framework.built(seed=seed) for seed in (1, 2)]
+    traces = [foreign(subjects[0].routed.spec, BATCH, number) for number in range(4)]
+    runs = [lambda on=on: [replayed(on, trace, BATCH).item() for trace in traces] for on in subjects]
+    alone = [run() for run in runs]
+    assert alone[0] != alone[1]
+    assert together(runs, ["one", "two"]) == alone
+
+
+def check_two_threads_that_share_a_model_never_blame_a_kernel(framework):
+    """Each forward is right or refused by the names of the threads, whatever the moments at which they meet."""
+    on = framework.built()
+    alone = recorded(on, BATCH)
+
+    def work():
+        outcomes = []
+        for _ in range(12):
+            try:
+                outcomes.append(recorded(on, BATCH))
+            except ReplayError as error:
+                outcomes.append(error)
+        return outcomes
+
+    outcomes = [outcome for each in together([work, work], ["worker 0", "worker 1"]) for outcome in each]
+    for outcome in outcomes:
+        if isinstance(outcome, ReplayError):
+            assert "thread 'worker" in str(outcome)
+        else:
+            assert outcome.equals(alone)
+    assert any(not isinstance(outcome, ReplayError) for outcome in outcomes)
+    on.loss(BATCH)

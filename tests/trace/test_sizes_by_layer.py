@@ -1,0 +1,232 @@
+"""Layers that differ in experts and picks: every operation beside lists of picks; no filler counts as an expert."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import foreroute as fr
+from foreroute import layout, plan
+from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
+from foreroute.trace import count_assignments, digest, extended, load_parts, overlap, save_part
+from foreroute.trace.file import ENCODINGS
+from tests.traces import picks_of, spec_of, uneven_trace, with_decisions
+
+SIZES = ((8, 2), (6, 3), (8, 1))
+SPEC = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(3)), SIZES)
+ROW = [[0, 7, -1], [5, 0, 3], [6, -1, -1]]
+
+
+@st.composite
+def traces(draw):
+    """A trace of a model with other experts and picks in some layers, at both sides of each width of ids."""
+    experts = draw(st.lists(st.sampled_from([1, 3, 255, 256, 257, 300]), min_size=1, max_size=4))
+    sizes = [(num_experts, draw(st.integers(1, min(num_experts, 4)))) for num_experts in experts]
+    return uneven_trace(draw(st.integers(0, 2**32 - 1)), sizes)
+
+
+def trace_of(*rows, spec=SPEC, dtype=np.int64):
+    return fr.RoutingTrace.from_sequences(spec, [range(len(rows))], [np.array(rows).astype(dtype)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces(), data=st.data())
+def test_cutting_and_joining_match_lists(trace, data):
+    rows, spec = picks_of(trace), trace.spec
+    cut = [rows[a:b] for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]
+    chosen = data.draw(st.lists(st.integers(0, len(trace) - 1), max_size=4))
+    assert picks_of(trace.select(chosen)) == [row for s in chosen for row in cut[s]]
+    assert picks_of(fr.concatenate([trace, trace.select(chosen)])) == rows + [row for s in chosen for row in cut[s]]
+    at = data.draw(st.permutations(range(spec.num_layers)))[: data.draw(st.integers(1, spec.num_layers))]
+    part = trace.select_layers([spec.layers[i] for i in at])
+    assert picks_of(part) == [None if row is None else [row[i] for i in at] for row in rows]
+    assert part.spec == fr.RoutingSpec.of_sizes(part.spec.layers, [spec.sizes_L[i] for i in at], "test")
+    assert part.expert_ids_NLK.dtype == part.spec.id_dtype
+    ascending = trace.without_pick_order()
+    assert picks_of(ascending) == [None if row is None else [sorted(ids) for ids in row] for row in rows]
+    assert fr.RoutingTrace.from_padded(spec, *trace.to_padded(), weight_version=max([-1, *trace.versions])).equals(
+        trace
+    )
+    padded = trace.to_padded()
+    flat = padded.expert_ids_BTLK[padded.attention_mask_BT]
+    assert [[ids[ids >= 0].tolist() for ids in row] if row is not None else None for row in flat] == [
+        [[]] * spec.num_layers if row is None else row for row in rows
+    ]
+    assert picks_of(extended(trace.truncated(trace.lengths // 2), trace)) == rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces(), encoding=st.sampled_from(ENCODINGS), decided=st.booleans(), data=st.data())
+def test_a_file_or_a_part_of_it_comes_back(tmp_path_factory, trace, encoding, decided, data):
+    folder = tmp_path_factory.mktemp("files")
+    trace = with_decisions(trace, 1) if decided else trace
+    expected = trace.without_pick_order() if encoding == "sets" else trace
+    path = fr.save(trace, folder / "t", encoding=encoding)
+    assert fr.load(path).equals(expected)
+    layers = data.draw(st.lists(st.sampled_from(trace.spec.layers), unique=True, min_size=1))
+    sequences = data.draw(st.lists(st.integers(0, len(trace) - 1), max_size=3))
+    part = fr.load(path, layers=layers, sequences=sequences)
+    assert part.equals(expected.select_layers(layers).select(sequences))
+    assert part.spec == expected.select_layers(layers).spec
+    save_part(trace, folder / "step", 0, 2, encoding=encoding)
+    save_part(trace.select(sequences), folder / "step", 1, 2, encoding=encoding)
+    joined = fr.concatenate([expected, expected.select(sequences)]).select_layers(layers)
+    assert load_parts(folder / "step", layers=layers).equals(joined)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trace=traces(), data=st.data())
+def test_only_picks_are_counted_and_shared(trace, data):
+    rows, spec = picks_of(trace), trace.spec
+    other = uneven_trace(data.draw(st.integers(0, 99)), spec.sizes_L)
+    ids = np.where(trace.valid_N[:, None, None], spec.filler, 0) * np.ones((1, *spec.is_pick_LK.shape), int)
+    for n, there in enumerate(trace.valid_N):
+        if there and other.valid_N.any():
+            ids[n] = other.expert_ids_NLK[np.flatnonzero(other.valid_N)[n % other.valid_N.sum()]]
+        elif there:
+            ids[n] = trace.expert_ids_NLK[n]
+    other = replace(trace, expert_ids_NLK=ids.astype(spec.id_dtype))
+    pairs = [(a, b) for a, b in zip(rows, picks_of(other), strict=True) if a is not None]
+    shared = [[len({*x} & {*y}) for x, y in zip(a, b, strict=True)] for a, b in pairs]
+    assert overlap(trace, other).shared_RL.tolist() == shared
+    counted = Counter((layer, e) for row in rows if row for layer, picks in enumerate(row) for e in picks)
+    counts_LE = count_assignments(trace, [0] * len(trace)).sum(axis=0)
+    assert counts_LE.shape == (spec.num_layers, spec.num_experts)
+    assert {(int(i), int(e)): int(counts_LE[i, e]) for i, e in np.argwhere(counts_LE)} == counted
+    assert counts_LE.sum() == trace.valid_N.sum() * spec.picks_L.sum()
+
+
+def test_what_is_equal_is_the_spec_of_equal_layers():
+    layers = tuple(map(fr.RoutedLayer, range(3)))
+    assert fr.RoutingSpec.of_sizes(layers, [(8, 2)] * 3, "test") == spec_of()
+    assert fr.RoutingSpec.of_sizes(layers, [(8, 2)] * 3).sizes == ()
+    assert fr.RoutingSpec.of_sizes(layers, [(8, 2), (8, 3), (6, 1)]) != SPEC
+    assert (SPEC.num_experts, SPEC.top_k, SPEC.routing) == (8, 3, "top-1 to 3 of 6 to 8")
+    assert SPEC.select(layers[::2]) == fr.RoutingSpec.of_sizes(layers[::2], [(8, 2), (8, 1)])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ([(256, 2), (7, 2)], np.uint8),
+        ([(255, 2), (7, 1)], np.uint8),
+        ([(256, 2), (256, 1)], np.uint16),
+        ([(65_535, 2), (256, 1)], np.uint16),
+        ([(65_536, 2), (256, 2)], np.uint16),
+    ],
+)
+def test_ids_leave_room_for_a_filler_where_there_is_one(sizes, dtype):
+    spec = fr.RoutingSpec.of_sizes([fr.RoutedLayer(0), fr.RoutedLayer(1)], sizes)
+    assert spec.id_dtype == dtype
+    assert spec.is_pick_LK.all() or spec.filler >= spec.num_experts
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([(8, 2), (3, 4), (8, 4)], "top_k of a layer is 4"),
+        ([(8, 2), (8, 0), (8, 2)], "top_k of a layer is 0"),
+        ([(8, 2), (8.0, 1), (8, 2)], "num_experts of a layer is 8.0"),
+        ([(8, 2), (8, 1)], "there are sizes of 2 layers"),
+        ([(65_536, 2), (65_536, 1), (2, 1)], "expected 65535 at most"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(sizes, message):
+    with pytest.raises(TraceContentError, match=message):
+        fr.RoutingSpec.of_sizes(SPEC.layers, sizes)
+    with pytest.raises(TraceContentError, match="up to"):
+        replace(SPEC, top_k=4)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.uint16])
+def test_routes_come_in_with_minus_one_behind_the_picks_in_types_without_a_sign_too(dtype):
+    assert picks_of(trace_of(ROW, dtype=dtype)) == [[[0, 7], [5, 0, 3], [6]]]
+    assert trace_of(ROW, dtype=dtype).expert_ids_NLK[0].tolist() == [[0, 7, 255], [5, 0, 3], [6, 255, 255]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ([[0, 7, 0], *ROW[1:]], "ids in columns that a layer does not have, .*expected -1 behind its picks"),
+        ([[0, 7, 255], *ROW[1:]], "ids in columns that a layer does not have"),
+        ([[0, -1, -1], *ROW[1:]], "holds ids from -1 to 7"),
+        ([ROW[0], [5, 6, 3], ROW[2]], r"decoder 1 has expert ids \[5, 6, 3\]: expected ids from 0 to 5"),
+        ([ROW[0], [5, 3, 3], ROW[2]], r"decoder 1 has expert ids \[5, 3, 3\]: an expert is picked twice"),
+        ([[4, 4, -1], *ROW[1:]], r"decoder 0 has expert ids \[4, 4\]: an expert is picked twice"),
+    ],
+)
+def test_routes_that_cannot_be_are_refused_by_the_sizes_of_their_layer(row, message):
+    with pytest.raises(TraceContentError, match=message):
+        trace_of(ROW, row)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ((0, 0, 2), 0, r"decoder 0 has expert ids \[0, 7, 0\]: expected 255 in each column behind the picks"),
+        ((0, 2, 1), 7, "decoder 2 .*: expected 255"),
+        ((0, 1, 0), 6, "decoder 1 .*: expected ids from 0 to 5"),
+    ],
+)
+def test_arrays_that_nobody_has_checked_are_refused_by_a_file(tmp_path, encoding, place, value, message):
+    trace = trace_of(ROW)
+    trace.expert_ids_NLK[place] = value
+    with pytest.raises(TraceContentError, match=message):
+        fr.save(trace, tmp_path / "t", encoding=encoding)
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_file_whose_arrays_would_take_far_more_than_its_frames_is_refused(tmp_path, monkeypatch):
+    """A layer of many picks beside many layers of one: frames are small, and arrays have the most picks in each."""
+    spec = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])
+    ids = np.full((400, 200, 200), -1)
+    ids[:, 0], ids[:, :, 0] = np.arange(200), 0
+    trace = fr.RoutingTrace.from_sequences(spec, [range(400)], [ids])
+    path = fr.save(trace, tmp_path / "t")
+    assert fr.load(path).equals(trace.without_pick_order())
+    monkeypatch.setattr("foreroute.trace.file.DECODED_FREELY", 1 << 18)
+    with pytest.raises(TraceFileError, match="bytes of frames would become 16"):
+        fr.load(path)
+    with pytest.raises(TraceContentError, match="bytes of frames would become 16"):
+        fr.save(trace, tmp_path / "again")
+
+
+def test_gate_weights_are_0_behind_the_picks():
+    trace = trace_of(ROW)
+    weights = fr.trace.GateWeights.from_values(np.ones((1, 3, 3)), trace.valid_N, SPEC.picks_L)
+    assert weights.values_NLK.sum(axis=-1).tolist() == [[2, 3, 1]]
+    trace = trace.with_stream("gate_weights", weights)
+    weights.values_NLK[0, 0, 2] = 1
+    for wrong in (weights, fr.trace.GateWeights.from_values(np.ones((1, 3, 3)), trace.valid_N)):
+        with pytest.raises(TraceContentError, match=r"expected \[2, 3, 1\], and 0 behind them"):
+            trace.with_stream("gate_weights", wrong)
+
+
+def test_other_sizes_are_another_model():
+    layers = SPEC.layers
+    other = fr.RoutingSpec.of_sizes(layers, [(8, 2), (8, 3), (6, 1)])
+    with pytest.raises(SpecMismatchError, match=r"other experts or picks in some layers \(top-1 to 3 of 6 to 8\)"):
+        SPEC.require_same(other, what="the trace")
+    even = fr.RoutingSpec(8, 3, layers)
+    ids = np.array([[[0, 2, 3], [5, 0, 3], [5, 1, 2]]])
+    assert digest(trace_of(*ids, spec=even)) != digest(trace_of(np.where(SPEC.is_pick_LK, ids, -1)[0]))
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda trace: plan.packed_counts(trace, layout.pack_sequences([1], 1, 8)), "a plan"),
+        (lambda trace: layout.take(trace, layout.pack(trace.lengths).rows()), "a layout of ranks"),
+        (
+            lambda trace: fr.capture.decode([[[[0, 1, 2]] * 3]], token_ids=[[1, 2]], model=SPEC),
+            "a capture of an engine",
+        ),
+    ],
+)
+def test_what_takes_equal_layers_alone_says_so(use, what):
+    with pytest.raises(SpecMismatchError, match=f"{what} cannot take layers of different sizes"):
+        use(trace_of(ROW))
