@@ -189,6 +189,8 @@ class ReplayRows(Rows):
         # as narrow as they are on the way; -1 is for the device
         narrow = ids_LRK.view(torch.int16) if ids_LRK.dtype == torch.uint16 else ids_LRK
         ids = narrow.to(device, non_blocking=True).to(signed_dtype(num_experts))
+        if ids.dtype == torch.int32:  # ids above 32,767 came as negative int16
+            ids.bitwise_and_(0xFFFF)
         weights = None
         if weights_LRK is not None:
             weights = to_device(np.where((routed_R & real_R)[:, None], weights_LRK, np.float32("nan")), device)
