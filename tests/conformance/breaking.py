@@ -2,12 +2,14 @@
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from foreroute.conformance import Case
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
+from foreroute.core.handed_on import HandedOn
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import FAMILIES, GROUPED
 from foreroute.trace import SAMPLING
@@ -154,7 +156,8 @@ class Handle:
 
     @contextmanager
     def replay(self, trace, **options):
-        with self.adapter.session(self, self.adapter.rows(trace), **options):
+        # what is handed on in the place of a selection would be told: the kit is to see it by itself
+        with patch.object(HandedOn, "follow"), self.adapter.session(self, self.adapter.rows(trace), **options):
             self.model.session_trace, self.replayed = trace, True
             self.model.good.trace = trace
             try:
