@@ -96,13 +96,9 @@ def test_rows_without_a_route_run_the_same_experts_again(use_reentrant, monkeypa
     ids = padded(random_routes(routed_spec(model), BATCH))
     ids[:, ::2] = -1
     checkpoint_by_hand(model, use_reentrant)
-    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
-        loss = loss_of(model, BATCH)
-        first = len(log)
-        loss.backward()
-    assert first == routed_spec(model).num_layers
-    again = dict(log[first:])
-    assert all(torch.equal(again[path], given) for path, given in log[:first])
+    given, again = given_twice(model, routed, ids)
+    assert len(given) == routed_spec(model).num_layers
+    assert all(torch.equal(again[path], ids) for path, ids in given)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -113,16 +109,25 @@ def test_picks_that_are_made_one_after_the_other_are_made_again(use_reentrant):
     ids = padded(random_routes(routed_spec(model), BATCH))
     ids[:, ::2] = -1
     checkpoint_by_hand(model, use_reentrant)
-    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
-        loss = loss_of(model, BATCH)
-        first = len(log)
+
+    def turn_routers():
         for router in routed.stacks[0].routers:
             for weight in router.selecting[0].parameters():
                 weight.data.neg_()
+
+    given, again = given_twice(model, routed, ids, before_backward=turn_routers)
+    assert len(given) == len(again) == routed_spec(model).num_layers
+    assert all(torch.equal(again[path], ids) for path, ids in given)
+
+
+def given_twice(model, routed, ids, before_backward=lambda: None):
+    """What the experts of each layer are given in a replayed forward, in order, and in its recomputation, by layer."""
+    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
+        loss = loss_of(model, BATCH)
+        first = len(log)
+        before_backward()
         loss.backward()
-    again = dict(log[first:])
-    assert first == len(again) == routed_spec(model).num_layers
-    assert all(torch.equal(again[path], given) for path, given in log[:first])
+    return log[:first], dict(log[first:])
 
 
 def routed_spec(model):
