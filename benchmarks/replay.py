@@ -23,7 +23,7 @@ from benchmarks.harness.instructions import Counter, count_in_user_space
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
 from foreroute.core.passes import Pass, Watch
-from foreroute.replay import Policy, ReplayRows
+from foreroute.replay import Policy, TraceOnDevice
 from foreroute.trace import RoutingTrace
 
 VOCABULARY = 1024
@@ -179,7 +179,7 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     """Of all layers: the trace on the host, routes on the device until backward, notes on the device in a forward."""
     trace, device = bench.trace, torch.device("cpu")
     policy = Policy("error", "native", "native", telemetry=False, gate_weights=False)
-    rows = ReplayRows.gather(trace, torch.arange(trace.num_rows), policy)
+    rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
     routers = [("router", trace.spec.top_k)] * trace.spec.num_layers
     current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, Watch(scores=True))

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import foreroute as fr
-from foreroute.replay import Policy, ReplayRows
+from foreroute.replay import Policy, ReplayRows, TraceOnDevice
 
 POLICY = Policy("native", "native", "native", telemetry=False, gate_weights=False)
 
@@ -14,7 +14,7 @@ def test_the_highest_experts_of_the_largest_models_are_replayed():
     spec = fr.RoutingSpec.of_sizes([fr.RoutedLayer(0), fr.RoutedLayer(1)], sizes)
     # the second sequence has no route
     trace = fr.RoutingTrace.from_sequences(spec, [[1, 2], [3]], [ids, np.full((1, 2, 2), -1)])
-    rows = ReplayRows.gather(trace, torch.tensor([0, 1, -1, 2]), POLICY)
+    rows = TraceOnDevice(trace, torch.device("cpu")).gather(torch.tensor([0, 1, -1, 2]), POLICY)
     assert rows.ids_LRK.transpose(0, 1).tolist() == [*ids, *[[[-1, -1]] * 2] * 2]
 
 

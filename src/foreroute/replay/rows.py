@@ -8,8 +8,9 @@ last token of a sequence is before no token: no engine computes it, and it is ro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -98,67 +99,6 @@ class ReplayRows(Rows):
         return self.ids_LRK[0, :, 0] >= 0
 
     @classmethod
-    def gather(
-        cls, trace: RoutingTrace, row_R: Tensor, policy: Policy, indexers: IndexerRows | None = None
-    ) -> ReplayRows:
-        """Gather the routes of each slot on the device, once for all layers. The host waits for nothing.
-
-        The last token of a sequence, which no router saw in the rollout, stays unrouted: the model routes it itself,
-        and padding too unless that is to be spread. Other rows without a route follow the policy, but nobody is told
-        of them under "error": see `refuse_missing`.
-
-        Args:
-            trace: where the rows are.
-            row_R: int64 [R], packed row of each slot; -1 for padding. On the device of the model.
-            policy: whose policies for missing rows and padding hold. Gate weights that it asks for the trace must have.
-            indexers: the choices to force on indexers, of the same slots. A row that has none is missing too.
-        """
-        spec, device, real_R = trace.spec, row_R.device, row_R >= 0
-        spreads = policy.padding == "spread"
-        # picks for padding follow the rows of the trace
-        padding = _spread_picks(spec) if spreads else np.zeros((1, spec.num_layers, spec.top_k), spec.id_dtype)
-        num_rows = len(trace.valid_N)
-        padding_R = num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else num_rows
-        source_R = torch.where(real_R, row_R, padding_R)
-
-        def of_slots(*parts: NDArray[Any]) -> Tensor:
-            return joined_to_device(parts, device).index_select(0, source_R)
-
-        ids_RLK = of_slots(trace.expert_ids_NLK, padding)
-        shape = (spec.num_layers, len(row_R), spec.top_k)
-        ids_LRK = torch.empty(shape, dtype=signed_dtype(spec.num_experts), device=device)
-        ids_LRK.copy_(ids_RLK.transpose(0, 1))
-        if ids_LRK.dtype == torch.int32:  # ids above 32,767 came as negative int16
-            ids_LRK.bitwise_and_(0xFFFF)
-        if spec.sizes:
-            ids_LRK.masked_fill_(~to_device(spec.is_pick_LK, device)[:, None], -1)
-        if not trace.valid_N.all():
-            ids_LRK.masked_fill_(~of_slots(trace.valid_N, np.full(len(padding), spreads))[:, None], -1)
-        elif not spreads:
-            ids_LRK.masked_fill_(~real_R[:, None], -1)
-        weights_LRK = None
-        if policy.gate_weights and trace.gate_weights_NLK is not None:
-            weights_NLK = np.where(trace.valid_N[:, None, None], trace.gate_weights_NLK, np.float32("nan"))
-            live = np.full(padding.shape, np.nan, np.float32)
-            weights_LRK = of_slots(weights_NLK, live).transpose(0, 1).contiguous()
-        decided = trace if indexers is None else replace(trace, valid_N=trace.valid_N & indexers.stream.valid_N)
-        counted_R, drops = real_R, False
-        if policy.missing == "drop":
-            faithful_N = faithful_rows(decided)
-            drops = not faithful_N.all()
-            if drops:
-                counted_R = of_slots(faithful_N, np.zeros(len(padding), np.bool_))
-        return cls(
-            ids_LRK,
-            weights_LRK,
-            real_R=real_R,
-            counted_R=counted_R,
-            counts=policy.counts,
-            drops=drops,
-            indexers=indexers,
-        )
-
-    @classmethod
     def from_host(
         cls,
         ids_LRK: Tensor,
@@ -206,6 +146,85 @@ class ReplayRows(Rows):
         )
 
 
+class TraceOnDevice:
+    """A trace on the device that its batches are on: moved there once, for as many of them as there are.
+
+    Args:
+        trace: whose arrays nobody may write to from now on.
+        device: of the batches.
+    """
+
+    def __init__(self, trace: RoutingTrace, device: torch.device) -> None:
+        self.trace = trace
+        self.device = device
+        self.faithful_N = faithful_rows(trace)
+        self._kept: dict[str, Tensor] = {}
+        self._picks: dict[PaddingRows, NDArray[Any]] = {}
+
+    def kept(self, name: str, *parts: NDArray[Any] | Callable[[], NDArray[Any]]) -> Tensor:
+        """Arrays one after the other, or what makes them, on the device; they stay there under a name."""
+        if name not in self._kept:
+            self._kept[name] = joined_to_device([part() if callable(part) else part for part in parts], self.device)
+        return self._kept[name]
+
+    def gather(self, row_R: Tensor, policy: Policy, indexers: IndexerRows | None = None) -> ReplayRows:
+        """Gather the routes of each slot, once for all layers. The host waits for nothing.
+
+        The last token of a sequence, which no router saw in the rollout, stays unrouted: the model routes it itself,
+        and padding too unless that is to be spread. Other rows without a route follow the policy, but nobody is told
+        of them under "error": see `refuse_missing`.
+
+        Args:
+            row_R: int64 [R], packed row of each slot; -1 for padding. On the device.
+            policy: whose policies for missing rows and padding hold. Gate weights that it asks for the trace must have.
+            indexers: the choices to force on indexers, of the same slots. A row that has none is missing too.
+        """
+        trace, spec, real_R = self.trace, self.trace.spec, row_R >= 0
+        num_rows, spreads = trace.num_rows, policy.padding == "spread"
+        if policy.padding not in self._picks:
+            nothing = np.zeros((1, spec.num_layers, spec.top_k), spec.id_dtype)
+            self._picks[policy.padding] = _spread_picks(spec) if spreads else nothing
+        padding = self._picks[policy.padding]  # follows the rows of the trace
+        padding_R = num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else num_rows
+        source_R = torch.where(real_R, row_R, padding_R)
+
+        ids_RLK = self.kept(f"ids {policy.padding}", trace.expert_ids_NLK, padding).index_select(0, source_R)
+        shape = (spec.num_layers, len(row_R), spec.top_k)
+        ids_LRK = torch.empty(shape, dtype=signed_dtype(spec.num_experts), device=self.device)
+        ids_LRK.copy_(ids_RLK.transpose(0, 1))
+        if ids_LRK.dtype == torch.int32:  # ids above 32,767 came as negative int16
+            ids_LRK.bitwise_and_(0xFFFF)
+        if spec.sizes:
+            ids_LRK.masked_fill_(~self.kept("is pick", spec.is_pick_LK)[:, None], -1)
+        if not trace.valid_N.all():
+            forced = self.kept(f"valid {policy.padding}", trace.valid_N, np.full(len(padding), spreads))
+            ids_LRK.masked_fill_(~forced.index_select(0, source_R)[:, None], -1)
+        elif not spreads:
+            ids_LRK.masked_fill_(~real_R[:, None], -1)
+        weights_LRK = None
+        if policy.gate_weights and trace.gate_weights_NLK is not None:
+            live = np.full(padding.shape, np.nan, np.float32)
+            of_rows = self.kept(f"weights {policy.padding}", partial(_weights_to_force, trace), live)
+            weights_LRK = of_rows.index_select(0, source_R).transpose(0, 1).contiguous()
+        counted_R, drops = real_R, False
+        if policy.missing == "drop":
+            faithful_N = self.faithful_N
+            if indexers is not None:
+                faithful_N = faithful_rows(replace(trace, valid_N=trace.valid_N & indexers.stream.valid_N))
+            drops = not faithful_N.all()
+            if drops:
+                counted_R = real_R & joined_to_device([faithful_N], self.device)[row_R]
+        return ReplayRows(
+            ids_LRK,
+            weights_LRK,
+            real_R=real_R,
+            counted_R=counted_R,
+            counts=policy.counts,
+            drops=drops,
+            indexers=indexers,
+        )
+
+
 def require_switches(**switches: object) -> None:
     """Raise `ConfigError` unless these arguments are True or False."""
     for name, value in switches.items():
@@ -228,6 +247,11 @@ def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Ten
     held = torch.empty(shape, dtype=of_dtype.dtype, pin_memory=device.type == "cuda")
     np.concatenate(parts, out=held.numpy())
     return (held.view(torch.int16) if held.dtype == torch.uint16 else held).to(device, non_blocking=True)
+
+
+def _weights_to_force(trace: RoutingTrace) -> NDArray[np.float32]:
+    assert trace.gate_weights_NLK is not None, "who asks has looked"
+    return np.where(trace.valid_N[:, None, None], trace.gate_weights_NLK, np.float32("nan"))
 
 
 def _spread_picks(spec: RoutingSpec) -> NDArray[Any]:

@@ -204,8 +204,9 @@ class RoutedModel(ABC):
         (`packed_seq_params`).
 
         Args:
-            routes: of the sequences of the batch: a trace, as `trace.select(...)` gives it for a micro-batch. Of
-                Megatron-Core also what `shard` made of one, whose policies then hold.
+            routes: of the sequences of the batch: a trace, as `trace.select(...)` gives it for a micro-batch. On
+                Hugging Face also what `rows` made of one, to be replayed several times; on Megatron-Core also what
+                `shard` made, whose policies then hold.
             layout: where the sequences are in the batch, before ranks share it. Seen from the batch by default.
             weight_version: when given, the version that every routed row must have been recorded under, or the
                 versions that are accepted, such as `range(3, 6)` where rollouts may be two versions old. A range

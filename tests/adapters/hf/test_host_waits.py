@@ -4,15 +4,17 @@ The oracle is the same batch on the CPU, where the host looks at everything at o
 """
 
 import copy
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.batch_routes import BatchRoutes
-from foreroute.errors import BatchMismatchError
+from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import pack, pad
+from foreroute.replay import rows as rows_of_traces
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace, concatenate
@@ -143,7 +145,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
         with there.replay(trace, **policy) as session:
             assert waits(device, forward) == unpatched
             assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
-        monkeypatch.setattr(BatchRoutes, "_needs_host", lambda *_: True)  # the control: a wait that is put back
+        monkeypatch.setattr(TraceRows, "_needs_host", lambda *_: True)  # the control: a wait that is put back
         with there.replay(trace, **policy) as session:
             assert waits(device, forward) >= unpatched + 2
             assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
@@ -286,9 +288,52 @@ def test_missing_rows_are_refused_there_and_rows_that_are_left_out_are_not():
         replayed(there, given_on(DEVICE, padded("right")), trace_of(there.spec, missing), missing="native")
 
 
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_rows_made_once_move_nothing_in_later_sessions_and_replay_the_same(device, monkeypatch):
+    """As a trainer holds them: recompute, then an update on the padding of another side, then another epoch."""
+    moved, move = [], rows_of_traces.joined_to_device
+    monkeypatch.setattr(rows_of_traces, "joined_to_device", lambda parts, to: moved.append(to) or move(parts, to))
+    policies = [{}, {"missing": "drop", "padding": "spread", "gate_weights": True}]
+    sides = ["right", "left", "right"]
+    with other_device() if device == DEVICE else nullcontext():
+        routed = model_on(device)
+        with torch.no_grad(), routed.record(gate_weights=True) as recording:
+            routed.model(**given_on(device, padded("left")), use_cache=False)
+        trace = recording.trace()
+        for policy in policies:
+            expected = [replayed(routed, given_on(device, padded(side)), trace, **policy) for side in sides]
+            rows = routed.rows(trace)
+            seen = [replayed(routed, given_on(device, padded(side)), rows, **policy) for side in sides[:2]]
+            moved.clear()
+            seen += [replayed(routed, given_on(device, padded(side)), rows, **policy) for side in sides[2:]]
+            assert not moved
+            replayed(routed, given_on(device, padded("left")), trace, **policy)
+            assert moved  # the control
+            for one, other in zip(seen, expected, strict=True):
+                assert torch.equal(one[0], other[0])
+                assert torch.equal(one[1], other[1])
+                assert one[2].equals(other[2])
+
+
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_rows_made_once_are_compared_with_every_batch(device):
+    with other_device() if device == DEVICE else nullcontext():
+        routed = model_on(device)
+        rows = routed.rows(trace_of(routed.spec))
+        replayed(routed, given_on(device, padded("left")), rows)
+        batch = padded("left")
+        put("input_ids", (1, 8), 3)(batch)
+        for _ in range(2):  # nothing of a refused batch is kept
+            with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
+                replayed(routed, given_on(device, batch), rows)
+        layout = pad(LENGTHS, side="left", order="bshd")
+        with pytest.raises(LayoutError, match="made for a layout already"), routed.replay(rows, layout):
+            pass
+
+
 def test_rows_are_used_again_for_the_same_tensors_until_somebody_writes_to_them(monkeypatch):
-    made, locate = [], BatchRoutes._located_there
-    monkeypatch.setattr(BatchRoutes, "_located_there", lambda *args: made.append(0) or locate(*args))
+    made, locate = [], TraceRows._located_there
+    monkeypatch.setattr(TraceRows, "_located_there", lambda *args: made.append(0) or locate(*args))
     with other_device(), torch.no_grad():
         there = model_on(DEVICE)
         trace, given = trace_of(there.spec), given_on(DEVICE, padded("left"))

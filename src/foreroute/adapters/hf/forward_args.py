@@ -38,6 +38,11 @@ class HostBatch(NamedTuple):
         """Bool [B, T], False where padded."""
         return np.ones(self.ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
 
+    def equals(self, other: HostBatch) -> bool:
+        """Whether another batch has the same tokens in the same places."""
+        pairs = zip(self, other, strict=True)
+        return all(a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs)
+
 
 class ForwardTokens:
     """The arguments of one forward that tell which token is where, on the device until `host` is asked for.

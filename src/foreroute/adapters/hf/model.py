@@ -22,14 +22,14 @@ import transformers
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.batch_routes import BatchRoutes
+from foreroute.adapters.hf.batch_routes import BatchRoutes, TraceRows
 from foreroute.adapters.hf.forward_args import ForwardTokens
 from foreroute.core.find import RouterSite
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
 from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
-from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
+from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, RoutedModel, not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
@@ -62,17 +62,22 @@ class RoutedTransformer(RoutedModel):
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for site in self._sites for parameter in site.module.parameters()]
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> BatchRoutes:
-        """The rows of a trace, found for each batch. See `RoutedModel`."""
-        if not isinstance(routes, RoutingTrace):
-            raise not_of_kind("what is to be replayed", routes, "a RoutingTrace, from a recording, `load` or `decode`")
-        trace = routes
+    def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
+        """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
+
+        `replay(rows)` takes the result in the place of the trace. What batches take of it stays on their device as long
+        as the result lives: L · K ids of one byte, or two, for each token.
+
+        Args:
+            trace: of the sequences of the micro-batch. Nobody may write to its arrays from now on.
+            layout: as in `replay`.
+
+        Raises:
+            ForerouteError: for trace and layout, as `replay`.
+        """
+        if not isinstance(trace, RoutingTrace):
+            raise not_of_kind("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
         self.spec.require_same(trace.spec, what="the trace")
-        if policy.gate_weights and trace.gate_weights_NLK is None:
-            raise TraceContentError(
-                "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
-                "gate_weights out"
-            )
         for position, site in enumerate(self._sites):
             if site.rule.is_lookup:
                 require_looked_up(trace, position, site.module)
@@ -80,7 +85,20 @@ class RoutedTransformer(RoutedModel):
             from foreroute.replay import require_choices
 
             require_choices(trace, self.indexers)
-        return BatchRoutes(trace, layout, policy, self._found_indexers)
+        return TraceRows(trace, layout, self._found_indexers)
+
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> BatchRoutes:
+        """The rows of a trace, found for each batch. See `RoutedModel`."""
+        if not isinstance(routes, TraceRows):
+            routes = self.rows(routes, layout)
+        elif layout is not None:
+            raise LayoutError("the rows were made for a layout already; give none with them")
+        if policy.gate_weights and routes.trace.gate_weights_NLK is None:
+            raise TraceContentError(
+                "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
+                "gate_weights out"
+            )
+        return BatchRoutes(routes, policy)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""

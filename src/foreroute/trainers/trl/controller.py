@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
+from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
@@ -331,8 +332,8 @@ class TrainerPassController:
         session = recording = None
         with ExitStack() as stack:
             if self._replay == "R3" or (self._replay == "R2" and update):
-                trace = self._routes_of(now, rows, mask_BT)
-                session = stack.enter_context(self.routed.replay(trace, telemetry=update))
+                routes = self._routes_of(now, rows, mask_BT)
+                session = stack.enter_context(self.routed.replay(routes, telemetry=update))
             if not update or not (self._has_old_pass or self._replay == "R2"):
                 choices = self._replay == "R2" and self.routed.indexers is not None
                 recording = stack.enter_context(self.routed.record(indexers=choices))
@@ -357,11 +358,17 @@ class TrainerPassController:
         masks = masks_at(rollout.trace.select(sequences), mask_BT.bool().cpu().numpy(), sampled_BR)
         return scored_on_sampling_masks(*masks)
 
-    def _routes_of(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> RoutingTrace:
+    def _routes_of(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> TraceRows:
+        """Made once for a part of the rollout, which TRL runs again in every iteration."""
         rollout = self._current()
-        sequences = rollout.numbers(now.sequences)
+        sequences = rollout.numbers(now.sequences)[rows]
         lengths = mask_BT.sum(dim=1).cpu().numpy()
-        return rollout.routes(sequences[rows], lengths, drops_truncated=bool(self._trainer.mask_truncated_completions))
+        part = (*sequences.tolist(), *lengths.tolist())
+        if part not in rollout.ready:
+            drops_truncated = bool(self._trainer.mask_truncated_completions)
+            trace = rollout.routes(sequences, lengths, drops_truncated=drops_truncated)
+            rollout.ready[part] = self.routed.rows(trace)
+        return rollout.ready[part]
 
     def _measure(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Trainer beside rollout, at the rollout's weights."""

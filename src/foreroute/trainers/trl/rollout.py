@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.batch_routes import TraceRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +28,7 @@ class Rollout:
         prompt_lengths: int64 [S].
         logprobs: S arrays float32 [R] (NaN where not known), what the tokens were sampled with; None without any.
         env_masks: S lists [R], 0 for what was not sampled, such as the answer of a tool; None where all was.
+        ready: what was made of the routes of a part, by its sequences and lengths, for every pass over that part.
     """
 
     number: int
@@ -32,6 +36,7 @@ class Rollout:
     prompt_lengths: NDArray[np.int64]
     logprobs: Sequence[NDArray[np.float32]] | None = None
     env_masks: Sequence[Sequence[int]] | None = None
+    ready: dict[tuple[int, ...], TraceRows] = field(default_factory=dict)
 
     def with_logprobs(self, padded_SR: Tensor | None) -> Rollout:
         """With the log-probs that TRL keeps, padded on the right, if it keeps any."""
