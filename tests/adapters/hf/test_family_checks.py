@@ -32,7 +32,7 @@ def of_its_own():
 @pytest.fixture
 def unchecked(monkeypatch):
     """Attach trusts the model, so that the checks have to find out."""
-    attaching = importlib.import_module("foreroute.adapters.hf.attach")
+    attaching = importlib.import_module("foreroute.adapters.hf.attaching")
     monkeypatch.setattr(attaching, "self_check", lambda routed, sites: None)
 
 

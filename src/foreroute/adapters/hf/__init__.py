@@ -1,9 +1,10 @@
-# ruff: noqa: E402  versions are looked at before anything else of a peer is imported
 """Hugging Face transformers: record and replay the routing of its MoE models.
 
-from foreroute.adapters import hf
+    from foreroute.adapters import hf
 
-routed = hf.attach(model)
+    routed = hf.attach(model)
+
+A name loads the file that it is in.
 """
 
 from importlib import import_module
@@ -13,19 +14,20 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers")
 
-from foreroute.adapters.hf.attach import attach, attach_stacks
-from foreroute.adapters.hf.model import RoutedTransformer
-from foreroute.adapters.hf.stacks import RoutedStacks
-
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.attaching import attach
+    from foreroute.adapters.hf.batch_routes import TraceRows
     from foreroute.adapters.hf.distributing import distribute
     from foreroute.adapters.hf.local_models import build_model, load_pretrained
+    from foreroute.adapters.hf.model import RoutedTransformer
+    from foreroute.adapters.hf.stacks import RoutedStacks, attach_stacks
     from foreroute.adapters.hf.tokenizer import Tokenizer
 
 __all__ = [
     "RoutedStacks",
     "RoutedTransformer",
     "Tokenizer",
+    "TraceRows",
     "attach",
     "attach_stacks",
     "build_model",
@@ -33,9 +35,13 @@ __all__ = [
     "load_pretrained",
 ]
 
-
 _FILE_OF = {
+    "RoutedStacks": "stacks",
+    "RoutedTransformer": "model",
     "Tokenizer": "tokenizer",
+    "TraceRows": "batch_routes",
+    "attach": "attaching",
+    "attach_stacks": "stacks",
     "build_model": "local_models",
     "distribute": "distributing",
     "load_pretrained": "local_models",
@@ -43,7 +49,6 @@ _FILE_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what makes models, and what executes plans, when it is asked for."""
     if name not in _FILE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
+from foreroute.adapters.hf.attaching import attached, num_stacks
 from foreroute.adapters.hf.model import RoutedTransformer
-from foreroute.errors import BatchMismatchError, ConfigError
+from foreroute.core.attaching import attach as prove_whole
+from foreroute.core.attaching import require_attachable
+from foreroute.core.find import find_routers
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError
 from foreroute.replay.session import ReplaySession, opened_once
-from foreroute.trace import RoutingTrace
+from foreroute.trace import LayerKind, RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.replay.recording import Recording
@@ -29,6 +33,29 @@ class OfStacks(NamedTuple, Generic[Each]):
 
     encoder: Each
     decoder: Each
+
+
+def attach_stacks(model: nn.Module) -> RoutedStacks:
+    """Make the routing of both stacks of an encoder-decoder recordable and replayable, as `attach`.
+
+    The whole model is proven first, both stacks in one forward, and then each stack.
+
+    Args:
+        model: a transformers model with routers in its encoder and in its decoder.
+
+    Raises:
+        AttachError: as `attach`, and for a model without routers in two stacks.
+        ReplayError: as `attach`.
+    """
+    require_attachable(model)
+    if num_stacks(find_routers(model)) != len(OfStacks._fields) or not hasattr(model, "get_encoder"):
+        raise AttachError(f"{type(model).__name__} does not route in an encoder and in a decoder; use attach(model)")
+    prove_whole(model)
+    parts: list[tuple[nn.Module, LayerKind]] = [
+        (model.get_encoder(), LayerKind.ENCODER),  # type: ignore[operator]
+        (model.get_decoder(), LayerKind.DECODER),  # type: ignore[operator]
+    ]
+    return RoutedStacks(model, OfStacks(*[attached(part, find_routers(part), kind) for part, kind in parts]))
 
 
 class RoutedStacks:

@@ -20,7 +20,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foreroute.adapters.hf.attach import find_indexers, spec_of
+from foreroute.adapters.hf.attaching import find_indexers, spec_of
 from foreroute.adapters.hf.local_models import loading, read_config, why
 from foreroute.core.find import find_routers, probe
 from foreroute.errors import AttachError, ConfigError

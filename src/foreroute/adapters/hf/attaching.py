@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
-from foreroute.adapters.hf.stacks import OfStacks, RoutedStacks
-from foreroute.core.attaching import attach as prove_whole
 from foreroute.core.attaching import require_attachable, stack_of
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
 from foreroute.core.prove import self_check, untouched
@@ -40,38 +38,16 @@ def attach(model: nn.Module) -> RoutedTransformer:
     """
     require_attachable(model)
     candidates = find_routers(model)
-    if _num_stacks(candidates) > 1:
+    if num_stacks(candidates) > 1:
         raise AttachError(
             f"{type(model).__name__} routes in an encoder and in a decoder, which are given different tokens; one "
             "trace has one sequence of tokens. Use attach_stacks(model), which has a trace of each"
         )
-    return _attached(model, candidates, LayerKind.DECODER)
+    return attached(model, candidates, LayerKind.DECODER)
 
 
-def attach_stacks(model: nn.Module) -> RoutedStacks:
-    """Make the routing of both stacks of an encoder-decoder recordable and replayable, as `attach`.
-
-    The whole model is proven first, both stacks in one forward, and then each stack.
-
-    Args:
-        model: a transformers model with routers in its encoder and in its decoder.
-
-    Raises:
-        AttachError: as `attach`, and for a model without routers in two stacks.
-        ReplayError: as `attach`.
-    """
-    require_attachable(model)
-    if _num_stacks(find_routers(model)) != len(OfStacks._fields) or not hasattr(model, "get_encoder"):
-        raise AttachError(f"{type(model).__name__} does not route in an encoder and in a decoder; use attach(model)")
-    prove_whole(model)
-    parts: list[tuple[nn.Module, LayerKind]] = [
-        (model.get_encoder(), LayerKind.ENCODER),  # type: ignore[operator]
-        (model.get_decoder(), LayerKind.DECODER),  # type: ignore[operator]
-    ]
-    return RoutedStacks(model, OfStacks(*[_attached(part, find_routers(part), kind) for part, kind in parts]))
-
-
-def _attached(model: nn.Module, candidates: list[RouterSite], kind: LayerKind) -> RoutedTransformer:
+def attached(model: nn.Module, candidates: list[RouterSite], kind: LayerKind) -> RoutedTransformer:
+    """A model with routers in one stack, proven. Raises as `attach`."""
     with untouched(model):
         seen = probe(model, candidates)
         spec, trunk = spec_of(model, seen, kind), seen.trunk_of(seen.sites)
@@ -111,7 +87,8 @@ def layer_of(path: str, kind: LayerKind = LayerKind.DECODER, *, is_lookup: bool 
     return RoutedLayer(numbers[0], LayerKind.HASH if is_lookup else kind)
 
 
-def _num_stacks(candidates: list[RouterSite]) -> int:
+def num_stacks(candidates: list[RouterSite]) -> int:
+    """How many there are, encoder and decoder, in which routers are; 0 where a model makes no such difference."""
     return len({stack_of(site) for site in candidates} - {""})
 
 
