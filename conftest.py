@@ -8,6 +8,7 @@ import io
 import math
 import re
 
+import hypothesis
 import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
@@ -15,6 +16,9 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 # helpers of tests fail with values too; said here, before any of them is imported
 pytest.register_assert_rewrite("tests")
+# a test says what is right, and never how fast: by default an example of 0.2 s fails, which a busy machine makes of any
+hypothesis.settings.register_profile("foreroute", deadline=None)
+hypothesis.settings.load_profile("foreroute")
 
 
 def a_users_things(namespace):

@@ -41,7 +41,7 @@ class Slow:
                 slot["ids"], slot["version"] = row.tolist(), int(versions[i])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_turns_match_the_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))

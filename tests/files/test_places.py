@@ -13,7 +13,7 @@ from foreroute.files.container import AHEAD_BYTES
 from foreroute.files.places import open_at, write_at
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     size=st.integers(0, 3 * AHEAD_BYTES),
     reads=st.lists(st.tuples(st.integers(0, 3 * AHEAD_BYTES), st.integers(0, 2 * AHEAD_BYTES)), max_size=8),

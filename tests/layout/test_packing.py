@@ -53,7 +53,7 @@ def test_a_few_sequences_are_packed_about_as_well_as_can_be(num_micro_steps, num
     assert np.mean(ratios) < 1.1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
     num_ranks=st.integers(1, 5),
@@ -69,7 +69,7 @@ def test_budgets_hold_and_every_sequence_has_one_place(lengths, num_ranks, spare
     assert sorted(np.concatenate(executed).tolist()) == list(range(len(lengths)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
     num_ranks=st.integers(1, 4),

@@ -48,7 +48,7 @@ def random_packing(rng, num_sequences, num_micro_steps=3, num_ranks=4):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), wide=st.booleans())
 def test_counts_of_several_traces_match_a_loop(seed, wide):
     experts = 300 if wide else 8

@@ -16,7 +16,7 @@ from tests.ep.planned import split_plan
 from tests.ep.transfer.plans import random_homes, random_plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from([1, 4]), st.sampled_from([0, 1, 6]))
 def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_promised(seed, num_ranks, multiple, most):
     rng = np.random.default_rng(seed)
@@ -84,7 +84,7 @@ def shards_of(home_E, num_ranks):
 
 
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, ranks, per_rank):
     plan = random_plan(seed, ranks=ranks, experts=ranks * per_rank, slots=3, micro_steps=2, layers=2)
     schedules = [ExecutionSchedule(plan, None, rank) for rank in range(ranks)]
@@ -134,7 +134,7 @@ def _first_served(cell):
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_rounds_are_as_few_as_the_busiest_end_allows(edges):
     source_V, target_V = np.ascontiguousarray(np.array(edges, np.int64).reshape(-1, 2).T)
     round_V = np.full(len(edges), -1)

@@ -50,7 +50,7 @@ def test_small_placements_are_the_best_of_all(num_ranks, ranks_per_node, max_mov
         assert sum(placed != start) <= max_moves
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     nodes=st.integers(1, 3),

@@ -14,7 +14,7 @@ from tests.simulate.event_oracle import play
 from tests.simulate.simulate_cases import random_work, rules
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     stage=st.integers(0, 1),
@@ -84,7 +84,7 @@ def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
 FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct_KMLG4", "gradient_MLG4")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     name=st.sampled_from(FASTER),
@@ -103,7 +103,7 @@ def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, rule):
     assert quick.end_s <= slow.end_s + 1e-9
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), keeps=st.booleans(), prefetch=st.integers(0, 3))
 def test_every_resource_does_exactly_its_work(seed, keeps, prefetch):
     compute, moved = random_work(seed)

@@ -31,7 +31,7 @@ def rows_of(trace):
     return listed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_select_concatenate_truncate_continue_match_lists(seed, data):
     a, b = random_trace(seed), random_trace(seed + 1)
@@ -213,7 +213,7 @@ def test_digest_depends_on_tokens_routes_and_versions():
     assert len({digest(t) for t in [a, *changed]}) == 4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_overlap_counts_shared_sets(seed):
     a = random_trace(seed)
@@ -237,7 +237,7 @@ def test_positions_count_from_the_first_row_of_each_sequence():
     assert trace.positions_N.tolist() == [p for length in trace.lengths for p in range(length)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
     rng = np.random.default_rng(seed)

@@ -38,7 +38,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr("foreroute.trace.file.MOST_CHUNK_ROWS", 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     encoding=st.sampled_from(ENCODINGS),

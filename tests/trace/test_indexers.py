@@ -45,7 +45,7 @@ def choices_of(spec, lengths, rng):
     return spec.stream(position_N, layers), expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(sorted(SPECS)))
 def test_a_stream_holds_what_was_chosen_and_nothing_where_all_was(seed, name):
     spec, rng = SPECS[name], np.random.default_rng(seed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import foreroute as fr
@@ -33,7 +33,6 @@ def batches(draw):
     return spec, tokens, routes, kept
 
 
-@settings(deadline=None)
 @given(batches(), st.sampled_from(["numpy", "torch"]), st.data())
 def test_a_batch_comes_back_as_it_was(batch, library, data):
     spec, tokens, routes, kept = batch

@@ -148,7 +148,7 @@ from tests.traces import mixed_trace, picks_of, random_trace, uneven_trace, with
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**32 - 1),
     make=st.sampled_from([mixed_trace, partial(random_trace, num_experts=400, top_k=3), uneven_trace]),

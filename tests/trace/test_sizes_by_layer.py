@@ -32,7 +32,7 @@ def trace_of(*rows, spec=SPEC, dtype=np.int64):
     return fr.RoutingTrace.from_sequences(spec, [range(len(rows))], [np.array(rows).astype(dtype)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=traces(), data=st.data())
 def test_cutting_and_joining_match_lists(trace, data):
     rows, spec = picks_of(trace), trace.spec
@@ -58,7 +58,7 @@ def test_cutting_and_joining_match_lists(trace, data):
     assert picks_of(extended(trace.truncated(trace.lengths // 2), trace)) == rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=traces(), encoding=st.sampled_from(ENCODINGS), decided=st.booleans(), data=st.data())
 def test_a_file_or_a_part_of_it_comes_back(tmp_path_factory, trace, encoding, decided, data):
     folder = tmp_path_factory.mktemp("files")
@@ -77,7 +77,7 @@ def test_a_file_or_a_part_of_it_comes_back(tmp_path_factory, trace, encoding, de
     assert load_parts(folder / "step", layers=layers).equals(joined)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trace=traces(), data=st.data())
 def test_only_picks_are_counted_and_shared(trace, data):
     rows, spec = picks_of(trace), trace.spec

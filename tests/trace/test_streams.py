@@ -37,7 +37,7 @@ def rows_of(trace):
     return [rows[a:b] for a, b in zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_every_operation_carries_every_stream(seed, data):
     a, b = with_decisions(random_trace(seed), seed), with_decisions(random_trace(seed + 1), seed + 1)
@@ -66,7 +66,7 @@ def test_every_operation_carries_every_stream(seed, data):
     ] == picked
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_a_cut_drops_the_mask_of_the_token_that_it_cuts_off(seed, data):
     trace = with_decisions(random_trace(seed), seed)
@@ -78,7 +78,7 @@ def test_a_cut_drops_the_mask_of_the_token_that_it_cuts_off(seed, data):
     assert rows_of(trace.truncated(kept)) == expected
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_later_turn_adds_to_the_decisions_of_an_earlier_one(seed):
     whole, other = with_decisions(random_trace(seed), seed), with_decisions(random_trace(seed), seed + 1)

@@ -21,7 +21,7 @@ def shards_of(home_E, num_ranks):
 
 
 @given(seeds, st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_home_moves_turn_old_shards_into_new_ones(seed, ranks, per_rank):
     rng = np.random.default_rng(seed)
     before_E, after_E = (random_homes(rng, ranks * per_rank, ranks) for _ in range(2))
@@ -40,7 +40,7 @@ def test_a_change_of_homes_keeps_the_size_of_every_shard():
 
 
 @given(seeds, st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_both_ends_of_a_move_agree(seed, ranks, per_rank):
     rng = np.random.default_rng(seed)
     moves = transfer.shard_moves(*(random_homes(rng, ranks * per_rank, ranks) for _ in range(2)))
