@@ -93,6 +93,7 @@ def test_a_rack_is_one_node_and_other_counts_must_fill_nodes():
     ("part", "change", "message"),
     [
         ("model", {"hidden": 0}, "hidden is 0; expected a whole number from 1"),
+        ("model", {"weight_bytes": 65}, "weight_bytes is 65; expected more than 0, and 64 at most"),
         ("model", {"top_k": 129}, "top_k is 129; a layer of 128 experts"),
         ("hardware", {"tile_rows": 0}, "tile_rows is 0"),
         ("costs", {"dispatcher": "none"}, "dispatcher is 'none'; expected 'copies' or 'dedup'"),

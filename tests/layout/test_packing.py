@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, LayoutError
@@ -76,6 +76,7 @@ def test_budgets_hold_and_every_sequence_has_one_place(lengths, num_ranks, spare
     spare=st.integers(0, 60),
     square=st.sampled_from([0.0, 0.05]),
 )
+@example(lengths=[1, 1, 0, 0], num_ranks=4, spare=1, square=0.0)
 def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ranks, spare, square):
     """Against the rule in loops over all places, and as many micro-steps as the first number that works."""
     budget = max(lengths) + spare

@@ -22,11 +22,20 @@ def test_a_rank_counts_its_slots_without_writing_them():
     assert layout.pack([5, 3], align=8).split_context(2, 0).split_sequence(2, 0).num_slots == 4
 
 
-def test_indices_widen_only_when_rows_need_it():
-    assert layout.pack([4]).rows().row_of_slot_R.dtype == np.int32
-    far = layout.pack([2**31, 2]).split_sequence(2**30 + 1, 2**30).rows()
-    assert far.row_of_slot_R.dtype == np.int64
-    assert far.row_of_slot_R.tolist() == [2**31, 2**31 + 1]
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "last_two"),
+    [
+        (2**31 - 1, np.int32, [2**31 - 2, -1]),
+        (2**31, np.int64, [2**31 - 2, 2**31 - 1]),
+        (2**31 + 2, np.int64, [2**31, 2**31 + 1]),
+    ],
+)
+def test_indices_widen_only_when_rows_need_it(num_rows, dtype, last_two):
+    whole = layout.pack([num_rows], align=2)
+    ranks = whole.num_slots // 2
+    far = whole.split_sequence(ranks, ranks - 1).rows()
+    assert far.row_of_slot_R.dtype == dtype
+    assert far.row_of_slot_R.tolist() == last_two
 
 
 @pytest.mark.parametrize(

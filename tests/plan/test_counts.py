@@ -116,9 +116,10 @@ GOOD = np.full((2, 3, 4, 8), 5)
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
 def test_whole_numbers_of_any_width_are_taken(dtype):
-    checked = check_counts(GOOD.astype(dtype), num_ranks=4, top_k=2)
-    assert checked.dtype == np.int32
-    np.testing.assert_array_equal(checked, GOOD)
+    for top_k in (1, 2, 8):
+        checked = check_counts(GOOD.astype(dtype), num_ranks=4, top_k=top_k)
+        assert checked.dtype == np.int32
+        np.testing.assert_array_equal(checked, GOOD)
 
 
 def test_counts_that_need_no_change_are_not_copied():
@@ -178,6 +179,7 @@ def test_counts_that_cannot_be_planned_are_refused(counts, message):
             4,
             "micro-step 1, layer 0, source rank 3 .* more than 1/4",
         ),
+        (GOOD, 0, "top_k is 0; expected 1 to the 8 experts"),
         (GOOD, 9, "top_k is 9; expected 1 to the 8 experts"),
     ],
 )

@@ -21,7 +21,7 @@ from foreroute.plan.plan_file import (
     save_plan,
 )
 from foreroute.testing.routes import synthetic_trace
-from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
+from tests.plan.random_plans import LINKS, small_case
 from tests.trace.forging import STAIRCASE
 
 
@@ -48,11 +48,15 @@ def test_round_trip(seed, tmp_path):
     verify(again, counts)
 
 
-@pytest.mark.parametrize(("most", "stored"), [(200, np.uint8), (60_000, np.uint16), (2**31 - 1, np.int32)])
+@pytest.mark.parametrize(
+    ("most", "stored"),
+    [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, np.int32), (2**31 - 1, np.int32)],
+)
 def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp_path):
-    counts = random_counts(0, (2, 2, 2, 4), most=most)
-    plan = random_plan(counts, Topology(2, 1, 1, LINKS))
-    assert plan.hosts.tokens_RG.max() > most // 10
+    plan, _ = small_case(1)
+    tokens_RG = plan.hosts.tokens_RG.copy()
+    tokens_RG[3, 1] = most
+    plan = replace(plan, hosts=plan.hosts._replace(tokens_RG=tokens_RG))
     assert plan_content(plan)[1]["tokens_RG"].dtype == stored
     assert equal(load_plan(save_plan(plan, tmp_path / "p")), plan)
 
@@ -110,6 +114,10 @@ FORGERIES = {
     "unknown topology": (_edit_topology(extra=3), "the topology is .* unexpected keyword argument 'extra'"),
     "text links": (_edit_topology(links={"node_bytes_per_s": "1"}), "the topology is .* missing 4 required"),
     "links that are none": (_edit_topology(links=3), "the topology is .*must be a mapping"),
+    "a truth for a link": (
+        _edit_topology(links={**vars(LINKS), "node_latency_s": True}),
+        "node_latency_s is True; expected a number",
+    ),
     "a link of 400 digits": (
         _edit_topology(links={**vars(LINKS), "node_latency_s": 10**400}),
         "expected more than 0, and 3600 at most",

@@ -45,15 +45,6 @@ def test_homes_move_within_their_budget(moves):
     assert (found.home_LE != found.previous_home_LE).any() == (moves != 0)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"home_moves": -1}, {"home_moves": 1.5}, {"threads": 0}, {"threads": True}, {"seed": -1}, {"seed": 0.5}]
-)
-def test_what_is_counted_is_a_whole_number(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(ConfigError, match=f"{name} is {value}; expected a whole number from [01] to"):
-        PlanOptions(**wrong)
-
-
 def test_replicas_against_traffic_are_faster_and_valid():
     given, topology = counts(1, 4000), replace(TOPOLOGY, redundant_slots=6)
     balanced = PlanOptions(slots="shared", traffic=False)

@@ -200,7 +200,7 @@ def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, place
         while lightest and held[lightest[0][1]] + count > token_budget:
             filled, place = heapq.heappop(lightest)
             heapq.heappush(full, (held[place], filled, place))
-        if opened < places and (not lightest or (0.0, opened) < lightest[0]):
+        if opened < places and (not lightest or lightest[0][0] > 0):
             filled, place, opened = 0.0, opened, opened + 1
         elif lightest:
             filled, place = heapq.heappop(lightest)

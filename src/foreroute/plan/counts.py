@@ -56,10 +56,10 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
         TraceContentError: when the packing puts a sequence beyond its own micro-steps or ranks.
     """
     several = [traces] if isinstance(traces, RoutingTrace) else list(traces)
-    sizes = [len(trace) for trace in several]
-    if not several or sum(sizes) != len(packing.micro_step_S):
+    num_sequences = sum(len(trace) for trace in several)
+    if not several or num_sequences != len(packing.micro_step_S):
         raise CountsError(
-            f"got {len(several)} traces with {sum(sizes)} sequences and a packing of {len(packing.micro_step_S)}; "
+            f"got {len(several)} traces with {num_sequences} sequences and a packing of {len(packing.micro_step_S)}; "
             "expected one place for each sequence of at least one trace"
         )
     spec = several[0].spec
@@ -76,10 +76,10 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
         )
     counts = np.zeros((packing.num_micro_steps, spec.num_layers, packing.num_ranks, spec.num_experts), np.int32)
     first = 0
-    for trace, size in zip(several, sizes, strict=True):
-        part = slice(first, first + size)
+    for trace in several:
+        part = slice(first, first + len(trace))
         add_assignments(trace, packing.micro_step_S[part], packing.rank_S[part], counts)
-        first += size
+        first += len(trace)
     return counts
 
 

@@ -50,7 +50,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
-            raise ConfigError(f"tolerance is {self.tolerance}; expected 0 to 1, as a share of the mean load")
+            raise ConfigError(f"tolerance is {self.tolerance}; expected a share of the mean load, from 0 to below 1")
         for name, least in (("home_moves", 0), ("threads", 1), ("seed", 0)):
             if name != "home_moves" or self.home_moves is not None:
                 whole_number(getattr(self, name), name=name, least=least, most=MOST, kind=ConfigError)
