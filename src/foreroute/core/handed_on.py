@@ -39,20 +39,19 @@ class HandedOn:
         for look in self._looks.values():
             look.remove()
 
-    def follow(self, router: RouterHook, now: LayerPass, result: Any, *, replaced: bool) -> None:
+    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
         """Compare what a router returns now, and what it returns when the hooks on it have run.
 
         Args:
             router: that has run.
             now: what it did.
             result: what it returned.
-            replaced: whether its method is another than when the model was attached.
 
         Raises:
             ReplayError: when it hands on experts that it did not select; on a GPU, as `LateChecks.add`.
         """
         module, name = router.selecting
-        if replaced:
+        if router.is_replaced:
             self._compare(router, now, result, f"a function that took the place of its {name}() after attach()")
         if name != "forward":  # of a method of the block around a router no hook sees what is returned
             return

@@ -29,7 +29,7 @@ from .errors import ReplayError
 from .handed_on import HandedOn
 from .passes import ForwardArgs, Listener, OneThread, Pass, PassStack, Rows, Watch, signed_dtype
 from .recompute import bind
-from .selection import LayerPass, SelectionRule
+from .selection import LayerPass, SelectionRule, with_gate_weights
 
 ATTACHED_TWICE = (
     "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
@@ -72,7 +72,7 @@ def _refuse_copy(memo_or_protocol: object) -> nn.Module:
     raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")
 
 
-UNCOPYABLE = dict.fromkeys(("__deepcopy__", "__reduce_ex__"), _refuse_copy)
+UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
 """What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
 
 
@@ -86,6 +86,7 @@ class SelectionHook(ABC):
     Attributes:
         noun: what it is, for messages.
         now: what it does in the pass on top; None outside of any.
+        is_replaced: whether the method is another than when the model was attached.
     """
 
     noun: ClassVar[str]
@@ -94,15 +95,14 @@ class SelectionHook(ABC):
         self.path = path
         self.selecting = selecting
         self.now: Any = None
-        self._installed = ExitStack()
+        self.is_replaced = False
+        self._attached = selecting[0].__dict__.get(selecting[1])
 
-    def install(self, run: Callable[..., Any]) -> None:
-        """Have `run(method, ...)` called in the place of the method, until `remove`."""
-        self._installed.enter_context(overridden(*self.selecting, run))
-
-    def remove(self) -> None:
-        """Restore what was there; what somebody replaced meanwhile stays theirs."""
-        self._installed.close()
+    def installed(self, run: Callable[..., Any]) -> AbstractContextManager[None]:
+        """While the context is open, `run(method, ...)` is called in the place of the method. As `overridden`."""
+        module, name = self.selecting
+        self.is_replaced = module.__dict__.get(name) is not self._attached
+        return overridden(module, name, run)
 
     @abstractmethod
     def select(self, now: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,8 +159,26 @@ class SelectingRouter(RouterHook):
         self.read_back = rule.read_back
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `SelectionHook`."""
-        return self.rule.select(self.final, now, forward, args, kwargs)
+        """See `SelectionHook`.
+
+        Raises:
+            ReplayError: when it selects another number of times, for other rows, or when gate weights are recorded or
+                replayed, and it does not hand on one for each pick.
+        """
+        mode = self.rule.mode(self.final, now)
+        with mode:  # in a graph, `as` would bind something else
+            result = forward(*args, **kwargs)
+        if len(mode.seen) != self.final + 1:
+            raise ReplayError(
+                f"router {self.path} made {len(mode.seen)} top-k selections, but {self.final + 1} when it was "
+                "attached; its forward takes another path now. Attach again"
+            )
+        if now.scores_into is not None:
+            seen = mode.seen[-1]
+            now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
+        if torch.compiler.is_compiling() or (now.weights_into is None and now.weights_RK is None):
+            return result
+        return with_gate_weights(result, now, regroups=self.read_back is not None)
 
 
 class ModelHooks(ABC):
@@ -205,12 +223,10 @@ class ModelHooks(ABC):
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
         self._handed_on: HandedOn | None = None
-        self._methods = [_method(router) for router in routers]
-        self._replaced: set[SelectionHook] = set()
         self._hooked = hooked
         self._picks = [(router.path, router.top_k) for router in routers]
-        self._installed = ExitStack()
         self._users: Counter[Any] = Counter()
+        self._installed: dict[Any, AbstractContextManager[None]] = {}
         self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
 
     def __getstate__(self) -> dict[str, Any]:
@@ -284,10 +300,12 @@ class ModelHooks(ABC):
                 if not self._users and any(map(is_hooked, self._hooked)):
                     raise ReplayError(ATTACHED_TWICE)
                 for hook in hooks:
-                    used.append(hook)
+                    if not self._users[hook]:
+                        installed = hook.installed(partial(self.run_selecting, hook))
+                        installed.__enter__()
+                        self._installed[hook] = installed
                     self._users[hook] += 1
-                    if self._users[hook] == 1:
-                        hook.install(partial(self.run_selecting, hook))
+                    used.append(hook)
             yield
         finally:
             with self._lock:
@@ -295,23 +313,19 @@ class ModelHooks(ABC):
                     self._users[hook] -= 1
                     if not self._users[hook]:
                         del self._users[hook]
-                        hook.remove()
+                        self._installed.pop(hook).__exit__(None, None, None)
 
-    def install(self, _: object) -> None:
-        """Put the hooks of a session on the trunk, before those on routers, and refuse copies."""
-        pairs = zip(self.routers, self._methods, strict=True)
-        self._replaced = {router for router, method in pairs if _method(router) is not method}
-        for context in self.session_contexts():
-            self._installed.enter_context(context)
-        for module in self._hooked:
-            module.__dict__.update(UNCOPYABLE)
-
-    def remove(self) -> None:
-        """Take them off."""
-        for module in self._hooked:
-            for name in UNCOPYABLE:
-                module.__dict__.pop(name, None)
-        self._installed.close()
+    @contextmanager
+    def installed(self, _: object) -> Iterator[None]:
+        """Keep the hooks of a session on the trunk, below those on routers, and refuse copies."""
+        with ExitStack() as stack:
+            for context in self.session_contexts():
+                stack.enter_context(context)
+            for module in self._hooked:
+                for name in UNCOPYABLE:
+                    module.__dict__[name] = _refuse_copy
+                    stack.callback(module.__dict__.pop, name, None)
+            yield
 
     def run_pass(self, read: Callable[[], ForwardArgs], forward: Callable[[], Any]) -> Any:
         """Run the forward of the trunk as one pass, as all listeners want it.
@@ -431,13 +445,10 @@ class ModelHooks(ABC):
             current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
-        has_hooks, replaced = (
-            hook.selecting[0]._forward_hooks or every_module._global_forward_hooks,
-            hook in self._replaced,
-        )
-        if (has_hooks or replaced) and isinstance(hook, RouterHook):
+        is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
+        if is_watched and isinstance(hook, RouterHook):
             self._handed_on = self._handed_on or HandedOn()
-            self._handed_on.follow(hook, now, result, replaced=replaced)
+            self._handed_on.follow(hook, now, result)
         return result
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:
@@ -450,12 +461,6 @@ class ModelHooks(ABC):
             "attached, not a part of it; open sessions before a forward, not in the middle; and where activations of a "
             "forward from before the session are recomputed, run its backward before the session is opened"
         )
-
-
-def _method(router: RouterHook) -> Any:
-    """The method that stands on the instance: what took the place of its class's, or None."""
-    module, name = router.selecting
-    return module.__dict__.get(name)
 
 
 def _not_once(hook: SelectionHook, count: int) -> ReplayError:

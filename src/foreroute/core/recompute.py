@@ -59,10 +59,10 @@ class _Again:
 
     def __init__(self, function: Callable[..., Any], current: object, reopen: Reopen) -> None:
         self.function, self.current, self.reopen = function, current, reopen
-        self.ran: dict[int, Any] = {}
+        self.ran: dict[Any, None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.reopen(self.current, list(self.ran.values())):
+        with self.reopen(self.current, list(self.ran)):
             return self.function(*args, **kwargs)
 
 
@@ -78,15 +78,15 @@ def _bind_one(holder: Any, name: str, current: object, ran: Iterable[Any], reope
             "one activation checkpoint holds two forwards of a model, which its recomputation could not tell apart; "
             "checkpoint each of them on its own"
         )
-    again.ran.update((id(each), each) for each in ran)
+    again.ran.update(dict.fromkeys(ran))
 
 
-def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> Iterator[tuple[Any, str]]:
+def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> list[tuple[Any, str]]:
     """What keeps the function of each checkpoint whose function is running now, and under which name.
 
     What runs a function again is not passed: the checkpoints around that one have been bound in the forward.
     """
-    known = []
+    found: list[tuple[Any, str]] = []
     while frame is not None and frame.f_code is not until and frame.f_code is not _Again.__call__.__code__:
         code = frame.f_code
         if code.co_varnames[:2] == REENTRANT and code.co_argcount >= 2:
@@ -97,14 +97,14 @@ def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> Iter
                     "again in a place that is not known, so that a recomputation would not find its routes; use one "
                     "of torch.utils.checkpoint"
                 )
-            yield ctx, "run_function"
+            found.append((ctx, "run_function"))
         elif code is NON_REENTRANT and frame.f_locals.get("gen") is not None:
-            known.append(frame.f_locals["gen"].gi_frame.f_locals["new_frame"])
-            yield known[-1], "recompute_fn"
+            found.append((frame.f_locals["gen"].gi_frame.f_locals["new_frame"], "recompute_fn"))
         frame = frame.f_back
-    saving = _saving_now()
-    if saving is not None and all(saving is not each for each in known):
-        yield saving, "recompute_fn"
+    saving = _saving_now(), "recompute_fn"
+    if saving[0] is not None and saving not in found:
+        found.append(saving)
+    return found
 
 
 def _saving_now() -> Any:

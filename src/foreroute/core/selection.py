@@ -95,7 +95,8 @@ class LayerPass:
         if torch.compiler.is_compiling():
             own = torch.where(self.kept_RK < 0, own, self.kept_RK)
         own = own.long()
-        self.keep(own)
+        if own_RK is not None:
+            self.keep(own)
         return self.forced(own), own
 
     def forced(self, own: Tensor, pick: int | None = None) -> Tensor:
@@ -170,16 +171,21 @@ class Selection:
     """One selection as it was executed.
 
     Attributes:
-        scores_RE: [R, E], what was selected by.
+        scores: [..., E], what was selected by; some routers keep batch and token axes apart.
         ids_RK: int64 [R, K], the experts that were selected, forced or not.
         own_RK: int64 [R, K], what the router picks by itself.
         by_probability: whether it selected by probabilities, and not by logits.
     """
 
-    scores_RE: Tensor
+    scores: Tensor
     ids_RK: Tensor
     own_RK: Tensor
     by_probability: bool = False
+
+    @property
+    def scores_RE(self) -> Tensor:
+        """[R, E], the scores by row."""
+        return _flat(self.scores)
 
 
 class SelectionMode(TorchFunctionMode):
@@ -193,7 +199,7 @@ class SelectionMode(TorchFunctionMode):
         asks: whether the router is to select by itself: not in a recomputation, unless in a graph, which is one for
             both.
         seen: every selection so far, in order.
-        masked: where scores came from.
+        masked: where scores came from, if something was masked.
     """
 
     def __init__(self, final: int | None, now: LayerPass | None = None) -> None:
@@ -202,15 +208,20 @@ class SelectionMode(TorchFunctionMode):
         self.now = now
         self.asks = now is None or not now.again or torch.compiler.is_compiling()
         self.seen: list[Selection] = []
-        self.masked = MaskedScores()
+        self.masked: MaskedScores | None = None
         self._squashed = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs every torch function of the router: the final top-k in our way."""
+        kwargs = kwargs or {}
         if func in TOP_K:
-            return self._top_k(func, args, kwargs or {})
+            return self._top_k(func, args, kwargs)
         self._squashed = self._squashed or func in SQUASHING
-        return self.masked.run(func, args, kwargs or {})
+        if self.masked is None:
+            if func not in MASKING:
+                return func(*args, **kwargs)
+            self.masked = MaskedScores()
+        return self.masked.run(func, args, kwargs)
 
     def _top_k(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "input" in kwargs:
@@ -220,28 +231,19 @@ class SelectionMode(TorchFunctionMode):
         if now is None or now.ids_RK is None:
             result = func(*args, **kwargs)
             ids_RK = _flat(result.indices)
-            self.seen.append(Selection(_flat(scores), ids_RK, ids_RK, self._squashed))
+            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed))
             if now is not None:
                 now.keep(ids_RK)
             return result
-        ids = self.chosen(scores, func(scores.detach(), *args[1:], **kwargs).indices if self.asks else None)
-        return torch.return_types.topk((self.masked.before_masking(scores).gather(-1, ids), ids))
-
-    def chosen(self, scores: Tensor, own: Tensor | None) -> Tensor:
-        """The experts to run, int64 [..., K], noted as seen.
-
-        Args:
-            scores: [..., E], what the router selects by.
-            own: its own selection, integers [..., K]; None if it was not asked.
-        """
-        assert self.now is not None, "somebody decides"
-        ids_RK, own_RK = self.now.choose(None if own is None else _flat(own))
-        self.seen.append(Selection(_flat(scores), ids_RK, own_RK, self._squashed))
-        return ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
+        ids_RK, own_RK = now.choose(_flat(func(scores.detach(), *args[1:], **kwargs).indices) if self.asks else None)
+        self.seen.append(Selection(scores, ids_RK, own_RK, self._squashed))
+        ids = ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
+        live = scores if self.masked is None else self.masked.before_masking(scores)
+        return torch.return_types.topk((live.gather(-1, ids), ids))
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """[..., E] as [R, E]: some routers keep batch and token axes apart."""
+    """[..., E] as [R, E]."""
     if tensor.ndim > 2:
         return tensor.flatten(0, -2)
     return tensor if tensor.ndim == 2 else tensor[None]
@@ -263,36 +265,17 @@ class SelectionRule:
     is_lookup: bool = False
     read_back: Callable[[Any], Tensor] | None = None
 
-    def select(self, final: int, now: LayerPass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the forward of a router whose selection is the top-k number `final`, forced and kept as `now` says.
-
-        Raises:
-            ReplayError: when it selects another number of times, for other rows, or when gate weights are recorded or
-                replayed, and it does not hand on one for each pick.
-        """
-        mode = self.mode(final, now)
-        with mode:
-            result = forward(*args, **kwargs)
-        if len(mode.seen) != final + 1:
-            raise ReplayError(
-                f"router {now.path} made {len(mode.seen)} top-k selections, but {final + 1} when it was attached; its "
-                "forward takes another path now. Attach again"
-            )
-        seen = mode.seen[-1]
-        if now.scores_into is not None:
-            now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
-        if torch.compiler.is_compiling() or (now.weights_into is None and now.weights_RK is None):
-            return result
-        return with_gate_weights(result, now, regroups=self.read_back is not None)
-
 
 def with_gate_weights(output: Any, now: LayerPass, *, regroups: bool) -> Any:
-    """What a router returned, with the weights to force in the slots that have a route. Raises as `select`.
+    """What a router returned, with the weights to force in the slots that have a route.
 
     Args:
         output: what it returned.
         now: what it does in this pass.
         regroups: whether it hands its picks on in another order than that of tokens.
+
+    Raises:
+        ReplayError: when it does not hand on one for each pick.
     """
     is_tuple = isinstance(output, tuple | list)
     parts = list(output) if is_tuple else [output]
@@ -331,6 +314,8 @@ CONSTANT = frozenset(
         *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
     }
 )
+MASKING = FILLING | FILLING_IN_PLACE | CHOOSING | COMBINING | CONSTANT
+"""What may mask scores, or begin a mask; nothing need be followed before the first of these."""
 
 
 class MaskedScores:

@@ -46,11 +46,11 @@ class ArgMaxMode(SelectionMode):
         if self.now is None:
             ids: Tensor = func(*args, **kwargs)
             ids_R1 = ids.reshape(-1, 1)
-            self.seen.append(Selection(scores.reshape(-1, scores.shape[-1]), ids_R1, ids_R1, by_probability=True))
+            self.seen.append(Selection(scores, ids_R1, ids_R1, by_probability=True))
             return ids
-        self._squashed = True
-        own = scores.detach().argmax(dim=-1, keepdim=True) if self.asks else None
-        self._ids = self.chosen(scores, own)[..., 0]
+        ids_R1, own_R1 = self.now.choose(scores.detach().argmax(dim=-1).view(-1, 1) if self.asks else None)
+        self.seen.append(Selection(scores, ids_R1, own_R1, by_probability=True))
+        self._ids = ids_R1.view(scores.shape[:-1])
         return self._ids
 
 

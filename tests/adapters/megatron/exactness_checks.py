@@ -70,11 +70,8 @@ def forced(site, hidden, ids_RK):
     [now] = Pass(*shape, Rows(ids_RK[None].short()), Watch()).parts()
     hook = TopKRouterHook(site)
     hook.now = now
-    hook.install(partial(hook.select, now))
-    try:
+    with hook.installed(partial(hook.select, now)):
         return site.module(hidden)
-    finally:
-        hook.remove()
 
 
 def oracle(logits_RE, ids_RK, config):

@@ -1,6 +1,7 @@
 """What sessions of Megatron-Core have beside those of others: routes that are cut, wrapped steps, its own replay."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from foreroute.errors import (
 )
 from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
+from tests.python_calls import calls_per_layer
 from tests.traces import weighted
 
 
@@ -117,6 +119,19 @@ def check_a_wrapped_step_adds_up_telemetry():
     assert step.agreement().routing.rows == 3 * ids.numel()
     assert step.agreement().routing.differing_L.min() > 0
     assert step.expert_counts_LE().sum() == 3 * ids.numel() * 2 * 2
+
+
+def check_a_layer_costs_few_calls():
+    """However many guards there are, what is the same for all layers is done once for a pass."""
+
+    @contextmanager
+    def steps(recompute, layers):
+        built, routed, ids, trace = on.prepared(recompute, layers=layers, moe_layer_freq=[1] * layers)
+        with routed.replay(trace):
+            yield lambda: on.step(built, ids)
+
+    for recompute, most in (("none", 12), ("uniform", 40)):
+        assert 1 < calls_per_layer(partial(steps, recompute)) <= most
 
 
 def layout_of(trace):

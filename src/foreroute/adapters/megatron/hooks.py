@@ -8,8 +8,8 @@ scaling around it stay Megatron's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,25 +72,28 @@ class TopKRouterHook(RouterHook):
         router = site.module
         super().__init__(site.path, (router, "forward"), router.num_experts, router.topk)
         self.site = site
-        self._router = router
         # where groups are limited, two selections of groups come before that of experts
         self._final = 2 if router.config.moe_router_group_topk else 0
         self._by_probability = router.score_function != "softmax" or router.config.moe_router_pre_softmax
         self._seen: list[Selection] = []
 
-    def install(self, run: Callable[..., Any]) -> None:
+    @contextmanager
+    def installed(self, run: Callable[..., Any]) -> Iterator[None]:
         """See `SelectionHook`.
 
         Raises:
             ReplayError: when Megatron's own router replay is switched on.
         """
         require_idle(self.site)
-        super().install(run)
-        if self._router.enable_expert_bias:
-            self._installed.enter_context(overridden(self._router, "_apply_expert_bias", self._count_for_bias))
-        own = self._router.__dict__
-        self._installed.callback(own.__setitem__, "router_replay", own["router_replay"])
-        own["router_replay"] = self
+        router = self.site.module
+        has_bias = router.enable_expert_bias
+        counting = overridden(router, "_apply_expert_bias", self._count_for_bias) if has_bias else nullcontext()
+        with super().installed(run), counting:
+            before, router.router_replay = router.router_replay, self
+            try:
+                yield
+            finally:
+                router.router_replay = before
 
     def select(
         self,
@@ -100,7 +103,8 @@ class TopKRouterHook(RouterHook):
         padding_mask: Tensor | None = None,
     ) -> Any:
         """See `RouterHook`. Hidden states are [T, B, H]; the mask is bool [T, B], True for padding."""
-        rows, router = _replayed(now), self._router
+        router = self.site.module
+        rows = now.rows if isinstance(now.rows, ReplayRows) else None
         if rows is not None and rows.padding_R is not None:
             padding_mask = rows.padding_R.view(hidden.shape[:2])
         self._seen.clear()
@@ -139,7 +143,8 @@ class TopKRouterHook(RouterHook):
         with SelectionMode(self._final, now) as mode:
             selected = default_compute_topk(scores, topk, num_groups, group_topk)
         for seen in mode.seen[self._final :]:
-            now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=self._by_probability)
+            if now.scores_into is not None:
+                now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=self._by_probability)
             self._seen.append(seen)
         return selected
 
@@ -147,8 +152,8 @@ class TopKRouterHook(RouterHook):
         self, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> Any:
         """The counters that steer the expert bias. Megatron's own masking of them fails to broadcast."""
-        rows = _replayed(self.now)
-        if rows is not None and rows.counts == "native" and torch.is_grad_enabled():
+        rows = None if self.now is None else self.now.rows
+        if isinstance(rows, ReplayRows) and rows.counts == "native" and torch.is_grad_enabled():
             routing_map = torch.zeros_like(routing_map).scatter(1, self._seen[-1].own_RK, True)
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask[:, None]
@@ -163,10 +168,6 @@ def require_idle(site: ChunkRouter) -> None:
             f"Megatron's own router replay is active at {site.path} ({action}); clear it with "
             "RouterReplay.clear_global_router_replay_action(), two replays cannot drive one router"
         )
-
-
-def _replayed(now: LayerPass | None) -> ReplayRows | None:
-    return now.rows if now is not None and isinstance(now.rows, ReplayRows) else None
 
 
 def _with_gate_weights(result: tuple[Tensor, Tensor], ids_RK: Tensor, now: LayerPass) -> tuple[Tensor, Tensor]:
