@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from foreroute.core import passes
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError
 
@@ -87,14 +87,14 @@ def test_an_optimizer_does_not_step_on_a_wrong_batch(wrong):
     for _ in range(2):
         checks.add(flag(wrong=wrong), tell)
         checks.close()
-    assert len(_global_optimizer_pre_hooks) == 1
+    assert passes._before_step == {checks}
     if wrong:
         with pytest.raises(BatchMismatchError, match="another batch"):
             optimizer.step()
     else:
         optimizer.step()
     assert torch.equal(weight.detach(), torch.full((2,), float(wrong)))
-    assert not _global_optimizer_pre_hooks
+    assert not passes._before_step
 
 
 def test_where_no_gradients_are_recorded_the_end_of_the_session_tells():
@@ -103,4 +103,22 @@ def test_where_no_gradients_are_recorded_the_end_of_the_session_tells():
     checks.add(flag(wrong=True), tell)
     with torch.no_grad(), pytest.raises(BatchMismatchError, match="another batch"):
         checks.close()
-    assert not _global_optimizer_pre_hooks
+    assert not passes._before_step
+
+
+def test_one_step_waits_for_the_checks_of_several_models():
+    """Such as of a policy and a critic; torch walks through its hooks meanwhile."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad, told = torch.ones(1), []
+    every = [LateChecks(of_step=True) for _ in range(3)]
+    for number, checks in enumerate(every):
+        checks.add(flag(wrong=number == 1), lambda n=number: told.append(n) or tell())
+        checks.close()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with pytest.raises(BatchMismatchError, match="another batch"):
+        optimizer.step()
+    assert told == [1]
+    assert weight.item() == 1
+    optimizer.step()
+    assert weight.item() == 0
+    assert not passes._before_step

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -308,6 +309,20 @@ class Listener:
         """The pass is over, and every router of the chunk selected once in it; None of a chunk without routers."""
 
 
+_before_step: set[LateChecks] = set()
+"""Those that the next step of any optimizer waits for."""
+
+
+@cache  # the hook stays: torch walks through its hooks while it calls them
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_wait_before_step)
+
+
+def _wait_before_step(*_: object) -> None:
+    for checks in list(_before_step):
+        checks.wait()
+
+
 class LateChecks:
     """What a device is asked about the batches of a session, or of a whole step, and the host looks at later.
 
@@ -324,7 +339,6 @@ class LateChecks:
         self._wrong: Tensor | None = None
         self._answer: tuple[Tensor, torch.cuda.Event] | None = None
         self._tells: list[Callable[[], object]] = []
-        self._hook: Any = None
 
     def add(self, wrong: Tensor, tell: Callable[[], object]) -> None:
         """Ask whether a batch is wrong. Earlier answers are looked at if they are there.
@@ -343,8 +357,9 @@ class LateChecks:
         if wrong.is_cuda:
             self._answer = self._wrong.to("cpu", non_blocking=True), torch.cuda.Event()
             self._answer[1].record()
-        if self._of_step and self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(lambda *_: self.wait())
+        if self._of_step:
+            _watch_optimizers()
+            _before_step.add(self)
 
     def close(self) -> None:
         """The session ends. Raises as `add`."""
@@ -357,9 +372,7 @@ class LateChecks:
         """Look at every answer, for which the device must have begun the last pass. Raises as `add`."""
         wrong, answer, tells = self._wrong, self._answer, self._tells
         self._wrong, self._answer, self._tells = None, None, []
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        _before_step.discard(self)
         if wrong is None:
             return
         if answer is not None:
