@@ -25,14 +25,19 @@ night-processors: $(READY)
 			failed="$$failed $$each"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-# the oldest releases that a base install may have, in an environment of their own, under the rooms that need no more
+# the oldest releases that an install may have, in an environment of their own: those of a base install under the rooms
+# that need no more, then those of the extra hf too. Megatron is not there
 OLDEST := .venv-oldest
+OLDEST_PYTEST = PYTHONPATH=src $(OLDEST)/bin/python -m $(notdir $(PYTEST)) -m "not slow and not exhaustive"
 LIGHT_ROOMS := trace layout planner costs mismatch capture kernels
+HF_ROOMS := core adapters/hf replay
 night-oldest:
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil pydantic
-	PYTHONPATH=src $(OLDEST)/bin/python -m $(notdir $(PYTEST)) -m "not slow and not exhaustive" $(LIGHT_ROOMS:%=tests/%)
+	$(OLDEST_PYTEST) $(LIGHT_ROOMS:%=tests/%)
+	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py hf) peft accelerate
+	$(OLDEST_PYTEST) -k "not megatron" $(HF_ROOMS:%=tests/%)
 
 # the oldest release of vLLM, the default and the newest, as servers of this machine against Hugging Face, and the page of
 # the table: half an hour at most

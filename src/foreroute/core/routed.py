@@ -173,7 +173,7 @@ class TrunkArgs:
     @classmethod
     def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
         """Of a call whose parameters have these names. Raises `ReplayError` when it has no tokens or embeddings."""
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = by_name(names, args, kwargs)
         ids = given.get("input_ids")
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
@@ -260,7 +260,7 @@ class TrunkHooks(ModelHooks):
 
     def along_cache(self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[Any]:
         """A call of the trunk with these arguments that looks at its cache, before and after it."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = by_name(self.names, args, kwargs)
         self._cache = self._cache or FollowedCache()
         return partial(self._cache.run, given.get("past_key_values"), call)
 
@@ -271,6 +271,12 @@ class TrunkHooks(ModelHooks):
         if self.passes and not torch.compiler.is_compiling():
             self.bind_checkpoints(hooks)
         return call(*args, **kwargs)
+
+
+def by_name(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Give the arguments of a call whose parameters have these names."""
+    # Dynamo of torch 2.8 fails behind a zip that is told its strictness
+    return dict(zip(names, args)) | kwargs  # noqa: B905
 
 
 class TensorRows(NamedTuple):

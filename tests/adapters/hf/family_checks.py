@@ -19,7 +19,7 @@ from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_gates import GATES
-from tests.adapters.hf.model_runs import gradients, random_routes
+from tests.adapters.hf.model_runs import checkpointed_by_library, gradients, random_routes
 from tests.traces import weighted
 
 TOKENS = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -188,9 +188,9 @@ class Call:
         to_experts: int64 [R, K] that an experts module was called with, or None where it takes none.
     """
 
-    def __init__(self, name, router, top_k, args, output):
+    def __init__(self, name, router, top_k, args, output, *, takes_logits):
         self.gate, self.router, self.hidden = GATES[name], router, args[0]
-        self.logits = args[0] if self.gate.logits is None else output[self.gate.logits]
+        self.logits = args[0] if takes_logits else output[self.gate.logits]
         self.weights, self.ids = self.gate.read(output, top_k)
         self.to_experts = None
 
@@ -203,10 +203,10 @@ def watching(name, routed):
     """A `Call` for every router of a forward, in the order in which they run."""
     calls = []
 
-    def note(router, selecting, *args, **kwargs):
+    def note(router, takes_logits, selecting, *args, **kwargs):
         output = selecting(*args, **kwargs)
         top_k = routed.spec.sizes_L[len(calls) % routed.spec.num_layers][1]
-        calls.append(Call(name, router, top_k, args, output))
+        calls.append(Call(name, router, top_k, args, output, takes_logits=takes_logits))
         return output
 
     def note_experts(module, args):
@@ -215,10 +215,10 @@ def watching(name, routed):
 
     with ExitStack() as stack:
         for path in routed.router_paths:
-            router, selecting = model_part(routed, path), (model_part(routed, path), "forward")
-            if name == "dbrx":
-                selecting = (model_part(routed, path.removesuffix(".router")), "route_tokens_to_experts")
-            stack.enter_context(overridden(*selecting, partial(note, router)))
+            router, block = model_part(routed, path), model_part(routed, path.rpartition(".")[0])
+            by_block = hasattr(block, "route_tokens_to_experts")  # dbrx, and more families in older releases
+            selecting = (block, "route_tokens_to_experts") if by_block else (router, "forward")
+            stack.enter_context(overridden(*selecting, partial(note, router, by_block)))
         for module in routed.model.modules():
             if type(module).__name__.endswith("Experts"):
                 stack.callback(module.register_forward_pre_hook(note_experts).remove)
@@ -276,7 +276,7 @@ def checkpointed_gradients(name, use_reentrant, *, replayed=True):
     model = build(name)
     routed = hf.attach(model) if replayed else None
     if use_reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        checkpointed_by_library(model, {"use_reentrant": use_reentrant})
     return trained_gradients(model, routed)
 
 
@@ -292,7 +292,7 @@ def trained_gradients(model, routed):
 
 def can_checkpoint(model):
     try:
-        model.activation_checkpointing_enable()
+        checkpointed_by_library(model)
     except ValueError:
         return False
     return True

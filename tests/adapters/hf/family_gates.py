@@ -24,7 +24,7 @@ class Gate:
 
     Attributes:
         score: a key of `SCORES`.
-        logits: where the logits are in what the selecting function returns; None where it is called with them.
+        logits: where the logits are in what a router returns that selects.
         weights: float64 [R, K] by a rule of its own, from (router, its hidden states, logits [R, E], ids [R, K]).
         label: for people, where the fields above do not say it all.
         handed_on: how to read (weights, ids), both [R, K], off what the selecting function returns, given K.
@@ -34,7 +34,7 @@ class Gate:
     renormalise: bool = False
     scale: float = 1.0
     epsilon: float = 0.0
-    logits: int | None = 0
+    logits: int = 0
     weights: Callable | None = None
     label: str = ""
     handed_on: Callable | None = None
@@ -47,7 +47,10 @@ class Gate:
         logits_RE = logits.reshape(-1, logits.shape[-1]).double()
         if self.weights is not None:
             return self.weights(router, hidden, logits_RE, ids_RK)
-        picked = SCORES[self.score](logits_RE).gather(-1, ids_RK)
+        score = self.score
+        if score == "softmax" and torch.allclose(logits_RE.sum(-1), logits_RE.new_ones(len(logits_RE))):
+            score = "probabilities"  # which transformers 5.3 hands on as logits
+        picked = SCORES[score](logits_RE).gather(-1, ids_RK)
         if self.renormalise:
             picked = picked / (picked.sum(-1, keepdim=True) + self.epsilon)
         return self.scale * picked
@@ -70,6 +73,12 @@ def _with_shared_experts(router, hidden, logits, ids):
     shared = (hidden.reshape(-1, hidden.shape[-1]) @ router.weight[router.num_experts :].T).double()
     chosen = logsigmoid(torch.cat([logits.gather(-1, ids), shared], dim=-1))
     return (chosen.softmax(-1) * router.route_scale * router.global_scale.double())[..., : ids.shape[-1]]
+
+
+def _without_logits(router, hidden, logits, ids):
+    """Longcat Flash: older releases hand on no logits."""
+    scores = router.classifier(hidden.reshape(-1, hidden.shape[-1]).float()).double().softmax(-1)
+    return 6.0 * scores.gather(-1, ids)
 
 
 def _skip_class(router, hidden, logits, ids):
@@ -128,7 +137,7 @@ GATES_OF_SEVERAL = [
     (Gate("probabilities", weights=_per_expert_scale, label="softmax / sum x expert scale"), "diffusion_gemma gemma4"),
 ]
 GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split()} | {
-    "dbrx": Gate(renormalise=True, logits=None),
+    "dbrx": Gate(renormalise=True),
     "deepseek_v4": Gate("sqrt_softplus", renormalise=True, scale=1.5, label="sqrt softplus / sum; hash layers"),
     "glm4_moe_lite": Gate("sigmoid", renormalise=True, scale=1.8),
     "hy_v3": Gate("sigmoid", renormalise=True, scale=2.826),
@@ -139,7 +148,7 @@ GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split(
     "kimi_linear": Gate("sigmoid", renormalise=True, scale=2.446),
     "lfm2_moe": Gate("sigmoid", renormalise=True, epsilon=1e-6),
     "llama4": Gate("sigmoid", logits=1, handed_on=_scattered),
-    "longcat_flash": Gate(scale=6.0, label="softmax; zero experts"),
+    "longcat_flash": Gate(weights=_without_logits, label="softmax; zero experts"),
     "openai_privacy_filter": Gate(renormalise=True, scale=0.5),
     "phimoe": Gate(weights=_bands, label="sparsemixer"),
     "switch_transformers": Gate(logits=2, handed_on=_one_hot, label="softmax, top-1, capacity"),

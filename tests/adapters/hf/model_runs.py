@@ -63,8 +63,12 @@ def gradients(model):
 
 def enable_checkpointing(model, use_reentrant):
     if use_reentrant is not None:
-        model.train()
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        checkpointed_by_library(model.train(), {"use_reentrant": use_reentrant})
+
+
+def checkpointed_by_library(model, *arguments):
+    """By the name that transformers has for it: the older one warns where there is a newer one."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(*arguments)
 
 
 def checkpoint_by_hand(model, use_reentrant):

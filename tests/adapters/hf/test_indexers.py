@@ -8,12 +8,10 @@ import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from benchmarks.harness.indexers import mismatch
 from foreroute.adapters import hf
@@ -28,7 +26,7 @@ from foreroute.errors import (
 )
 from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace, concatenate, extended
-from tests.adapters.hf.families import SPARSE, build
+from tests.adapters.hf.families import MODELLING, SPARSE, build, lacks, skip_in_older, skip_where_lacking
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes, sequences_of
 from tests.traces import foreign_choices
 
@@ -37,15 +35,18 @@ ONE_A_ROW = UNITS_ONLY_AT_SLOTS | {"glm5_next"}
 AT_ONCE = ("deepseek_v32", "deepseek_v4", "minimax_m3_vl")
 """One that chooses tokens, one that chooses compressed entries, and one that chooses blocks."""
 BATCH = batch_of(37, 24)
-MODELLING = Path(transformers.__file__).parent / "models"
 
 
 def test_every_indexer_of_transformers_is_known():
     """Fails when transformers adds a family with one: give it a form and a tiny model here."""
     sources = {path.parent.name: path.read_text() for path in MODELLING.glob("*/modeling_*.py")}
     with_one = {name: text for name, text in sources.items() if re.search("[Ii]ndexer|index_topk", text)}
-    assert with_one.keys() == SPARSE.keys()
+    lacking = [name for name in SPARSE if lacks(name)]
+    assert with_one.keys() == SPARSE.keys() - set(lacking)
     classes = {each for text in with_one.values() for each in re.findall(r"^class (\w*Indexer)\(", text, re.MULTILINE)}
+    assert classes <= hf_indexers.FORMS.keys()
+    if lacking:
+        skip_in_older(f"this transformers has no {', '.join(lacking)}")
     assert classes == hf_indexers.FORMS.keys()
 
 
@@ -384,6 +385,7 @@ def test_routes_and_choices_together_close_the_gap_that_either_alone_leaves():
 
     The prototype had 1.8e-1, 5.4e-2, 4.7e-2 and 9.2e-4.
     """
+    skip_where_lacking("deepseek_v32")
     kl = mismatch(num_sequences=1)
     assert 5e-2 < kl["neither"] < 5e-1
     assert 5e-3 < kl["routes"] < kl["neither"] / 1.5

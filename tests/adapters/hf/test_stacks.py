@@ -12,7 +12,7 @@ from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, SpecMismatchError
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import build
-from tests.adapters.hf.model_runs import batch_of, gradients, random_routes
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes
 
 READ, WRITTEN = batch_of(9, 6, 4), batch_of(5, 7, 3, seed=1)
 BATCH = {**READ, "decoder_input_ids": WRITTEN["input_ids"], "decoder_attention_mask": WRITTEN["attention_mask"]}
@@ -100,8 +100,7 @@ def test_other_routes_are_obeyed_by_both_with_the_gradients_of_routers_forced_by
 
             router.forward = forward
     expected, by_formula = step(by_hand.train())
-    if use_reentrant is not None:
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    enable_checkpointing(model, use_reentrant)
     model.train()
     with routed.replay(traces), routed.record() as recordings:
         logits, grads = step(model)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.core.routed import by_name
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay.arguments import WANTED_MASK, kept_by
@@ -82,7 +83,7 @@ class ForwardTokens:
             BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
                 tokens; and as `read`.
         """
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = by_name(names, args, kwargs)
         input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         if not isinstance(input_ids, Tensor):
             raise BatchMismatchError(
