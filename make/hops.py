@@ -7,6 +7,7 @@ another. A small number means that a reader can follow the work.
 
     save, load         a trace of two sequences, to a file and back
     replayed_forward   a session is opened, a model of four layers runs on recorded routes, the session is closed
+    replayed_rows      the same, of rows made once, as in an update after the recompute and in later epochs
     replayed_tensors   the same of integer tensors, by `foreroute.core` alone
     planned_cell       the forward of one layer's experts in the executor, in a group of one rank
     training_step      one step of the reference trainer, in one process; files of `train/` alone
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +115,10 @@ def measure(folder: Path) -> dict[str, Way]:
         routed.model(ids)
     [routes], mask = of_tensors.ids(), torch.ones_like(ids)
 
-    def replay() -> None:
-        with routed.replay(trace):
+    rows = routed.rows(trace)
+
+    def replay(routes: Any) -> None:
+        with routed.replay(routes):
             routed.model(ids)
 
     def replay_tensors() -> None:
@@ -124,7 +128,8 @@ def measure(folder: Path) -> dict[str, Way]:
     return {
         "save": way_of(lambda: fr.save(trace, file, overwrite=True)),
         "load": way_of(lambda: fr.load(file)),
-        "replayed_forward": way_of(replay),
+        "replayed_forward": way_of(partial(replay, trace)),
+        "replayed_rows": way_of(partial(replay, rows)),
         "replayed_tensors": way_of(replay_tensors),
         "planned_cell": planned_cell(folder),
         "training_step": training_step(folder),

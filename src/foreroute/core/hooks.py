@@ -399,8 +399,7 @@ class ModelHooks(ABC):
         """
         num = current.num_expected
         if current.calls[:num] != [1] * num:
-            # Dynamo of torch 2.8 fails behind a zip that is told its strictness
-            for hook, outside, inside in zip(self.every[:num], current.calls, current.calls_L.tolist()):  # noqa: B905
+            for hook, outside, inside in zip(self.every[:num], current.calls, current.calls_L.tolist(), strict=False):
                 if outside + inside != 1:
                     raise _not_once(hook, outside + inside)
 

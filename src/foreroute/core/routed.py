@@ -173,7 +173,7 @@ class TrunkArgs:
     @classmethod
     def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
         """Of a call whose parameters have these names. Raises `ReplayError` when it has no tokens or embeddings."""
-        given = by_name(names, args, kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
         ids = given.get("input_ids")
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
@@ -225,9 +225,8 @@ class TrunkHooks(ModelHooks):
         contexts: list[AbstractContextManager[Any]] = [overridden(self.trunk, "forward", self.run_trunk)]
         # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation
         # would not enter the mode again. It need not: the graph keeps routes. Importing Dynamo would cost seconds.
-        # torch 2.8 has no such setting, and refuses.
         dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is not None and hasattr(dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        if dynamo is not None:
             contexts.append(dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True))
         found: list[int] = []
         for path, module in self.trunk.named_modules():
@@ -260,7 +259,7 @@ class TrunkHooks(ModelHooks):
 
     def along_cache(self, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> partial[Any]:
         """A call of the trunk with these arguments that looks at its cache, before and after it."""
-        given = by_name(self.names, args, kwargs)
+        given = dict(zip(self.names, args, strict=False)) | kwargs
         self._cache = self._cache or FollowedCache()
         return partial(self._cache.run, given.get("past_key_values"), call)
 
@@ -271,12 +270,6 @@ class TrunkHooks(ModelHooks):
         if self.passes and not torch.compiler.is_compiling():
             self.bind_checkpoints(hooks)
         return call(*args, **kwargs)
-
-
-def by_name(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments of a call whose parameters have these names."""
-    # Dynamo of torch 2.8 fails behind a zip that is told its strictness
-    return dict(zip(names, args)) | kwargs  # noqa: B905
 
 
 class TensorRows(NamedTuple):

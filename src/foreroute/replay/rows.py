@@ -8,9 +8,9 @@ last token of a sequence is before no token: no engine computes it, and it is ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -146,26 +146,32 @@ class ReplayRows(Rows):
         )
 
 
+@dataclass(frozen=True, eq=False)
 class TraceOnDevice:
     """A trace on the device that its batches are on: moved there once, for as many of them as there are.
 
-    Args:
+    Attributes:
         trace: whose arrays nobody may write to from now on.
         device: of the batches.
+        there: arrays on the device, by name.
+        picks: those for padding, by policy.
     """
 
-    def __init__(self, trace: RoutingTrace, device: torch.device) -> None:
-        self.trace = trace
-        self.device = device
-        self.faithful_N = faithful_rows(trace)
-        self._kept: dict[str, Tensor] = {}
-        self._picks: dict[PaddingRows, NDArray[Any]] = {}
+    trace: RoutingTrace
+    device: torch.device
+    there: dict[str, Tensor] = field(default_factory=dict)
+    picks: dict[PaddingRows, NDArray[Any]] = field(default_factory=dict)
 
-    def kept(self, name: str, *parts: NDArray[Any] | Callable[[], NDArray[Any]]) -> Tensor:
-        """Arrays one after the other, or what makes them, on the device; they stay there under a name."""
-        if name not in self._kept:
-            self._kept[name] = joined_to_device([part() if callable(part) else part for part in parts], self.device)
-        return self._kept[name]
+    @cached_property
+    def faithful_N(self) -> NDArray[np.bool_]:
+        """As `faithful_rows`."""
+        return faithful_rows(self.trace)
+
+    def kept(self, name: str, *parts: NDArray[Any]) -> Tensor:
+        """Arrays one after the other, on the device, where they stay under a name."""
+        if name not in self.there:
+            self.there[name] = joined_to_device(parts, self.device)
+        return self.there[name]
 
     def gather(self, row_R: Tensor, policy: Policy, indexers: IndexerRows | None = None) -> ReplayRows:
         """Gather the routes of each slot, once for all layers. The host waits for nothing.
@@ -180,11 +186,11 @@ class TraceOnDevice:
             indexers: the choices to force on indexers, of the same slots. A row that has none is missing too.
         """
         trace, spec, real_R = self.trace, self.trace.spec, row_R >= 0
-        num_rows, spreads = trace.num_rows, policy.padding == "spread"
-        if policy.padding not in self._picks:
+        num_rows, spreads = len(trace.valid_N), policy.padding == "spread"
+        if policy.padding not in self.picks:
             nothing = np.zeros((1, spec.num_layers, spec.top_k), spec.id_dtype)
-            self._picks[policy.padding] = _spread_picks(spec) if spreads else nothing
-        padding = self._picks[policy.padding]  # follows the rows of the trace
+            self.picks[policy.padding] = _spread_picks(spec) if spreads else nothing
+        padding = self.picks[policy.padding]  # follows the rows of the trace
         padding_R = num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else num_rows
         source_R = torch.where(real_R, row_R, padding_R)
 
@@ -203,9 +209,11 @@ class TraceOnDevice:
             ids_LRK.masked_fill_(~real_R[:, None], -1)
         weights_LRK = None
         if policy.gate_weights and trace.gate_weights_NLK is not None:
-            live = np.full(padding.shape, np.nan, np.float32)
-            of_rows = self.kept(f"weights {policy.padding}", partial(_weights_to_force, trace), live)
-            weights_LRK = of_rows.index_select(0, source_R).transpose(0, 1).contiguous()
+            name = f"weights {policy.padding}"
+            if name not in self.there:
+                weights_NLK = np.where(trace.valid_N[:, None, None], trace.gate_weights_NLK, np.float32("nan"))
+                self.kept(name, weights_NLK, np.full(padding.shape, np.nan, np.float32))
+            weights_LRK = self.there[name].index_select(0, source_R).transpose(0, 1).contiguous()
         counted_R, drops = real_R, False
         if policy.missing == "drop":
             faithful_N = self.faithful_N
@@ -247,11 +255,6 @@ def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Ten
     held = torch.empty(shape, dtype=of_dtype.dtype, pin_memory=device.type == "cuda")
     np.concatenate(parts, out=held.numpy())
     return (held.view(torch.int16) if held.dtype == torch.uint16 else held).to(device, non_blocking=True)
-
-
-def _weights_to_force(trace: RoutingTrace) -> NDArray[np.float32]:
-    assert trace.gate_weights_NLK is not None, "who asks has looked"
-    return np.where(trace.valid_N[:, None, None], trace.gate_weights_NLK, np.float32("nan"))
 
 
 def _spread_picks(spec: RoutingSpec) -> NDArray[Any]:

@@ -10,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.routed import by_name
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay.arguments import WANTED_MASK, kept_by
@@ -83,7 +82,7 @@ class ForwardTokens:
             BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
                 tokens; and as `read`.
         """
-        given = by_name(names, args, kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
         input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         if not isinstance(input_ids, Tensor):
             raise BatchMismatchError(
@@ -153,8 +152,8 @@ class ForwardTokens:
     @property
     def written(self) -> Written:
         """The tensors that were given, and how often each had been written to; none where that is not known."""
-        # on the CPU they may share memory with arrays of numpy, and in inference mode nobody counts
-        if self.device.type == "cpu" or any(each.is_inference() for each in self.given):
+        # in inference mode nobody counts
+        if any(each.is_inference() for each in self.given):
             return []
         every = (self.input_ids, self.mask, self.position_ids, self.cumulative)
         return [(each, 0 if each is None else each._version) for each in every]
