@@ -74,14 +74,17 @@ class Routed:
         if missing not in get_args(Missing):
             raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
         made, num_stacks = [], len(self.stacks)
-        every: list[Any] = [[each] if isinstance(each, Tensor) else each for each in (ids_BTLK, weights)]
-        for what, given in zip(("ids", "weights"), every, strict=True):
-            if given is not None and len(given) != num_stacks:
+        ids = [ids_BTLK] if isinstance(ids_BTLK, Tensor) else ids_BTLK
+        forced: Sequence[Tensor | None] = [None] * num_stacks
+        if weights is not None:
+            forced = [weights] if isinstance(weights, Tensor) else weights
+        for what, given in (("ids", ids), ("weights", forced)):
+            if len(given) != num_stacks:
                 raise ReplayError(
                     f"{len(given)} tensors of {what}; expected one for each of {num_stacks} stacks of layers"
                 )
-        for stack, ids, forced in zip(self.stacks, every[0], every[1] or [None] * num_stacks, strict=True):
-            made.append(TensorRows.made(stack, ids, attention_mask, forced, missing))
+        for stack, of_stack, weights_BTLK in zip(self.stacks, ids, forced, strict=True):
+            made.append(TensorRows.made(stack, of_stack, attention_mask, weights_BTLK, missing))
         return made
 
     @contextmanager
@@ -212,8 +215,11 @@ class TrunkHooks(ModelHooks):
     @property
     def device(self) -> torch.device | None:
         """Where the weights of the routers are; None where they have none, or accelerate keeps all offloaded."""
-        weighed = (p.device for router in self.routers for p in router.selecting[0].parameters() if not p.is_meta)
-        return next(weighed, None)
+        for router in self.routers:
+            for parameter in router.selecting[0].parameters():
+                if not parameter.is_meta:
+                    return parameter.device
+        return None
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
         """The trunk, and whatever was compiled on its own with a router in it. See `ModelHooks`.
@@ -241,7 +247,7 @@ class TrunkHooks(ModelHooks):
             inside = set(module.modules())
             if hooks := [hook for hook in self.every if hook.selecting[0] in inside]:
                 contexts.append(overridden(module, compiled, partial(self.run_compiled, path, hooks)))
-        for before, now in zip((layer for layer in self._in_modules if layer in found), found, strict=True):
+        for before, now in zip(filter(found.__contains__, self._in_modules), found, strict=True):
             if before != now:
                 raise ReplayError(
                     f"router {self.routers[now].path} stands where {self.routers[before].path} stood when the model "
@@ -321,7 +327,7 @@ class TensorRows(NamedTuple):
         if missing == "error":  # the last real position of a sequence is before no other
             has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
             lacking = (num_given == 0).any(0) & real_BT & has_later
-        faults = torch.stack([each.sum() for each in (too_large, twice, in_part, lacking)])
+        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
         is_forced = (routed & ~wrong)[..., None] & is_pick
         forced = torch.where(is_forced, ids_LBTK, -1).to(stack.id_dtype)
         if weights is not None:
