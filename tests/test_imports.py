@@ -37,7 +37,7 @@ def test_the_core_loads_torch_and_no_other_room():
 
 def test_attaching_a_hugging_face_model_loads_what_it_takes_alone():
     """No format of files, no packer, no metrics, no executor of plans."""
-    modules = loaded_by("from foreroute.adapters import hf")
+    modules = loaded_by("from foreroute.adapters import hf\nhf.attach")
     rooms = {name.split(".")[1] for name in modules if name.startswith("foreroute.")}
     assert rooms == {"adapters", "core", "errors", "layout", "replay", "trace"}
     files = {"replay.recording", "replay.sampling_masks", "trace.file", "layout.packing", "adapters.hf.indexers"}

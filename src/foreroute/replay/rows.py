@@ -153,14 +153,12 @@ class TraceOnDevice:
     Attributes:
         trace: whose arrays nobody may write to from now on.
         device: of the batches.
-        there: arrays on the device, by name.
-        picks: those for padding, by policy.
     """
 
     trace: RoutingTrace
     device: torch.device
-    there: dict[str, Tensor] = field(default_factory=dict)
-    picks: dict[PaddingRows, NDArray[Any]] = field(default_factory=dict)
+    _there: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _picks: dict[PaddingRows, NDArray[Any]] = field(default_factory=dict, init=False)  # for padding
 
     @cached_property
     def faithful_N(self) -> NDArray[np.bool_]:
@@ -169,9 +167,9 @@ class TraceOnDevice:
 
     def kept(self, name: str, *parts: NDArray[Any]) -> Tensor:
         """Arrays one after the other, on the device, where they stay under a name."""
-        if name not in self.there:
-            self.there[name] = joined_to_device(parts, self.device)
-        return self.there[name]
+        if name not in self._there:
+            self._there[name] = joined_to_device(parts, self.device)
+        return self._there[name]
 
     def gather(self, row_R: Tensor, policy: Policy, indexers: IndexerRows | None = None) -> ReplayRows:
         """Gather the routes of each slot, once for all layers. The host waits for nothing.
@@ -187,10 +185,10 @@ class TraceOnDevice:
         """
         trace, spec, real_R = self.trace, self.trace.spec, row_R >= 0
         num_rows, spreads = len(trace.valid_N), policy.padding == "spread"
-        if policy.padding not in self.picks:
+        if policy.padding not in self._picks:
             nothing = np.zeros((1, spec.num_layers, spec.top_k), spec.id_dtype)
-            self.picks[policy.padding] = _spread_picks(spec) if spreads else nothing
-        padding = self.picks[policy.padding]  # follows the rows of the trace
+            self._picks[policy.padding] = _spread_picks(spec) if spreads else nothing
+        padding = self._picks[policy.padding]  # follows the rows of the trace
         padding_R = num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else num_rows
         source_R = torch.where(real_R, row_R, padding_R)
 
@@ -210,10 +208,10 @@ class TraceOnDevice:
         weights_LRK = None
         if policy.gate_weights and trace.gate_weights_NLK is not None:
             name = f"weights {policy.padding}"
-            if name not in self.there:
+            if name not in self._there:
                 weights_NLK = np.where(trace.valid_N[:, None, None], trace.gate_weights_NLK, np.float32("nan"))
                 self.kept(name, weights_NLK, np.full(padding.shape, np.nan, np.float32))
-            weights_LRK = self.there[name].index_select(0, source_R).transpose(0, 1).contiguous()
+            weights_LRK = self._there[name].index_select(0, source_R).transpose(0, 1).contiguous()
         counted_R, drops = real_R, False
         if policy.missing == "drop":
             faithful_N = self.faithful_N
