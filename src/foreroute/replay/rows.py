@@ -214,12 +214,13 @@ class TraceOnDevice:
             weights_LRK = self._there[name].index_select(0, source_R).transpose(0, 1).contiguous()
         counted_R, drops = real_R, False
         if policy.missing == "drop":
-            faithful_N = self.faithful_N
+            name, faithful_N = "faithful", self.faithful_N
             if indexers is not None:
+                name += " with choices"
                 faithful_N = faithful_rows(replace(trace, valid_N=trace.valid_N & indexers.stream.valid_N))
             drops = not faithful_N.all()
             if drops:
-                counted_R = real_R & joined_to_device([faithful_N], self.device)[row_R]
+                counted_R = real_R & self.kept(name, faithful_N)[row_R]
         return ReplayRows(
             ids_LRK,
             weights_LRK,
