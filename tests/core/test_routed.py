@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import foreroute
+import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.core import AttachError, ReplayError, attach
 from foreroute.core.selection import LayerPass
@@ -62,6 +62,25 @@ def test_tensors_and_traces_are_replayed_alike(family):
                 loss_of(model, BATCH).backward()
         seen[kind] = gradients(model)
     assert all(torch.equal(seen["tensors"][name], gradient) for name, gradient in seen["trace"].items())
+
+
+@pytest.mark.parametrize("num_experts", [127, 128, 129, 256, 257, 32_768, 32_769])
+def test_every_number_of_experts_is_attached_and_replayed(num_experts):
+    """Ids are kept in the narrowest type that has -1 and E - 1, which may lack E: 128 of Qwen3-30B-A3B is one."""
+    one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    model = tiny("qwen3_moe", num_experts=num_experts, hidden_size=8, moe_intermediate_size=4, **one_head)
+    routed = hf.attach(model)
+    own, native = own_routes(model, attach(model))
+    last = torch.arange(own[..., 0].numel(), dtype=own.dtype).view(own.shape[:-1]) % 2 + num_experts - 2
+    ids = torch.stack((last, torch.zeros_like(last)), -1)
+    trace = fr.RoutingTrace.from_padded(routed.spec, BATCH["input_ids"], ids, BATCH["attention_mask"])
+    for replayed in (routed.replay(trace, telemetry=True), attach(model).replay(ids, BATCH["attention_mask"])):
+        with replayed, experts_log(model) as log, torch.no_grad():
+            assert not torch.equal(model(**BATCH, use_cache=False).logits, native)
+        real_R = BATCH["attention_mask"].flatten().bool()
+        assert len(log) == ids.shape[2]
+        for layer, (_, ids_RK) in enumerate(log):
+            assert torch.equal(ids_RK[real_R], ids[:, :, layer].flatten(0, 1)[real_R])
 
 
 def test_own_routes_change_no_bit_and_others_are_counted():
@@ -319,7 +338,7 @@ def test_a_model_without_routers_is_refused():
 
 def test_the_folder_can_be_taken_as_it_stands(tmp_path):
     """Copied under another name, it imports torch and nothing of ours, and torch when a name is asked for."""
-    shutil.copytree(Path(foreroute.__file__).parent / "core", tmp_path / "foreroute_core")
+    shutil.copytree(Path(fr.__file__).parent / "core", tmp_path / "foreroute_core")
     script = """
 import sys
 import foreroute_core

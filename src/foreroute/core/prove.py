@@ -66,7 +66,8 @@ def _others(stack: Any, sites: Sequence[RouterSite], own_BTLK: Tensor) -> Tensor
     for layer, (router, site) in enumerate(zip(stack.routers, sites, strict=True)):
         if not site.rule.is_lookup and router.top_k < router.num_experts:
             num_real = router.num_experts - site.rule.num_skip_classes
-            other[:, :, layer, : router.top_k] = (other[:, :, layer, : router.top_k] + 1) % num_real
+            # not in the narrow type of ids, which may lack E itself
+            other[:, :, layer, : router.top_k] = (own_BTLK[:, :, layer, : router.top_k].long() + 1) % num_real
     return other
 
 
