@@ -76,7 +76,7 @@ gpu: $(READY)
 	$(BIN)/python -m benchmarks gpu --json --device $(DEVICE)
 else
 gpu:
-	$(PYTHON) -m benchmarks gpu --json --device $(DEVICE)
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks gpu --json --device $(DEVICE)
 endif
 
 # cells of the grid that have no result yet, two at a time, then docs/evidence.md: about three hours of one core in all

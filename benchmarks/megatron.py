@@ -122,7 +122,7 @@ class Bench:
         """With this recomputation, and sequences of this many tokens."""
         from foreroute.adapters import megatron
 
-        model = built(settings, width).to(device)
+        model = built(settings, width).to(device=device, dtype=settings.get("params_dtype"))
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randint(0, VOCABULARY, (SEQUENCES, width), generator=generator) for _ in range(MICRO_BATCHES)]
         tokens = [each.to(device) for each in drawn]

@@ -10,7 +10,6 @@ name, and made again with PyTorch's deterministic algorithms.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch._dynamo.utils import counters
 from benchmarks.gpu.driving import (
     Batch,
     Bits,
+    deterministic,
     differing,
     distance,
     foreign_routes,
@@ -82,7 +82,6 @@ class Case:
 
 def run(part: Part) -> None:
     """Every family, then what is less important."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it is first used
     torch.set_float32_matmul_precision("highest")
     cases: dict[str, Case] = {}
     for family in FAMILIES:
@@ -104,18 +103,20 @@ def run(part: Part) -> None:
 
 
 def check_experts(part: Part, case: Case, experts: str) -> None:
-    """Own and foreign routes with this implementation of the experts."""
+    """Own and foreign routes with this implementation of the experts; what comes later has the default again."""
     case.use(experts)
-    untouched: Bits = {}
-    with part.check(f"{case.name}/{experts}/unpatched"):
-        try:
-            untouched = step(case.untouched, case.batch)
-        except Exception as error:  # kernels may lack for any reason
-            raise Skipped(f"the unpatched model does not run here: {error}") from None
-    if not untouched:
-        return
-    check_own(part, case, experts, untouched)
-    check_foreign(part, case, experts)
+    try:
+        untouched: Bits = {}
+        with part.check(f"{case.name}/{experts}/unpatched"):
+            try:
+                untouched = step(case.untouched, case.batch)
+            except Exception as error:  # kernels may lack for any reason
+                raise Skipped(f"the unpatched model does not run here: {error}") from None
+        if untouched:
+            check_own(part, case, experts, untouched)
+            check_foreign(part, case, experts)
+    finally:
+        case.use(EXPERTS[0])
     if part.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -129,7 +130,7 @@ def check_own(part: Part, case: Case, experts: str, untouched: Bits) -> None:
     with part.check(f"{name}, gradients"):
         look.require_same(look.names)
     if look.noise:
-        with part.check(f"{name}, deterministic algorithms"), _deterministic():
+        with part.check(f"{name}, deterministic algorithms"), deterministic():
             again = Look(case, step(case.untouched, case.batch))
             again.take()
             again.require_same(again.names)
@@ -326,15 +327,6 @@ def check_compiled(part: Part, family: str) -> None:
 def _joined(bits: Bits) -> torch.Tensor:
     """All gradients, one after the other."""
     return torch.cat([bits[name].flatten() for name in sorted(bits) if name != "logits"])
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _listed(names: set[str]) -> str:

@@ -262,3 +262,13 @@ def refused(naming: str) -> Iterator[None]:
             raise AssertionError(f"refused for another reason: {error}") from error
         return
     raise AssertionError(f"nothing was refused; expected an error that says {naming!r}")
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels that add in a fixed order, where PyTorch has them: a model then repeats its bits on a GPU too."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -81,6 +81,7 @@ FAMILIES = {
             "num_hidden_layers": 3,
             "routed_scaling_factor": 1.5,
             "head_dim": 16,
+            "qk_rope_head_dim": 8,
         },
         _sqrt_softplus,
         scale=1.5,

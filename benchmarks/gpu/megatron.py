@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.gpu.driving import deterministic
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.harness.pairs import compare
 from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, SIZES, Bench, Losses, start
@@ -65,7 +66,8 @@ def _bits(part: Part, recompute: str, settings: dict[str, Any]) -> None:
     benches: list[Bench] = []
     with part.check(f"own routes are native bits, {name}"):
         benches.append(Bench.of(SMALL | settings, part.device))
-        require_native_bits(benches[0])
+        with deterministic():
+            require_native_bits(benches[0])
     for bench in benches:
         with part.check(f"foreign routes are obeyed, {name}"):
             require_obeyed(bench)

@@ -44,14 +44,14 @@ class PartSpec:
 
 
 PARTS = {
-    "bits": PartSpec("own routes replayed are the unpatched model, foreign ones are obeyed", 100),
-    "cost": PartSpec("time and memory of replay and recording over the unpatched model", 100),
-    "jobs": PartSpec("CUDA graphs, fused kernels and compilation: they work, or are refused by name", 85),
+    "bits": PartSpec("own routes replayed are the unpatched model, foreign ones are obeyed", 120),
+    "cost": PartSpec("time and memory of replay and recording over the unpatched model", 90),
+    "jobs": PartSpec("CUDA graphs, fused kernels and compilation: they work, or are refused by name", 120),
     "mismatch": PartSpec("how far rollout and trainer are apart on this device, without and with replay", 50),
-    "trainer": PartSpec("the reference trainer on the device", 50, (*LIBRARY, "pydantic")),
+    "trainer": PartSpec("the reference trainer on the device", 55, (*LIBRARY, "pydantic")),
     "transfers": PartSpec("expert weights from host memory, and what of it hides behind compute", 50),
     "planning": PartSpec("a plan for 64 ranks on all cores", 50),
-    "megatron": PartSpec("replay in Megatron-Core's schedule", 40, (*LIBRARY, "megatron.core")),
+    "megatron": PartSpec("replay in Megatron-Core's schedule", 45, (*LIBRARY, "megatron.core")),
 }
 
 

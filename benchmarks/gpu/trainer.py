@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.driving import deterministic
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.harness.tiny_run import same_state
 from foreroute.train import RunFolder, Watcher, load_checkpoint, parse_config, train
@@ -42,7 +43,7 @@ def run(part: Part) -> None:
             return
         with part.check("everything is on the device"):
             _is_there(part)
-        with part.check("a resumed run ends with the same bits"):
+        with part.check("a resumed run ends with the same bits"), deterministic():
             _resumes(part, folder)
         with part.check("trains without replay"):
             _require_time(part)

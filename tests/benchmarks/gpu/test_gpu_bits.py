@@ -11,8 +11,10 @@ import torch
 
 from benchmarks.gpu.bits import Case, Look, check_checkpointing, check_experts
 from benchmarks.gpu.driving import step
+from benchmarks.gpu.families import FAMILIES, build
 from benchmarks.gpu.jobs_graphs import check_captures
 from benchmarks.gpu.part import Part, Skipped
+from foreroute.adapters import hf
 from foreroute.core import hooks
 from foreroute.core import selection as hf_selection
 from foreroute.core.find import PROBE_TOKENS
@@ -41,6 +43,19 @@ def test_sound_replay_passes(part):
     all_checks(part)
     assert len(part.checks) == 10
     assert not failed(part)
+
+
+def test_experts_that_cannot_run_here_are_left_behind_nowhere(part):
+    case = Case.made(part, "qwen3_moe", "float32")
+    check_experts(part, case, "no such kernel")
+    assert part.checks["qwen3_moe/float32/no such kernel/unpatched"].startswith("skipped")
+    step(case.untouched, case.batch)
+
+
+def test_the_sizes_for_a_gpu_make_sound_models(part):
+    """Small ones run on CPUs; these would be seen on a GPU for the first time."""
+    for family in FAMILIES:
+        hf.attach(build(family, part.device, torch.float32, full=True, experts="grouped_mm"))
 
 
 def ignoring_the_trace(patch):

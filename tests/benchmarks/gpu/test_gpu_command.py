@@ -33,6 +33,17 @@ def proof(folder, *arguments, **environment):
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
+def test_a_python_that_has_no_foreroute_takes_the_checkout(tmp_path):
+    """As a machine with a GPU has it, where nothing is installed."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -S -c 'import foreroute; print(foreroute.__file__)'\n")
+    python.chmod(0o755)
+    command = ["make", "--silent", "gpu", f"PYTHON={python}"]
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=kept, timeout=60, check=False)
+    assert done.stdout == f"{ROOT / 'src' / 'foreroute' / '__init__.py'}\n", done.stderr
+
+
 @pytest.mark.exhaustive
 def test_every_part_passes_on_a_cpu_or_says_why_it_is_skipped(tmp_path):
     code, report = proof(tmp_path / "out")
