@@ -30,7 +30,6 @@ from benchmarks.gpu.driving import (
 )
 from benchmarks.gpu.families import FAMILIES, twin_of
 from benchmarks.gpu.jobs_compiled import (
-    check_autotuned,
     check_reduced_overhead,
     check_reduced_overhead_in_training,
 )
@@ -62,7 +61,7 @@ def run(part: Part) -> None:
     for experts in ("sonicmoe", "deepgemm"):
         check_experts(part, low, experts)
     check_graphs(part, low)
-    for check in (check_reduced_overhead, check_reduced_overhead_in_training, check_autotuned):
+    for check in (check_reduced_overhead, check_reduced_overhead_in_training):
         check(part, low)
 
 

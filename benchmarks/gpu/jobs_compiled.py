@@ -1,4 +1,4 @@
-"""`torch.compile` in the modes that jobs use: with CUDA graphs of its own, and with kernels tuned."""
+"""`torch.compile` with CUDA graphs of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEEDS_S = 25
 
 def check_reduced_overhead(part: Part, case: Case) -> None:
     """Graphs that torch captures and replays by itself take the routes of every pass; notes of a pass stay its own."""
-    _check(part, case, "reduce-overhead", "torch.compile(reduce-overhead)/inference", _forwards)
+    _check(part, case, "torch.compile(reduce-overhead)/inference", _forwards)
     part.record(
         reduce_overhead_skips=counters["inductor"].get("cudagraph_skips", 0),
         reduce_overhead_partitions=counters["inductor"].get("cudagraph_partitions", 0),
@@ -30,15 +30,10 @@ def check_reduced_overhead(part: Part, case: Case) -> None:
 
 def check_reduced_overhead_in_training(part: Part, case: Case) -> None:
     """The same, with the graphs of backward."""
-    _check(part, case, "reduce-overhead", "torch.compile(reduce-overhead)/training", _steps)
+    _check(part, case, "torch.compile(reduce-overhead)/training", _steps)
 
 
-def check_autotuned(part: Part, case: Case) -> None:
-    """Kernels chosen by trying them out."""
-    _check(part, case, "max-autotune-no-cudagraphs", "torch.compile(max-autotune-no-cudagraphs)", _forwards)
-
-
-def _check(part: Part, case: Case, mode: str, name: str, compare: Any) -> None:
+def _check(part: Part, case: Case, name: str, compare: Any) -> None:
     with part.check(name):
         if part.device.type != "cuda" or importlib.util.find_spec("triton") is None:
             raise Skipped("it takes a GPU and triton")
@@ -47,7 +42,7 @@ def _check(part: Part, case: Case, mode: str, name: str, compare: Any) -> None:
         torch._dynamo.reset()
         model = build(FAMILY, part.device, torch.bfloat16, full=part.full, experts="grouped_mm", num_hidden_layers=2)
         routed = hf.attach(model)
-        compare(routed, torch.compile(model, mode=mode, fullgraph=True), case.batch)
+        compare(routed, torch.compile(model, mode="reduce-overhead", fullgraph=True), case.batch)
     torch._dynamo.reset()
 
 

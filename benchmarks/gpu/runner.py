@@ -44,9 +44,9 @@ class PartSpec:
 
 
 PARTS = {
-    "bits": PartSpec("own routes replayed are the unpatched model, foreign ones are obeyed", 120),
-    "cost": PartSpec("time and memory of replay and recording over the unpatched model", 90),
-    "jobs": PartSpec("CUDA graphs, fused kernels and compilation: they work, or are refused by name", 120),
+    "bits": PartSpec("own routes replayed are the unpatched model, foreign ones are obeyed", 145),
+    "cost": PartSpec("time and memory of replay and recording over the unpatched model", 105),
+    "jobs": PartSpec("CUDA graphs, fused kernels and compilation: they work, or are refused by name", 85),
     "mismatch": PartSpec("how far rollout and trainer are apart on this device, without and with replay", 50),
     "trainer": PartSpec("the reference trainer on the device", 55, (*LIBRARY, "pydantic")),
     "transfers": PartSpec("expert weights from host memory, and what of it hides behind compute", 50),

@@ -22,7 +22,7 @@ Session = Callable[[], AbstractContextManager[object]]
 
 
 def measure_waits(part: Part, bench: Bench, decoding: Decoding | None) -> None:
-    """Of the host for the device, beyond those of the unpatched forward: inside of it, and at the ends of the session.
+    """Of the host for the device in a session, its opening and its end, beyond those of the unpatched forward.
 
     The counter is shown one wait that it must see.
     """
@@ -43,10 +43,8 @@ def measure_waits(part: Part, bench: Bench, decoding: Decoding | None) -> None:
     own: list[str] = []
     for name, (session, work) in kinds.items():
         without, whole = waits_on_cuda(work), waits_on_cuda(_whole(session, work))
-        with session():
-            inside = waits_on_cuda(work)
         own += dict.fromkeys(_own(name, whole))
-        part.record(**_figures(name, len(inside) - len(without), len(whole) - len(inside)))
+        part.record(**{f"syncs_added_by_{name}": len(whole) - len(without)})
     part.record(syncs_added_by_replay_aim="<= 0", syncs_of_foreroute=own)
 
 
@@ -59,20 +57,18 @@ def modelled() -> dict[str, Any]:
     counted = {num_layers: _counted_on_stand_in(num_layers) for num_layers in (1, 2)}
     figures: dict[str, Any] = {}
     own = []
-    for name, (plain, inside, whole) in counted[2].items():
-        shallow_plain, _, shallow = counted[1][name]
+    for name, (plain, whole) in counted[2].items():
+        shallow_plain, shallow = counted[1][name]
         each = (whole.launches - plain.launches) - (shallow.launches - shallow_plain.launches)
-        added = len(inside.waits) - len(plain.waits)
-        syncs = _figures(name, added, len(whole.waits) - len(inside.waits))
-        figures |= {f"modelled_{figure}": value for figure, value in syncs.items()}
+        figures[f"modelled_syncs_added_by_{name}"] = len(whole.waits) - len(plain.waits)
         figures[f"modelled_launches_added_per_layer_by_{name}"] = each
         figures[f"modelled_launches_added_per_forward_by_{name}"] = shallow.launches - shallow_plain.launches - each
         own += _own(name, whole.waits)
     return figures | {"modelled_syncs_added_by_replay_aim": "<= 0", "modelled_syncs_of_foreroute": own}
 
 
-def _counted_on_stand_in(num_layers: int) -> dict[str, tuple[Counts, Counts, Counts]]:
-    """Of each kind of session: the unpatched forward, the same in an open session, and a session around one."""
+def _counted_on_stand_in(num_layers: int) -> dict[str, tuple[Counts, Counts]]:
+    """Of each kind of session: the unpatched forward, and a session around one."""
     model = layered_model(torch.device("cpu"), num_layers, VOCABULARY, SMALL_LAYER, dtype=torch.float32)
     use_experts(model, "batched_mm")  # the others ask what kind of device it is
     model.set_attn_implementation("eager")
@@ -88,10 +84,7 @@ def _counted_on_stand_in(num_layers: int) -> dict[str, tuple[Counts, Counts, Cou
     found = {}
     with Counting() as counting:
         for name, (session, work) in _kinds(bench, padded).items():
-            plain = counting.count(work)
-            with session():
-                inside = counting.count(work)
-            found[name] = (plain, inside, counting.count(_whole(session, work)))
+            found[name] = counting.count(work), counting.count(_whole(session, work))
     return found
 
 
@@ -112,10 +105,6 @@ def _whole(session: Session, work: Callable[[], object]) -> Callable[[], None]:
             work()
 
     return run
-
-
-def _figures(name: str, inside: int, around: int) -> dict[str, int]:
-    return {f"syncs_added_by_{name}": inside, f"syncs_of_opening_and_closing_{name}": around}
 
 
 def _own(name: str, waits: list[str]) -> list[str]:

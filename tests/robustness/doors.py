@@ -276,6 +276,7 @@ def _load_everything(light):
     names += [] if light else ["demo", "doctor", "train"]
     for name in names:
         importlib.import_module(f"foreroute.cli.{name}")
+    importlib.import_module("foreroute.adapters.checkpoint")  # torch does not load within the memory of a case
     if not light:
         importlib.import_module("foreroute.doctor.examine")
     for name in ("plan_plots", "simulation_plots", "sweep_plots", "run_plots", "diagnosis_plots"):

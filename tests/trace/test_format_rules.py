@@ -76,7 +76,7 @@ METADATA = {
     "provenance is no object": (metadata(provenance='["x"]'), "and a table of texts"),
     "provenance of numbers": (metadata(provenance='{"steps": 3}'), "and a table of texts"),
     "provenance with half a character": (metadata(provenance='{"x": "\\ud800"}'), "and a table of texts"),
-    "deep provenance": (metadata(provenance="[" * 9000), "nested too deep"),
+    "deep provenance": (metadata(provenance="[" * 200_000), "nested too deep"),
     "layers are no list": (metadata(layers="{}"), r"expected a list of \[number, kind, experts, picks\]"),
     "layers are no JSON": (metadata(layers="["), "is not JSON"),
     "a layer of three": (layers(0, 1, [2, "decoder", 8]), r"expected a list of \[number, kind, experts, picks\]"),

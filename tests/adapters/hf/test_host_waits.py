@@ -324,9 +324,10 @@ def test_rows_made_once_are_compared_with_every_batch(device):
         replayed(routed, given_on(device, padded("left")), rows)
         batch = padded("left")
         put("input_ids", (1, 8), 3)(batch)
-        for _ in range(2):  # nothing of a refused batch is kept
+        given = given_on(device, batch)
+        for _ in range(2):  # every session is told, where rows are used again too
             with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
-                replayed(routed, given_on(device, batch), rows)
+                replayed(routed, given, rows)
         layout = pad(LENGTHS, side="left", order="bshd")
         with pytest.raises(LayoutError, match="made for a layout already"), routed.replay(rows, layout):
             pass
@@ -345,6 +346,11 @@ def test_rows_are_used_again_for_the_same_tensors_until_somebody_writes_to_them(
             assert len(made) == 1
             there.model(**given_on(DEVICE, padded("left")), use_cache=False)
             assert len(made) == 2
+        rows = there.rows(trace)
+        for policy, times in (({}, 3), ({"telemetry": True}, 3), ({"missing": "native"}, 4)):
+            with there.replay(rows, **policy):
+                there.model(**given, use_cache=False)
+            assert len(made) == times  # in sessions of these rows too
         session = there.replay(trace)
         session.__enter__()
         there.model(**given, use_cache=False)

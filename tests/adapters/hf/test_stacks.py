@@ -157,7 +157,7 @@ def test_a_row_that_the_encoder_lacks_is_one_that_every_token_depends_on(model, 
     read, written = other_of(routed)
     valid_N = read.valid_N.copy()
     valid_N[-1] = False  # the last of a sequence, which only a decoder may lack
-    ids = np.where(valid_N[:, None, None], read.expert_ids_NLK, -1).astype(int)
+    ids = read.expert_ids_NLK.astype(int)
     ids[~valid_N] = -1
     lacking = RoutingTrace.from_sequences(
         read.spec, [read.tokens(s) for s in range(3)], np.split(ids, read.offsets[1:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,24 +42,30 @@ class TraceRows:
         self.layout = layout
         self._indexers = indexers
         self._there: TraceOnDevice | None = None
-        self._made: tuple[HostBatch, Policy, PassRoutes] | None = None
+        self._made: tuple[HostBatch | Written, Policy, PassRoutes, Callable[[LateChecks], None]] | None = None
 
     def of_batch(self, batch: ForwardTokens, policy: Policy, checks: LateChecks) -> PassRoutes:
         """What a batch replays. As `foreroute.replay.Routes.of_pass`.
+
+        That of the last batch is used again: on the CPU for an equal one, on a GPU for tensors to which nobody has
+        written since.
 
         Args:
             batch: compared with the trace, on the device where it is on one.
             policy: how to replay.
             checks: of the session, told what the device finds.
         """
-        there, choices = self._there, None
+        given = batch.host if batch.device.type == "cpu" else batch.written
+        policy = replace(policy, telemetry=False)  # which no row depends on
+        if self._made is not None:
+            known, how, made, ask = self._made
+            if how == policy and _are_same(known, given):
+                ask(checks)
+                return made
+        there = self._there
         if there is None or there.device != batch.device:
             there = self._there = TraceOnDevice(self.trace, batch.device)
-        policy = replace(policy, telemetry=False)  # which no row depends on
-        if batch.device.type == "cpu" and self._made is not None:
-            known, how, made = self._made
-            if how == policy and known.equals(batch.host):
-                return made
+        choices, ask = None, _ask_nothing
         if batch.device.type == "cpu" or self._needs_host(batch, there, policy):
             row_of_slot = self.located(batch, policy)
             if self._indexers is not None and INDEXER in self.trace.streams:
@@ -67,12 +74,12 @@ class TraceRows:
             row_R = to_device(row_of_slot, batch.device)
         else:
             row_R, wrong = self._located_there(batch, there, policy)
-            checks.add(wrong, partial(self.located, batch.kept(), policy))
+            ask = partial(LateChecks.add, wrong=wrong, tell=partial(self.located, batch.kept(), policy))
+        ask(checks)
         rows = there.gather(row_R, policy, choices)
-        found = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
-        if batch.device.type == "cpu":
-            self._made = batch.host, policy, found
-        return found
+        made = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
+        self._made = given, policy, made, ask
+        return made
 
     def located(self, batch: ForwardTokens, policy: Policy) -> NDArray[np.int64]:
         """int64 [R], found on the host, which waits for the batch. Whatever is wrong with it is refused."""
@@ -131,7 +138,6 @@ class BatchRoutes:
         self._found = found
         self._policy = policy
         self._checks = LateChecks()
-        self._last: tuple[Written, PassRoutes] | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -139,25 +145,30 @@ class BatchRoutes:
         return self._found.trace.versions
 
     def of_pass(self, chunk: int, batch: ForwardTokens) -> PassRoutes:
-        """Those of a pass that begins. See `foreroute.replay.Routes`.
-
-        Rows that this session made on a GPU are used again for tensors that nobody has written to since.
-        """
+        """Those of a pass that begins. See `foreroute.replay.Routes`."""
         if batch.past:
             raise BatchMismatchError(
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
                 "without a cache"
             )
-        given, last = [] if batch.device.type == "cpu" else batch.written, self._last
-        if given and last and all(a is b and n == m for (a, n), (b, m) in zip(given, last[0], strict=True)):
-            return last[1]
-        made = self._found.of_batch(batch, self._policy, self._checks)
-        self._last = (given, made) if given else None
-        return made
+        return self._found.of_batch(batch, self._policy, self._checks)
 
     def close(self) -> None:
         """Waits for the device where batches were compared there. See `foreroute.replay.Routes`."""
         self._checks.close()
+
+
+def _are_same(known: HostBatch | Written, given: HostBatch | Written) -> bool:
+    """Whether two batches are equal, as far as that can be said without waiting for a device."""
+    if isinstance(given, HostBatch):
+        return isinstance(known, HostBatch) and known.equals(given)
+    if isinstance(known, HostBatch) or not given:  # nobody counts how often they are written to
+        return False
+    return all(a is b and n == m for (a, n), (b, m) in zip(given, known, strict=True))
+
+
+def _ask_nothing(_: LateChecks) -> None:
+    """Of a batch that was compared on the host."""
 
 
 def _require_whole(layout: object, trace: RoutingTrace) -> None:
