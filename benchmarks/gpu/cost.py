@@ -27,7 +27,6 @@ from benchmarks.gpu.layers import (
     layered_model,
     layers_that_fit,
     random_tokens,
-    use_experts,
 )
 from benchmarks.gpu.part import Part, Skipped
 from benchmarks.gpu.waits import measure_waits
@@ -47,9 +46,6 @@ ACTIVATION_BYTES = 2.5e9
 """Of one layer at 8,192 tokens, for the backward."""
 SPARE_BYTES = 6e9
 MOST_LAYERS = 8
-EAGER_TOKENS = 2048
-BATCHED_TOKENS = 32
-"""`batched_mm` copies the weights of every pick: 2.4 GB at this many tokens."""
 
 
 def run(part: Part) -> None:
@@ -86,9 +82,6 @@ def run(part: Part) -> None:
         _memory(part, bench)
     with part.check("kernels, and a profile"):
         _profile(part, bench, decoding)
-    del decoding
-    with part.check("other experts"):
-        _other_experts(part, bench.routed, vocabulary)
 
 
 def _ratio(part: Part, name: str, candidate: Callable[[], object], baseline: Callable[[], object]) -> None:
@@ -185,18 +178,3 @@ def _profile(part: Part, bench: Bench, decoding: Decoding | None) -> None:
     part.record(kernels_unpatched=kernels["unpatched"])
     for name in ("replay", "replay_without_telemetry", "recording"):
         part.record(**{f"kernels_added_by_{name}": kernels[name] - kernels["unpatched"]})
-
-
-def _other_experts(part: Part, routed: hf.RoutedTransformer, vocabulary: int) -> None:
-    """Eager and `batched_mm`, on as many tokens as they can take, while time is left."""
-    tokens = {"batched_mm": BATCHED_TOKENS, "eager": EAGER_TOKENS if part.full else BATCHED_TOKENS}
-    for least_s, kind, work in ((12, "batched_mm", "forward"), (12, "eager", "forward"), (40, "eager", "step")):
-        if part.full and part.seconds_left < least_s:
-            raise Skipped(f"{kind} {work}: {part.seconds_left:.0f} s were left")
-        use_experts(routed.model, kind)
-        try:
-            bench = Bench.of(routed, random_tokens(part.device, vocabulary, (1, tokens[kind])))
-            _ratio(part, f"{kind}_{work}", bench.replayed(getattr(bench, work)), getattr(bench, work))
-        finally:
-            routed.model.zero_grad(set_to_none=True)
-            use_experts(routed.model, "grouped_mm")

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -17,19 +16,6 @@ SYNCHRONIZING = "synchronizing CUDA operation"
 DATA_PATH = tuple(f"foreroute/ep/{name}" for name in ("layer.py", "compute.py", "transfer/"))
 """What runs between the rows of a step. The beginnings of steps and micro-steps, where ranks agree, are elsewhere."""
 ROWS = 30
-
-
-@dataclass
-class Counts:
-    """What was seen.
-
-    Attributes:
-        launches: kernels. On a device that stands in for a GPU: operators that launch at least one, and copies.
-        waits: where in the code the host waited, "file:line".
-    """
-
-    launches: int = 0
-    waits: list[str] = field(default_factory=list)
 
 
 def waits_on_cuda(work: Callable[[], object]) -> list[str]:

@@ -303,12 +303,6 @@ def _two_ranks(part: Part, backend: str, prefix: str) -> None:
         if prefix:  # by gloo, the host carries what is sent
             waits = [place for answer in answers for place in answer[f"{path}_waits"]]
             _require_no_waits(part, f"{prefix}two_ranks_{path}_launch_waits", waits)
-    part.record(
-        **{
-            f"{prefix}two_ranks_{path}_fetch_waits_ms": round(answers[0][f"{path}_waits_ms"], 3)
-            for path in ("host", "direct")
-        }
-    )
 
 
 def _in_processes(part: Part, backend: str) -> list[dict[str, Any]]:
@@ -379,5 +373,4 @@ def _by(path: Any, bench: Bench, step: int) -> dict[str, Any]:
             "host": sum(record.host_bytes for record in fetched),
             "direct": sum(record.direct_bytes for record in fetched),
         },
-        f"{path}_waits_ms": statistics.mean(record.exposed_s for record in fetched) * 1e3,
     }

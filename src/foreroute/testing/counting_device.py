@@ -189,7 +189,7 @@ def _require_one_device(func: Any, args: Sequence[Any], given: Sequence[Any]) ->
 
 
 def _count(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goes_there: bool, reads: Counter[str]) -> None:
-    if func in READS:
+    if func in READS and kwargs.get("output_size") is None:  # given, a size need not be asked for
         reads[str(func)] += 1
     elif func is aten._to_copy.default and kwargs.get("device") is not None and not goes_there:
         reads["to the host"] += 1
