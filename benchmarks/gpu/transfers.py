@@ -44,6 +44,7 @@ ROWS = 32768
 SMALLER = 16
 """Without a GPU, widths are so many times smaller."""
 PAIRS, FEW_PAIRS = 30, 4
+WAIT_S = 60
 
 
 def run(part: Part) -> None:
@@ -160,7 +161,7 @@ class HostPath:
 
     def copy(self, size: int) -> None:
         """Copy so many experts, and wait for them."""
-        end(self.begin(size))
+        self.begin(size).wait(WAIT_S)
 
     def require_page_locked(self) -> None:
         """Raise `AssertionError` if a copy would be staged, by the driver, through memory that is."""
@@ -183,17 +184,6 @@ class HostPath:
                 raise AssertionError(
                     f"a burst of {size} experts: slots {wrong} of {name} do not hold what was published"
                 )
-
-
-def end(burst: TransferBatch) -> None:
-    """Wait for a burst, which must have arrived.
-
-    Raises:
-        AssertionError: when it has not.
-    """
-    objection = burst.wait(60)
-    if objection is not None:
-        raise AssertionError(objection)
 
 
 def _most_experts(expert_bytes: int) -> int:
@@ -219,7 +209,7 @@ def _time_copy(part: Part, path: HostPath, size: int) -> tuple[float, float, flo
         begun = time.perf_counter()
         under_way = path.begin(size)
         launches.append(time.perf_counter() - begun)
-        end(under_way)
+        under_way.wait(WAIT_S)
     name = f"host_path_{size}_experts"
     rate = num_bytes / (ratio.baseline_ms / 1e3) / 1e9
     low, median, high = (round(1 / value, 4) for value in (ratio.high, ratio.ratio, ratio.low))
@@ -274,7 +264,7 @@ def _beside(
         gemms()
         gemms_s = time.perf_counter() - begun
         if burst:
-            end(burst)
+            burst.wait(WAIT_S)
         return gemms_s, time.perf_counter() - begun
     first, computed, over = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     before()
@@ -283,7 +273,7 @@ def _beside(
     gemms()
     computed.record()
     if burst:
-        end(burst)
+        burst.wait(WAIT_S)
     over.record()
     over.synchronize()
     return float(first.elapsed_time(computed)) / 1e3, float(first.elapsed_time(over)) / 1e3

@@ -25,7 +25,7 @@ BY_DAY = [
     Case(plan=10, weights="layer"),
     Case(plan=11, weights="shared", use_reentrant=True),
     Case(plan="planned"),
-    Case(plan=14, weights="late", use_reentrant=False),
+    Case(plan=14, use_reentrant=False),
     Case(routing="crowded", plan=13),
     Case(),
 ]
@@ -104,7 +104,7 @@ def test_training_is_that_of_one_process(workers, case):
             sum(load.sent for load in loads)
         }
         assert all(load.executed_L == load.computed_L for load in loads)
-        if not case.unrouted and case.weights != "late":
+        if not case.unrouted:
             assert all(load.computed_L == load.planned_L for load in loads)
     assert len(outcomes[0]["loads"]) == (0 if case.plan is None else STEPS * MICRO_STEPS)
 

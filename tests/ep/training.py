@@ -32,8 +32,8 @@ class Case:
         ahead: whether counts are known before the forward.
         unrouted: whether last tokens have no route.
         dtype: of the model.
-        weights: where replicas come from: "direct", or an engine with slots by "layer" or "shared"; "late" is
-            "direct" with every second cell served at home; "lost" and "doubled" with gradients tampered with.
+        weights: where replicas come from: "direct", or an engine with slots by "layer" or "shared"; "lost"
+            and "doubled" with gradients tampered with.
     """
 
     family: str = "qwen3_moe"

@@ -61,14 +61,6 @@ def counting_rows(placed):
         yield computed_L
 
 
-class Late(DirectWeights):
-    """Replicas of every second cell cannot be had."""
-
-    def fetch(self, cell, home):
-        replicas = super().fetch(cell, home)
-        return None if (cell.micro_step + cell.layer) % 2 else replicas
-
-
 TAMPERED = {"lost": 0, "doubled": 2}
 
 
@@ -97,8 +89,6 @@ def use_weights(placed, case):
     """Returns the engine, where there is one."""
     if case.weights in TAMPERED:
         placed.use(Tampered(PeerGroup(timeout_s=20), TAMPERED[case.weights]))
-    elif case.weights == "late":
-        placed.use(Late(PeerGroup(timeout_s=20)))
     elif case.weights != "direct":
         topology = Topology(case.ranks, case.ranks, SLOTS, LINKS)
         options = TransferOptions(slots=case.weights, timeout_s=20)

@@ -72,10 +72,8 @@ def execution(step, *, ranks=4, micro_steps=3, layers=2):
     executed = np.broadcast_to(at_home.sum(axis=2, keepdims=True) // ranks, at_home.shape)
     stages = {"executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
     stages = {
-        name: stages | {"fell_back": {}, "priced_options": {"pay_off": "on: where it saves time"}}
-        for name in ("recompute", "update 0")
+        name: stages | {"priced_options": {"pay_off": "on: where it saves time"}} for name in ("recompute", "update 0")
     }
-    stages["recompute"]["fell_back"] = {f"{number}.0": "late" for number in range(step)}
     most = float(at_home.max(axis=2).sum() / at_home.mean(axis=2).sum())
     return {
         "ranks": ranks,

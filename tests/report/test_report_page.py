@@ -181,7 +181,6 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on
         "Waited for plans": "0.20\N{NO-BREAK SPACE}s",
         # 0 + 1 + 2 + 3 of 6.8 seconds
         "Planning that nothing waited for": "88.2\N{NO-BREAK SPACE}%",
-        "Cells that fell back to homes": "6",
     }
     page = write_report(read_runs([alone, spread]), tmp_path / "report.html").read_text()
     assert "Load of every rank in every cell, step 3 of spread" in page

@@ -41,7 +41,6 @@ def test_every_count_is_bounded(key):
         ({"rollout": {"temperature": 1e30}}, r"rollout\.temperature"),
         ({"rollout": {"server": {"timeout_s": 1e30}}}, r"rollout\.server\.timeout_s: .* 604800"),
         ({"parallel": {"expert": 2, "timeout_s": 1e30}}, r"parallel\.timeout_s: .* 604800"),
-        ({"parallel": {"expert": 2, "deadline_s": 1e30}}, r"parallel\.deadline_s: .* 604800"),
     ],
 )
 def test_products_and_times_are_bounded(sections, message):

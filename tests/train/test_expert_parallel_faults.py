@@ -17,24 +17,8 @@ from foreroute.planner import PlanInProgress
 from foreroute.testing.ranks import Workers
 from foreroute.train import experts, load_checkpoint
 from foreroute.train.loop import Trainer
-from tests.ep.transfer.faults import Fault, FaultyPeers, late_nowhere_else
 from tests.train.expert_parallel_runs import path_of, resume, run, run_config
-from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_of
 from tests.train.small_runs import records
-from tests.train.test_expert_parallel import learned_alike
-
-
-def faulty_steps(rank, config, faults):
-    """A step under each fault. Returns them as one, and how often each fault happened here."""
-    with mock.patch.object(experts, "PeerGroup", FaultyPeers), precise_trainer(config) as trainer:
-        peers, parts, happened = trainer.execution._engine._peers, [], []
-        for fault in faults:
-            peers.fault, peers.happened = fault, 0
-            with late_nowhere_else(fault):
-                parts.append(steps_of(trainer, 1))
-            happened.append(peers.happened)
-        records, generations = zip(*[(part.records[0], part.generations[0]) for part in parts], strict=True)
-        return Steps(list(records), list(generations), parts[-1].state), happened
 
 
 def resume_broken(rank, config, folder, way):
@@ -191,48 +175,6 @@ def die_in_update(rank, config, folder):
 
     with mock.patch.object(Trainer, "update", dying):
         run(rank, config, folder)
-
-
-DEADLINE_S = 1.0
-
-
-def test_late_and_damaged_replicas_leave_the_losses_as_they_are(workers, tmp_path):
-    """A step with a damaged payload, one with a late transfer, and one without a fault."""
-    what = "replicas of step 1, micro-step 0, routed layer 0"
-    late = Fault("slow receiver", 1, what, given_up=tmp_path / "given-up")
-    faults = [Fault("corrupt", 1, "replicas of step 0"), late, None]
-    config = config_of(2, paths="direct", prefetch=0, slots="shared", checksums=True, deadline_s=DEADLINE_S)
-    (steps, _), (_, happened) = workers(2).run(faulty_steps, config, faults)
-    assert happened == [1, 1, 0]
-    learned_alike(steps, config)
-    damaged, delayed, undisturbed = (record["execution"] for record in steps.records)
-    assert "arrived damaged" in " ".join(because(damaged).values())
-    assert "had not arrived after 1.0 s" in because(delayed)["recompute", 0, 0]
-    assert delayed["exposed_transfer_s"] >= DEADLINE_S
-    for figures in (damaged, delayed, undisturbed):
-        for name, m, layer in because(figures):
-            stage = figures["stages"][name]
-            assert stage["executed_MLG"][m][layer] == stage["at_home_MLG"][m][layer]
-        as_planned = figures["max_over_mean"]["executed"] == figures["max_over_mean"]["planned"]
-        assert as_planned == (not because(figures))
-
-
-def because(figures):
-    return {
-        (name, *map(int, cell.split("."))): why
-        for name, stage in figures["stages"].items()
-        for cell, why in stage["fell_back"].items()
-    }
-
-
-def test_a_damaged_payload_that_nobody_verifies_is_seen_in_the_losses(workers):
-    """A control: the fault is a fault."""
-    faults = [Fault("corrupt", 1, "replicas of step 0")]
-    config = config_of(2, paths="direct", prefetch=0, slots="shared")
-    (steps, _), (_, happened) = workers(2).run(faulty_steps, config, faults)
-    assert happened == [1]
-    with pytest.raises(AssertionError):
-        learned_alike(steps, config)
 
 
 def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers, tmp_path):

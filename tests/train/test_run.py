@@ -173,7 +173,7 @@ def with_a_flipped_bit(checkpoint):
             "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
         ),
         ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
-        ({"parallel": {"prefetch": 2, "checksums": True}}, "prefetch, checksums change nothing with expert = 1"),
+        ({"parallel": {"prefetch": 2, "slots": "shared"}}, "slots, prefetch change nothing with expert = 1"),
         ({"rollout": {"server": {"timeout_s": 5.0}}}, 'server changes nothing with engine = "embedded"'),
         ({"rollout": {"engine": "vllm", "precision": "float32"}}, r"needs server\.python"),
         ({"rollout": {"engine": "sglang"}}, r"needs server\.url"),

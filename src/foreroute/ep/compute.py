@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from foreroute.ep.transfer import Cell, PendingGradients, ReplicaWeights
 from foreroute.ep.transfer.replica_weights import segment_sums
-from foreroute.errors import AttachError, TransferError
+from foreroute.errors import AttachError
 from foreroute.plan import CellPlan
 
 LEAST_TORCH = "2.10"
@@ -210,12 +210,7 @@ class BorrowedWeights:
 
     def fetch_again(self, home: Sequence[Tensor]) -> None:
         """Have the weights fetched once more, for backward."""
-        fetched = self.source.fetch(self.cell, dict(zip(self.names, home, strict=True)))
-        if fetched is None:
-            raise TransferError(
-                f"replicas computed the forward pass of {self.cell}, and cannot be had again for backward"
-            )
-        self.tensors = fetched
+        self.tensors = self.source.fetch(self.cell, dict(zip(self.names, home, strict=True)))
         self.source.prefetch()
 
     def send_home(self) -> None:
@@ -242,13 +237,9 @@ class Replicas:
     home: Mapping[str, Tensor]
 
     @classmethod
-    def fetched(
-        cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]
-    ) -> Replicas | None:
-        """All ranks call it, before they dispatch the rows of the cell; None when the homes serve it."""
+    def fetched(cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]) -> Replicas:
+        """All ranks call it, before they dispatch the rows of the cell."""
         tensors = source.fetch(cell, {name: shard.detach() for name, shard in home.items()})
-        if tensors is None:
-            return None
         trained = tuple(name for name, shard in home.items() if shard.requires_grad)
         borrowed = BorrowedWeights(cell, source, tuple(home), trained, tensors)
         brought = ReceiveGradients.apply(borrowed, *home.values())

@@ -184,16 +184,9 @@ class Execution:
             return None
         return Cell(self.active_plan.step, self.micro_step, layer), plan, self.active_plan.weights
 
-    def schedule(self, layer: int, by_replicas: bool) -> CellSchedule | None:
-        """What this rank does in a cell whose counts were known ahead; None where it depends on what is found now.
-
-        Args:
-            layer: that runs.
-            by_replicas: whether the cell's replicas serve, as planned.
-        """
+    def schedule(self, layer: int) -> CellSchedule | None:
+        """What this rank does in a cell whose counts were known ahead; None where it depends on what is found now."""
         if self.active_plan is None or self.exchanges:
-            return None
-        if not by_replicas and self.cell(layer) is not None:
             return None
         return self.active_plan.schedule.cell(self.micro_step, layer)
 

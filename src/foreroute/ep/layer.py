@@ -67,10 +67,9 @@ class ExpertLayer:
         self._require_rows(execution, len(ids_NK))
         ids_NK = ids_NK.to(torch.int64)
         home_E = self.shards.home_E
-        # on all ranks before any row is sent, because it decides which plan the rows follow
         replicas = self._fetch(execution)
         counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
-        rows = execution.schedule(self.number, replicas is not None)
+        rows = execution.schedule(self.number)
         if rows is None:
             cell = CellPlan.homes_only(home_E, len(counts_GE)) if replicas is None else replicas.plan
             rows = CellSchedule.of(
@@ -91,7 +90,7 @@ class ExpertLayer:
         return summed.to(hidden_ND.dtype)
 
     def _fetch(self, execution: Execution) -> Replicas | None:
-        """The replicas of the cell, on any rank; None where homes serve all: it has none, or they cannot be had."""
+        """The replicas of the cell, on any rank; None where it has none, so that homes serve all."""
         planned = execution.cell(self.number)
         if planned is None:
             return None

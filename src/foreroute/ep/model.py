@@ -40,9 +40,9 @@ class StepWeights(ReplicaWeights, Protocol):
         ...
 
     def begin_step(
-        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, is_agreed: bool = False
     ) -> None:
-        """A plan is in force from now on, with this digest on all ranks. A collective call."""
+        """A plan is in force from now on. A collective call, in which ranks compare it unless they have agreed."""
         ...
 
 
@@ -189,7 +189,7 @@ class ExpertParallelModel:
         self._active = None
         self._require_routed()
         plan, counts_MLGE = self._read(step, plan, planned)
-        digest = agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
+        agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
         first, *others = parts_of(plan)
         schedule = ExecutionSchedule(
             first,
@@ -200,7 +200,7 @@ class ExpertParallelModel:
         )
         for part in others:
             schedule.extend(part)
-        self._weights.begin_step(step, plan, schedule, updating=updating, digest=digest)
+        self._weights.begin_step(step, plan, schedule, updating=updating, is_agreed=True)
         self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule)
         return plan
 

@@ -129,7 +129,7 @@ def agree_on_step(
     plan: StepPlan | SharedPlan,
     counts_MLGE: NDArray[np.integer] | None,
     home_LE: NDArray[np.int16],
-) -> str:
+) -> None:
     """Make sure that all ranks have the same plan, that it fits the model, and that the counts are its own.
 
     Args:
@@ -139,21 +139,17 @@ def agree_on_step(
         counts_MLGE: integers [M, L, G, E], what was planned, or None.
         home_LE: int16 [L, E], where experts live.
 
-    Returns:
-        `plan_digest` of the plan, or of what is known of it by now.
-
     Raises:
         PlanError: on every rank alike, for different plans, or one for other ranks, layers, experts or homes.
         CountsError: on every rank alike, for counts that are not those of the plan.
         TransferError: when a rank does not answer.
     """
     parts = parts_of(plan)
-    digest = agree_on_plan(consensus, step, parts[0])
+    agree_on_plan(consensus, step, parts[0])
     what = f"agreeing on the homes of step {step}"
     if objections := consensus.objections(_objection_to_plan(plan, home_LE), what):
         raise PlanError("; ".join(objections))
     agree_on_counts(consensus, plan, parts, counts_MLGE)
-    return digest
 
 
 def parts_of(plan: StepPlan | SharedPlan) -> Sequence[StepPlan]:

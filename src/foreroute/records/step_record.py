@@ -96,8 +96,6 @@ class StageRecord:
     """Assignments as executed."""
     at_home_MLG: Loads
     """Assignments with every expert at its home."""
-    fell_back: dict[str, str] = field(default_factory=dict)
-    """Why homes alone served a cell, by its micro-step and layer, such as `2.0`."""
     priced_options: dict[str, str] = field(default_factory=dict)
     """Whether `pay_off` and `traffic` were on, and why."""
 

@@ -224,7 +224,7 @@ def planned_steps(run: Run) -> list[tuple[int, ExecutionRecord]]:
 
 
 def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
-    """What plans did, by name: means over the steps, but of cells that fell back."""
+    """What plans did, by name: means over the steps."""
 
     def mean(value: Callable[[ExecutionRecord], float]) -> float:
         return sum(map(value, steps)) / len(steps)
@@ -251,7 +251,4 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         "Waited for plans": step_time(mean(lambda step: step.exposed_planning_s or 0.0)),
         # of the time of planning, what no rank waited for
         "Planning that nothing waited for": percentage(hidden_s / sum(planned) if sum(planned) else None),
-        "Cells that fell back to homes": str(
-            sum(len(stage.fell_back) for step in steps for stage in step.stages.values())
-        ),
     }

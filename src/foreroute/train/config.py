@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from foreroute.files.config_file import (
     MOST,
-    MOST_SECONDS,
     Count,
     Natural,
     NotNegative,
@@ -298,10 +297,6 @@ class ParallelConfig(Section):
     """Folder in the node's memory for replicas."""
     prefetch: Natural = 1
     """Cells whose replicas are fetched ahead."""
-    deadline_s: Annotated[float, Field(ge=0, le=MOST_SECONDS)] | None = None
-    """A cell waits so long for replicas, then uses the homes."""
-    checksums: bool = False
-    """Verify replicas on arrival."""
     dense: Literal["replicated", "fsdp2"] = "replicated"
     """All but experts: whole on every rank, or sharded."""
     timeout_s: Timeout = 600.0
@@ -326,8 +321,6 @@ class ParallelConfig(Section):
             raise ValueError(f"{asked} = true goes by prices; name a topology file, or leave it out")
         if self.traffic and self.slots != "shared":
             raise ValueError('traffic = true refills all slots in every cell; set slots = "shared", or leave it out')
-        if self.deadline_s is not None and self.deadline_s >= self.timeout_s:
-            raise ValueError(f"deadline_s = {self.deadline_s} is not below timeout_s = {self.timeout_s}")
         return self
 
 

@@ -132,8 +132,6 @@ class ExpertParallel(OneProcess):
             paths=config.paths,
             slots=config.slots,
             prefetch=config.prefetch,
-            deadline_s=config.deadline_s,
-            checksums=config.checksums,
             timeout_s=config.timeout_s,
             directory=Path(config.shared_memory),
         )

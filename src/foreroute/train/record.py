@@ -237,12 +237,6 @@ class ExecutedPass:
     def __post_init__(self) -> None:
         self.executed_ML = np.zeros(self.counts_MLGE.shape[:2], np.int64)
 
-    @property
-    def fell_back(self) -> dict[str, str]:
-        """Why homes alone served a cell, by its micro-step and layer; the same on all ranks."""
-        because = {(r.cell.micro_step, r.cell.layer): r.at_home_because for r in self.transfers if r.at_home_because}
-        return {f"{m}.{layer}": because[m, layer] for m, layer in sorted(because)}
-
 
 @dataclass(frozen=True)
 class MovedHomes:
@@ -298,7 +292,6 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
             each.name: StageRecord(
                 executed_MLG=of_kind["executed"].tolist(),
                 at_home_MLG=of_kind["at_home"].tolist(),
-                fell_back=each.fell_back,
                 priced_options=each.priced_options,
             )
             for each, of_kind in zip(executed, loads, strict=True)

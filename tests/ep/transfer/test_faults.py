@@ -1,4 +1,4 @@
-"""What goes wrong between ranks: a step gets slower, or ends everywhere with one message. Never wrong, never hung."""
+"""What goes wrong between ranks: a step gets slower, or ends everywhere with an error. Never wrong, never hung."""
 
 import gc
 import os
@@ -12,7 +12,7 @@ import torch
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import open_shared
 from foreroute.testing.ranks import Workers
-from tests.ep.transfer.faults import Fault, FaultyPeers, late_nowhere_else
+from tests.ep.transfer.faults import Fault, FaultyPeers
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
@@ -30,7 +30,6 @@ from tests.ep.transfer.toy import (
 MEMORY = Path("/dev/shm")
 GONE_S = 3.0
 """After which a rank is taken for dead."""
-GUARDED = TransferOptions(paths="direct", checksums=True, deadline_s=5.0)
 
 
 def leaked():
@@ -47,155 +46,70 @@ def is_ours_or_gone(process):
     return process == os.getpid()
 
 
-def train(rank, plan, options, fault, *, spoil=None, from_update=False):
-    """One recompute and one update under a fault, or the update alone, beside one process that has all experts."""
-    group = peers(kind=FaultyPeers)
-    group.fault, group.happened = None if from_update else fault, 0
-    engine, homes = make_engine(plan, rank, options, kind=FaultyPeers)
-    if spoil is not None:
-        spoil(rank, engine)
-    with late_nowhere_else(fault):
-        with torch.no_grad():
-            recompute = summed(run_step(engine, plan, homes, rank, updating=False))
-        group.fault = fault
-        update = summed(run_step(engine, plan, homes, rank))
+def train(rank, plan, fault):
+    """One recompute and one update under a fault, beside one process that has all experts."""
+    engine, homes = make_engine(plan, rank, TransferOptions(paths="direct"), kind=FaultyPeers)
+    group = engine._peers
+    group.fault = fault
+    with torch.no_grad():
+        recompute = summed(run_step(engine, plan, homes, rank, updating=False))
+    update = summed(run_step(engine, plan, homes, rank))
+    engine.close()
     everything = all_experts(plan)
     wanted = reference(plan, everything)
-    group.fault = None
-    engine.close()
-    return {
-        "loss": max(abs(recompute / wanted - 1), abs(update / wanted - 1)),
-        "grad": largest_difference(plan, homes, rank, everything),
-        "at_home": [(r.cell, r.at_home_because) for r in engine.take_records() if r.at_home_because],
-        "happened": group.happened,
-    }
+    apart = max(abs(recompute / wanted - 1), abs(update / wanted - 1))
+    return max(apart, largest_difference(plan, homes, rank, everything)), group.happened
 
 
-def assert_right(outcomes, *, at_home):
-    """The right numbers, and the same cells at home on all ranks."""
-    assert max(outcome["loss"] for outcome in outcomes) < WITHIN
-    assert max(outcome["grad"] for outcome in outcomes) < WITHIN
-    assert all(outcome["at_home"] == outcomes[0]["at_home"] for outcome in outcomes)
-    assert {cell[1:] for cell, _ in outcomes[0]["at_home"]} == at_home
+@pytest.mark.parametrize("kind", ["slow sender", "slow receiver"])
+def test_a_late_transfer_is_waited_for(workers, kind):
+    fault = Fault(kind, 1, "replicas of step 0, micro-step 1, routed layer 1")
+    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), fault)
+    assert outcomes[1][1] == 1
+    assert max(apart for apart, _ in outcomes) < WITHIN
 
 
-def because(outcomes):
-    return {reason for _, reason in outcomes[0]["at_home"]}
+@pytest.mark.parametrize("what", ["replicas of step 0, micro-step 1, routed layer 2", "gradients of step 0"])
+def test_the_comparison_sees_a_corrupt_payload(workers, what):
+    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), Fault("corrupt", 1, what))
+    assert outcomes[1][1] == 1
+    assert max(apart for apart, _ in outcomes) > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("kind", "prefetch", "slots"),
-    [
-        ("slow sender", 0, "layer"),
-        ("slow sender", 1, "shared"),
-        ("slow receiver", 0, "shared"),
-        ("slow receiver", 1, "layer"),
-    ],
-)
-def test_a_late_transfer_leaves_the_homes_in_force(workers, tmp_path, kind, prefetch, slots):
-    options = replace(GUARDED, prefetch=prefetch, slots=slots, deadline_s=0.1)
-    fault = Fault(kind, 1, "replicas of step 0, micro-step 1, routed layer 1", given_up=tmp_path / "given-up")
-    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), options, fault)
-    assert outcomes[1]["happened"] == 1
-    assert_right(outcomes, at_home={(1, 1)})
-    assert all("had not arrived after 0.1 s" in reason for reason in because(outcomes))
-
-
-def test_a_corrupt_payload_leaves_the_homes_in_force(workers):
-    fault = Fault("corrupt", 1, "replicas of step 0, micro-step 1, routed layer 2")
-    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), GUARDED, fault)
-    assert outcomes[1]["happened"] == 1
-    assert_right(outcomes, at_home={(1, 2)})
-    assert all("arrived damaged" in reason for reason in because(outcomes))
-
-
-def test_without_checksums_a_corrupt_payload_is_seen_by_the_comparison_alone(workers):
-    fault = Fault("corrupt", 1, "replicas of step 0, micro-step 1, routed layer 2")
-    options = TransferOptions(paths="direct")
-    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), options, fault)
-    assert max(outcome["loss"] for outcome in outcomes) > 1e-4
-
-
-def test_what_tokens_were_sent_to_is_sent_again(workers):
-    """Later fetches of a cell that replicas serve cannot fall back any more."""
-    fault = Fault("corrupt", 1, "replicas of step 0, micro-step 1, routed layer 1", times=2)
-    plan = random_plan(0, ranks=4, slots=3)
-    outcomes = workers(4).run(refetch_under, plan, replace(GUARDED, prefetch=0, slots="shared"), fault)
-    assert outcomes[1]["happened"] == 2
-    assert_right(outcomes, at_home=set())
-
-
-def refetch_under(rank, plan, options, fault):
-    return train(rank, plan, options, fault, from_update=True)
-
-
-def test_a_corrupt_gradient_is_sent_again(workers):
-    fault = Fault("corrupt", 1, "gradients of step 0, micro-step 1, routed layer 1", times=2)
-    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), GUARDED, fault)
-    assert outcomes[1]["happened"] == 2
-    assert_right(outcomes, at_home=set())
-
-
-def test_a_peer_that_sends_nothing_but_damage_ends_every_rank(workers):
-    fault = Fault("corrupt", 1, "gradients of", times=10**6)
-    outcomes = workers(4).outcomes(train, random_plan(0, ranks=4, slots=3), GUARDED, fault)
+def test_host_memory_of_another_version_ends_every_rank(workers):
+    group = Workers(2, timeout_s=60)
+    try:
+        outcomes = group.outcomes(read_another_version, random_plan(0, ranks=2, slots=3))
+    finally:
+        group.close()
     assert {outcome.kind for outcome in outcomes} == {"TransferError"}
-    assert len({outcome.message for outcome in outcomes}) == 1
-    assert "failed 3 times: rank" in outcomes[0].message
+    said = "rank 0: the shared memory of rank 1 holds version 7 of the weights, expected 1"
+    assert [said in outcome.message for outcome in outcomes] == [True, False]
+    assert not leaked()
 
 
-def spoil_row(rank, engine):
-    """Rank 1 writes over its published shard."""
-    memory = engine._channels.memory
-    for row in range(2 if rank == 1 else 0):
-        memory.row(1, 1, "down_proj", row)[0, 0] += 1
-
-
-def spoil_stamp(rank, engine):
-    if rank == 1:
-        engine._channels.memory._stamps_W2[1, 0] = 7
-
-
-def test_damaged_host_memory_leaves_the_homes_in_force(workers):
-    plan = random_plan(0, ranks=2, slots=3)
-    options = TransferOptions(paths="host", checksums=True)
-    outcomes = workers(2).run(train_spoilt, plan, options, "row")
-    assert_right(outcomes, at_home={(m, 1) for m in range(2) if (plan.cell(m, 1).rank_R == 0).any()})
-    assert all("rank 0: the replicas in slots" in reason for reason in because(outcomes))
-
-
-def test_host_memory_of_another_version_leaves_the_homes_in_force(workers):
-    plan = random_plan(0, ranks=2, slots=3)
-    options = TransferOptions(paths="host", deadline_s=5)
-    outcomes = workers(2).run(train_spoilt, plan, options, "stamp")
-    cells = {(m, layer) for m in range(2) for layer in range(3) if (plan.cell(m, layer).rank_R == 0).any()}
-    assert_right(outcomes, at_home=cells)
-    assert because(outcomes) == {"rank 0: the shared memory of rank 1 holds version 7 of the weights, expected 1"}
-
-
-def train_spoilt(rank, plan, options, what):
-    return train(rank, plan, options, None, spoil={"row": spoil_row, "stamp": spoil_stamp}[what])
+def read_another_version(rank, plan):
+    homes = shards(plan, rank)
+    options = TransferOptions(paths="host", timeout_s=GONE_S)
+    with closing(TransferEngine(homes, plan.topology, options, peers(timeout_s=GONE_S))) as engine:
+        engine.publish()
+        if rank == 1:
+            engine._channels.memory._stamps_W2[1, 0] = 7
+        run_step(engine, plan, homes, rank)
 
 
 @pytest.mark.parametrize(
-    ("kind", "paths", "votes"),
+    ("kind", "paths"),
     [
-        ("killed", "direct", True),
-        *(
-            pytest.param(*case, marks=marks)
-            for marks, case in (
-                (pytest.mark.slow, ("killed", "host", False)),
-                (pytest.mark.slow, ("raises", "direct", False)),
-                (pytest.mark.slow, ("raises", "host", True)),
-                (pytest.mark.exhaustive, ("killed", "direct", False)),
-                (pytest.mark.exhaustive, ("killed", "host", True)),
-            )
-        ),
+        ("killed", "direct"),
+        pytest.param("raises", "host", marks=pytest.mark.slow),
+        pytest.param("killed", "host", marks=pytest.mark.exhaustive),
+        pytest.param("raises", "direct", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_rank_that_ends_ends_every_other_with_one_message(kind, paths, votes):
+def test_a_rank_that_ends_ends_every_other_with_one_message(kind, paths):
     """Killed, or with an error of its own while its process lives on: the others do not wait for ever."""
-    options = TransferOptions(paths=paths, checksums=votes, timeout_s=GONE_S)
+    options = TransferOptions(paths=paths, timeout_s=GONE_S)
     group = Workers(4, timeout_s=120)  # a fifth of what they would wait by default
     try:
         outcomes = group.outcomes(end_in_a_step, random_plan(0, ranks=4, slots=3), options, kind)
@@ -336,8 +250,3 @@ def close_and_look(rank, plan):
     engine.close()
     del engine
     assert count_mapped(rank) == before
-
-
-def test_the_faulty_path_without_a_fault_is_the_real_one(workers):
-    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), GUARDED, None)
-    assert_right(outcomes, at_home=set())

@@ -109,20 +109,16 @@ class RankConsensus:
         return [bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") for text in got]
 
 
-def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor: Executor = "hf") -> str:
+def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor: Executor = "hf") -> None:
     """Make sure that all ranks are about to carry out the same plan, and that it is for these ranks.
 
     What the executor lacks for it is warned of.
-
-    Returns:
-        `plan_digest` of it.
 
     Raises:
         PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
         TransferError: when a rank does not answer.
     """
-    digest = plan_digest(plan)
-    mine = f"step {step}, {plan.topology.num_ranks} ranks, plan {digest}"
+    mine = f"step {step}, {plan.topology.num_ranks} ranks, plan {plan_digest(plan)}"
     texts = consensus.texts(mine, f"agreeing on the plan of step {step}")
     if len(set(texts)) > 1:
         listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
@@ -131,7 +127,6 @@ def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor:
         )
     require_ranks(plan, consensus.size)
     warn_of_lacks(plan, executor)
-    return digest
 
 
 def plan_digest(plan: StepPlan) -> str:

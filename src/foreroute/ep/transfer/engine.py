@@ -1,10 +1,10 @@
-"""Replica weights by both paths, ahead of their use, with deadlines: the engine that carries out a plan's transfers.
+"""Replica weights by both paths, ahead of their use: the engine that carries out a plan's transfers.
 
-    fetch(cell):  in the slots? ── no ─▶ host memory │ peers, begun a cell earlier ─▶ here and whole on all ranks?
-                       └── yes ─▶ weights ◀── yes ──────────────────────────────────────┴─ no ─▶ served at home
+    fetch(cell):  in the slots? ── no ─▶ host memory │ peers, begun a cell earlier ─▶ weights
+                       └── yes ─▶ weights
 
-Ranks hold the same records and take the same decisions without asking each other, with one exception: whether a cell's
-replicas arrived is put to the vote where a deadline or checksums are in force (docs/decisions, "Votes at the cell").
+Ranks hold the same records and take the same decisions without asking each other. A transfer that fails ends the step
+on all of them, within the timeout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
-from foreroute.ep.transfer.peers import ATTEMPTS, PeerGroup
-from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, RetriedReturn, cell_of, next_cell
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, cell_of, next_cell
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
 from foreroute.errors import ConfigError, PlanError, TransferError
 from foreroute.files import blake2b_hex
@@ -57,11 +57,9 @@ class TransferEngine:
         _agree_on_engine(self._consensus, homes, topology, options)
         memory = None
         if options.paths != "direct":
-            memory = HostMemory(
-                self._consensus, topology, homes, directory=options.directory, checksums=options.checksums
-            )
+            memory = HostMemory(self._consensus, topology, homes, directory=options.directory)
         lane = TransferLane(next(iter(homes[0].values())).device)
-        self._channels = Channels(peers, memory, lane, options.checksums, options.deadline_s is not None)
+        self._channels = Channels(peers, memory, lane)
         self._slots = SlotSets(options.slots, 1 + options.prefetch, homes, topology)
         self._versions: list[tuple[int, ...]] = []
         self._records: list[TransferRecord] = []
@@ -69,12 +67,10 @@ class TransferEngine:
         self._received_bytes = (0, 0)
         self._plan: ExecutablePlan | None = None
         self._schedule: ExecutionSchedule | None = None
-        self._in_force, self._updating = (-1, ""), False
+        self._step, self._updating = -1, False
         self._previous: Cell | None = None
         self._current: Cell | None = None
         self._running: SlotSet | None = None
-        self._served: set[Cell] = set()
-        self._at_home: dict[Cell, str] = {}
 
     @property
     def paths(self) -> FetchPath:
@@ -90,7 +86,7 @@ class TransferEngine:
             TransferError: on every rank alike, when a rank does not follow.
         """
         for slots in self._slots:
-            self._end_batch(slots, self._wait_s)
+            self._end_batch(slots)
             slots.clear()
         self._running = None
         # streams may still copy from host memory, which others write when this rank has signed off
@@ -100,37 +96,33 @@ class TransferEngine:
         self._versions = [_versions(home) for home in self._homes]
 
     def begin_step(
-        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, is_agreed: bool = False
     ) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
-
-        A cell that fell back to its homes in the recompute keeps them in the update of the same step.
 
         Args:
             step: its number.
             plan: the same on all ranks.
             schedule: of it, for this rank and the paths of this engine.
             updating: whether backward passes follow the forward passes; it tells what to prefetch.
-            digest: of the plan, from a caller who has made sure that all ranks hold it, as `ExpertParallelModel` does;
-                None to ask them here.
+            is_agreed: the caller has made sure that all ranks hold this plan, as `ExpertParallelModel` does; they are
+                asked here otherwise.
 
         Raises:
             PlanError: on every rank alike, when plans differ, or are for other ranks, slots, layers or experts.
             TransferError: when a rank does not answer.
         """
-        if digest is None:
+        if not is_agreed:
             assert isinstance(plan, StepPlan), "a plan in the making is agreed on by who shares it"
-            digest = agree_on_plan(self._consensus, step, plan)
+            agree_on_plan(self._consensus, step, plan)
         self._require_fitting(plan)
         for slots in self._slots:
-            self._end_batch(slots, self._wait_s)
-        if (step, digest) != self._in_force:
-            self._served, self._at_home = set(), {}
+            self._end_batch(slots)
         self._plan, self._schedule = plan, schedule
-        self._in_force, self._updating = (step, digest), updating
+        self._step, self._updating = step, updating
         self._previous, self._current, self._running = None, None, None
 
-    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As in `ReplicaWeights`.
 
         Views of slots, which the next filling of the slots overwrites: a backward pass that needs them later fetches
@@ -139,20 +131,17 @@ class TransferEngine:
         begun = time.monotonic()
         moves = self._moves(cell)
         self._require_published(cell, home)
-        was_prefetched = False
-        if cell not in self._at_home:
-            slots = self._running = self._slots.of(cell)
-            was_prefetched = slots.cell == cell and slots.batch is not None
-            self._begin(slots, cell)
-            self._finish(slots, cell)
+        slots = self._running = self._slots.of(cell)
+        was_prefetched = slots.cell == cell and slots.batch is not None
+        self._begin(slots, cell)
+        self._end_batch(slots)
         exposed_s = time.monotonic() - begun
-        because = self._at_home.get(cell)
-        self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, was_prefetched, because))
+        self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, was_prefetched))
         self._received_bytes = (0, 0)
         # A cell may be asked for twice, in its backward pass; the way on shows only in the last one that was another.
         if cell != self._current:
             self._previous, self._current = self._current, cell
-        return None if because is not None else slots.replicas(moves)
+        return slots.replicas(moves)
 
     def prefetch(self) -> None:
         """As in `ReplicaWeights`; of as many cells as the options say, and only of those that replicas serve."""
@@ -165,27 +154,20 @@ class TransferEngine:
             if guess is None or ahead == self._options.prefetch:
                 return
             previous, current = current, guess
-            if guess in self._at_home or not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
+            if not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
                 continue
             # the slots of the cell that runs are in use
             if (slots := self._slots.of(guess)) is not self._running:
                 self._begin(slots, guess)
                 ahead += 1
 
-    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> RetriedReturn:
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
         """As in `ReplicaWeights`; peer to peer."""
-        moves = self._moves(cell)
-        if cell in self._at_home:
-            moves = replace(moves, lent=moves.lent[:0], served=moves.served[:0])
-        what, checksums = f"returning the gradients of {cell}", self._options.checksums
-
-        def begin() -> GradientReturn:
-            return GradientReturn(self._peers, moves, grads, what, checksums=checksums)
 
         def record(num_bytes: int, exposed_s: float) -> None:
             self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
 
-        return RetriedReturn(begin, self._consensus if checksums else None, what, record)
+        return GradientReturn(self._peers, self._moves(cell), grads, f"returning the gradients of {cell}", record)
 
     def take_records(self) -> list[TransferRecord]:
         """What happened on this rank since the last call, in order."""
@@ -199,15 +181,10 @@ class TransferEngine:
             self._channels.memory.close()
         self._channels = replace(self._channels, memory=None)
 
-    @property
-    def _wait_s(self) -> float:
-        deadline_s = self._options.deadline_s
-        return self._options.timeout_s if deadline_s is None else deadline_s
-
     def _begin(self, slots: SlotSet, cell: Cell) -> None:
         """Turn slots to a cell and start what they lack of it, unless that is under way."""
         if slots.cell != cell:
-            self._end_batch(slots, self._wait_s)
+            self._end_batch(slots)
             slots.assign(cell)
         if slots.batch is not None:
             return
@@ -218,47 +195,20 @@ class TransferEngine:
         lent, served = slots.lacking(self._moves(cell), self._peers.rank)
         what = f"fetching the replicas of {cell}"
         home = self._homes[cell.layer]
-        try:
-            slots.batch = TransferBatch(self._channels, lent, served, cell.layer, home, slots.tensors, what)
-        except BaseException:
-            slots.replace_buffers()  # receipts that were posted may still fill the buffers
-            raise
+        slots.batch = TransferBatch(self._channels, lent, served, cell.layer, home, slots.tensors, what)
         slots.expect(plan, fills_mine=len(served) > 0)
 
-    def _finish(self, slots: SlotSet, cell: Cell) -> None:
-        """Wait for the replicas of a cell, and decide on all ranks alike who serves it."""
-        if cell not in self._served:
-            if objections := self._end_batch(slots, self._wait_s):
-                self._at_home[cell] = "; ".join(objections)
-            else:
-                self._served.add(cell)
-            return
-        # tokens have been sent to these replicas: a backward pass or a recomputation cannot do without them
-        for _ in range(ATTEMPTS):
-            self._begin(slots, cell)
-            if not (objections := self._end_batch(slots, self._options.timeout_s)):
-                return
-        raise TransferError(f"fetching the replicas of {cell} failed {ATTEMPTS} times: " + "; ".join(objections))
-
-    def _end_batch(self, slots: SlotSet, wait_s: float) -> list[str]:
-        """Wait for the transfers into these slots; after an objection of any rank, all take them for empty."""
+    def _end_batch(self, slots: SlotSet) -> None:
+        """Wait for the transfers into these slots."""
         batch, slots.batch = slots.batch, None
         if batch is None:
-            return []
+            return
         host_bytes, direct_bytes = self._received_bytes
         self._received_bytes = (host_bytes + batch.host_bytes, direct_bytes + batch.direct_bytes)
-        objection = batch.wait(wait_s)
-        if not self._options.asks_ranks:
-            if objection is not None:
-                raise TransferError(f"{batch.what}: rank {self._peers.rank}: {objection}")
-            return []
-        objections = self._consensus.objections(objection, batch.what)
-        if objections:
-            slots.replace_buffers()
-        return objections
+        batch.wait(self._options.timeout_s)
 
     def _moves(self, cell: Cell) -> CellSchedule:
-        return cell_of(self._schedule, self._in_force[0], cell)
+        return cell_of(self._schedule, self._step, cell)
 
     def _require_fitting(self, plan: ExecutablePlan) -> None:
         num_layers, num_experts = plan.shape[1:]
@@ -294,8 +244,6 @@ class TransferOptions:
         slots: "layer": redundant slots per layer, which keep what they hold. "shared": sets of slots shared by all
             layers, one for the cell that runs and one for each that is prefetched.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
-        deadline_s: a cell waits this long for its replicas; then its tokens go to the homes. None waits `timeout_s`.
-        checksums: verify every row that arrives, weights and gradients, at the cost of hashing them.
         timeout_s: a rank that does not answer for so long is taken for dead.
         directory: of node-shared memory.
     """
@@ -303,8 +251,6 @@ class TransferOptions:
     paths: FetchPath = "host"
     slots: SlotSharing = "layer"
     prefetch: int = 1
-    deadline_s: float | None = None
-    checksums: bool = False
     timeout_s: float = 600.0
     directory: Path = DIRECTORY
 
@@ -316,13 +262,6 @@ class TransferOptions:
             raise ConfigError(f"prefetch is {self.prefetch}; expected 0 cells or more")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; expected more than 0 seconds")
-        if self.deadline_s is not None and not 0 <= self.deadline_s < self.timeout_s:
-            raise ConfigError(f"deadline_s is {self.deadline_s}; expected 0 to less than timeout_s = {self.timeout_s}")
-
-    @property
-    def asks_ranks(self) -> bool:
-        """Whether ranks ask each other before a cell whether its replicas have arrived."""
-        return self.checksums or self.deadline_s is not None
 
 
 @dataclass(frozen=True)
@@ -332,12 +271,11 @@ class TransferRecord:
     Attributes:
         cell: that it was for.
         kind: "fetch" of weights, or "return" of gradients.
-        host_bytes: that came here through host memory and were waited for in this call, those of vain attempts and
-            of prefetches that were not asked for among them; 0 when slots held everything.
+        host_bytes: that came here through host memory and were waited for in this call, those of prefetches that were
+            not asked for among them; 0 when slots held everything.
         direct_bytes: the same from peers.
         exposed_s: seconds that the host waited; the stream's waits on a GPU are not among them.
         prefetched: the transfer had begun before it was asked for.
-        at_home_because: what went wrong on which ranks, when the home placement is in force for the cell; else None.
     """
 
     cell: Cell
@@ -346,7 +284,6 @@ class TransferRecord:
     direct_bytes: int
     exposed_s: float
     prefetched: bool = False
-    at_home_because: str | None = None
 
 
 def _versions(home: Mapping[str, Tensor]) -> tuple[int, ...]:

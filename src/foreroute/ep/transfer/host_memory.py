@@ -5,7 +5,7 @@ with the number of the version; readers look at the stamp before and after they 
 when all ranks of the node have signed off the last one, so what is read is never half old and half new. For CUDA the
 memory is page-locked, and rows are copied by a stream of their own; those branches have been run on no GPU yet.
 
-    stamps [W, 2] │ checksums of rank 0 … W - 1 │ shards of rank 0 │ … │ shards of rank W - 1        W ranks of the node
+    stamps [W, 2] │ shards of rank 0 │ … │ shards of rank W - 1        W ranks of the node
 
 The memory is a file that no crash leaves behind: it loses its name as soon as everyone has opened it.
 """
@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus
-from foreroute.ep.transfer.peers import row_checksums
 from foreroute.errors import TransferError
 from foreroute.plan import Topology
 
@@ -49,7 +47,6 @@ class HostMemory:
         topology: ranks of a node share memory.
         homes: per routed layer, name -> [E / G, ...], of the same shapes and dtypes on all ranks.
         directory: where shared memory is.
-        checksums: also publish a checksum of every row.
 
     Raises:
         TransferError: on every rank alike, when the memory cannot be had on one.
@@ -62,13 +59,12 @@ class HostMemory:
         homes: Sequence[Mapping[str, Tensor]],
         *,
         directory: Path = DIRECTORY,
-        checksums: bool = False,
     ) -> None:
         self.version = 0
-        self._consensus, self._per_node, self._with_checksums = consensus, topology.ranks_per_node, checksums
+        self._consensus, self._per_node = consensus, topology.ranks_per_node
         self._mine = consensus.rank % topology.ranks_per_node
         bytes_ = _map_shared(consensus, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
-        self._stamps_W2, self._checksums_WLEN, self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
+        self._stamps_W2, self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
         self._unlock: weakref.finalize[[Tensor, torch.device], HostMemory] | None = None
         device = homes[0][min(homes[0])].device
         if device.type == "cuda":
@@ -108,12 +104,6 @@ class HostMemory:
         """One expert of the shard of rank `source` of this node: after use, ask `objection` whether it held."""
         return self._shards_WL[source % self._per_node][layer][name][row]
 
-    def checksums(self, source: int, layer: int, row: int) -> list[int]:
-        """The published checksums of an expert, in order of the names."""
-        place = source % self._per_node
-        found: list[int] = self._checksums_WLEN[place][layer][row, : len(self._shards_WL[place][layer])].tolist()
-        return found
-
     def objection(self, source: int) -> str | None:
         """What is wrong with the part of rank `source`, or None while it holds this version."""
         stamp = int(self._stamps_W2[source % self._per_node, WRITTEN])
@@ -122,16 +112,12 @@ class HostMemory:
         return f"the shared memory of rank {source} holds version {stamp} of the weights, expected {self.version}"
 
     def _write(self, homes: Sequence[Mapping[str, Tensor]]) -> None:
-        # No version while it is being written, so that whoever reads meanwhile sees it. Nobody should: batches begin
-        # after the vote that ends `publish`. Only one that its rank has given up may still be reading.
+        # no version while it is being written, so that whoever reads meanwhile sees it; nobody should, for batches
+        # begin after the vote that ends `publish`
         self._stamps_W2[self._mine, WRITTEN] = -1
         for layer, home in enumerate(homes):
             for name, shard in home.items():
                 self._shards_WL[self._mine][layer][name].copy_(shard.detach())
-            if self._with_checksums:
-                for row in range(len(next(iter(home.values())))):
-                    sums = row_checksums(home, row)
-                    self._checksums_WLEN[self._mine][layer][row, : len(sums)] = sums
         self._stamps_W2[self._mine, WRITTEN] = self.version
 
     def _wait_for_readers(self, timeout_s: float) -> str | None:
@@ -199,27 +185,19 @@ def _raise_objections(consensus: RankConsensus, mine: str | None, what: str) -> 
 
 def _num_bytes(homes: Sequence[Mapping[str, Tensor]], per_node: int) -> int:
     shard_bytes = sum(_aligned(shard.numel() * shard.element_size()) for home in homes for shard in home.values())
-    return _head_bytes(homes, per_node) + per_node * shard_bytes
+    return _head_bytes(per_node) + per_node * shard_bytes
 
 
-def _head_bytes(homes: Sequence[Mapping[str, Tensor]], per_node: int) -> int:
-    return _aligned(8 * per_node * (2 + prod(_checksum_shape(homes))))
-
-
-def _checksum_shape(homes: Sequence[Mapping[str, Tensor]]) -> tuple[int, int, int]:
-    """(L, E / G, names), the largest of each."""
-    shards = [shard for home in homes for shard in home.values()]
-    return len(homes), max(len(shard) for shard in shards), max(map(len, homes))
+def _head_bytes(per_node: int) -> int:
+    return _aligned(8 * per_node * 2)
 
 
 def _cut(
     bytes_: Tensor, homes: Sequence[Mapping[str, Tensor]], per_node: int
-) -> tuple[np.ndarray, np.ndarray, list[list[dict[str, Tensor]]]]:
-    """Stamps int64 [W, 2], checksums int64 [W, L, E / G, names], and shards by rank of the node and layer, as views."""
-    words = bytes_[: _head_bytes(homes, per_node)].view(torch.int64).numpy()
-    shape = (per_node, *_checksum_shape(homes))
-    checksums = words[2 * per_node : 2 * per_node + prod(shape)].reshape(shape)
-    at, shards_WL = _head_bytes(homes, per_node), []
+) -> tuple[np.ndarray, list[list[dict[str, Tensor]]]]:
+    """Stamps int64 [W, 2], and shards by rank of the node and layer, as views."""
+    at, shards_WL = _head_bytes(per_node), []
+    words = bytes_[:at].view(torch.int64).numpy()
     for _ in range(per_node):
         layers: list[dict[str, Tensor]] = []
         for home in homes:
@@ -229,7 +207,7 @@ def _cut(
                 layers[-1][name] = bytes_[at : at + size].view(home[name].dtype).view(home[name].shape)
                 at += _aligned(size)
         shards_WL.append(layers)
-    return words[: 2 * per_node].reshape(per_node, 2), checksums, shards_WL
+    return words[: 2 * per_node].reshape(per_node, 2), shards_WL
 
 
 def _aligned(num_bytes: int) -> int:

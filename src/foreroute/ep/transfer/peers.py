@@ -1,8 +1,7 @@
 """Peer-to-peer sends and receives of rows, all posted at once, on a process group of their own.
 
-Also what every rank needs for them: groups beside those that the model communicates on, errors that tell a call that
-did not come back in the words of whoever made it, and, for debug mode, checksums that travel with the rows (BLAKE2b,
-64 bit, as signed integers).
+Also what every rank needs for them: groups beside those that the model communicates on, and errors that tell a call
+that did not come back in the words of whoever made it.
 """
 
 from __future__ import annotations
@@ -21,15 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import TransferError
-from foreroute.files import blake2b_int64
 
 MESSAGES_PER_EXCHANGE = 2**16
 EXCHANGES_IN_FLIGHT = 2**15
 """Together 31 bits, the positive half of a message's 32-bit tag: the exchange modulo this, and the number in it."""
-ATTEMPTS = 3
-"""Times that weights or gradients which must arrive are sent before a run is given up."""
-CHECKSUMS = "checksums"
-"""Beside the names of the weights; a name that no module gives to a tensor [experts, ...]."""
 
 
 @dataclass(frozen=True)
@@ -261,27 +255,3 @@ def collective_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise _lost_rank(what, dist.get_rank(group), error, time.monotonic() - begun) from error
-
-
-def row_checksums(rows: Mapping[str, Tensor], row: int) -> list[int]:
-    """The checksums of row `row` of every tensor, in order of their names."""
-    return [_checksum(rows[name].detach()[row]) for name in sorted(rows)]
-
-
-def with_checksums(rows: Mapping[str, Tensor], chosen: Iterable[int]) -> dict[str, Tensor]:
-    """The tensors, and beside them int64 [rows, names], the checksums of the chosen rows, 0 elsewhere."""
-    some = next(iter(rows.values()))
-    sums = torch.zeros((len(some), len(rows)), dtype=torch.int64)
-    for row in set(chosen):
-        sums[row] = torch.tensor(row_checksums(rows, row))
-    return {**rows, CHECKSUMS: sums.to(some.device)}
-
-
-def damaged_rows(rows: Mapping[str, Tensor], sums: Tensor, chosen: Iterable[int]) -> list[int]:
-    """The chosen rows that do not have the checksums int64 [rows, names] that came with them."""
-    return [row for row in chosen if row_checksums(rows, row) != sums[row].tolist()]
-
-
-def _checksum(row: Tensor) -> int:
-    # bytes, for numpy has no bfloat16
-    return blake2b_int64(row.contiguous().reshape(-1).view(torch.uint8).cpu().numpy())

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
-from foreroute.ep.transfer.peers import ATTEMPTS, CHECKSUMS, PeerGroup, RowMoves, damaged_rows, post, with_checksums
+from foreroute.ep.transfer.consensus import require_ranks
+from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
 from foreroute.errors import TransferError
 from foreroute.plan import CellSchedule, ExecutionSchedule
 from foreroute.plan.capabilities import FetchPath
@@ -42,7 +42,7 @@ class ReplicaWeights(Protocol):
     may be asked for any number of times (recomputation, backward): no call depends on which came before it.
     """
 
-    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of the replicas that this rank serves in a cell.
 
         Args:
@@ -50,12 +50,10 @@ class ReplicaWeights(Protocol):
             home: name -> [E / G, ...], this rank's shard of the layer; experts in ascending order of their id.
 
         Returns:
-            name -> [replicas here, ...] in ascending order of slot, valid until the slots are filled again; or None, on
-            every rank alike, when the home placement is in force for this cell: the homes then serve all its tokens,
-            in this and every later pass of the step.
+            name -> [replicas here, ...] in ascending order of slot, valid until the slots are filled again.
 
         Raises:
-            TransferError: when the weights cannot be had at all.
+            TransferError: when the weights cannot be had.
         """
         ...
 
@@ -121,7 +119,7 @@ def next_cell(previous: Cell | None, cell: Cell, shape: tuple[int, int], *, upda
 
 
 class DirectWeights:
-    """Replica weights by `batch_isend_irecv`; implements `ReplicaWeights`, and never falls back.
+    """Replica weights by `batch_isend_irecv`; implements `ReplicaWeights`.
 
     Args:
         peers: the ranks of the plan, in the plan's order.
@@ -138,9 +136,9 @@ class DirectWeights:
         return "direct"
 
     def begin_step(
-        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, digest: str | None = None
+        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, is_agreed: bool = False
     ) -> None:
-        """Put a plan in force. Nothing is kept or prefetched, so `updating` and `digest` make no difference.
+        """Put a plan in force. Nothing is kept or prefetched, so `updating` and `is_agreed` make no difference.
 
         Raises:
             PlanError: when it was made for another number of ranks.
@@ -185,86 +183,46 @@ def expert_bytes(home: Mapping[str, Tensor]) -> int:
 
 
 class GradientReturn:
-    """One attempt; implements `PendingGradients`. Making one is a collective call, which sends and does not wait.
+    """Implements `PendingGradients`. Making one is a collective call, which sends and does not wait.
 
     Args:
         peers: all ranks of the plan.
         moves: of the cell.
         grads: name -> [replicas here, ...] in ascending order of slot; not written to until `wait` returns.
         what: the exchange in words, for errors.
-        checksums: verify what arrives.
-
-    Attributes:
-        objection: what is wrong with what arrived, or None; known after `wait`.
-        num_bytes: that arrive here.
-    """
-
-    def __init__(
-        self, peers: PeerGroup, moves: CellSchedule, grads: Mapping[str, Tensor], what: str, *, checksums: bool = False
-    ) -> None:
-        sent = with_checksums(grads, range(len(next(iter(grads.values()))))) if checksums else grads
-        # what comes home is in order of the row of the shard
-        self._replicas_of_row = np.bincount(moves.lent["row"], minlength=moves.num_home).tolist()
-        self._arrived = {name: grad.new_empty((len(moves.lent), *grad.shape[1:])) for name, grad in sent.items()}
-        self.objection: str | None = None
-        self.num_bytes = sum(self._arrived[name].numel() * grad.element_size() for name, grad in grads.items())
-        # kept until all has left
-        self._sent = sent
-        self._exchange = post(
-            peers, RowMoves(moves.served, "place"), sent, RowMoves(moves.lent, "place"), self._arrived, what
-        )
-
-    def wait(self) -> dict[str, Tensor]:
-        """As in `PendingGradients`."""
-        self._exchange.wait()
-        self._sent = {}
-        grads = {name: grad for name, grad in self._arrived.items() if name != CHECKSUMS}
-        if CHECKSUMS in self._arrived:
-            wrong = damaged_rows(grads, self._arrived[CHECKSUMS], range(len(self._arrived[CHECKSUMS])))
-            self.objection = f"{len(wrong)} gradients arrived damaged" if wrong else None
-        return {name: segment_sums(grad, self._replicas_of_row) for name, grad in grads.items()}
-
-
-class RetriedReturn:
-    """As many attempts as it takes until no rank objects; implements `PendingGradients`.
-
-    Args:
-        begin: makes an attempt.
-        consensus: asked whether what arrived is whole; None where that is not verified.
-        what: the exchange in words, for errors.
         record: told the bytes that arrived here, and the seconds that the caller waited.
     """
 
     def __init__(
         self,
-        begin: Callable[[], GradientReturn],
-        consensus: RankConsensus | None,
+        peers: PeerGroup,
+        moves: CellSchedule,
+        grads: Mapping[str, Tensor],
         what: str,
-        record: Callable[[int, float], None],
+        record: Callable[[int, float], None] | None = None,
     ) -> None:
         begun = time.monotonic()
-        self._begin, self._consensus, self._what, self._record = begin, consensus, what, record
-        self._attempt = begin()
+        # what comes home is in order of the row of the shard
+        self._replicas_of_row = np.bincount(moves.lent["row"], minlength=moves.num_home).tolist()
+        self._arrived = {name: grad.new_empty((len(moves.lent), *grad.shape[1:])) for name, grad in grads.items()}
+        # kept until all has left
+        self._sent = grads
+        self._exchange = post(
+            peers, RowMoves(moves.served, "place"), grads, RowMoves(moves.lent, "place"), self._arrived, what
+        )
+        self._record = record
         self._exposed_s = time.monotonic() - begun
 
     def wait(self) -> dict[str, Tensor]:
-        """As in `PendingGradients`.
-
-        Raises:
-            TransferError: on every rank alike, when the last attempt failed too.
-        """
+        """As in `PendingGradients`."""
         begun = time.monotonic()
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                self._attempt = self._begin()
-            returned = self._attempt.wait()
-            objections = (
-                [] if self._consensus is None else self._consensus.objections(self._attempt.objection, self._what)
-            )
-            if not objections:
-                self._record(self._attempt.num_bytes, self._exposed_s + time.monotonic() - begun)
-                return returned
-        raise TransferError(f"{self._what} failed {ATTEMPTS} times: " + "; ".join(objections))
+        self._exchange.wait()
+        self._sent = {}
+        summed = {name: segment_sums(grad, self._replicas_of_row) for name, grad in self._arrived.items()}
+        if self._record is not None:
+            num_bytes = sum(grad.numel() * grad.element_size() for grad in self._arrived.values())
+            self._record(num_bytes, self._exposed_s + time.monotonic() - begun)
+        return summed
 
 
 def segment_sums(rows: Tensor, lengths_S: Sequence[int]) -> Tensor:

@@ -5,17 +5,14 @@ lack. Transfers write behind autograd's back: each filling raises the version co
 still needs the old content is refused instead of silently wrong.
 
 A `TransferBatch` is one filling: copies from host memory and receipts from peers. On a GPU with NCCL both are launched
-on the stream of the `TransferLane`, whose end the stream of the model waits for; the host waits for nothing. Elsewhere,
-and where a deadline or checksums are in force, the thread of the lane ends and verifies batches one after the other. It
-takes a thread because gloo tells that a message has arrived only to who waits for it, and waiting with a time limit
-would break the connection to the peer for good.
+on the stream of the `TransferLane`, whose end the stream of the model waits for; the host waits for nothing. Elsewhere
+the thread of the lane ends batches one after the other: gloo tells that a message has arrived only to who waits for it.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,17 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.host_memory import HostMemory
-from foreroute.ep.transfer.peers import (
-    CHECKSUMS,
-    PeerGroup,
-    RowMoves,
-    damaged_rows,
-    has_nccl,
-    post,
-    row_checksums,
-    with_checksums,
-)
+from foreroute.ep.transfer.peers import PeerGroup, RowMoves, has_nccl, post
 from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
+from foreroute.errors import TransferError
 from foreroute.plan import CellPlan, CellSchedule, Topology
 from foreroute.plan.options import SlotSharing
 
@@ -89,11 +78,6 @@ class SlotSet:
         if fills_mine:
             for tensor in self.tensors.values():
                 torch.autograd.graph.increment_version(tensor)
-
-    def replace_buffers(self) -> None:
-        """Leave the buffers to a batch that may still write to them, and take empty ones."""
-        self.tensors = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
-        self.clear()
 
     def replicas(self, moves: CellSchedule) -> dict[str, Tensor]:
         """Name -> [replicas here, ...] in order of slot: views where the slots are neighbours, else copies."""
@@ -158,28 +142,21 @@ class TransferLane:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # the last one serves; those before it were left
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
         """Let the thread do it, after what it was given before."""
         self._jobs.put(job)
-        if not self._threads:
-            self._start()
-
-    def leave(self) -> None:
-        """Leave the thread to the job that it waits in, and give what is behind that to a new one."""
-        if self._threads:
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            self._start()
+        if self._thread is None:
+            # does not keep a process alive whose main thread ended by an error
+            self._thread = threading.Thread(target=self._serve, name="transfers", daemon=True)
+            self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Let the thread end when it has done what it was given; wait so long for it, and for those that were left."""
-        end = time.monotonic() + seconds
-        for _ in self._threads:
+        """Let the thread end when it has done what it was given, and wait so long for it."""
+        if self._thread is not None:
             self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            self._thread.join(seconds)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -202,16 +179,8 @@ class TransferLane:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def _start(self) -> None:
-        # does not keep a process alive whose main thread ended by an error
-        self._threads.append(threading.Thread(target=self._serve, name="transfers", daemon=True))
-        self._threads[-1].start()
-
     def _serve(self) -> None:
-        while self._threads[-1] is threading.current_thread():
-            job = self._jobs.get()
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             job()
             # with it goes the memory that it holds
             del job
@@ -225,21 +194,16 @@ class Channels:
         peers: the direct path.
         memory: the host path; None where it is not used.
         lane: what runs transfers beside the model.
-        checksums: verify what arrives.
-        timed: the host is to learn when a transfer is over, for a deadline.
     """
 
     peers: PeerGroup
     memory: HostMemory | None
     lane: TransferLane
-    checksums: bool = False
-    timed: bool = False
 
     @property
     def by_stream(self) -> bool:
         """Whether streams alone know when a transfer is over."""
-        on_device = self.lane.stream is not None and has_nccl(self.peers.group)
-        return on_device and not self.checksums and not self.timed
+        return self.lane.stream is not None and has_nccl(self.peers.group)
 
 
 class TransferBatch:
@@ -270,24 +234,18 @@ class TransferBatch:
         sent = lent[~lent["by_host"]]
         row_bytes = expert_bytes(slots)
         self.host_bytes, self.direct_bytes = row_bytes * len(self._host), row_bytes * len(self._received)
-        sources, targets = home, self._slots
-        if channels.checksums:
-            sources = with_checksums(home, sent["row"].tolist())
-            targets = with_checksums(slots, [])
-        self._sums = targets.get(CHECKSUMS)
         lane = channels.lane
         lane.follow()
         with lane.entered():
             self._exchange = post(
-                channels.peers, RowMoves(sent, "row"), sources, RowMoves(self._received, "slot"), targets, what
+                channels.peers, RowMoves(sent, "row"), home, RowMoves(self._received, "slot"), self._slots, what
             )
-        self._objection: str | None = None
         self._error: Exception | None = None
         self._over = threading.Event()
         self._arrived: torch.cuda.Event | None = None
         if channels.by_stream:
             with torch.no_grad(), lane.entered():
-                self._objection = self._copy_from_host()
+                self._copy_from_host()
                 self._exchange.wait()
                 self._arrived = torch.cuda.Event()
                 self._arrived.record()
@@ -295,66 +253,50 @@ class TransferBatch:
         else:
             lane.submit(self._run)
 
-    def wait(self, seconds: float) -> str | None:
-        """What is wrong with what arrived at this rank, if only that it has not; None when all is well.
-
-        What has not arrived is given up: nobody waits for it again. Where streams alone know when it is over, the
-        current stream waits, and the host does not.
+    def wait(self, seconds: float) -> None:
+        """Wait until all has arrived; where streams alone know, the current stream waits, and the host does not.
 
         Raises:
-            TransferError: when a peer is gone.
+            TransferError: when a peer is gone, host memory is of another version, or it takes longer than this.
         """
         if not self._over.wait(seconds):
-            self._channels.lane.leave()
-            return f"replicas had not arrived after {seconds} s"
+            raise TransferError(f"{self.what}: rank {self._channels.peers.rank} had not got them after {seconds} s")
         if self._error is not None:
             raise self._error
         if self._arrived is not None:
             torch.cuda.current_stream(next(iter(self._slots.values())).device).wait_event(self._arrived)
-        return self._objection
 
     def _run(self) -> None:
         lane = self._channels.lane
         try:
             with torch.no_grad(), lane.entered():
-                stale = self._copy_from_host()
+                self._copy_from_host()
                 lane.synchronize()
-                stale = stale or self._stale()
+                self._require_version()
                 self._exchange.wait()
                 lane.synchronize()
-                self._objection = stale or self._verify()
         # whatever it is, it is for the thread that waits
         except Exception as error:
             self._error = error
         finally:
             self._over.set()
 
-    def _copy_from_host(self) -> str | None:
-        """Launches the copies; what is wrong with the memory before them, or None."""
+    def _copy_from_host(self) -> None:
+        """Launches the copies."""
         memory = self._channels.memory
         if memory is None or not len(self._host):
-            return None
-        stale = self._stale()
+            return
+        self._require_version()
         for source, row, slot in _rows(self._host):
             for name, slots in self._slots.items():
                 slots[slot].copy_(memory.row(source, self._layer, name, row), non_blocking=True)
-        return stale
 
-    def _stale(self) -> str | None:
+    def _require_version(self) -> None:
         # asked before and after the copy: what was read is of one version only if the stamps held all the while
         memory = self._channels.memory
-        objections = [memory.objection(s) for s in np.unique(self._host["peer"]).tolist()] if memory else []
-        return next((objection for objection in objections if objection is not None), None)
-
-    def _verify(self) -> str | None:
-        if self._sums is None:
-            return None
-        wrong = damaged_rows(self._slots, self._sums, self._received["slot"].tolist())
-        if self._channels.memory is not None:
-            for source, row, slot in _rows(self._host):
-                if row_checksums(self._slots, slot) != self._channels.memory.checksums(source, self._layer, row):
-                    wrong.append(slot)
-        return f"the replicas in slots {sorted(wrong)} arrived damaged" if wrong else None
+        for source in np.unique(self._host["peer"]).tolist():
+            if memory is not None and (objection := memory.objection(source)) is not None:
+                raise TransferError(f"{self.what}: rank {self._channels.peers.rank}: {objection}")
 
 
 def _rows(moves: NDArray[np.void]) -> list[tuple[int, int, int]]:
