@@ -35,13 +35,16 @@ def page_of(report: Mapping[str, Any], shows: Mapping[str, str]) -> Page:
 
 
 def finding(report: Mapping[str, Any]) -> str:
-    """One sentence: how many parts passed, and on what."""
+    """One sentence: how many parts passed, on what, and how many aims were reached."""
     kinds = [_kind(outcome) for outcome in report["parts"].values()]
     passed, failed, skipped = (kinds.count(kind) for kind in ("passed", "failed", "skipped"))
     others = [f"{number} {kind}" for number, kind in ((failed, "failed"), (skipped, "skipped")) if number]
     text = f"{passed} of {len(kinds)} parts passed on {report['device_name']}"
     text += f" ({', '.join(others)})" if others else ""
-    return text if report["full"] else f"{text}, at small sizes: the figures below say nothing of a GPU"
+    if not report["full"]:
+        return f"{text}, at small sizes: the figures below say nothing of a GPU"
+    judged = [row.cells[-1] for row in _aims(report).rows]
+    return f"{text}; {judged.count('reached')} of {len(judged)} aims were reached" if judged else text
 
 
 def reached(value: float, aim: str) -> bool:

@@ -1,12 +1,17 @@
 """Fetches that are begun ahead: always those of the cell that is visited, whatever order was expected."""
 
+import contextlib
 import dataclasses
 import itertools
+from unittest import mock
 
 import numpy as np
+import torch.distributed as dist
 
 from foreroute.adapters.megatron.plan_execution.fetching import FetchAhead
+from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.megatron.executed_plans import Planned, make_plan, rows_off_plan, trained
 from tests.adapters.megatron.grid import Cell as Split
 from tests.adapters.megatron.grid import ExecutionCase
@@ -47,7 +52,7 @@ def check_every_visit_gets_its_own_cell():
         fetches = FetchAhead(begin, [expected, *others])
         for visit in visits:
             found = fetches.visit(Cell(7, *visit))
-            assert found == ({"cell": (7, *visit)} if visit in replicated else None)
+            assert (found and found.wait()) == ({"cell": (7, *visit)} if visit in replicated else None)
         fetches.close()
         assert all(sent.is_over for sent in begun), "nothing is left on its way"
         assert fetches.num_fetches == sum(visit in replicated for visit in visits)
@@ -96,3 +101,42 @@ def check_steps_of_other_numbers_of_micro_batches():
         assert rows_off_plan(at.routed, execution, counts_MLGE) == 0
         found.append(execution.fetches[1] > 0)
     assert found == [False, False, True, False, True]
+
+
+def check_weights_stand_behind_the_rows_of_their_cell(recomputations):
+    """On one communicator, whatever is posted first travels first. A cell is fetched twice, however often it runs."""
+    for recompute in recomputations:
+        at = Planned.of(ExecutionCase(Split(ep=2, layers=2, recompute=recompute)))
+        for number in range(2):
+            log = []
+            with told(log), at.execute() as execution:
+                at.step()
+            in_front = [place for place, what in enumerate(log) if what == "weights" and not rows_before(log, place)]
+            assert not in_front, (recompute, number, log[: in_front[0] + 1])
+            fetches, ahead = execution.fetches
+            assert log.count("weights") == fetches == 2 * (at.plan.num_replicas_ML > 0).sum()
+            assert (ahead > 0) == (number > 0)
+
+
+def rows_before(log, place):
+    """Whether rows have left since the last layer began."""
+    since = max(at for at, what in enumerate(log[:place]) if what == "layer")
+    return "rows" in log[since:place]
+
+
+@contextlib.contextmanager
+def told(log):
+    """Writes down in which order layers begin, and rows and weights are posted."""
+    begin, all_to_all, fill = PeerGroup.begin, dist.all_to_all_single, PlannedLayer._fill_columns
+
+    def beginning(peers, sends, receives, what):
+        if what.startswith("fetching"):
+            log.append("weights")
+        return begin(peers, sends, receives, what)
+
+    with (
+        mock.patch.object(PeerGroup, "begin", beginning),
+        mock.patch.object(dist, "all_to_all_single", lambda *a, **k: log.append("rows") or all_to_all(*a, **k)),
+        mock.patch.object(PlannedLayer, "_fill_columns", lambda *a: log.append("layer") or fill(*a)),
+    ):
+        yield

@@ -151,6 +151,14 @@ def test_fetches_are_begun_ahead_in_the_order_of_the_step_before():
     run("fetch_order_checks.check_steps_after_the_first_fetch_ahead", splits, ranks=2)
 
 
+def test_weights_stand_behind_the_rows_of_their_cell():
+    run(
+        "fetch_order_checks.check_weights_stand_behind_the_rows_of_their_cell",
+        ["none", "selective", "uniform"],
+        ranks=2,
+    )
+
+
 def test_executions_that_take_turns_fetch_ahead():
     run("fetch_order_checks.check_forward_only_and_updates_take_turns", ranks=2)
 

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import PARTS, run
 from benchmarks.gpu.device import describe
-from benchmarks.gpu.page import reached
+from benchmarks.gpu.page import finding, reached
 from benchmarks.gpu.runner import PartSpec
 
 pytestmark = pytest.mark.slow
@@ -108,13 +108,19 @@ def test_the_page_says_first_what_passed_and_shows_every_figure_beside_its_aim(
     sabotaged: tuple[dict[str, Any], Path],
 ) -> None:
     page = (sabotaged[1] / "gpu.html").read_text()
-    finding = page.partition('class="card finding ">')[2].partition("</p>")[0]
-    assert finding.startswith("1 of 7 parts passed on a CPU")
-    assert "4 failed, 2 skipped" in finding
-    assert "at small sizes" in finding
+    said = page.partition('class="card finding ">')[2].partition("</p>")[0]
+    assert said.startswith("1 of 7 parts passed on a CPU")
+    assert "4 failed, 2 skipped" in said
+    assert "at small sizes" in said
     assert "one and one &lt;is&gt; not three" in page
     assert "1.25 (1 to 1.5)" in page
     assert "&lt;= 1.005" in page
+
+
+def test_on_a_gpu_the_finding_says_how_many_aims_were_reached() -> None:
+    figures = {"step_ratio": 1.02, "step_ratio_aim": "<= 1.005", "waits": 0, "waits_aim": "<= 0"}
+    report = {"parts": {"cost": "passed"}, "device_name": "a GPU", "full": True, "metrics": {"cost": figures}}
+    assert finding(report) == "1 of 1 parts passed on a GPU; 1 of 2 aims were reached"
 
 
 def test_an_aim_is_reached_at_its_limit() -> None:

@@ -219,14 +219,10 @@ class PlanExecution:
             moves = self._schedule.cell(cell.micro_step, layer) if columns.has_replicas else None
             peers, home = self._ranks.peers, self._home[layer]
             replicas = BorrowedReplicas(peers, cell, moves, home, fuses_gradients=fuses_gradients)
-            fetches = self._fetches_of(passes)
-
-            def fetch() -> None:
-                replicas.take(fetches.visit(cell))
-
+            fetch = partial(self._fetches_of(passes).visit, cell)
             planned_R = None if rows.is_whole else rows.routed_R
-            note = (lambda _: None) if is_recompute else partial(self._note, cell)
-            return CellWork(columns, planned_R, self._known_M[cell.micro_step], replicas, fetch, note)
+            known = self._known_M[cell.micro_step]
+            return CellWork(columns, planned_R, known, replicas, fetch, is_recompute, partial(self._note, cell))
 
         return begin
 

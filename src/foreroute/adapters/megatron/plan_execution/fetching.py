@@ -75,17 +75,19 @@ class FetchAhead:
         self._layers: set[int] = set()
         self._ahead: Fetch | None = None
 
-    def visit(self, cell: Cell) -> dict[str, Tensor] | None:
-        """A cell runs, forward or backward: its replicas, or None where no rank serves any. Begins the next fetch."""
+    def visit(self, cell: Cell) -> Fetch | None:
+        """A cell runs, forward or backward, and its rows have left: its replicas, or None where no rank serves any.
+
+        Posts what is not under way yet, and behind it the next one; waits for neither.
+        """
         place = len(self.visits)
         self.visits.append((cell.micro_step, cell.layer))
         self._layers.add(cell.layer)
         self._expected = [order for order in self._expected if order[place : place + 1] == self.visits[place:]]
         fetch = self._take(cell)
-        weights = None if fetch is None else fetch.wait()
         if self._ahead is None and self._expected:
             self._begin_next(cell.step)
-        return weights
+        return fetch
 
     def close(self) -> None:
         """Wait for what nobody came for."""

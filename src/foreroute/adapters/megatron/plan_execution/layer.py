@@ -21,6 +21,7 @@ from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
 from foreroute.adapters.megatron.plan_execution.dispatching import PlannedDispatcher
 from foreroute.adapters.megatron.plan_execution.experts import objection_to_experts, replica_runner
+from foreroute.adapters.megatron.plan_execution.fetching import Fetch
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, Refetch
 from foreroute.errors import PlacementError
 
@@ -51,14 +52,16 @@ class CellWork:
         counts_known: whether no rank has another row.
         replicas: of the cell, if any.
         fetch: has them fetched; in cells without any too, so that the order of cells is known.
-        note: told the rows that the experts of this rank compute.
+        is_recompute: whether backward follows at once, and takes the same weights.
+        note: told the rows that the experts of this rank compute, recomputation left out.
     """
 
     columns: CellColumns
     planned_R: Tensor | None
     counts_known: bool
     replicas: BorrowedReplicas
-    fetch: Callable[[], None]
+    fetch: Callable[[], Fetch | None]
+    is_recompute: bool
     note: Callable[[int], None]
 
 
@@ -110,7 +113,6 @@ class PlannedLayer:
         work = self._work = self._begin()
         if work.columns.has_replicas:
             _finish_gathering(self._experts)
-        work.fetch()
         work.replicas.announce()
         self._dispatcher.expect(work.columns if work.counts_known else None)
         map_RC, probs_RC = work.columns.fill(routing_map, probs, work.planned_R)
@@ -120,18 +122,23 @@ class PlannedLayer:
         """See the `forward` of the experts module. [R, D], [S], [R]."""
         work, self._work = self._work, None
         assert work is not None, "the layer hands rows to its dispatcher first"
+        # on one communicator no weight is to stand in front of the rows, which are here or on their way
+        fetched = work.fetch()
         sizes = rows_per_slot.tolist()
-        work.note(sum(sizes))
+        if not work.is_recompute:
+            work.note(sum(sizes))
         num_home = self._experts.num_local_experts
         here = sum(sizes[:num_home])
         output, bias = self._run_home(rows[:here], rows_per_slot[:num_home], probs[:here])
         borrowed = work.replicas
+        borrowed.take(fetched)
         served = [sizes[num_home + slot] for slot in borrowed.slots]
         computed, token = borrowed.compute(self._run_replicas, rows[here:], probs[here:], served)
         if computed:
             output = torch.cat([output, *computed])
-        borrowed.release()
-        return Refetch.apply(work.fetch, token, output), bias
+        if not work.is_recompute:
+            borrowed.release()
+        return Refetch.apply(borrowed, work.fetch, token, output), bias
 
 
 def objection_to_layer(site: ChunkRouter) -> str | None:

@@ -5,7 +5,8 @@ autograd stand around what happens to the rows of a cell, and so backward meets 
 
     BringHome ── dispatch ── Borrow ── replicas compute ── Refetch ── combine
 
-`Refetch` has the weights fetched again, since they were given up behind the forward. `Borrow` sends gradients home.
+`Refetch` has the weights fetched again where they were given up behind the forward. Backward follows a recomputation at
+once, and takes the weights of that. `Borrow` sends gradients home.
 `BringHome` waits for those of this rank's experts and adds them to `main_grad` in its dtype, float32 as a rule. It is a
 node that the home parameters go into. So AccumulateGrad of a parameter, on which DistributedDataParallel counts the
 gradient as ready, comes after it: whatever bucket is reduced then has the gradients of all replicas.
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
-from foreroute.adapters.megatron.plan_execution.fetching import Home, lent_rows
+from foreroute.adapters.megatron.plan_execution.fetching import Fetch, Home, lent_rows
 from foreroute.ep.transfer import Cell, PendingGradients
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import GradientReturn
@@ -57,10 +58,11 @@ class BorrowedReplicas:
         self._pending: PendingGradients | None = None
         self._anchor: Tensor | None = None
 
-    def take(self, weights: dict[str, Tensor] | None) -> None:
-        """These are the weights of the replicas here: name -> [replicas here, ...], in order of slot; None for none."""
+    def take(self, fetch: Fetch | None) -> None:
+        """Wait for the weights of the replicas here; None where no rank has any."""
         some = self.home[0]
-        self._weights = {name: some[name].detach()[None][:0] for name in self.names} if weights is None else weights
+        none = {name: some[name].detach()[None][:0] for name in self.names}
+        self._weights = none if fetch is None else fetch.wait()
 
     def announce(self) -> None:
         """Before the rows are dispatched: from now on, backward will bring gradients home."""
@@ -96,6 +98,11 @@ class BorrowedReplicas:
                 # Transformer Engine finds main_grad through the tensor, and would keep what is in the slot with it
                 weight.data = weight.new_empty(0)
         return computed, token
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether they are here."""
+        return self._weights is not None
 
     def release(self) -> None:
         """Other cells may have the memory from here on."""
@@ -195,14 +202,17 @@ class Borrow(Function):
 
 
 class Refetch(Function):
-    """`Refetch.apply(fetch, token of Borrow, output)`: the output. Backward begins with `fetch`."""
+    """`Refetch.apply(borrowed, fetch, token of Borrow, output)`: the output. Backward has the weights fetched first."""
 
     @staticmethod
-    def forward(ctx: Any, fetch: Callable[[], None], token: Tensor, output: Tensor) -> Tensor:
-        ctx.fetch = fetch
+    def forward(
+        ctx: Any, borrowed: BorrowedReplicas, fetch: Callable[[], Fetch | None], token: Tensor, output: Tensor
+    ) -> Tensor:
+        ctx.borrowed, ctx.fetch = borrowed, fetch
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.fetch()
-        return None, grads[0].new_zeros(()), grads[0]
+        if not ctx.borrowed.has_weights:
+            ctx.borrowed.take(ctx.fetch())
+        return None, None, grads[0].new_zeros(()), grads[0]
