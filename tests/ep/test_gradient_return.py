@@ -64,9 +64,9 @@ def pass_log(rank, case, frozen):
     return forward, log
 
 
-def test_rows_are_launched_before_what_later_cells_need(workers):
+def test_rows_are_launched_before_weights(workers):
     """On one communicator they would wait behind it."""
-    forward = [event for layer in range(3) for event in (("fetched", layer), "rows", "prefetching", "rows")]
+    forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "prefetching", "rows")]
     backward = [
         event
         for layer in (2, 1, 0)

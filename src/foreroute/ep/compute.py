@@ -194,8 +194,8 @@ class BorrowedWeights:
         source: of the weights.
         names: of the weights.
         trained: names of those that are trained.
-        tensors: name -> [replicas here, ...], while they are needed: until the source is asked for another cell.
-            Backward has them fetched again.
+        tensors: name -> [replicas here, ...], while they are needed: from `fetch` until the source is asked for another
+            cell. Backward has them fetched again.
         grads: name -> [replicas here, ...].
         pending: gradients that backward has sent home and not waited for yet.
     """
@@ -204,12 +204,12 @@ class BorrowedWeights:
     source: ReplicaWeights
     names: tuple[str, ...]
     trained: tuple[str, ...]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor] = field(default_factory=dict)
     pending: PendingGradients | None = None
 
-    def fetch_again(self, home: Sequence[Tensor]) -> None:
-        """Have the weights fetched once more, for backward."""
+    def fetch(self, home: Sequence[Tensor]) -> None:
+        """Have the weights fetched, and those of later cells begun, when the rows of the cell have left."""
         self.tensors = self.source.fetch(self.cell, dict(zip(self.names, home, strict=True)))
         self.source.prefetch()
 
@@ -237,13 +237,18 @@ class Replicas:
     home: Mapping[str, Tensor]
 
     @classmethod
-    def fetched(cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]) -> Replicas:
-        """All ranks call it, before they dispatch the rows of the cell."""
-        tensors = source.fetch(cell, {name: shard.detach() for name, shard in home.items()})
+    def announced(
+        cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]
+    ) -> Replicas:
+        """All ranks call it before they dispatch the rows of the cell: from now on backward brings gradients home."""
         trained = tuple(name for name, shard in home.items() if shard.requires_grad)
-        borrowed = BorrowedWeights(cell, source, tuple(home), trained, tensors)
+        borrowed = BorrowedWeights(cell, source, tuple(home), trained)
         brought = ReceiveGradients.apply(borrowed, *home.values())
         return cls(borrowed, plan, dict(zip(home, brought, strict=True)))
+
+    def fetch(self) -> None:
+        """All ranks call it when these rows have left: on one communicator, what is launched first travels first."""
+        self.borrowed.fetch([shard.detach() for shard in self.home.values()])
 
     def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, group_rows_S: Sequence[int]) -> Tensor:
         """`run_experts` by the replicas here; [R, D]. All ranks call it, those without a replica too.
@@ -322,7 +327,7 @@ class FetchAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.borrowed.fetch_again([shard.detach() for shard in ctx.saved_tensors])
+        ctx.borrowed.fetch([shard.detach() for shard in ctx.saved_tensors])
         return None, grads[0], *(None for _ in ctx.borrowed.names)
 
 

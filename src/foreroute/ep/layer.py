@@ -67,7 +67,7 @@ class ExpertLayer:
         self._require_rows(execution, len(ids_NK))
         ids_NK = ids_NK.to(torch.int64)
         home_E = self.shards.home_E
-        replicas = self._fetch(execution)
+        replicas = self._replicas(execution)
         counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
         rows = execution.schedule(self.number)
         if rows is None:
@@ -84,17 +84,17 @@ class ExpertLayer:
         )
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
         if replicas is not None:
-            replicas.borrowed.source.prefetch()
+            replicas.fetch()
         execution.end_layer(self.number, sum(handle.receive_G))
         summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, replicas), handle)
         return summed.to(hidden_ND.dtype)
 
-    def _fetch(self, execution: Execution) -> Replicas | None:
+    def _replicas(self, execution: Execution) -> Replicas | None:
         """The replicas of the cell, on any rank; None where it has none, so that homes serve all."""
         planned = execution.cell(self.number)
         if planned is None:
             return None
-        return Replicas.fetched(*planned, self.shards.parameters)
+        return Replicas.announced(*planned, self.shards.parameters)
 
     def _compute(self, grouped: Tensor, gates: Tensor, rows: CellSchedule, replicas: Replicas | None) -> Tensor:
         """[rows computed, D] in order of group, and their gate weights, to [rows computed, D]."""

@@ -3,7 +3,7 @@
 A *version* is the weights between two optimizer steps. Each rank writes its shards into its own part and stamps it
 with the number of the version; readers look at the stamp before and after they read. The next version is written only
 when all ranks of the node have signed off the last one, so what is read is never half old and half new. For CUDA the
-memory is page-locked, and rows are copied by a stream of their own; those branches have been run on no GPU yet.
+memory is page-locked, and rows are copied by a stream of their own; those branches have run on one GPU.
 
     stamps [W, 2] │ shards of rank 0 │ … │ shards of rank W - 1        W ranks of the node
 
