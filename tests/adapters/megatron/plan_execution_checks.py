@@ -176,15 +176,17 @@ def check_checkpoints_do_not_see_replicas():
 
 
 def check_nothing_fetched_is_kept_for_backward():
-    """When a forward ends, the memory of all weights that were fetched for it is free."""
-    for experts in ("sequential", "grouped", "grouped, fused"):
+    """When a forward ends, the memory of all weights that were fetched for it is free; behind a step that of all."""
+    kinds = [("sequential", "none"), ("grouped", "none"), ("grouped, fused", "none"), ("sequential", "uniform")]
+    for experts, recompute in kinds:
         optimizer = "momentum" if "fused" in experts else None
-        at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)), optimizer)
+        at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts, recompute=recompute)), optimizer)
         fetched, alive, take = [], [], BorrowedReplicas.take
 
-        def taken(self, weights, fetched=fetched, take=take):
-            fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in (weights or {}).values())
-            take(self, weights)
+        def taken(self, fetch, fetched=fetched, take=take):
+            take(self, fetch)
+            if fetch is not None:
+                fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in self._weights.values())
 
         def forward(iterator, chunk, fetched=fetched, alive=alive):
             found = forward_step(iterator, chunk)
@@ -193,8 +195,9 @@ def check_nothing_fetched_is_kept_for_backward():
 
         with mock.patch.object(BorrowedReplicas, "take", taken), at.execute():
             at.step(forward)
+        alive.append(sum(not storage.expired() for storage in fetched))
         assert len(fetched) > 2 * len(alive)
-        assert not any(alive), (experts, alive)
+        assert not any(alive), (experts, recompute, alive)
 
 
 def check_nothing_of_executions_piles_up():
