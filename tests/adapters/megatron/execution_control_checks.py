@@ -126,7 +126,7 @@ def check_experts_in_one_module():
     plain = trained(case, None)
     for name, broken in (
         ("dropped", returned(lambda grads: [None for _ in grads])),
-        ("not refilled", not_refilled()),
+        ("refilled behind a recomputation", refilled_behind_a_recomputation()),
         ("through autograd", mock.patch.object(BringHome, "backward", staticmethod(through_autograd))),
     ):
         with broken:
@@ -147,13 +147,24 @@ def not_refilled():
     """Backward computes with what the slots hold then."""
     take, filled = BorrowedReplicas.take, set()
 
-    def once(self, weights):
-        if self in filled and weights is not None:
-            weights = {name: torch.zeros_like(rows) for name, rows in weights.items()}
+    def once(self, fetch):
+        take(self, fetch)
+        if self in filled and fetch is not None:
+            self._weights = {name: torch.zeros_like(rows) for name, rows in self._weights.items()}
         filled.add(self)
-        take(self, weights)
 
     return mock.patch.object(BorrowedReplicas, "take", once)
+
+
+def refilled_behind_a_recomputation():
+    """Backward takes the weights of the recomputation before it, and others are there by then."""
+
+    def other_weights(self):
+        if self._weights is not None:
+            self._weights = {name: torch.zeros_like(rows) for name, rows in self._weights.items()}
+        return self._weights is not None
+
+    return mock.patch.object(BorrowedReplicas, "has_weights", property(other_weights))
 
 
 def fuse():
