@@ -33,26 +33,21 @@ def measure_waits(part: Part, bench: Bench, decoding: Decoding | None) -> None:
         with torch.no_grad():
             bench.routed.model(input_ids=bench.batch, attention_mask=mask, use_cache=False)
 
-    kinds = _kinds(bench, padded)
-    if decoding is not None:
-        kinds[f"recording_of_{decoding.num_steps}_decode_steps"] = (bench.routed.record, decoding.steps)
-    own: list[str] = []
-    for name, (session, work) in kinds.items():
-        without, whole = waits_on_cuda(work), waits_on_cuda(_whole(session, work))
-        own += dict.fromkeys(_own(name, whole))
-        part.record(**{f"syncs_added_by_{name}": len(whole) - len(without)})
-    part.record(syncs_added_by_replay_aim="<= 0", syncs_of_foreroute=own)
-
-
-def _kinds(bench: Bench, padded: Callable[[], object]) -> dict[str, tuple[Session, Callable[[], object]]]:
-    """Sessions, and a forward for each; `padded` is the one that is given a mask."""
     replay = partial(bench.routed.replay, bench.trace)
-    return {
+    kinds: dict[str, tuple[Session, Callable[[], object]]] = {
         "replay": (partial(replay, telemetry=True), bench.forward),
         "replay_without_telemetry": (replay, bench.forward),
         "replay_with_mask": (partial(replay, telemetry=True), padded),
         "recording": (bench.routed.record, bench.forward),
     }
+    if decoding is not None:
+        kinds[f"recording_of_{decoding.num_steps}_decode_steps"] = (bench.routed.record, decoding.steps)
+    own: list[str] = []
+    for name, (session, work) in kinds.items():
+        without, whole = waits_on_cuda(work), waits_on_cuda(_whole(session, work))
+        own += dict.fromkeys(f"{name}: {place}" for place in whole if place.startswith("foreroute/"))
+        part.record(**{f"syncs_added_by_{name}": len(whole) - len(without)})
+    part.record(syncs_added_by_replay_aim="<= 0", syncs_of_foreroute=own)
 
 
 def _whole(session: Session, work: Callable[[], object]) -> Callable[[], None]:
@@ -61,8 +56,3 @@ def _whole(session: Session, work: Callable[[], object]) -> Callable[[], None]:
             work()
 
     return run
-
-
-def _own(name: str, waits: list[str]) -> list[str]:
-    """Those that the library itself asks for, each as "session: file:line"."""
-    return [f"{name}: {each}" for each in waits if each.startswith("foreroute/")]

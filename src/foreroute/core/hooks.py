@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -47,12 +47,12 @@ def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Ite
     before = {name: own[name]} if name in own else {}
     is_over = False
 
+    @wraps(original)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         if is_over:
             return original(*args, **kwargs)
         return wrapper(original, *args, **kwargs)
 
-    stand_in.__wrapped__ = original  # type: ignore[attr-defined]  # for whoever asks for its signature
     own[name] = stand_in
     try:
         yield

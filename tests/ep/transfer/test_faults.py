@@ -76,7 +76,7 @@ def test_the_comparison_sees_a_corrupt_payload(workers, what):
     assert max(apart for apart, _ in outcomes) > 1e-4
 
 
-def test_host_memory_of_another_version_ends_every_rank(workers):
+def test_host_memory_of_another_version_ends_every_rank():
     group = Workers(2, timeout_s=60)
     try:
         outcomes = group.outcomes(read_another_version, random_plan(0, ranks=2, slots=3))

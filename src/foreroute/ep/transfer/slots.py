@@ -260,7 +260,10 @@ class TransferBatch:
             TransferError: when a peer is gone, host memory is of another version, or it takes longer than this.
         """
         if not self._over.wait(seconds):
-            raise TransferError(f"{self.what}: rank {self._channels.peers.rank} had not got them after {seconds} s")
+            raise TransferError(
+                f"{self.what}: rank {self._channels.peers.rank} had not got them after {seconds} s. Look for the first "
+                "error in the logs of all ranks, then resume from the last checkpoint"
+            )
         if self._error is not None:
             raise self._error
         if self._arrived is not None:
@@ -296,7 +299,10 @@ class TransferBatch:
         memory = self._channels.memory
         for source in np.unique(self._host["peer"]).tolist():
             if memory is not None and (objection := memory.objection(source)) is not None:
-                raise TransferError(f"{self.what}: rank {self._channels.peers.rank}: {objection}")
+                raise TransferError(
+                    f"{self.what}: rank {self._channels.peers.rank}: {objection}. Publish on all ranks after every "
+                    "optimizer step, or resume from the last checkpoint"
+                )
 
 
 def _rows(moves: NDArray[np.void]) -> list[tuple[int, int, int]]:

@@ -60,9 +60,10 @@ class BorrowedReplicas:
 
     def take(self, fetch: Fetch | None) -> None:
         """Wait for the weights of the replicas here; None where no rank has any."""
-        some = self.home[0]
-        none = {name: some[name].detach()[None][:0] for name in self.names}
-        self._weights = none if fetch is None else fetch.wait()
+        if fetch is None:
+            self._weights = {name: self.home[0][name].detach()[None][:0] for name in self.names}
+        else:
+            self._weights = fetch.wait()
 
     def announce(self) -> None:
         """Before the rows are dispatched: from now on, backward will bring gradients home."""
@@ -202,7 +203,7 @@ class Borrow(Function):
 
 
 class Refetch(Function):
-    """`Refetch.apply(borrowed, fetch, token of Borrow, output)`: the output. Backward has the weights fetched first."""
+    """`Refetch.apply(borrowed, fetch, token of Borrow, output)`: the output. Backward fetches what is not there."""
 
     @staticmethod
     def forward(
