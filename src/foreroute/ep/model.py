@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
@@ -29,6 +30,9 @@ from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.planner import PlanInProgress
 from foreroute.trace import RoutingTrace
+
+BLOCK = re.compile(r".*?\.\d+\.")
+"""The beginning of the names of what is in one block of a list of them."""
 
 
 class StepWeights(ReplicaWeights, Protocol):
@@ -332,6 +336,15 @@ class ExpertParallelModel:
     def state_dict(self) -> dict[str, Tensor]:
         """The weights of the whole model, experts in logical order, on every rank. A collective call."""
         return {name: self.whole(tensor, tensor) for name, tensor in self._own_state().items()}
+
+    def state_dicts(self) -> Iterator[dict[str, Tensor]]:
+        """The same in parts, a block of the model at a time: one block is whole at once. A collective call."""
+        blocks: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self._own_state().items():
+            block = BLOCK.match(name)
+            blocks.setdefault(block[0] if block else "", {})[name] = tensor
+        for block_state in blocks.values():
+            yield {name: self.whole(tensor, tensor) for name, tensor in block_state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take up the weights of the whole model, as `state_dict` or the model before it was distributed gives them.

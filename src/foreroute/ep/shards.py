@@ -31,7 +31,7 @@ class ExpertShards:
     Logical order is that of expert ids, whatever rank they live on: row e of a full tensor is expert e.
 
     Args:
-        module: the experts module; its parameters `names` are replaced by their local rows.
+        module: the experts module, of whose parameters `keep_rows` has left this rank's.
         names: of the parameters with an expert axis in front.
         home_E: int16 [E], the rank that every expert lives on.
         group: the ranks.
@@ -47,10 +47,6 @@ class ExpertShards:
         self._state_is_allowed = False
         module.register_state_dict_pre_hook(self._refuse_state)
         module.register_load_state_dict_pre_hook(self._refuse_state)
-        for name in names:
-            full = module.get_parameter(name)
-            with torch.no_grad():
-                module._parameters[name] = nn.Parameter(self.local(full), requires_grad=full.requires_grad)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -96,6 +92,13 @@ class ExpertShards:
     @property
     def _size(self) -> int:
         return dist.get_world_size(self._group)
+
+
+def keep_rows(module: nn.Module, experts: NDArray[np.integer]) -> None:
+    """Replace the parameters [E, ...] of an experts module by those of some experts, integers in ascending order."""
+    for name, full in list(module.named_parameters(recurse=False)):
+        rows = full.detach().index_select(0, torch.from_numpy(experts).to(full.device))
+        module._parameters[name] = nn.Parameter(rows, requires_grad=full.requires_grad)
 
 
 def shard_dense(

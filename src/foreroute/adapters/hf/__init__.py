@@ -17,9 +17,10 @@ require_peers("torch", "transformers")
 if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
     from foreroute.adapters.hf.batch_routes import TraceRows
-    from foreroute.adapters.hf.distributing import distribute
+    from foreroute.adapters.hf.distributing import distribute, distribute_pretrained
     from foreroute.adapters.hf.local_models import build_model, load_pretrained
     from foreroute.adapters.hf.model import RoutedTransformer
+    from foreroute.adapters.hf.sharded_checkpoint import save_pretrained
     from foreroute.adapters.hf.stacks import RoutedStacks, attach_stacks
     from foreroute.adapters.hf.tokenizer import Tokenizer
 
@@ -32,7 +33,9 @@ __all__ = [
     "attach_stacks",
     "build_model",
     "distribute",
+    "distribute_pretrained",
     "load_pretrained",
+    "save_pretrained",
 ]
 
 _FILE_OF = {
@@ -44,7 +47,9 @@ _FILE_OF = {
     "attach_stacks": "stacks",
     "build_model": "local_models",
     "distribute": "distributing",
+    "distribute_pretrained": "distributing",
     "load_pretrained": "local_models",
+    "save_pretrained": "sharded_checkpoint",
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,13 +18,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
+from foreroute.adapters.hf.sharded_checkpoint import ShardedCheckpoint
 from foreroute.core.hooks import is_hooked
 from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
 from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import ExecutionStack
+from foreroute.ep.shards import keep_rows
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import AttachError, ForerouteError, TopologyError
+from foreroute.errors import AttachError, ConfigError, ForerouteError, TopologyError
 from foreroute.files import blake2b_hex, blake2b_int64
 from foreroute.layout import block_homes
 from foreroute.planner.homes import check_homes
@@ -68,18 +72,75 @@ def distribute(
         TopologyError: on every rank alike, when homes are not E / G experts on each rank.
         TransferError: when a rank does not answer.
     """
-    ranks = dist.group.WORLD if group is None else group
-    assert ranks is not None, "torch.distributed has a default group once it is initialised"
-    along = () if group is None else (group,)
+    ranks, along = _ranks_of(group)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
-    sites = _on_all_ranks(consensus, AttachError, lambda: _find_experts(model))
+    sites = _on_all_ranks(consensus, AttachError, lambda: _with_weights(model, find_experts(model)))
     homes_LE = _on_all_ranks(consensus, TopologyError, lambda: _checked_homes(sites, ranks.size(), home_LE))
     _require_same_models(model, homes_LE, consensus)
+    for home_E, (_, module) in zip(homes_LE, sites, strict=True):
+        keep_rows(module, np.flatnonzero(home_E == ranks.rank()))
+    return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
+
+
+def distribute_pretrained(
+    folder: str | os.PathLike[str],
+    group: dist.ProcessGroup | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    timeout_s: float = 600.0,
+) -> ExpertParallelModel:
+    """Load a causal language model of which each rank reads only the experts that live there.
+
+    A collective call. No rank holds another's experts at any time, so that models fit whose experts no single device
+    could hold. They live in blocks of E / G; `ExpertParallelModel.move_homes` puts them elsewhere.
+
+    Args:
+        folder: with config.json and safetensors, as transformers saves them; the same on all ranks.
+        group: as in `distribute`.
+        dtype: of the weights; as they were saved by default.
+        timeout_s: as in `distribute`.
+
+    Returns:
+        The placed model, on the CPU; `placed.model` is what `attach` and `.to(device)` take.
+
+    Raises:
+        ConfigError: on every rank alike, when a rank cannot load its part of the folder.
+        AttachError, TopologyError, TransferError: as in `distribute`.
+    """
+    ranks, along = _ranks_of(group)
+    consensus = RankConsensus(*along, timeout_s=timeout_s)
+    checkpoint = _on_all_ranks(consensus, ConfigError, lambda: ShardedCheckpoint.opened(Path(folder)))
+    found = _on_all_ranks(consensus, AttachError, lambda: find_experts(checkpoint.empty))
+    homes_LE = _on_all_ranks(consensus, TopologyError, lambda: _checked_homes(found, ranks.size(), None))
+    here = np.flatnonzero(homes_LE[0] == ranks.rank())
+    paths = [path for path, _ in found]
+    model = _on_all_ranks(consensus, ConfigError, lambda: checkpoint.load(paths, range(here[0], here[-1] + 1), dtype))
+    sites = [(path, model.get_submodule(path)) for path in paths]
+    _require_same_models(model, homes_LE, consensus, apart={id(p) for _, module in sites for p in module.parameters()})
+    return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
+    """The ranks, and what groups beside theirs are made along."""
+    ranks = dist.group.WORLD if group is None else group
+    assert ranks is not None, "torch.distributed has a default group once it is initialised"
+    return ranks, () if group is None else (group,)
+
+
+def _placed(
+    model: nn.Module,
+    sites: list[tuple[str, nn.Module]],
+    homes_LE: NDArray[np.int16],
+    ranks: dist.ProcessGroup,
+    consensus: RankConsensus,
+    peers: PeerGroup,
+) -> ExpertParallelModel:
+    """Put layers in the place of experts modules, which have this rank's rows."""
     executions = ExecutionStack(Execution(ranks, len(sites)))
     ExpertsInterface.register(NAME, _run_stand_in)
     layers = []
     for number, (path, module) in enumerate(sites):
-        names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+        names = tuple(name for name, _ in module.named_parameters(recurse=False))
         shards = ExpertShards(module, names, homes_LE[number], ranks)
         layers.append(ExpertLayer(number, path, shards, ranks, executions.in_force))
         module.__dict__[STAND_IN] = layers[-1]
@@ -87,7 +148,6 @@ def distribute(
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = NAME
         module.config = config
-    peers = PeerGroup(*along, timeout_s=timeout_s)
     return ExpertParallelModel(model, layers, executions, consensus, peers)
 
 
@@ -114,8 +174,12 @@ def _on_all_ranks(consensus: RankConsensus, kind: type[ForerouteError], look: Ca
     return found
 
 
-def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The experts modules in order of the model, all of which can be spread."""
+def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The experts modules in order of the model, all of which can be spread; it may be on the meta device.
+
+    Raises:
+        AttachError: when it has none, or one that cannot.
+    """
     require_grouped_mm()
     if any(is_hooked(module) for module in model.modules()):
         raise AttachError("a replay or record session is open on this model; distribute it before")
@@ -136,13 +200,17 @@ def _find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     sizes = sorted({int(module.num_experts) for _, module in sites})
     if len(sizes) > 1:
         raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
+    _require_untied(model, sites)
+    return sites
+
+
+def _with_weights(model: nn.Module, sites: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     for name, tensor in _saved(model):
         if isinstance(tensor, DTensor) or tensor.is_meta:
             raise AttachError(
                 f"{name} is {'on the meta device' if tensor.is_meta else 'a DTensor'}; distribute the whole model, "
-                "with its weights, before anything else shards it"
+                "with its weights, before anything else shards it, or let distribute_pretrained load a folder"
             )
-    _require_untied(model, sites)
     return sites
 
 
@@ -206,12 +274,18 @@ def _checked_homes(
     return check_homes(home_LE, len(sites), num_experts, num_ranks).copy()
 
 
-def _require_same_models(model: nn.Module, home_LE: NDArray[np.int16], consensus: RankConsensus) -> None:
-    """Gradients flow, and rows arrive, only where all ranks agree on what is trained and what the weights are."""
+def _require_same_models(
+    model: nn.Module, home_LE: NDArray[np.int16], consensus: RankConsensus, *, apart: Container[int] = ()
+) -> None:
+    """Gradients flow, and rows arrive, only where all ranks agree on what is trained and what the weights are.
+
+    `apart` has the ids of parameters whose values are this rank's own.
+    """
     what = "comparing the models of all ranks"
     names, hashes = ["the homes of experts"], [blake2b_int64(home_LE)]
     for name, tensor in _saved(model):
-        facts = (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _checksum(tensor))
+        values = "" if id(tensor) in apart else _checksum(tensor)
+        facts = (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, values)
         names.append(name)
         hashes.append(blake2b_int64(repr(facts).encode()))
     if len(set(consensus.texts(str(len(names)), what))) > 1:

@@ -51,7 +51,7 @@ def load_local(path: Path) -> tuple[Any, bool]:
     if os.path.isdir(path):
         _require_config(path)
         if has_weights(path):
-            return _pretrained(path), True
+            return load_complete(transformers.AutoModelForCausalLM, path, path), True
         path = path / "config.json"
     config = read_config(path)
     try:
@@ -89,11 +89,8 @@ def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
     Raises:
         ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
     """
-    require_there(folder)
-    _require_config(folder)
-    if not has_weights(folder):
-        raise ConfigError(f"{folder} holds no *.safetensors; name the folder of a Hugging Face model with its weights")
-    model = _pretrained(folder, dtype=torch.float32)
+    require_weights(folder)
+    model = load_complete(transformers.AutoModelForCausalLM, folder, folder, dtype=torch.float32)
     # a family without a choice refuses to be given one
     with suppress(ValueError):
         model.set_experts_implementation(experts_implementation)
@@ -107,14 +104,32 @@ def _require_config(folder: Path) -> None:
     check_config(folder / "config.json")
 
 
-def _pretrained(folder: Path, **options: Any) -> Any:
+def require_weights(folder: Path) -> None:
+    """Refuses what is no folder of a model with its weights in safetensors.
+
+    Raises:
+        ConfigError: saying what is missing.
+    """
+    require_there(folder)
+    _require_config(folder)
+    if not has_weights(folder):
+        raise ConfigError(f"{folder} holds no *.safetensors; name the folder of a Hugging Face model with its weights")
+
+
+def load_complete(kind: Any, source: Path | None, folder: Path, **options: Any) -> Any:
+    """What `kind.from_pretrained(source, ...)` makes of the weights in a folder, all of which must be there.
+
+    Raises:
+        ConfigError: when transformers cannot load them, or some are missing.
+    """
     try:
         with loading():
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
-                folder,
+            model, found = kind.from_pretrained(
+                source,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,  # they are named below
                 output_loading_info=True,
                 **options,
             )
@@ -258,7 +273,7 @@ def has_weights(folder: Path) -> bool:
         )
     if any(name.endswith(".safetensors") for name in names):
         if INDEX in names:
-            _check_index(folder / INDEX)
+            _read_index(folder / INDEX)
         return True
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise ConfigError(
@@ -266,6 +281,12 @@ def has_weights(folder: Path) -> bool:
             "with save_pretrained of transformers where you trust them, or download the model's safetensors"
         )
     return False
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads from a folder which `has_weights`."""
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() or not (folder / INDEX).exists() else _read_index(folder / INDEX)
 
 
 def require_memory(config: Any, name: str, *, dtype: torch.dtype) -> None:
@@ -317,7 +338,8 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {text:.400}" if text else type(error).__name__
 
 
-def _check_index(path: Path) -> None:
+def _read_index(path: Path) -> list[Path]:
+    """The files that an index names."""
     index = parse_json(read_text(path, ConfigError, most_bytes=MOST_JSON_BYTES), ConfigError, name=str(path))
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
@@ -325,6 +347,7 @@ def _check_index(path: Path) -> None:
     for shard in shards.values():
         if not (isinstance(shard, str) and shard.endswith(".safetensors") and os.path.basename(shard) == shard):
             raise ConfigError(f"{path} names {shard!r:.80}; expected safetensors of its own folder alone")
+    return sorted({path.parent / shard for shard in shards.values()})
 
 
 def _entries(values: Any) -> Iterator[tuple[str, Any]]:
