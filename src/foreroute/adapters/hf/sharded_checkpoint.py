@@ -188,10 +188,10 @@ def _is_read(name: str, here: range) -> bool:
 def _own(name: str, tensor: Any, here: range, num_experts: int) -> Any:
     """A tensor of the folder, or this rank's rows of one that has a row for each expert."""
     has_all = ALL_EXPERTS.search(name) and tensor.get_shape()[:1] == [num_experts]
-    return Rows(tensor, here) if has_all else tensor
+    return FileRows(tensor, here) if has_all else tensor
 
 
-class Rows:
+class FileRows:
     """Some rows of a tensor in a file, read when it is asked for its values."""
 
     def __init__(self, tensor: Any, rows: range) -> None:
