@@ -64,8 +64,8 @@ class _Finding(NamedTuple):
 def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES) -> Explanation:
     """Compare `b` with the reference `a` and name what sets them apart.
 
-    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens or 64 layers, permutations of
-    more than 256 sequences and renamings of more than 1,024 experts are not looked for. Where layers differ in E or K,
+    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens, permutations of more
+    than 256 sequences and renamings of more than 1,024 experts are not looked for. Where layers differ in E or K,
     mix-ups are looked for in those of one size.
 
     Args:
