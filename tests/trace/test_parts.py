@@ -313,8 +313,8 @@ def test_parts_of_different_models_or_streams_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"sequences": [11]}, "sequence 11 was selected from 11"),
-        ({"sequences": [True]}, "expected integers"),
+        ({"sequences": [11]}, "sequences hold 11; expected whole numbers from 0 to 10"),
+        ({"sequences": [True]}, "expected whole numbers; turn a mask"),
         ({"layers": []}, "layer table is empty"),
         ({"layers": [fr.RoutedLayer(7)]}, "no routes of decoder 7"),
         ({"streams": ["masks"]}, "has no stream 'masks'"),

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.trace import RoutingTrace, shared_picks
+from foreroute.trace import RoutingTrace
+from foreroute.trace.operations import shared_picks
 
 # Chosen by hand: they bound the time of a search, and what is not looked for stands in `explain`.
 MAX_SAMPLED_ROWS = 1024

@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.files import FileFormat, RangedFile, TensorFile, TensorSchema, parse_json
-from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
+from foreroute.trace.checks import as_numbers, as_offsets, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, spec_from
@@ -453,7 +453,7 @@ def _rows_of(
     lengths = np.diff(header.offsets)
     if sequences is None:
         return np.arange(len(header.chunk_starts) - 1), None, lengths
-    chosen = as_sequence_numbers(sequences, len(lengths))
+    chosen = as_numbers(sequences, name="sequences", below=len(lengths))
     lengths, filled = lengths[chosen], chosen[lengths[chosen] > 0]
     starts, ends = header.offsets[filled], header.offsets[filled + 1]
     first = np.searchsorted(header.chunk_starts, starts, side="right") - 1
