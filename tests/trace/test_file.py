@@ -178,8 +178,7 @@ def test_parts_that_are_not_there_are_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_part_is_checked_and_the_rest_is_not_read(monkeypatch):
-    monkeypatch.setattr("foreroute.files.container.AHEAD_BYTES", 0)
+def test_a_part_is_checked_and_the_rest_is_not_read():
     trace = with_decisions(synthetic_trace(spec_of(), [8, 8, 8], seed=1), 1)
     metadata, tensors = encode(trace, "sets")
     ends = np.cumsum(tensors["frame_bytes"].reshape(-1)).reshape(tensors["frame_bytes"].shape)
