@@ -12,12 +12,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import zstandard
 
-from foreroute.files import RangedFile
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load
 from foreroute.trace.checks import check_rows
@@ -91,16 +91,15 @@ def shared_prompt_share(trace: RoutingTrace) -> float:
     return round(len(file_of(groups)) / len(file_of(prompts.continued_by(responses))), 4)
 
 
-class CountedBytes(RangedFile):
+class CountedBytes(BytesIO):
     """A file in memory that counts what is read of it, copied once, as from the system's cache of a file."""
 
-    def __init__(self, content: bytes) -> None:
-        self.count, self._content = 0, memoryview(content)
-        super().__init__("bytes in memory", len(content), self._part)
+    count = 0
 
-    def _part(self, start: int, stop: int) -> memoryview:
-        self.count += stop - start
-        return self._content[start:stop]
+    def readinto(self, buffer: Any) -> int:
+        found = super().readinto(buffer)
+        self.count += found
+        return found
 
 
 def speeds(trace: RoutingTrace, rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -237,7 +237,7 @@ def test_hostile_tokens(tokens):
 
 
 def test_what_the_tokens_were_is_said():
-    with pytest.raises(CaptureError, match=r"the tokens of sequence 0 is <U21 .*; expected token ids, integers \[T\]"):
+    with pytest.raises(CaptureError, match=r"the tokens of sequence 0 is <U21 .*; expected integers \[T\] from 0"):
         decode(ROUTES, model=R.spec, token_ids=[*R.tokens[:-1], "x"])
     with pytest.raises(CaptureError, match=r"token_ids is a dict; expected integers \[T\], or a list of S such"):
         decode(ROUTES, model=R.spec, token_ids=dict.fromkeys(R.tokens))

@@ -54,6 +54,6 @@ def forward(routed, trace):
 
 def set_match(routed, trace):
     """Share of routed (token, layer) whose expert set is the model's own."""
-    shared = overlap(trace, forward(routed, trace)[0]).shared_RL
+    shared, _ = overlap(trace, forward(routed, trace)[0])
     assert shared.size
     return float((shared == trace.spec.top_k).mean())

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from hashlib import blake2b
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from foreroute.errors import InputError
-from foreroute.files import RangedFile, TensorFile, checksum, tensors_to_bytes
+from foreroute.files import TensorFile, checksum, tensors_to_bytes
 from foreroute.files.container import DTYPES
 
 TENSORS = {"a": np.arange(12, dtype=np.int32).reshape(6, 2), "b": np.arange(5, dtype=np.float64), "c": np.ones(3, "u1")}
@@ -28,16 +29,16 @@ SOME_TENSORS = st.dictionaries(
 )
 
 
-class Held(RangedFile):
-    """A file in memory that notes what is read of it, of which no more is given at a time than `pieces` bytes."""
+class Held(BytesIO):
+    """A file in memory that notes what is read of it."""
 
-    def __init__(self, content, pieces=1 << 30):
-        self.content, self.asked, self.pieces = content, [], pieces
-        super().__init__("what was sent", len(content), self.part)
+    def __init__(self, content):
+        super().__init__(content)
+        self.asked = []
 
-    def part(self, start, stop):
-        self.asked.append((start, stop - start))
-        return self.content[start : min(stop, start + self.pieces)]
+    def readinto(self, buffer):
+        self.asked.append((self.tell(), len(buffer)))
+        return super().readinto(buffer)
 
 
 def same(found, expected):
@@ -101,8 +102,7 @@ def test_a_tensor_of_a_type_that_the_container_lacks_is_refused():
 
 
 @pytest.mark.parametrize("as_source", [True, False])
-def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, monkeypatch, as_source):
-    monkeypatch.setattr("foreroute.files.container.AHEAD_BYTES", 0)
+def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
     content = tensors_to_bytes({"who": "me"}, TENSORS)
     (tmp_path / "t").write_bytes(content)
     source = Held(content) if as_source else tmp_path / "t"
@@ -120,31 +120,24 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, monkeypatch, as_s
                 file.read("a", start, stop)
 
 
-def test_a_file_that_gives_fewer_bytes_than_it_has_is_refused(monkeypatch):
-    monkeypatch.setattr("foreroute.files.container.AHEAD_BYTES", 0)
+def test_a_file_that_gives_fewer_bytes_than_it_has_is_refused():
     source = Held(tensors_to_bytes({}, TENSORS))
-    with TensorFile(source, InputError) as file:
-        source.content = source.content[:200]
+    with TensorFile(source, InputError, name="what was sent") as file:
+        source.truncate(200)
         with pytest.raises(InputError, match="what was sent was cut while it was read"):
             file.read("a")
 
 
-def test_a_file_that_gives_its_bytes_piece_by_piece_is_read_whole():
-    with TensorFile(Held(tensors_to_bytes({"who": "me"}, TENSORS), pieces=3), InputError) as file:
-        assert same({name: file.read(name) for name in file.tensors}, TENSORS)
-
-
 def test_what_the_system_cannot_read_is_the_callers_error():
-    class Broken(Held):
-        def part(self, start, stop):
+    class Broken(BytesIO):
+        def readinto(self, buffer):
             raise OSError(5, "Input/output error")
 
     with pytest.raises(InputError, match=r"what was sent cannot be read \(Input/output error\)"):
-        TensorFile(Broken(tensors_to_bytes({}, TENSORS)), InputError)
+        TensorFile(Broken(tensors_to_bytes({}, TENSORS)), InputError, name="what was sent")
 
 
-def test_a_header_that_is_longer_than_allowed_is_not_read(monkeypatch):
-    monkeypatch.setattr("foreroute.files.container.AHEAD_BYTES", 0)
+def test_a_header_that_is_longer_than_allowed_is_not_read():
     source = Held(tensors_to_bytes({"who": "x" * 100}, {}))
     with pytest.raises(InputError, match=r"a header of \d+ bytes; expected 100 at most"):
         TensorFile(source, InputError, most_header_bytes=100)

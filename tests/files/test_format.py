@@ -1,12 +1,13 @@
 """What follows from the declaration of a format: reading, refusing and writing, the same for every kind of file."""
 
 import os
+from io import BytesIO
 
 import numpy as np
 import pytest
 
 from foreroute.errors import PlanError
-from foreroute.files import FileFormat, RangedFile, TensorSchema, checksum, tensors_to_bytes
+from foreroute.files import FileFormat, TensorSchema, checksum, tensors_to_bytes
 
 FORMAT = FileFormat(
     name="song",
@@ -21,10 +22,6 @@ METADATA = {"title": "Ü\n"}
 TENSORS = {"pitch_NV": np.arange(6, dtype=np.uint8).reshape(3, 2), "length_N": np.ones(3, np.float32)}
 
 
-def opened(content):
-    return RangedFile("it", len(content), lambda start, stop: content[start:stop])
-
-
 def forged(metadata=(), tensors=(), without=()):
     """A file with a right checksum, whatever it holds; a source in memory."""
     held = {"foreroute.song": "4", "foreroute.title": "x", **dict(metadata)}
@@ -32,7 +29,7 @@ def forged(metadata=(), tensors=(), without=()):
     there = {name: tensor for name, tensor in {**TENSORS, **dict(tensors)}.items() if name not in without}
     ours = {key: value for key, value in held.items() if key.startswith("foreroute.")}
     covered = {name: tensor for name, tensor in there.items() if name != "length_N"}
-    return opened(tensors_to_bytes({**held, "foreroute.checksum": checksum(ours, covered)}, there))
+    return BytesIO(tensors_to_bytes({**held, "foreroute.checksum": checksum(ours, covered)}, there))
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -40,7 +37,7 @@ def test_what_is_written_is_read(tmp_path, in_memory):
     path = FORMAT.write(tmp_path / "deep" / "song", METADATA, TENSORS, overwrite=False)
     content = FORMAT.to_bytes(METADATA, TENSORS)
     assert path.read_bytes() == content
-    metadata, tensors = FORMAT.read(opened(content) if in_memory else path)
+    metadata, tensors = FORMAT.read(BytesIO(content) if in_memory else path)
     assert metadata == METADATA
     assert list(tensors) == ["pitch_NV"]  # the other one stands apart
     assert tensors["pitch_NV"].tobytes() == TENSORS["pitch_NV"].tobytes()
@@ -68,8 +65,14 @@ def test_metadata_of_others_are_let_pass():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (forged(without=["foreroute.song"]), r"it is no song file: its metadata lack foreroute\.song\. somebody sings"),
-        (forged({"foreroute.song": "3"}), "it is a song file of version 3; this foreroute reads version 4"),
+        (
+            forged(without=["foreroute.song"]),
+            r"opened file is no song file: its metadata lack foreroute\.song\. somebody",
+        ),
+        (
+            forged({"foreroute.song": "3"}),
+            "opened file is a song file of version 3; this foreroute reads version 4",
+        ),
         (forged({"foreroute.more": ""}), r"its metadata are .*foreroute\.more.*; expected"),
         (forged(without=["foreroute.title"]), r"expected foreroute\.checksum, foreroute\.song, foreroute\.title"),
         (forged(without=["length_N"]), "its tensors are pitch_NV; expected length_N, pitch_NV"),
@@ -89,8 +92,8 @@ def test_damage_is_seen_wherever_the_checksum_is_of():
     content = FORMAT.to_bytes(METADATA, TENSORS)
     damaged = bytearray(content)
     damaged[-1] ^= 1  # the last byte of the narrowest tensor
-    with pytest.raises(PlanError, match=r"it is damaged: its checksum is .*, the file states"):
-        FORMAT.read(opened(bytes(damaged)))
+    with pytest.raises(PlanError, match=r"the opened file is damaged: its checksum is .*, the file states"):
+        FORMAT.read(BytesIO(damaged))
 
 
 def test_what_breaks_the_declaration_is_not_written(tmp_path):

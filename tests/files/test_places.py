@@ -1,56 +1,11 @@
 """Files at paths and URLs: what is asked of whoever has the bytes, and what is said when it has none."""
 
-import os
-
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from foreroute.errors import TraceFileError
-from foreroute.files import RangedFile, as_place, names_in, within
-from foreroute.files.container import AHEAD_BYTES
+from foreroute.files import as_place, names_in, within
 from foreroute.files.places import open_at, write_at
-
-
-@settings(max_examples=100)
-@given(
-    size=st.integers(0, 3 * AHEAD_BYTES),
-    reads=st.lists(st.tuples(st.integers(0, 3 * AHEAD_BYTES), st.integers(0, 2 * AHEAD_BYTES)), max_size=8),
-    in_order=st.booleans(),
-)
-def test_ranges_are_those_of_a_file(size, reads, in_order):
-    content, asked = os.urandom(size), []
-
-    def fetch(start, stop):
-        assert 0 <= start < stop <= size
-        asked.append(stop - start)
-        return content[start:stop]
-
-    file, place, wanted = RangedFile("it", size, fetch), 0, 0
-    for first, length in reads:
-        begin = min(size, place if in_order else first)
-        place = min(size, begin + length)
-        assert file.read(begin, place).tobytes() == content[begin:place]
-        wanted += place - begin
-    # what lies behind is read with less than was asked for, and at no other place
-    assert sum(asked) <= wanted + AHEAD_BYTES * len(asked)
-
-
-def test_small_reads_one_after_another_are_one_request_and_others_are_exact():
-    asked = []
-
-    def fetch(start, stop):
-        asked.append((start, stop))
-        return bytes(stop - start)
-
-    file = RangedFile("it", 1 << 30, fetch)
-    for i in range(100):
-        file.read(i * 100, (i + 1) * 100)
-    assert asked == [(0, AHEAD_BYTES)]
-    for place, length in ((1 << 20, 10), (1 << 21, 1 << 20)):
-        file.read(place, place + length)
-        assert asked.pop() == (place, place + length)
 
 
 def test_a_place_is_a_path_or_a_url(tmp_path):
@@ -87,7 +42,5 @@ def test_what_fails_leaves_nothing_and_is_one_error():
     with pytest.raises(TraceFileError, match="memory://a/b does not exist"):
         open_at("memory://a/b", TraceFileError)
     write_at("memory://a/b", lambda file: file.write(b"whole"), TraceFileError, overwrite=False)
-    _, fetch = open_at("memory://a/b", TraceFileError)
+    assert open_at("memory://a/b", TraceFileError).read() == b"whole"
     MemoryFileSystem.store.clear()
-    with pytest.raises(TraceFileError, match="memory://a/b does not exist"):
-        fetch(0, 5)

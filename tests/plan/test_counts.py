@@ -92,11 +92,11 @@ def test_packings_that_do_not_fit_are_refused():
         packed_counts(trace, Packing(*[np.zeros(len(trace) + 1, np.int32)] * 2, 1, 1))
     with pytest.raises(CountsError, match="got 0 traces"):
         packed_counts([], Packing(zeros[:0], zeros[:0], 1, 1))
-    with pytest.raises(TraceContentError, match="rank 4 is not below 4"):
+    with pytest.raises(TraceContentError, match="ranks hold 4; expected whole numbers from 0 to 3"):
         packed_counts(trace, Packing(zeros, zeros + 4, 1, 4))
-    with pytest.raises(TraceContentError, match="micro-step 1 is not below 1"):
+    with pytest.raises(TraceContentError, match="micro-steps hold 1; expected whole numbers from 0 to 0"):
         packed_counts(trace, Packing(zeros + 1, zeros, 1, 4))
-    with pytest.raises(TraceContentError, match="rank -1 is below 0"):
+    with pytest.raises(TraceContentError, match="ranks hold -1"):
         packed_counts(trace, Packing(zeros, zeros - 1, 1, 4))
     with pytest.raises(SpecMismatchError, match="belongs to another model"):
         packed_counts([trace, random_trace(0, num_experts=9)], random_packing(np.random.default_rng(0), 2 * len(trace)))

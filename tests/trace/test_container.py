@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, count_assignments, digest, overlap, shared_picks
+from foreroute.trace import NO_VERSION, count_assignments, digest, overlap
 from foreroute.trace.checks import check_rows
+from foreroute.trace.operations import shared_picks
 from tests.traces import random_trace, spec_of
 
 
@@ -88,7 +89,7 @@ def test_impossible_routes_are_refused(ids, message):
 @pytest.mark.parametrize("tokens", [[1.5, 2.0], [2**31, 1], [[1, 2], [3, 4]]])
 def test_tokens_that_would_change_are_refused(tokens):
     spec = spec_of(num_experts=4, top_k=2, num_layers=1)
-    with pytest.raises(TraceContentError, match="expected token ids"):
+    with pytest.raises(TraceContentError, match=r"expected integers \[T\] from 0"):
         fr.RoutingTrace.from_sequences(spec, [tokens], [[[[0, 1]]]])
 
 
@@ -106,7 +107,7 @@ def test_weight_versions_are_whole_numbers(version):
         ({"weight_versions": [[-2, 0]]}, r"weight_versions\[0\] is int64.*from -2"),
         ({"valid": [[0.3, 0]]}, r"valid\[0\] is float64.*expected bools"),
         ({"valid": [[2, 0]]}, "expected bools"),
-        ({"token_ids": [[-1, 2]]}, "token ids, integers .T. from 0"),
+        ({"token_ids": [[-1, 2]]}, "expected integers .T. from 0"),
         ({"token_ids": [[[1], [2, 3]]]}, "is no array"),
         ({"expert_ids": [[[[0, 1]], [[0]]]]}, "is no array"),
     ],
@@ -123,7 +124,7 @@ def test_rows_that_would_change_are_refused(changed, message):
 @pytest.mark.parametrize("lengths", [2.9, True, "1"])
 def test_traces_are_truncated_to_whole_numbers(lengths):
     trace = random_trace(0)
-    with pytest.raises(TraceContentError, match="expected a whole number for each"):
+    with pytest.raises(TraceContentError, match=r"expected \d whole numbers"):
         trace.truncated([lengths] * len(trace))
 
 
@@ -182,16 +183,16 @@ def test_a_refused_row_is_named():
 
 def test_selecting_and_truncating_out_of_range_is_refused():
     trace = random_trace(0)
-    with pytest.raises(TraceContentError, match="was selected from"):
+    with pytest.raises(TraceContentError, match=r"sequences hold \d+; expected whole numbers from 0 to"):
         trace.select([len(trace)])
-    with pytest.raises(TraceContentError, match="sequence -1 was selected from"):
+    with pytest.raises(TraceContentError, match="sequences hold -1"):
         trace.select([-1, 0])
     with pytest.raises(TraceContentError, match=r"numpy\.flatnonzero"):
         trace.select(np.ones(len(trace), bool))
     for sequences in ([0.5], ["0"], [None], [[0], [0, 1]]):
-        with pytest.raises(TraceContentError, match="sequences is"):
+        with pytest.raises(TraceContentError, match=r"sequences (are|is no)"):
             trace.select(sequences)
-    with pytest.raises(TraceContentError, match="cannot truncate"):
+    with pytest.raises(TraceContentError, match="lengths hold"):
         trace.truncated(trace.lengths + 1)
 
 
@@ -218,13 +219,14 @@ def test_digest_depends_on_tokens_routes_and_versions():
 def test_overlap_counts_shared_sets(seed):
     a = random_trace(seed)
     b = random_trace(seed, route_seed=seed + 1)
-    result = overlap(a, b)
+    shared_RL, rows_R = overlap(a, b)
     expected = [
         [len(set(x) & set(y)) for x, y in zip(a.expert_ids_NLK[n].tolist(), b.expert_ids_NLK[n].tolist(), strict=True)]
         for n in range(a.num_rows)
         if a.valid_N[n] and b.valid_N[n]
     ]
-    assert result.shared_RL.tolist() == expected
+    assert shared_RL.tolist() == expected
+    assert rows_R.tolist() == np.flatnonzero(a.valid_N & b.valid_N).tolist()
 
 
 def test_overlap_of_other_tokens_is_refused():

@@ -5,16 +5,18 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partialmethod
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
 from foreroute.files import TensorFile
-from foreroute.files.container import AHEAD_BYTES
+from foreroute.files.regular import BUFFER_BYTES
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part
 from foreroute.trace.file import FORMAT, encode
@@ -135,25 +137,26 @@ def wide_trace():
 
 @pytest.mark.parametrize(
     ("sequences", "layers", "requests"),
-    [([1, 2, 3], slice(None), 2), ([5, 1, 3], slice(None), 4), ([2], slice(0, 20), 2), ([2, 4], slice(20, 40), 5)],
+    [([1, 2, 3], slice(None), 2), ([5, 1, 3], slice(None), 4), ([2], slice(0, 20), 2), ([2, 4], slice(20, 40), 3)],
 )
 def test_little_more_than_its_frames_is_read_in_few_requests(monkeypatch, sequences, layers, requests):
     trace, asked = wide_trace(), []
     stored = FORMAT.to_bytes(*encode(trace, "sets", chunk_rows=CHUNK_ROWS))
     MemoryFileSystem().pipe_file("/few/part-00000-of-00001-6.safetensors", stored)
-    read = MemoryFileSystem.cat_file
 
-    def counted(store, path, start=None, end=None, **options):
-        asked.append(end - start)
-        return read(store, path, start, end, **options)
+    class Counted(AbstractBufferedFile):
+        def _fetch_range(self, start, end):
+            asked.append(end - start)
+            return stored[start:end]
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    monkeypatch.setattr(MemoryFileSystem, "_open", partialmethod(Counted, size=len(stored)))
     wanted = trace.spec.layers[layers]
     part = load_parts("memory://few", sequences=sequences, layers=wanted)
     assert part.equals(trace.select(sequences).select_layers(wanted))
-    sizes = encode(trace, "sets", chunk_rows=CHUNK_ROWS)[1]["frame_bytes"][sequences].astype(int)
-    needed = sizes[:, 0].sum() + sizes[:, 1:][:, layers].sum()
-    assert (len(asked), needed <= sum(asked) <= needed + 2 * AHEAD_BYTES) == (requests, True)
+    tensors = encode(trace, "sets", chunk_rows=CHUNK_ROWS)[1]
+    sizes, header = tensors["frame_bytes"][sequences].astype(int), len(stored) - tensors["frames"].size
+    needed = header + sizes[:, 0].sum() + sizes[:, 1:][:, layers].sum()
+    assert (len(asked), needed <= sum(asked) <= needed + requests * BUFFER_BYTES) == (requests, True)
     MemoryFileSystem.store.clear()
 
 
@@ -161,14 +164,13 @@ def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
     """A store takes tens of milliseconds for each answer."""
     traces = part_traces()
     save_parts(traces, "memory://slow")
-    together, read = threading.Barrier(3), MemoryFileSystem.cat_file
+    together, opened = threading.Barrier(3), MemoryFileSystem._open
 
-    def waiting(store, path, start=None, end=None):
-        if start == 0:
-            together.wait(60)
-        return read(store, path, start, end)
+    def waiting(store, path, **options):
+        together.wait(60)
+        return opened(store, path, **options)
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", waiting)
+    monkeypatch.setattr(MemoryFileSystem, "_open", waiting)
     assert load_parts("memory://slow").equals(fr.concatenate(traces).without_pick_order())
     MemoryFileSystem.store.clear()
 
@@ -313,8 +315,8 @@ def test_parts_of_different_models_or_streams_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"sequences": [11]}, "sequence 11 was selected from 11"),
-        ({"sequences": [True]}, "expected integers"),
+        ({"sequences": [11]}, "sequences hold 11; expected whole numbers from 0 to 10"),
+        ({"sequences": [True]}, "expected whole numbers; turn a mask"),
         ({"layers": []}, "layer table is empty"),
         ({"layers": [fr.RoutedLayer(7)]}, "no routes of decoder 7"),
         ({"streams": ["masks"]}, "has no stream 'masks'"),

@@ -91,7 +91,7 @@ def test_only_picks_are_counted_and_shared(trace, data):
     other = replace(trace, expert_ids_NLK=ids.astype(spec.id_dtype))
     pairs = [(a, b) for a, b in zip(rows, picks_of(other), strict=True) if a is not None]
     shared = [[len({*x} & {*y}) for x, y in zip(a, b, strict=True)] for a, b in pairs]
-    assert overlap(trace, other).shared_RL.tolist() == shared
+    assert overlap(trace, other)[0].tolist() == shared
     counted = Counter((layer, e) for row in rows if row for layer, picks in enumerate(row) for e in picks)
     counts_LE = count_assignments(trace, [0] * len(trace)).sum(axis=0)
     assert counts_LE.shape == (spec.num_layers, spec.num_experts)

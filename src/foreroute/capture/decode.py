@@ -27,7 +27,7 @@ from foreroute.capture.recognition import Form, RawSequence, read_output
 from foreroute.capture.sampling_masks import decode_masks
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_tokens, recorded_rows
+from foreroute.trace.checks import as_int32, recorded_rows
 from foreroute.trace.spec import is_whole, whole_number
 
 
@@ -265,7 +265,7 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
     elif not is_array(values):
         raise CaptureError(f"{what} are a {type(values).__name__}; expected a list of integers")
     try:
-        return as_tokens(as_array(values, what), name=what)
+        return as_int32(as_array(values, what), name=what)
     except TraceContentError as error:
         raise CaptureError(str(error)) from error
 

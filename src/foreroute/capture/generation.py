@@ -29,7 +29,7 @@ from foreroute.errors import ConfigError, TraceContentError, TraceFileError, sho
 from foreroute.files import FileFormat, TensorSchema, writing_named
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate, digest, load, save
-from foreroute.trace.checks import as_array, as_sequence_numbers, place_of
+from foreroute.trace.checks import as_array, as_numbers, place_of
 from foreroute.trace.spec import whole_number
 
 GENERATION_FILE = FileFormat(
@@ -155,7 +155,7 @@ class Generation:
 
     def select(self, sequences: ArrayLike) -> Generation:
         """Return the given sequences, in the given order."""
-        chosen = as_sequence_numbers(sequences, len(self))
+        chosen = as_numbers(sequences, name="sequences", below=len(self))
         parts = np.split(self.logprobs_R, np.cumsum(self.response_lengths)[:-1])
         logprobs = [parts[int(s)] for s in chosen]
         return Generation(

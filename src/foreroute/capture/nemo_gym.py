@@ -41,7 +41,7 @@ from foreroute.errors import CaptureError, TraceError, shown
 from foreroute.files import read_file
 from foreroute.files.regular import MOST_BYTES
 from foreroute.trace import RoutingSpec, RoutingTrace, extended
-from foreroute.trace.checks import as_tokens
+from foreroute.trace.checks import as_int32
 from foreroute.trace.spec import is_whole
 
 SUFFIX = ".tokens.jsonl"
@@ -164,7 +164,7 @@ def _joined(records: Mapping[str, Mapping[str, Any]], left_out: list[str]) -> li
 def _call(name: str, record: Mapping[str, Any], calls: Mapping[str, _Call], left_out: list[str]) -> _Call | None:
     what = f"call {name:.40}"
     own, generated = (
-        as_tokens(entries_of(record, each, int), name=f"{each} of {what}")
+        as_int32(entries_of(record, each, int), name=f"{each} of {what}")
         for each in ("prompt_token_ids", "generation_token_ids")
     )
     resolution, parent_name = record.get("parent_resolution"), record.get("parent_call_id")

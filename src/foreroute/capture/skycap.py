@@ -42,7 +42,7 @@ from foreroute.errors import CaptureError, shown
 from foreroute.files import read_file
 from foreroute.files.regular import MOST_BYTES
 from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec
-from foreroute.trace.checks import as_tokens, ascending
+from foreroute.trace.checks import as_int32, ascending
 from foreroute.trace.spec import is_whole
 
 TYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int16", "int32", "int64", "float64")}
@@ -200,7 +200,7 @@ class _Paths:
         ends = np.cumsum([span.stop - span.start for span in spans]).tolist()
         length, routes = ends[-1], self.arrays.get("routed_experts", np.zeros((0, 1, 1), np.uint8))
         self._take(length * (routes.itemsize * prod(routes.shape[1:]) + 16))
-        tokens_T = as_tokens(np.concatenate([self.arrays["token_ids"][span] for span in spans]), name="token_ids")
+        tokens_T = as_int32(np.concatenate([self.arrays["token_ids"][span] for span in spans]), name="token_ids")
         rows_TAK = np.zeros((length, *routes.shape[1:]), routes.dtype)
         routed_T, copied_T, sampled_T, masked_T = np.zeros((4, length), np.bool_)
         versions_T, counts_T = np.full(length, NO_VERSION, np.int32), np.zeros(length, np.int64)

@@ -6,7 +6,6 @@ several rooms have, are read and checked by `config_file`.
 
 from foreroute.files.container import (
     FileFormat,
-    RangedFile,
     StoredTensor,
     TensorFile,
     TensorSchema,
@@ -23,7 +22,6 @@ from foreroute.files.writing import check_writable, write_atomically, writing_na
 
 __all__ = [
     "FileFormat",
-    "RangedFile",
     "StoredTensor",
     "TensorFile",
     "TensorSchema",

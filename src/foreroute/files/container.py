@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +41,6 @@ MOST_AXES, MOST_TENSOR_BYTES = 32, 1 << 62
 KEY = "foreroute."
 """Metadata whose key begins so are a format's own: none may be missing, and none may be there that it does not name.
 Others are anybody's, and no part of the checksum."""
-
-AHEAD_BYTES, MOST_BYTES = 1 << 14, 1 << 23
-"""Asked for at once at least, where little is read, one after another: the header and the small tensors of most files.
-And at most: what is asked for is copied once."""
 
 
 def as_place(place: str | os.PathLike[str]) -> Path | str:
@@ -94,14 +91,18 @@ class FileFormat:
     apart: tuple[str, ...] = ()
     most_header_bytes: int = 1 << 20
 
-    def read(self, source: str | os.PathLike[str] | RangedFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    def read(
+        self, source: str | os.PathLike[str] | BinaryIO, *, name: str = "the opened file"
+    ) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """Metadata by their keys in `metadata`, and tensors, once they are known to be what was written.
+
+        Arguments are those of `TensorFile`.
 
         Raises:
             kind: when it cannot be read, is of another format or version, lacks something, holds something else or
                 something of another type or shape, or does not have the checksum that it states.
         """
-        with TensorFile(source, self.kind, most_header_bytes=self.most_header_bytes) as file:
+        with TensorFile(source, self.kind, name=name, most_header_bytes=self.most_header_bytes) as file:
             return self.read_opened(file)
 
     def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -220,54 +221,19 @@ class StoredTensor:
     start: int
 
 
-class RangedFile:
-    """A file that is read by ranges of bytes. Few that follow those before are read with some that are behind.
-
-    Args:
-        name: of the file, for messages.
-        size: its bytes.
-        fetch: the bytes from one place to another, or fewer when they are not there any more.
-        close: lets go of the file.
-    """
-
-    def __init__(
-        self, name: str, size: int, fetch: Callable[[int, int], Any], close: Callable[[], None] = lambda: None
-    ) -> None:
-        self.name, self.size, self.close, self._fetch = name, size, close, fetch
-        self._begin, self._held = 0, memoryview(b"")
-
-    def read(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes from `start` to `stop`, or fewer when they are not there any more. The array is the caller's."""
-        content, place = np.empty(stop - start, np.uint8), start
-        while place < stop:
-            end = self._begin + len(self._held)
-            if not self._begin <= place < end:
-                most, ahead = min(stop, place + MOST_BYTES), place + AHEAD_BYTES if place == end else 0
-                self._begin, self._held = place, memoryview(self._fetch(place, max(most, min(ahead, self.size))))
-                if not self._held:
-                    break
-            part = self._held[place - self._begin :][: stop - place]
-            content[place - start :][: len(part)] = part
-            place += len(part)
-        return content[: place - start]
-
-
-def _opened(place: str | os.PathLike[str], kind: type[InputError]) -> RangedFile:
+def _opened(place: str | os.PathLike[str], kind: type[InputError]) -> BinaryIO:
     where = as_place(place)
-    if isinstance(where, str):
-        return RangedFile(where, *open_at(where, kind))
-    file = open_regular(where, kind)
-    number = file.fileno()
-    size = os.fstat(number).st_size
-    return RangedFile(str(place), size, lambda start, stop: os.pread(number, stop - start, start), file.close)
+    return open_at(where, kind) if isinstance(where, str) else open_regular(where, kind)
 
 
 class TensorFile:
     """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
 
     Args:
-        source: the path of a regular file, or a URL, which are closed with this; or an opened file.
+        source: the path of a regular file, or a URL, which are closed with this; or an opened file, which may be in
+            memory.
         kind: the error to raise.
+        name: of an opened file, for messages.
         most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
 
     Attributes:
@@ -281,15 +247,18 @@ class TensorFile:
 
     def __init__(
         self,
-        source: str | os.PathLike[str] | RangedFile,
+        source: str | os.PathLike[str] | BinaryIO,
         kind: type[InputError],
         *,
+        name: str = "the opened file",
         most_header_bytes: int = MOST_HEADER_BYTES,
     ) -> None:
-        self._file = source if isinstance(source, RangedFile) else _opened(source, kind)
-        self._is_ours = self._file is not source
-        self._kind, self.name, self._size = kind, self._file.name, self._file.size
+        self._is_ours = isinstance(source, str | os.PathLike)
+        self._kind, self.name = kind, str(source) if isinstance(source, str | os.PathLike) else name
+        self._file: Any = _opened(source, kind) if isinstance(source, str | os.PathLike) else source
         try:
+            with self._reading():
+                self._size = self._file.seek(0, os.SEEK_END)
             length = int.from_bytes(self._bytes(0, 8).data, "little") if self._size >= 8 else self._size
             if length > self._size - 8:
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")
@@ -330,13 +299,21 @@ class TensorFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What fails, in whatever error of the library that has the file, becomes one of the caller's kind."""
+        try:
+            yield
+        except Exception as error:
+            raise self._kind(f"{self.name} cannot be read ({reason(error)})") from error
+
     def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Exactly `size` bytes from `start`, which the file had when it was opened."""
-        try:
-            content = self._file.read(start, start + size)
-        except OSError as error:
-            raise self._kind(f"{self.name} cannot be read ({reason(error)})") from error
-        if len(content) < size:
+        content = np.empty(size, np.uint8)
+        with self._reading():
+            self._file.seek(start)
+            found = self._file.readinto(content.data)
+        if found < size:
             raise self._kind(f"{self.name} was cut while it was read; copy it again")
         return content
 

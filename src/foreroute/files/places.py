@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, cast
 
 from foreroute.errors import ForerouteError, InputError, how_to_install
-from foreroute.files.regular import reason
+from foreroute.files.regular import BUFFER_BYTES, reason
 
 
 def within(folder: Path | str, name: str) -> Path | str:
@@ -22,21 +22,15 @@ def within(folder: Path | str, name: str) -> Path | str:
     return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}"
 
 
-def open_at(url: str, kind: type[InputError]) -> tuple[int, Callable[[int, int], Any]]:
-    """The size of the file at a URL, and a function that asks for its bytes from one place to another.
+def open_at(url: str, kind: type[InputError]) -> BinaryIO:
+    """Open the file at a URL. What is asked for is read, and some bytes behind it for who reads on.
 
     Raises:
-        kind: when it is missing, or the store refuses, then and later.
+        kind: when it is missing, or the store refuses.
     """
     with _asking(url, "read", kind):
         store, path = _store_of(url, kind)
-        size = int(store.info(path)["size"])
-
-    def fetch(start: int, stop: int) -> Any:
-        with _asking(url, "read", kind):
-            return store.cat_file(path, start=start, end=stop)
-
-    return size, fetch
+        return cast(BinaryIO, store.open(path, "rb", block_size=BUFFER_BYTES))
 
 
 def write_at(url: str, content: Callable[[IO[bytes]], None], kind: type[InputError], *, overwrite: bool) -> None:

@@ -17,7 +17,7 @@ from foreroute.errors import ForerouteError, InputError
 MOST_BYTES = 4 << 30
 """Bytes that are read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
 BUFFER_BYTES = 1 << 14
-"""Read at once when a file is opened: the header and the small tensors of most files."""
+"""Read at once at least: the header and the small tensors of most files."""
 NO_FILE = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -104,6 +104,6 @@ def _decoded(content: bytes | bytearray, kind: type[ForerouteError], name: str) 
         raise kind(f"{name} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
 
 
-def reason(error: OSError | ValueError) -> str:
+def reason(error: Exception) -> str:
     """What the system says of a file that it does not open or read."""
     return getattr(error, "strerror", None) or str(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
@@ -45,10 +44,11 @@ def stream_difference(a: DecisionStream, b: DecisionStream) -> StreamDifference:
         )
     if a.num_rows != b.num_rows:
         raise BatchMismatchError(f"one stream has {a.num_rows} rows, the other {b.num_rows}; expected the same tokens")
-    shared_ND, *counts = _shared_ids(a, b)
+    common = np.intersect1d(a.keys, b.keys, assume_unique=True) // a.num_choices
+    shared_ND = np.bincount(common, minlength=a.num_rows * a.depth).reshape(-1, a.depth)
     # a set of all choices shares with another whatever that has
-    size_a, size_b = (np.where(count_ND == 0, a.num_choices, count_ND) for count_ND in counts)
-    shared_ND = np.where(counts[0] == 0, size_b, np.where(counts[1] == 0, size_a, shared_ND))
+    size_a, size_b = (np.where(each.counts_ND == 0, a.num_choices, each.counts_ND) for each in (a, b))
+    shared_ND = np.where(a.counts_ND == 0, size_b, np.where(b.counts_ND == 0, size_a, shared_ND))
     share_ND = shared_ND / (size_a + size_b - shared_ND)
     both_N = a.valid_N & b.valid_N
     differs_N = both_N & (share_ND < 1).any(axis=1)
@@ -83,18 +83,3 @@ def misplaced_masks(trace: RoutingTrace) -> str:
         f"position {position} of sequence {sequence}; they are shifted, of other tokens, or the sampler drew from "
         "other sets than it kept"
     )
-
-
-def _shared_ids(a: DecisionStream, b: DecisionStream) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """int64 [N, D], how many ids the sets of a row and layer have in common, and how many each of them has."""
-
-    def numbered(stream: DecisionStream) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The ids, numbered so that those of different sets differ, and how many each set has."""
-        count_X = np.diff(stream.offsets)
-        return np.repeat(np.arange(len(count_X)), count_X) * stream.num_choices + stream.ids, count_X
-
-    (ids_a, count_a), (ids_b, count_b) = numbered(a), numbered(b)
-    common = np.intersect1d(ids_a, ids_b, assume_unique=True) // a.num_choices
-    shared_X = np.bincount(common, minlength=len(count_a))
-    shared_ND, counts_a, counts_b = (each.reshape(-1, a.depth) for each in (shared_X, count_a, count_b))
-    return shared_ND, counts_a, counts_b

@@ -64,8 +64,8 @@ class _Finding(NamedTuple):
 def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES) -> Explanation:
     """Compare `b` with the reference `a` and name what sets them apart.
 
-    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens or 64 layers, permutations of
-    more than 256 sequences and renamings of more than 1,024 experts are not looked for. Where layers differ in E or K,
+    Large traces are sampled for the search; overlaps are exact. Shifts beyond 256 tokens, permutations of more
+    than 256 sequences and renamings of more than 1,024 experts are not looked for. Where layers differ in E or K,
     mix-ups are looked for in those of one size.
 
     Args:
@@ -81,8 +81,8 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
     order = _order(a, b)
     if order is not None:
         b = b.select(np.argsort(order))
-    shared = overlap(a, b)
-    if not len(shared.rows_R):
+    shared_RL, rows_R = overlap(a, b)
+    if not len(rows_R):
         raise InputError(
             "no row is routed in both traces, so there is nothing to compare; expected two traces of the same tokens "
             "with routes (foreroute inspect shows what each has)"
@@ -90,7 +90,7 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
     longest = int(a.lengths.max(initial=0))
     alike_a, alike_b = (part.select_layers(_alike(a.spec)) if a.spec.sizes else part for part in (a, b))
     pair = TracePair(alike_a, alike_b, np.random.default_rng(0))
-    positions, share_RL = pair.positions[shared.rows_R], shared.shared_RL / a.spec.picks_L
+    positions, share_RL = pair.positions[rows_R], shared_RL / a.spec.picks_L
     with np.errstate(invalid="ignore"):  # 0 of 0 rows is NaN
         by_position = np.bincount(positions, share_RL.mean(axis=1), longest) / np.bincount(positions, minlength=longest)
     differs_RL = share_RL < 1

@@ -81,7 +81,7 @@ def routing_mismatch(
         InputError: when a trace is given beside an array, or with a mask.
     """
     rollout, trainer = as_traces(rollout, trainer, mask)
-    shared_RL = overlap(rollout, trainer).shared_RL
+    shared_RL, _ = overlap(rollout, trainer)
     differs_RL: NDArray[Any] = shared_RL < rollout.spec.picks_L
     num_layers = rollout.spec.num_layers
     per_row = differs_RL.sum(axis=1)

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.trace import RoutingTrace, shared_picks
+from foreroute.trace import RoutingTrace
+from foreroute.trace.operations import shared_picks
 
 # Chosen by hand: they bound the time of a search, and what is not looked for stands in `explain`.
 MAX_SAMPLED_ROWS = 1024
 MAX_SHIFT = 256
 MAX_PERMUTED = 256
-MAX_LAYER_OFFSET = 64
 MAX_RENAMED = 1024
-"""Experts of a layer whose names may be mixed up: a table of pairs is made. A first look takes ids modulo this."""
+"""Experts of a layer whose names may be mixed up: a table of pairs is made. Sets of bits take ids modulo this."""
 _QUICK_ROWS, _QUICK_LAYERS = 160, 4
 """Rows that a first look at all shifts takes, and layers of every first look; the best are then looked at in full."""
 _COMPARED_ROWS, _FITTED_ROWS = 64, 32
@@ -65,8 +65,7 @@ class Mixup:
 def mixups(pair: TracePair) -> Iterator[Mixup]:
     """The best of each kind, where the kind applies."""
     yield from _shifts(pair)
-    yield from _layer_offsets(pair)
-    yield from _layer_orders(pair)
+    yield from _layers_moved(pair)
     if len(pair.a) > 1:
         yield from _flattenings(pair)
         if len(pair.a) <= MAX_PERMUTED:
@@ -88,43 +87,30 @@ def _shifts(pair: TracePair) -> Iterator[Mixup]:
         yield _rows_moved(pair, Defect.SHIFT, {"tokens": n}, _rows_at(pair, pair.sequences, pair.positions - n))
 
 
-def _layer_offsets(pair: TracePair) -> Iterator[Mixup]:
-    """Layer l of `b` is layer l - d of `a`."""
-    num_layers, dense_first = pair.a.spec.num_layers, pair.a.spec.layers[0].index
-    rows = pair.targets[pair.a.valid_N[pair.targets]]
-    ids_a, ids_b = pair.a.expert_ids_NLK[rows], pair.b.expert_ids_NLK[rows]
-    reach = min(num_layers - 1, MAX_LAYER_OFFSET)
-    for d in range(-reach, reach + 1):
-        if d and len(rows):
-            held = slice(max(d, 0), num_layers + min(d, 0))
-            origin = slice(max(-d, 0), num_layers - max(d, 0))
-            agreed = pair.above_chance(shared_picks(ids_a[:, origin], ids_b[:, held]))
-            facts = {"layers": d, "dense_first": bool(dense_first) and abs(d) == dense_first}
-            yield Mixup(Defect.LAYER_OFFSET, facts, float(agreed.sum() / pair.num_routers), float(agreed.mean()))
-
-
-def _layer_orders(pair: TracePair) -> Iterator[Mixup]:
-    """Layer l of `b` is layer `order[l]` of `a`."""
+def _layers_moved(pair: TracePair) -> Iterator[Mixup]:
+    """Layer l of `b` is layer l - d of `a`, or layer `order[l]`."""
     rows, num_layers = pair.targets[pair.a.valid_N[pair.targets]], pair.a.spec.num_layers
     if not len(rows):
         return
-    quick = rows[np.linspace(0, len(rows) - 1, min(_QUICK_ROWS, len(rows))).astype(int)]
-    num_experts = min(pair.a.spec.num_experts, MAX_RENAMED)
-    masks_a, masks_b = (set_masks(trace.expert_ids_NLK[quick], num_experts) for trace in (pair.a, pair.b))
-    shared_LL = [
-        np.bitwise_count(masks_a & masks_b[:, layer, None]).sum(axis=-1).mean(axis=0) for layer in range(num_layers)
-    ]
-    order = _assigned(pair.above_chance(np.array(shared_LL)))
+    masks_a, masks_b = (set_masks(trace.expert_ids_NLK[rows], pair.num_names) for trace in (pair.a, pair.b))
+    # agreement of each layer of `b`, down, with each of `a`, across; a row of the table at a time bounds the memory
+    shared = [np.bitwise_count(masks_a & masks_b[:, at, None]).sum(axis=-1).mean(axis=0) for at in range(num_layers)]
+    agreed_LL = pair.above_chance(np.array(shared))
+    share_of_rows, dense_first = len(rows) / pair.num_routers, pair.a.spec.layers[0].index
+    for d in range(1 - num_layers, num_layers):
+        if d:
+            agreed = agreed_LL.diagonal(-d)
+            facts = {"layers": d, "dense_first": bool(dense_first) and abs(d) == dense_first}
+            yield Mixup(Defect.LAYER_OFFSET, facts, float(agreed.sum() * share_of_rows), float(agreed.mean()))
+    order = _assigned(agreed_LL)
     if not np.ptp((order - np.arange(num_layers)) % num_layers):
         return  # in place, or one offset for all
-    agreed_L = pair.above_chance(
-        shared_picks(pair.a.expert_ids_NLK[rows][:, order], pair.b.expert_ids_NLK[rows]).mean(axis=0)
-    )
+    agreed = agreed_LL[np.arange(num_layers), order]
     # Layers that fit nowhere count 0, as those that an offset leaves over; where both explain all, the offset does.
-    fit_L = agreed_L > 0.4
-    total = float(agreed_L[fit_L].sum() * len(rows) / pair.num_routers) - 1e-6
-    if fit_L.any():
-        yield Mixup(Defect.LAYER_ORDER, {"order": order.tolist()}, total, float(agreed_L[fit_L].mean()))
+    fit = agreed[agreed > 0.4]
+    if len(fit):
+        total = float(fit.sum() * share_of_rows) - 1e-6
+        yield Mixup(Defect.LAYER_ORDER, {"order": order.tolist()}, total, float(fit.mean()))
 
 
 def _flattenings(pair: TracePair) -> Iterator[Mixup]:
@@ -280,6 +266,11 @@ class TracePair:
         """Sampled rows times layers."""
         return len(self.targets) * self.a.spec.num_layers
 
+    @property
+    def num_names(self) -> int:
+        """The experts of a layer that sets of bits tell apart."""
+        return min(self.a.spec.num_experts, MAX_RENAMED)
+
     @cached_property
     def positions(self) -> NDArray[np.int64]:
         """int64 [N], the position of each row in its sequence."""
@@ -293,8 +284,7 @@ class TracePair:
     @cached_property
     def _quick_masks(self) -> list[NDArray[np.uint64]]:
         """The sets of either trace in the layers of a first look, as bits: uint64 [N, layers, words of 64 experts]."""
-        num_experts = min(self.a.spec.num_experts, MAX_RENAMED)
-        return [set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], num_experts) for trace in (self.a, self.b)]
+        return [set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], self.num_names) for trace in (self.a, self.b)]
 
     def first_look(
         self, rows_a: NDArray[np.int64], rows_b: NDArray[np.int64]

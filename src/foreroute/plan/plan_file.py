@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
-from foreroute.files import FileFormat, RangedFile, TensorSchema, parse_json
+from foreroute.files import FileFormat, TensorSchema, parse_json
 from foreroute.layout import Packing
 from foreroute.plan.checker import check_structure
 from foreroute.plan.hosts import Hosts
@@ -72,8 +73,7 @@ def plan_from_bytes(content: bytes) -> StepPlan:
     Raises:
         PlanError: when it cannot be right.
     """
-    name = "a plan from another rank"
-    return _read(RangedFile(name, len(content), lambda start, stop: content[start:stop]), name)
+    return _read(BytesIO(content), "a plan from another rank")
 
 
 def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -94,8 +94,8 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
     return metadata, {**plan.tensors, "tokens_RG": plan.hosts.tokens_RG.astype(narrowest)}
 
 
-def _read(source: str | os.PathLike[str] | RangedFile, name: str) -> StepPlan:
-    metadata, tensors = PLAN_FILE.read(source)
+def _read(source: str | os.PathLike[str] | BytesIO, name: str) -> StepPlan:
+    metadata, tensors = PLAN_FILE.read(source, name=name)
     try:
         plan = _decoded(metadata, tensors)
         check_structure(plan)

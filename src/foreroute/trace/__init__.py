@@ -24,12 +24,10 @@ from foreroute.trace.streams import SAMPLING, DecisionStream, Stream
 if TYPE_CHECKING:
     from foreroute.trace.file import ENCODINGS, Encoding, load, save
     from foreroute.trace.operations import (
-        RouteOverlap,
         add_assignments,
         count_assignments,
         extended,
         overlap,
-        shared_picks,
     )
     from foreroute.trace.parts import load_parts, save_part
 
@@ -45,7 +43,6 @@ __all__ = [
     "IndexerSpec",
     "LayerKind",
     "PaddedRoutes",
-    "RouteOverlap",
     "RoutedLayer",
     "RoutingSpec",
     "RoutingTrace",
@@ -60,13 +57,11 @@ __all__ = [
     "overlap",
     "save",
     "save_part",
-    "shared_picks",
 ]
 
 _FILE_OF = dict.fromkeys(("ENCODINGS", "Encoding", "load", "save"), "file")
 _FILE_OF |= dict.fromkeys(("load_parts", "save_part"), "parts")
-_FILE_OF |= dict.fromkeys(("RouteOverlap", "add_assignments", "count_assignments", "extended"), "operations")
-_FILE_OF |= dict.fromkeys(("overlap", "shared_picks"), "operations")
+_FILE_OF |= dict.fromkeys(("add_assignments", "count_assignments", "extended", "overlap"), "operations")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,40 +22,32 @@ def check_rows(
 ) -> None:
     """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them.
 
-    K and E are those of each layer. This is the one check of ids in range and distinct. A compiled loop looks at each
-    id once; only where it finds a bad row does numpy look again, for the words of the error.
+    K and E are those of each layer. This is the one check of ids in range and distinct: a compiled loop that looks at
+    each id once.
 
     Args:
-        expert_ids_NLK: [N, L, K].
+        expert_ids_NLK: of `spec.id_dtype`, [N, L, K].
         valid_N: bool [N]; rows where it is False are not looked at.
         offsets: int64 [S + 1], to name the sequence of a bad row.
         spec: E, K and the layer table.
     """
     from foreroute.trace.kernels import first_bad_picks  # numba is slow to load
 
-    check_fillers(expert_ids_NLK, valid_N, offsets, spec)
     rows = np.flatnonzero(valid_N)
     for num_experts, top_k, at in spec.groups:
-        ids, layers = expert_ids_NLK[:, at, :top_k], [spec.layers[i] for i in np.arange(spec.num_layers)[at]]
-        if ids.dtype == spec.id_dtype:
-            flat = np.ascontiguousarray(ids).reshape(-1)
-            if first_bad_picks(flat, *ids.shape[1:], rows, num_experts) < 0:
-                continue
-        too_high = (ids >= num_experts).any(axis=-1) & valid_N[:, None]
-        _refuse_first(too_high, ids, offsets, layers, f"expected ids from 0 to {num_experts - 1}")
-        ordered = np.sort(ids, axis=-1)
-        twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & valid_N[:, None]
-        _refuse_first(twice, ids, offsets, layers, "an expert is picked twice; a row of zeros is no route")
-
-
-def check_fillers(
-    expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
-) -> None:
-    """Raise `TraceContentError` unless routed rows have fillers behind the picks of each layer. As `check_rows`."""
+        ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
+        found = first_bad_picks(np.ascontiguousarray(ids).reshape(-1), len(layers), top_k, rows, num_experts)
+        if found >= 0:
+            row, layer = divmod(found, len(layers))
+            why = f"expected ids from 0 to {num_experts - 1}"
+            if ids[row, layer].max() < num_experts:
+                why = "an expert is picked twice; a row of zeros is no route"
+            raise _refusal(row, ids[row, layer], offsets, spec.layers[layers[layer]], why)
     if spec.sizes:
-        wrong = ((expert_ids_NLK != spec.filler) & ~spec.is_pick_LK).any(axis=-1) & valid_N[:, None]
-        why = f"expected {spec.filler} in each column behind the picks of the layer"
-        _refuse_first(wrong, expert_ids_NLK, offsets, spec.layers, why)
+        wrong_NL = ((expert_ids_NLK != spec.filler) & ~spec.is_pick_LK).any(axis=-1) & valid_N[:, None]
+        for row, layer in np.argwhere(wrong_NL)[:1]:
+            why = f"expected {spec.filler} in each column behind the picks of the layer"
+            raise _refusal(row, expert_ids_NLK[row, layer], offsets, spec.layers[layer], why)
 
 
 def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
@@ -104,14 +95,19 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
     return narrow
 
 
-def as_tokens(ids: ArrayLike, *, name: str) -> NDArray[np.int32]:
-    """Return `ids` as int32 [T], refusing what is no token id and what would not survive the cast."""
-    return _as_int32(ids, 0, name=name, expected="token ids, integers [T] from 0 that fit 32 bits")
-
-
-def as_versions(versions: ArrayLike, *, name: str) -> NDArray[np.int32]:
-    """Return `versions` as int32 [T], refusing what is no weight version or would not survive the cast."""
-    return _as_int32(versions, -1, name=name, expected="integers [T] from 0 that fit 32 bits, or -1 where not stated")
+def as_int32(values: ArrayLike, *, name: str, least: int = 0) -> NDArray[np.int32]:
+    """Return `values`, such as token ids, as int32 [T]; what is no integer from `least` or does not fit is refused."""
+    array = as_array(values, name=name)
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    most = np.iinfo(np.int32).max
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
+        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
+        raise TraceContentError(
+            f"{name} is {array.dtype} of shape {array.shape}{found}; "
+            f"expected integers [T] from {least} that fit 32 bits"
+        )
+    return array.astype(np.int32, copy=False)
 
 
 def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
@@ -146,20 +142,31 @@ def host_array(values: Any) -> NDArray[Any]:
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def as_sequence_numbers(numbers: ArrayLike, count: int, *, name: str = "sequences") -> NDArray[np.int64]:
-    """Return `numbers` as int64 [S'], each from 0 to `count` - 1; a mask or a fraction is refused."""
-    array = as_array(numbers, name=name)
-    if array.size == 0 and array.dtype.kind != "b":
-        return np.zeros(0, np.int64)
-    if array.ndim > 1 or array.dtype.kind not in "iu":
+def as_numbers(
+    values: ArrayLike, *, name: str, below: int | NDArray[np.int64], count: int | None = None
+) -> NDArray[np.int64]:
+    """Return `values` as int64 [S'], each from 0 to `below` - 1; a mask or a fraction is refused.
+
+    Args:
+        values: integers [S'], or one.
+        name: what they are, in the plural, for the message.
+        below: one limit for all, or one for each.
+        count: the S' that is expected, if one is.
+    """
+    array = as_array(values, name=name)
+    empty = array.shape == (0,) and array.dtype.kind != "b"
+    if array.ndim > 1 or not (array.dtype.kind in "iu" or empty) or count not in (None, array.size):
         hint = "; turn a mask into numbers with numpy.flatnonzero" if array.dtype.kind == "b" else ""
-        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected integers [S']{hint}")
+        raise TraceContentError(
+            f"{name} are {array.dtype} of shape {array.shape}; expected {'' if count is None else f'{count} '}"
+            f"whole numbers{hint}"
+        )
     # below 0 would count from the end, as numpy does: a shifted number would pass for a sequence
-    chosen = array.astype(np.int64).reshape(-1)
-    outside = chosen[(chosen < 0) | (chosen >= count)]
+    outside = np.flatnonzero((array < 0) | (array >= below))
     if outside.size:
-        raise TraceContentError(f"sequence {int(outside[0])} was selected from {count} sequences")
-    return chosen
+        most = np.broadcast_to(below, array.shape).reshape(-1)[outside[0]] - 1
+        raise TraceContentError(f"{name} hold {array.reshape(-1)[outside[0]]}; expected whole numbers from 0 to {most}")
+    return array.astype(np.int64).reshape(-1)
 
 
 def ascending(offsets: NDArray[Any], upto: int) -> bool:
@@ -218,29 +225,10 @@ def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
     return sequence, int(row - offsets[sequence])
 
 
-def _refuse_first(
-    bad_NL: NDArray[np.bool_],
-    ids: NDArray[Any],
-    offsets: NDArray[np.int64],
-    layers: Sequence[RoutedLayer],
-    why: str,
-) -> None:
-    if not bad_NL.any():
-        return
-    row, layer = (int(i) for i in np.argwhere(bad_NL)[0])
+def _refusal(
+    row: int, ids_K: NDArray[Any], offsets: NDArray[np.int64], layer: RoutedLayer, why: str
+) -> TraceContentError:
     sequence, position = place_of(row, offsets)
-    raise TraceContentError(
-        f"sequence {sequence}, position {position}, {layers[layer]} has expert ids "
-        f"{ids[row, layer].tolist()}: {why} ({int(bad_NL.sum())} such rows in all)"
+    return TraceContentError(
+        f"sequence {sequence}, position {position}, {layer} has expert ids {ids_K.tolist()}: {why}"
     )
-
-
-def _as_int32(values: ArrayLike, least: int, *, name: str, expected: str) -> NDArray[np.int32]:
-    array = as_array(values, name=name)
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    most = np.iinfo(np.int32).max
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
-        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
-        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}{found}; expected {expected}")
-    return array.astype(np.int32, copy=False)

@@ -31,11 +31,10 @@ from foreroute.errors import TraceContentError
 from foreroute.trace.checks import (
     MISSING,
     as_array,
+    as_int32,
     as_mask,
+    as_numbers,
     as_offsets,
-    as_sequence_numbers,
-    as_tokens,
-    as_versions,
     check_rows,
     join_ranges,
     narrow_ids,
@@ -165,7 +164,7 @@ class RoutingTrace:
         if len(counts) != 1:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
         # Sequence by sequence, so that an error names the one that is wrong; rows are checked at once, when packed.
-        tokens = [np.zeros(0, np.int32), *(as_tokens(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids))]
+        tokens = [np.zeros(0, np.int32), *(as_int32(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids))]
         masks = [np.zeros(0, np.bool_), *(as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid))]
         versions, routes = [np.zeros(0, np.int32)], [np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype)]
         for s, (t, m) in enumerate(zip(tokens[1:], masks[1:], strict=True)):
@@ -181,7 +180,7 @@ class RoutingTrace:
             masks[s + 1] = m = np.append(m[: len(r)] & recorded_rows(r), m[len(r) :])
             # Absent rows hold anything, also ids that no type of ours could take: they are left out before the cast.
             routes.append(narrow_ids(r[m[: len(r)]], spec, name=f"expert_ids[{s}]"))
-            versions.append(as_versions(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]"))
+            versions.append(as_int32(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]", least=NO_VERSION))
         valid_N = np.concatenate(masks)
         # rows without a route hold zeros, whatever was handed in for them
         ids_NLK = np.zeros((len(valid_N), spec.num_layers, spec.top_k), spec.id_dtype)
@@ -318,7 +317,7 @@ class RoutingTrace:
         Args:
             sequences: integers [S'], each in 0 .. S - 1.
         """
-        chosen = as_sequence_numbers(sequences, len(self))
+        chosen = as_numbers(sequences, name="sequences", below=len(self))
         lengths = self.lengths[chosen]
         return self.take_rows(join_ranges(self.offsets[:-1][chosen], lengths), lengths)
 
@@ -348,14 +347,7 @@ class RoutingTrace:
         Raises:
             TraceContentError: unless there is a whole number for each sequence, from 0 to its length.
         """
-        given = as_array(lengths, name="lengths")
-        whole = given.shape == (len(self),) and (given.dtype.kind in "iu" or not given.size)
-        if not whole or (given < 0).any() or (given > self.lengths).any():
-            raise TraceContentError(
-                f"cannot truncate {len(self)} sequences of lengths {self.lengths.tolist()[:8]} to "
-                f"{given.reshape(-1)[:8].tolist()}; expected a whole number for each, from 0 to its length"
-            )
-        kept = given.astype(np.int64)
+        kept = as_numbers(lengths, name="lengths", below=self.lengths + 1, count=len(self))
         cut = self.take_rows(join_ranges(self.offsets[:-1], kept), kept)
         if SAMPLING not in cut.streams:
             return cut
@@ -495,11 +487,7 @@ def _kept_places(attention_mask: ArrayLike, tokens_BT: NDArray[Any]) -> NDArray[
     if given.ndim != 1 or tokens_BT.ndim != 2:
         return as_mask(given, name="attention_mask")
     width = tokens_BT.shape[1]
-    if given.dtype.kind not in "iu" or (given < 0).any() or (given > width).any():
-        raise TraceContentError(
-            f"attention_mask has lengths {given[:8].tolist()}; expected whole numbers from 0 to {width}, the width"
-        )
-    return np.arange(width) < given[:, None]
+    return np.arange(width) < as_numbers(given, name="lengths in attention_mask", below=width + 1)[:, None]
 
 
 def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:

@@ -23,14 +23,14 @@ from itertools import pairwise
 from math import gcd, prod
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import FileFormat, RangedFile, TensorFile, TensorSchema, parse_json
-from foreroute.trace.checks import as_offsets, as_sequence_numbers, check_rows, join_ranges
+from foreroute.files import FileFormat, TensorFile, TensorSchema, parse_json
+from foreroute.trace.checks import as_numbers, as_offsets, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, spec_from
@@ -311,7 +311,7 @@ class TraceHeader:
 
 
 def load(
-    source: str | os.PathLike[str] | RangedFile,
+    source: str | os.PathLike[str] | BinaryIO,
     *,
     sequences: ArrayLike | None = None,
     layers: Iterable[RoutedLayer] | None = None,
@@ -323,7 +323,7 @@ def load(
     hold those sequences, in those layers alone.
 
     Args:
-        source: the path or the URL of a file that `save` wrote, or one that is read by ranges of bytes.
+        source: the path or the URL of a file that `save` wrote, or such a file that was opened.
         sequences: integers [S'], each from 0 to S - 1; all in order when left out.
         layers: members of the file's layer table; all in order when left out.
         streams: names of those wanted beside the routes; all when left out. Others are not read.
@@ -337,7 +337,7 @@ def load(
 
 
 def read_trace(
-    source: str | os.PathLike[str] | RangedFile,
+    source: str | os.PathLike[str] | BinaryIO,
     sequences: ArrayLike | None,
     layers: Iterable[RoutedLayer] | None,
     streams: Iterable[str] | None,
@@ -453,7 +453,7 @@ def _rows_of(
     lengths = np.diff(header.offsets)
     if sequences is None:
         return np.arange(len(header.chunk_starts) - 1), None, lengths
-    chosen = as_sequence_numbers(sequences, len(lengths))
+    chosen = as_numbers(sequences, name="sequences", below=len(lengths))
     lengths, filled = lengths[chosen], chosen[lengths[chosen] > 0]
     starts, ends = header.offsets[filled], header.offsets[filled + 1]
     first = np.searchsorted(header.chunk_starts, starts, side="right") - 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, TraceContentError
-from foreroute.trace.checks import as_array, join_ranges, place_of
+from foreroute.trace.checks import as_numbers, join_ranges, place_of
 from foreroute.trace.container import RoutingTrace, concatenate
 
 
@@ -59,21 +59,12 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
     return replace(routes, streams=streams)
 
 
-@dataclass(frozen=True)
-class RouteOverlap:
-    """Picks that two traces share.
+def overlap(a: RoutingTrace, b: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Count the experts that `a` and `b` both picked, as sets: pick order does not matter.
 
-    Attributes:
+    Returns:
         shared_RL: unsigned integers [R, L], experts picked by both, for the R rows that both traces routed.
         rows_R: int64 [R], the packed row number of each.
-    """
-
-    shared_RL: NDArray[Any]
-    rows_R: NDArray[np.int64]
-
-
-def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
-    """Count the experts that `a` and `b` both picked, as sets: pick order does not matter.
 
     Raises:
         SpecMismatchError: when the traces come from different models.
@@ -89,7 +80,7 @@ def overlap(a: RoutingTrace, b: RoutingTrace) -> RouteOverlap:
     shared_RL = shared_picks(a.expert_ids_NLK[rows], b.expert_ids_NLK[rows])
     if a.spec.sizes:  # both have the same fillers, each of which is among those of the other
         shared_RL -= (a.spec.top_k - a.spec.picks_L).astype(shared_RL.dtype)
-    return RouteOverlap(shared_RL, rows)
+    return shared_RL, rows
 
 
 def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
@@ -116,8 +107,8 @@ def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[n
         counts_MLE: int64 [M, L, E]. Its sum is the picks of all layers times the number of routed rows. Experts that a
             layer does not have count 0.
     """
-    micro_steps = _numbers(micro_step_S, len(trace), "micro-step")
-    counts = np.zeros((_upto(micro_steps), trace.spec.num_layers, 1, trace.spec.num_experts), np.int32)
+    micro_steps = as_numbers(micro_step_S, name="micro-steps", below=1 << 31, count=len(trace))
+    counts = np.zeros((micro_steps.max(initial=-1) + 1, trace.spec.num_layers, 1, trace.spec.num_experts), np.int32)
     add_assignments(trace, micro_steps, np.zeros(len(trace), np.int64), counts)
     return counts[:, :, 0].astype(np.int64)
 
@@ -151,8 +142,8 @@ def add_assignments(
         )
     if counts_MLGE.dtype != np.int32 or not counts_MLGE.flags.c_contiguous:
         raise TraceContentError(f"got counts of dtype {counts_MLGE.dtype}; expected a C-contiguous int32 array")
-    micro_steps = _numbers(micro_step_S, len(trace), "micro-step", shape[0])
-    ranks = _numbers(rank_S, len(trace), "rank", shape[2])
+    micro_steps = as_numbers(micro_step_S, name="micro-steps", below=shape[0], count=len(trace))
+    ranks = as_numbers(rank_S, name="ranks", below=shape[2], count=len(trace))
     start_S = (micro_steps * shape[1] * shape[2] + ranks) * shape[3]
     # by where they add, so that each set of counts is filled once and stays in the cache meanwhile
     order = np.argsort(start_S, kind="stable")
@@ -162,24 +153,3 @@ def add_assignments(
         layers = np.arange(spec.num_layers)[at]
         held_LE = np.zeros((len(layers), shape[3]), np.uint32)
         add_counts(ids.reshape(-1), trace.valid_N, trace.offsets, order, start_S, layers * stride, held_LE, flat)
-
-
-def _numbers(values: ArrayLike, count: int, noun: str, limit: int | None = None) -> NDArray[np.int64]:
-    """One integer from 0 for each sequence, below `limit` where there is one."""
-    numbers = as_array(values, name=f"{noun}s")
-    if numbers.shape != (count,) or (numbers.size and numbers.dtype.kind not in "iu"):
-        raise TraceContentError(
-            f"got {noun}s of dtype {numbers.dtype} and shape {numbers.shape} for {count} sequences; "
-            "expected one integer from 0 each"
-        )
-    if numbers.size and numbers.min() < 0:
-        raise TraceContentError(f"{noun} {int(numbers.min())} is below 0; leave out sequences by trace.select")
-    if limit is not None and _upto(numbers) > limit:
-        raise TraceContentError(
-            f"{noun} {int(numbers.max())} is not below {limit}, the number of {noun}s of the counts"
-        )
-    return numbers.astype(np.int64)
-
-
-def _upto(numbers: NDArray[Any]) -> int:
-    return int(numbers.max()) + 1 if numbers.size else 0

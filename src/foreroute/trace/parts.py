@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 
 from foreroute.errors import TraceContentError, TraceFileError, few, shown
 from foreroute.files import as_place, names_in, within
-from foreroute.trace.checks import as_offsets, as_sequence_numbers
+from foreroute.trace.checks import as_numbers, as_offsets
 from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.file import FORMAT, Encoding, encode, read_trace
 from foreroute.trace.spec import RoutedLayer, whole_number
@@ -95,7 +95,9 @@ def load_parts(
     step = as_place(folder)
     names, counts = _parts_of(step, wait_s)
     starts = as_offsets(np.array(counts, np.int64))
-    chosen = np.arange(starts[-1]) if sequences is None else as_sequence_numbers(sequences, int(starts[-1]))
+    chosen = (
+        np.arange(starts[-1]) if sequences is None else as_numbers(sequences, name="sequences", below=int(starts[-1]))
+    )
     order = np.argsort(chosen, kind="stable")  # as they lie in the parts, so that nothing is copied while it is read
     part_of = np.searchsorted(starts, chosen[order], side="right") - 1
     touched = np.unique(part_of).tolist() or [0]  # without a sequence, for the model alone

@@ -158,6 +158,12 @@ class DecisionStream:
         """int64 [N, D], the ids of each set."""
         return np.diff(self.offsets).reshape(-1, self.depth)
 
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """int64, the ids of all sets, ascending and all different: those of set i have i · `num_choices` added."""
+        counts = np.diff(self.offsets)
+        return np.repeat(np.arange(len(counts)), counts) * self.num_choices + self.ids
+
     def contains(self, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Say whether the set of each row has an id, such as that of its sampled token. For streams with D = 1.
 
@@ -167,13 +173,10 @@ class DecisionStream:
         Returns:
             bool [N]: True for every possible id where nothing was left out, False where nothing was recorded.
         """
-        counts = np.diff(self.offsets)
         possible = (ids_N >= 0) & (ids_N < self.num_choices)
-        # sets ascend, and so do the ids of all sets when those of each begin where the set before has ended
-        keys = np.repeat(np.arange(self.num_rows), counts) * self.num_choices + self.ids
-        wanted = np.arange(self.num_rows) * self.num_choices + np.where(possible, ids_N, 0)
+        wanted, keys = np.arange(self.num_rows) * self.num_choices + np.where(possible, ids_N, 0), self.keys
         found = np.searchsorted(keys, wanted, side="right") - np.searchsorted(keys, wanted, side="left") > 0
-        held: NDArray[np.bool_] = self.valid_N & possible & (found | (counts == 0))
+        held: NDArray[np.bool_] = self.valid_N & possible & (found | (self.counts_ND[:, 0] == 0))
         return held
 
     def take(self, rows: NDArray[np.int64]) -> DecisionStream:
