@@ -181,6 +181,7 @@ class Generation:
             )
 
     def _check_sampled(self, behind_prompts_N: NDArray[np.bool_]) -> None:
+        """Raise `TraceContentError` unless each response begins behind its prompt and ends with its sequence."""
         sampled_N: Any = self.sampled_N
         dtype, shape = getattr(sampled_N, "dtype", None), np.shape(sampled_N)
         if not isinstance(sampled_N, np.ndarray) or dtype != np.bool_ or shape != behind_prompts_N.shape:
