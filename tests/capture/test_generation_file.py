@@ -1,14 +1,13 @@
-"""A generation on disk: round trip, binding of the two files, refusals."""
+"""A generation on disk: round trip, its trace alone, refusals."""
 
 import numpy as np
 import pytest
 
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.capture.generation import GENERATION_FILE
+from foreroute.capture.generation import is_generation
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import write_atomically
-from foreroute.trace import digest
+from foreroute.trace.file import FORMAT, encode
 from tests.traces import random_trace
 
 
@@ -26,40 +25,28 @@ def test_round_trip(tmp_path, generation):
     assert read.trace.equals(generation.trace)
     assert np.array_equal(read.logprobs_R, generation.logprobs_R)
     assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
-    [trace] = tmp_path.glob("*.trace.safetensors")
-    assert trace.name == f"rollout.safetensors-{digest(generation.trace)[:16]}.trace.safetensors"
-    assert fr.load(trace).equals(generation.trace)
+    assert [each.name for each in tmp_path.iterdir()] == ["rollout.safetensors"]
+
+
+def test_whatever_reads_traces_reads_the_trace_of_a_generation(tmp_path, generation):
+    path, alone = save_generation(generation, tmp_path / "rollout"), tmp_path / "trace"
+    assert fr.load(path).equals(generation.trace)
+    layers = generation.trace.spec.layers[:1]
+    assert fr.load(path, sequences=[1], layers=layers).equals(generation.trace.select([1]).select_layers(layers))
+    fr.save(generation.trace, alone, encoding="ordered")
+    (metadata, of_both), (of_alone, of_trace) = FORMAT.read(path), FORMAT.read(alone)
+    assert metadata == of_alone
+    assert set(of_both) - set(of_trace) == set(FORMAT.together)
+    assert [is_generation(each) for each in (path, alone, tmp_path / "none")] == [True, False, False]
 
 
 def test_nothing_is_overwritten_unless_asked(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
     with pytest.raises(TraceFileError, match="already exists"):
         save_generation(generation, path)
-    [before] = tmp_path.glob("*.trace.safetensors")
     shorter = generation.select([0])
     save_generation(shorter, path, overwrite=True)
     assert load_generation(path).trace.equals(shorter.trace)
-    assert not before.exists()
-
-
-@pytest.mark.parametrize("moment", ["trace", "generation"])
-def test_a_writer_that_dies_between_the_two_files_leaves_a_whole_generation(tmp_path, generation, monkeypatch, moment):
-    path, other = save_generation(generation, tmp_path / "rollout.safetensors"), generation.select([0])
-
-    def die(target, *rest, **options):
-        if target.name.endswith(".trace.safetensors") == (moment == "trace"):
-            raise KeyboardInterrupt
-        write_atomically(target, *rest, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("foreroute.files.container.write_atomically", die)
-        with pytest.raises(KeyboardInterrupt):
-            save_generation(other, path, overwrite=True)
-        with pytest.raises(KeyboardInterrupt):
-            save_generation(other, tmp_path / "new.safetensors")
-    assert load_generation(path).trace.equals(generation.trace)
-    save_generation(other, tmp_path / "new.safetensors")  # the trace that was left is no obstacle
-    assert load_generation(tmp_path / "new.safetensors").trace.equals(other.trace)
 
 
 @pytest.mark.parametrize("lengths", [1.5, True, 0, -(2**63), 2**63 - 1, None, [2, 3]])
@@ -68,27 +55,14 @@ def test_prompts_are_whole_numbers_of_tokens(generation, lengths):
         Generation(generation.trace, [lengths] * len(generation), generation.logprobs_R)
 
 
-def test_a_trace_that_was_exchanged_is_refused(tmp_path, generation):
-    path = save_generation(generation, tmp_path / "rollout.safetensors")
-    [trace] = tmp_path.glob("*.trace.safetensors")
-    fr.save(random_trace(6), trace, overwrite=True)
-    with pytest.raises(TraceFileError, match="is not the trace"):
-        load_generation(path)
-
-
 def test_what_is_no_generation_is_refused(tmp_path, generation):
-    save_generation(generation, tmp_path / "rollout.safetensors")
-    with pytest.raises(TraceFileError, match=r"capture\.save_generation writes generations"):
-        load_generation(next(tmp_path.glob("*.trace.safetensors")))
-
-
-@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", ""])
-def test_a_trace_is_never_looked_for_elsewhere(tmp_path, name):
-    tensors = {"logprobs": np.zeros(1, np.float32), "prompt_lengths": np.ones(1, np.int64)}
-    tensors["sampled"] = np.ones(2, np.bool_)
-    GENERATION_FILE.write(tmp_path / "g", {"trace": name, "trace_digest": ""}, tensors, overwrite=False)
-    with pytest.raises(TraceFileError, match="in the same folder"):
-        load_generation(tmp_path / "g")
+    path = tmp_path / "rollout.safetensors"
+    fr.save(generation.trace, path)
+    with pytest.raises(TraceFileError, match=r"trace without log-probs; capture\.save_generation writes generations"):
+        load_generation(path)
+    metadata, tensors = encode(generation.trace, "ordered")
+    with pytest.raises(TraceFileError, match=r"its tensors are .*; expected .*prompt_lengths"):
+        FORMAT.write(path, metadata, tensors | {"logprobs": generation.logprobs_R}, overwrite=True)
 
 
 def test_what_tools_said_between_turns_is_kept(tmp_path, generation):
@@ -148,8 +122,9 @@ def test_what_is_no_trace_and_no_mask_is_named(generation):
 
 def test_a_file_with_log_probs_that_cannot_be_is_refused(tmp_path, generation):
     path = save_generation(generation, tmp_path / "rollout.safetensors")
-    metadata, tensors = GENERATION_FILE.read(path)
-    tensors["logprobs"][:] = 7
-    GENERATION_FILE.write(path, metadata, tensors, overwrite=True)
+    metadata, tensors = encode(generation.trace, "ordered")
+    more = {name: tensor for name, tensor in FORMAT.read(path)[1].items() if name in FORMAT.together}
+    more["logprobs"][:] = 7
+    FORMAT.write(path, metadata, tensors | more, overwrite=True)
     with pytest.raises(TraceContentError, match=r"log-probs hold 7\.0"):
         load_generation(path)

@@ -135,7 +135,7 @@ def test_an_answer_of_sglang_brings_its_choices(num_layers):
 
 
 NOT_READ = {
-    "of unknown indexers": (sglang(drawn(2)), None, r"not known; pass indexers="),
+    "of unknown indexers": (sglang(drawn(2)), None, "indexers are None; .*: pass indexers="),
     "of some": ([sglang(drawn(2)), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
     "a number": (
         sglang(None) | {"meta_info": sglang(None)["meta_info"] | {"indexer_topk": 3}},

@@ -13,7 +13,6 @@ from rich.text import Text
 from typer.main import get_command
 
 import foreroute as fr
-from foreroute.capture.generation import trace_of
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
 from foreroute.cli.train import Display
@@ -126,7 +125,7 @@ def test_a_run_is_stopped_resumed_reported_and_examined(tmp_path, monkeypatch):
     assert page == str(tmp_path / "page.html")
     assert f'<p class="card finding ">{finding}</p>' in (tmp_path / "page.html").read_text()
     assert " ".join(finding.split()) in " ".join(resumed.stdout.split()), "train says it as well"
-    shown = foreroute("inspect", trace_of(run / "rollouts" / "step-000000.safetensors"))
+    shown = foreroute("inspect", run / "rollouts" / "step-000000.safetensors")
     assert "top-2 of 16 experts in 2 layers" in shown.stdout
     assert "pick order" in shown.stdout
     assert re.search(r"24, of \d+ to \d+ tokens", shown.stdout)

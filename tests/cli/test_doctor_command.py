@@ -263,7 +263,10 @@ def test_fewer_sequences_are_examined_when_asked(files):
         ),
         ({"rollout": "unrouted.trace", "trainer": "native.trace"}, "to compare"),
         ({"rollout": "bf16.trace", "trainer": "unrouted.generation"}, "to compare"),
-        ({"rollout": "bf16.trace", "trainer": "native.trace", "replayed": "bf16.trace"}, "is no generation file"),
+        (
+            {"rollout": "bf16.trace", "trainer": "native.trace", "replayed": "bf16.trace"},
+            "is a trace without log-probs",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

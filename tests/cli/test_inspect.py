@@ -67,11 +67,10 @@ def test_inspect_names_the_decisions_beside_the_routes(tmp_path):
     assert "gate weights" not in plain
 
 
-def test_inspect_of_a_generation_names_its_trace(tmp_path):
+def test_inspect_and_convert_take_the_trace_of_a_generation(tmp_path):
     trace = fr.RoutingTrace.unrouted(spec_of(), [[1, 2, 3]])
     path = save_generation(Generation(trace, np.array([1]), np.zeros(2, np.float32)), tmp_path / "g")
-    [beside] = tmp_path.glob("g-*")
-    refused = foreroute("inspect", path, columns=300)
-    assert refused.returncode == 2
-    assert f"is a generation, whose trace is '{beside.name}' in the same folder" in refused.stderr
-    assert foreroute("inspect", beside).returncode == 0
+    assert "top-2 of 8 experts in 3 layers" in foreroute("inspect", path).stdout
+    converted = foreroute("convert", path, tmp_path / "t", "--to", "ordered", columns=300)
+    assert "the trace of a generation, without its log-probs" in converted.stdout
+    assert fr.load(tmp_path / "t").equals(trace)

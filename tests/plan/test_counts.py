@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import CountsError, InputError, SpecMismatchError, TraceContentError
-from foreroute.files import FileFormat, TensorSchema
+from foreroute.files import FileFormat
 from foreroute.layout import Packing
 from foreroute.plan.counts import (
-    COUNTS_FILE,
     check_counts,
     contiguous_imbalance,
     counts_digest,
@@ -232,17 +231,9 @@ def test_counts_survive_the_disk(tmp_path, dtype, order):
     assert np.array_equal(found, counts)
 
 
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        (COUNTS / 2, "counts are of dtype float64"),
-        (COUNTS[0], "counts have shape"),
-        (-COUNTS, "the entry -191 in micro-step 1"),
-    ],
-)
-def test_what_is_no_counts_is_not_written(tmp_path, counts, message):
-    with pytest.raises(CountsError, match=message):
-        save_counts(counts, tmp_path / "c")
+def test_what_is_no_counts_is_not_written(tmp_path):
+    with pytest.raises(CountsError, match="the entry -191 in micro-step 1"):
+        save_counts(-COUNTS, tmp_path / "c")
     assert not list(tmp_path.iterdir())
 
 
@@ -252,7 +243,6 @@ def test_what_is_no_counts_is_not_written(tmp_path, counts, message):
         (COUNTS, "tensor counts_MLGE is int64; expected I32"),
         (COUNTS[0].astype(np.int32), r"has the shape \[3, 4, 8\]; expected \[M, L, G, E\]"),
         ((COUNTS - 1).astype(np.int32), "c: counts have the entry -1 in micro-step 0"),
-        (COUNTS[..., :6].astype(np.int32), "6 experts cannot be placed evenly on 4 ranks"),
     ],
 )
 def test_forged_counts_are_refused(tmp_path, counts, message):
@@ -260,10 +250,6 @@ def test_forged_counts_are_refused(tmp_path, counts, message):
     forger.write(tmp_path / "c", {}, {"counts_MLGE": counts}, overwrite=False)
     with pytest.raises(CountsError, match=message):
         load_counts(tmp_path / "c")
-
-
-def test_the_file_of_counts_is_what_the_page_says():
-    assert COUNTS_FILE.tensors == {"counts_MLGE": TensorSchema("I32", "MLGE")}
 
 
 def test_the_imbalance_of_contiguous_homes_by_hand():

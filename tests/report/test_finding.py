@@ -145,7 +145,7 @@ def test_colours_follow_meaning_and_no_two_runs_look_alike(tmp_path):
     assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 10
 
 
-TRACE = "step-000000.safetensors-0123456789abcdef.trace.safetensors"
+TRACE = "step-000000.safetensors"
 
 
 @pytest.mark.usefixtures("unpainted")

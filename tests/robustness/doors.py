@@ -39,7 +39,7 @@ MOST_BYTES_MORE = 1 << 30
 LEFT_BEHIND = re.compile(r"\.[0-9a-f]{8}$")
 WRONG = {"run": "model", ".toml": "trace.safetensors"}
 """By name or suffix of what is right."""
-BESIDE = {"generation.safetensors": "generation*.trace.safetensors", "measured.jsonl": "counts.safetensors"}
+BESIDE = {"measured.jsonl": "counts.safetensors"}
 """Files that name another one beside them."""
 
 

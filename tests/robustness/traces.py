@@ -7,7 +7,6 @@ from safetensors.numpy import load as tensors_of
 from safetensors.numpy import save as file_of
 
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.capture.generation import trace_of
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import ENCODINGS, INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingSpec, concatenate, load
 from foreroute.trace.file import FORMAT, encode
@@ -45,11 +44,7 @@ def trace_targets(folder):
     def in_part(path):
         return load(path, sequences=[3, 0])
 
-    def in_place(raw):
-        trace_of(other).write_bytes(raw)
-        return load_generation(other)
-
-    rollout, other = folder / "given.safetensors", folder / "of-a-trace.safetensors"
+    rollout = folder / "given.safetensors"
     return [
         *(target(each, lambda rng, each=each: bytes_of(_trace(rng), each), 3) for each in ENCODINGS),
         target("streams", lambda rng: bytes_of(with_decisions(_trace(rng), rng), _either(rng)), 3),
@@ -60,14 +55,8 @@ def trace_targets(folder):
             lambda rng: _saved_generation(rng, rollout).read_bytes(),
             load_generation,
             file=rollout,
-            forge=forge,
+            forge=forge_trace,
             check=_require_generation,
-            has_checksum=True,
-        ),
-        Target(
-            "trace of a generation",
-            lambda rng: trace_of(_saved_generation(rng, other)).read_bytes(),
-            in_place,
             has_checksum=True,
         ),
     ]
@@ -160,7 +149,7 @@ def _with_choices(trace, rng):
 
 
 def _saved_generation(rng, path):
-    """A generation in a file, of two or more tokens a sequence; its trace lies beside it."""
+    """A generation in a file, of two or more tokens a sequence."""
     trace = _trace(rng)
     trace = trace.select(np.flatnonzero(trace.lengths > 1))
     prompts = np.ones(len(trace), np.int64)
@@ -169,6 +158,7 @@ def _saved_generation(rng, path):
 
 
 def _require_generation(raw, generation):
+    require_possible(raw, generation.trace)
     assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
     assert len(generation.sampled_N) == generation.trace.num_rows
     assert (generation.prompt_lengths >= 1).all()

@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-import foreroute as fr
 from foreroute.capture import load_generation
 from foreroute.errors import RunFolderError
 from foreroute.trace import digest
@@ -99,9 +98,9 @@ def whole(tmp_path_factory):
 def test_any_point_of_a_run_can_be_the_last(tmp_path, whole):
     """Every one of the beginning and of the first steps, which have a trace, metrics and a checkpoint; then some."""
     run, config, touches = whole
-    assert touches > 50  # all of the first 20 are tried, and every seventh of the others
+    assert touches > 40  # all of the first 20 are tried, and every fifth of the others
     torn = begun_anew = 0
-    for point in [*range(20), *range(20, touches, 7)]:
+    for point in [*range(20), *range(20, touches, 5)]:
         folder = tmp_path / str(point)
         with pytest.raises(Killed), on(Disk(folder, dies_at=point)):
             train(config, folder)
@@ -126,10 +125,7 @@ def files(folder):
 
 
 def content(path):
-    if path.parent.name == "rollouts" and ".trace" not in path.name:
+    if path.parent.name == "rollouts":
         rollout = load_generation(path)
         return digest(rollout.trace), rollout.logprobs_R.tolist()
-    if path.parent.name == "rollouts":
-        # the order of a trace's metadata is not fixed
-        return digest(fr.load(path))
     return path.read_bytes()

@@ -21,7 +21,7 @@ from foreroute.capture.arrays import MAX_INT32
 from foreroute.capture.decode import decode
 from foreroute.capture.generation import Generation
 from foreroute.errors import CaptureError, TraceError, shown
-from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace, concatenate
+from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 from foreroute.trace.spec import whole_number
 
 WeightVersion = int | Callable[[Mapping[str, Any]], int]
@@ -43,36 +43,26 @@ class AgentRollout:
     left_out: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Path:
-    """One conversation of T tokens, of which R were sampled and are trained on here.
+Path = tuple[str, Generation]
+"""One conversation: what it ends in, and its tokens, of which those are sampled that are trained on here."""
 
-    Attributes:
-        trace: one sequence.
-        sampled_T: bool [T].
-        logprobs_R: float [R].
-        end: what it ends in.
-    """
 
-    trace: RoutingTrace
-    sampled_T: NDArray[np.bool_]
-    logprobs_R: NDArray[Any]
-    end: str
+def path_of(
+    end: str, trace: RoutingTrace, sampled_T: NDArray[np.bool_], logprobs: Sequence[NDArray[np.float64]]
+) -> Path:
+    """Return a conversation. `logprobs` are those of its sampled tokens, in pieces."""
+    joined_R = np.concatenate([*logprobs, np.zeros(0)])
+    with naming(f"the sequence that ends in {end:.40}"), np.errstate(over="ignore"):
+        # what float32 cannot hold is no log-prob, and refused as such
+        logprobs_R = joined_R.astype(np.float32)
+        return end, Generation(trace, np.array([int(sampled_T.argmax())]), logprobs_R, sampled_T)
 
 
 def rollout_of(paths: Sequence[Path], left_out: Sequence[str]) -> AgentRollout:
-    """Join the paths of a record, each behind the first sampled token of which stands a prompt."""
-    if not paths:
-        return AgentRollout(None, (), tuple(left_out))
-    logprobs_R = np.concatenate([path.logprobs_R for path in paths])
-    with np.errstate(over="ignore"):  # what float32 cannot hold is no log-prob, and refused as such
-        generation = Generation(
-            concatenate([path.trace for path in paths]),
-            np.array([int(path.sampled_T.argmax()) for path in paths], np.int64),
-            logprobs_R.astype(np.float32),
-            np.concatenate([path.sampled_T for path in paths]),
-        )
-    return AgentRollout(generation, tuple(path.end for path in paths), tuple(left_out))
+    """Join the conversations of a record."""
+    ends, generations = [end for end, _ in paths], [generation for _, generation in paths]
+    joined = Generation.concatenate(generations) if paths else None
+    return AgentRollout(joined, tuple(ends), tuple(left_out))
 
 
 def trace_of(spec: RoutingSpec, tokens_T: NDArray[np.int32], rows: Any, valid: NDArray[np.bool_]) -> RoutingTrace:
@@ -100,12 +90,12 @@ def version_of(call: Mapping[str, Any], weight_version: WeightVersion) -> int:
 
 
 @contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file of a record in what is refused."""
+def naming(what: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file of a record, or a part of it, in what is refused."""
     try:
         yield
     except TraceError as error:
-        raise CaptureError(f"{path}: {error}") from error
+        raise CaptureError(f"{what}: {error}") from error
 
 
 def number_of(value: object, name: str, most: int, *, least: int = 0) -> int:

@@ -22,8 +22,8 @@ from foreroute.capture.arrays import (
     read_rows,
 )
 from foreroute.capture.checks import refuse_constant_layers, refuse_routed_dense, refuse_unfilled_layers
-from foreroute.capture.indexers import decode_choices
-from foreroute.capture.recognition import Form, RawSequence, read_output
+from foreroute.capture.indexers import with_indexer_choices
+from foreroute.capture.recognition import Form, RawSequence, have_all, read_output
 from foreroute.capture.sampling_masks import decode_masks
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
@@ -109,8 +109,10 @@ def decode(
             "the wrong shape or dtype; a row that was never routed is -1 throughout, or told by valid"
         ) from error
     refuse_constant_layers(trace)
-    stream = decode_masks(sequences, tokens, vocabulary_size)
-    return decode_choices(trace if stream is None else trace.with_stream(SAMPLING, stream), sequences, indexers)
+    if have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
+        trace = trace.with_stream(SAMPLING, decode_masks(sequences, tokens, vocabulary_size))
+    choices = [raw.indexer_topk for raw in sequences]
+    return with_indexer_choices(trace, choices, indexers) if have_all(choices, "choices of indexers") else trace
 
 
 def _place(
@@ -271,6 +273,7 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
 
 
 def _require_decoder_layers(spec: object) -> None:
+    """Raise `CaptureError` for what is no spec, and for one of layers that no engine returns."""
     if not isinstance(spec, RoutingSpec):
         raise CaptureError(f"the model is {shown(spec)}; expected a RoutingSpec")
     if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT, LayerKind.ENCODER}:

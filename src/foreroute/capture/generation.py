@@ -1,21 +1,13 @@
 """What a rollout engine is asked for, what it hands to a trainer, and that on disk.
 
-A generation on disk is a trace file, and beside it the log-probs of its response tokens.
-
-    rollout.safetensors                                            what `GENERATION_FILE` declares
-    rollout.safetensors-0123456789abcdef.trace.safetensors         the trace, as `foreroute.save` writes it
-
-The name of the trace file holds the first half of the trace's digest, so that a new trace never takes the place of the
-one that an older generation needs. The trace is looked for in the same folder only; its name holds no path.
+A generation on disk is a trace file that has the log-probs of sampled tokens too. What reads traces reads its trace.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -26,24 +18,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.capture.arrays import MAX_INT32
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
-from foreroute.files import FileFormat, TensorSchema, writing_named
+from foreroute.files import TensorFile
 from foreroute.mismatch.measures import MOST_LOGPROB
-from foreroute.trace import RoutingTrace, concatenate, digest, load, save
+from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_array, as_numbers, place_of
+from foreroute.trace.file import FORMAT, encode, read_trace
 from foreroute.trace.spec import whole_number
-
-GENERATION_FILE = FileFormat(
-    name="generation",
-    version=3,
-    kind=TraceFileError,
-    metadata=("trace", "trace_digest"),
-    tensors={
-        "logprobs": TensorSchema("F32", "R"),
-        "prompt_lengths": TensorSchema("I64", "S"),
-        "sampled": TensorSchema("BOOL", "N"),
-    },
-    made_by="capture.save_generation writes generations",
-)
 
 
 @dataclass(frozen=True)
@@ -201,6 +181,7 @@ class Generation:
             )
 
     def _check_sampled(self, behind_prompts_N: NDArray[np.bool_]) -> None:
+        """Raise `TraceContentError` unless each response begins behind its prompt and ends with its sequence."""
         sampled_N: Any = self.sampled_N
         dtype, shape = getattr(sampled_N, "dtype", None), np.shape(sampled_N)
         if not isinstance(sampled_N, np.ndarray) or dtype != np.bool_ or shape != behind_prompts_N.shape:
@@ -221,72 +202,39 @@ class Generation:
             )
 
 
-def save_generation(generation: Generation, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Write `path` and, beside it, the trace: the trace first, so that a generation never lacks its trace.
-
-    Whenever this is killed, the generation that was there before is whole, or the new one is.
+def save_generation(generation: Generation, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:
+    """Write a generation to `path`, as `foreroute.save` writes its trace, in pick order: the whole file or nothing.
 
     Raises:
-        TraceFileError: when `path` exists and `overwrite` is False, or a file cannot be written.
+        TraceFileError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole.
         TraceContentError: as `foreroute.save`.
     """
-    target = Path(path)
-    with writing_named(target, TraceFileError):
-        if target.exists() and not overwrite:
-            raise TraceFileError(f"{target} already exists; pass another path, or overwrite=True to replace it")
-    before = _named_trace(target)
-    trace_digest = digest(generation.trace)
-    beside = target.with_name(f"{target.name}-{trace_digest[:16]}.trace.safetensors")
-    save(generation.trace, beside, encoding="ordered", overwrite=True)
-    tensors: dict[str, NDArray[Any]] = {
-        "logprobs": np.asarray(generation.logprobs_R, np.float32),
+    metadata, tensors = encode(generation.trace, "ordered")
+    tensors |= {
         "prompt_lengths": np.asarray(generation.prompt_lengths, np.int64),
         "sampled": generation.sampled_N,
+        "logprobs": np.asarray(generation.logprobs_R, np.float32),
     }
-    metadata = {"trace": beside.name, "trace_digest": trace_digest}
-    GENERATION_FILE.write(target, metadata, tensors, overwrite=overwrite)
-    if before is not None and before != beside:
-        with suppress(OSError):
-            before.unlink()
-    return target
+    return FORMAT.write(path, metadata, tensors, overwrite=overwrite)
 
 
 def load_generation(path: str | os.PathLike[str]) -> Generation:
-    """Read a generation and its trace.
+    """Read a generation; `foreroute.load` reads its trace alone, in part too.
 
     Raises:
-        TraceFileError: when a file is missing, damaged or no generation, or the trace is another one.
+        TraceFileError: when the file is missing, damaged or no generation.
         TraceContentError: when log-probs and sequences do not fit together.
     """
-    metadata, tensors = GENERATION_FILE.read(path)
-    beside = _beside(Path(path), metadata["trace"])
-    trace = load(beside)
-    if digest(trace) != metadata["trace_digest"]:
-        raise TraceFileError(f"{beside} is not the trace that {path} was written with; copy both")
+    trace, tensors = read_trace(path)
+    if "logprobs" not in tensors:
+        raise TraceFileError(f"{path} is a trace without log-probs; capture.save_generation writes generations")
     return Generation(trace, tensors["prompt_lengths"], tensors["logprobs"], tensors["sampled"])
 
 
-def trace_of(path: str | os.PathLike[str]) -> Path:
-    """The trace file of a generation on disk.
-
-    Raises:
-        TraceFileError: when `path` is missing, damaged or no generation.
-    """
-    return _beside(Path(path), GENERATION_FILE.read(path)[0]["trace"])
-
-
-def _beside(generation: Path, name: str) -> Path:
-    if not name or Path(name).name != name:
-        raise TraceFileError(
-            f"{generation} names the trace {name!r:.80}; expected the name of a file in the same folder"
-        )
-    return generation.with_name(name)
-
-
-def _named_trace(target: Path) -> Path | None:
-    """The trace file that a generation at `target` names, if there is one and we gave it that name."""
-    with suppress(TraceFileError):
-        beside = trace_of(target)
-        if re.fullmatch(re.escape(target.name) + r"-[0-9a-f]{16}\.trace\.safetensors", beside.name):
-            return beside
-    return None
+def is_generation(path: str | os.PathLike[str]) -> bool:
+    """Whether a file has log-probs beside a trace, by its header."""
+    try:
+        with TensorFile(path, TraceFileError, most_header_bytes=FORMAT.most_header_bytes) as file:
+            return "logprobs" in file.tensors
+    except TraceFileError:
+        return False

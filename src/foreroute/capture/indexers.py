@@ -15,32 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.capture.arrays import columns_of, is_array, read_rows
-from foreroute.capture.recognition import RawSequence, have_all
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutingTrace
 
 UNFUSED = "start the server with SGLANG_DSA_FUSE_TOPK=0, if its ids are those of the key-value pool"
 
 
-def decode_choices(trace: RoutingTrace, sequences: Sequence[RawSequence], indexers: IndexerSpec | None) -> RoutingTrace:
-    """Add the choices that an engine's output has beside routes; the trace as it is where no sequence has any.
-
-    Raises:
-        CaptureError: when some sequences have choices and others do not, the indexers are not known, or as
-            `with_indexer_choices`.
-    """
-    returned = [raw.indexer_topk for raw in sequences]
-    if not have_all(returned, "choices of indexers"):
-        return trace
-    if indexers is None:
-        raise CaptureError(
-            "the output has choices of sparse-attention indexers, and those of the model are not known; pass "
-            "indexers=hf.attach(model).indexers, or take indexer_topk out of the output"
-        )
-    return with_indexer_choices(trace, returned, indexers)
-
-
-def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers: IndexerSpec) -> RoutingTrace:
+def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers: IndexerSpec | None) -> RoutingTrace:
     """Add the choices of indexers that an engine returned beside routes.
 
     Args:
@@ -48,13 +29,18 @@ def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers:
         returned: of each sequence, int32 [T - 1, layers, k] with -1 where a query chose less, as an array or its bytes
             in base64. Layers are those with an indexer, or all decoder layers of the model. Units are those of
             `indexers`: tokens, or compressed entries.
-        indexers: of the model, such as `hf.attach(model).indexers`; with one head.
+        indexers: of the model, such as `hf.attach(model).indexers`; with one head. None where they are not known.
 
     Raises:
-        CaptureError: when the choices cannot be those of the sequences, with what to ask the engine for.
+        CaptureError: when the indexers are not known, or the choices cannot be those of the sequences, with what to ask
+            the engine for.
     """
     if not isinstance(indexers, IndexerSpec) or indexers.heads != 1 or not indexers.layers:
-        raise CaptureError(f"indexers are {shown(indexers)}; expected an IndexerSpec of one head, with a layer or more")
+        raise CaptureError(
+            f"there are choices of sparse-attention indexers, and indexers are {shown(indexers)}; expected an "
+            "IndexerSpec of one head, with a layer or more: pass indexers=hf.attach(model).indexers, or take "
+            "indexer_topk out of the output"
+        )
     if len(returned) != len(trace):
         raise CaptureError(f"got choices of {len(returned)} sequences for {len(trace)}; expected one array for each")
     lengths = trace.lengths.tolist()

@@ -32,12 +32,13 @@ from foreroute.capture.agents import (
     WeightVersion,
     entries_of,
     naming,
+    path_of,
     rollout_of,
     trace_of,
     version_of,
 )
 from foreroute.capture.arrays import as_integers, parse_text, read_base64
-from foreroute.errors import CaptureError, TraceError, shown
+from foreroute.errors import CaptureError, shown
 from foreroute.files import read_file
 from foreroute.files.regular import MOST_BYTES
 from foreroute.trace import RoutingSpec, RoutingTrace, extended
@@ -162,6 +163,7 @@ def _joined(records: Mapping[str, Mapping[str, Any]], left_out: list[str]) -> li
 
 
 def _call(name: str, record: Mapping[str, Any], calls: Mapping[str, _Call], left_out: list[str]) -> _Call | None:
+    """Return one call with its whole prompt; None with a statement where it adds to a prompt that is not there."""
     what = f"call {name:.40}"
     own, generated = (
         as_int32(entries_of(record, each, int), name=f"{each} of {what}")
@@ -253,13 +255,13 @@ def _path(end: _Call, left_out: list[str]) -> Path | None:
     chain = [end]
     while (parent := chain[-1].parent) is not None:
         chain.append(parent)
-    sampled_T, logprobs = np.zeros(len(end.tokens_T), np.bool_), [np.zeros(0)]
+    sampled_T, logprobs = np.zeros(len(end.tokens_T), np.bool_), []
     for call in reversed(chain):
         if call.is_trained:
             call.is_trained = False  # on other chains
             sampled_T[call.prompt : len(call.tokens_T)] = True
             logprobs.append(_logprobs(call))
-    return Path(end.trace.with_provenance(wire="nemo-gym"), sampled_T, np.concatenate(logprobs), end.name)
+    return path_of(end.name, end.trace.with_provenance(wire="nemo-gym"), sampled_T, logprobs)
 
 
 def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion) -> RoutingTrace:
@@ -267,19 +269,18 @@ def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion) -> 
     routes, length = call.record.get("routed_experts"), len(call.tokens_T)
     if routes is None:
         return RoutingTrace.unrouted(model, [call.tokens_T])
-    try:
+    with naming(f"the routes of call {call.name:.40}"):
         rows = _routes(routes)
         if len(rows) not in (length, length - 1):
             raise CaptureError(f"{len(rows)} rows for {length} tokens; expected one for each, or for all but the last")
         valid = ~(rows == -1).all(axis=(1, 2))
         valid[length - 1 :] = False  # the last token was never an input
         trace = trace_of(model, call.tokens_T, rows, valid)
-    except TraceError as error:
-        raise CaptureError(f"the routes of call {call.name:.40}: {error}") from error
     return trace.with_weight_version(version_of(call.record, weight_version))
 
 
 def _logprobs(call: _Call) -> NDArray[np.float64]:
+    """Return those of the generated tokens, float64 [R]."""
     values = entries_of(call.record, "generation_log_probs", int, float)
     if len(values) != len(call.tokens_T) - call.prompt:
         raise CaptureError(

@@ -131,6 +131,7 @@ def _sequence(holder: Any, choice: Any, record: Any) -> RawSequence:
 
 
 def _only_choice(record: Any) -> Any:
+    """Return the one choice of a response; the response itself where it has none."""
     choices = field_of(record, "choices")
     if not isinstance(choices, list | tuple) or not choices:
         return record
@@ -143,6 +144,7 @@ def _only_choice(record: Any) -> Any:
 
 
 def _verl(batch: Any) -> list[RawSequence]:
+    """Return the sequences of a padded batch."""
     fields = {name: field_of(batch, name) for name in ("routed_experts", "input_ids", "attention_mask")}
     return [RawSequence(rows_TAK, valid_T, token_ids=tokens_T) for rows_TAK, valid_T, tokens_T in sequences_of(fields)]
 

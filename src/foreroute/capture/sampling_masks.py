@@ -14,43 +14,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.capture.arrays import field_of, items_of
-from foreroute.capture.recognition import RawSequence, have_all
+from foreroute.capture.recognition import RawSequence
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import DecisionStream
 
 
 def decode_masks(
     sequences: Sequence[RawSequence], tokens: Sequence[NDArray[np.int32]], vocabulary_size: int | None
-) -> DecisionStream | None:
-    """Read the masks of all sequences, or return None when no sequence has any.
-
-    Row p holds the set that token p + 1 was drawn from.
+) -> DecisionStream:
+    """Read the masks of all sequences: row p holds the set that token p + 1 was drawn from.
 
     Args:
-        sequences: as they were found.
+        sequences: as they were found, each with its masks.
         tokens: int32 [T] of each, prompt and response.
         vocabulary_size: tokens of the model; None when it is not known.
 
     Raises:
-        CaptureError: when some sequences have masks and others do not, or masks cannot be those of the tokens.
+        CaptureError: when the vocabulary is not known, or masks cannot be those of the tokens.
     """
-    if not have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
-        return None
     if vocabulary_size is None:
         raise CaptureError(
             "the output has sampling masks, and the size of the vocabulary is not known; pass vocabulary_size="
         )
-    num_rows = sum(map(len, tokens))
-    valid_N, counts_N, next_ids_N = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int64), np.zeros(num_rows, int)
-    ids, start = [np.zeros(0, np.int64)], 0
+    tokens_N, ids, end = np.concatenate(tokens), [], 0
+    valid_N, counts_N = np.zeros(len(tokens_N), np.bool_), np.zeros(len(tokens_N), np.int64)
     for s, (raw, own) in enumerate(zip(sequences, tokens, strict=True)):
         counts_R, flat = _sets(raw, s, len(own))
-        after = start + max(len(own) - 1, 0)
-        first = after - len(counts_R)
-        valid_N[first:after], counts_N[first:after], next_ids_N[start:after] = True, counts_R, own[1:]
+        end += len(own)
+        here = slice(end - 1 - len(counts_R), end - 1)  # the rows before the last tokens
+        valid_N[here], counts_N[here] = True, counts_R
         ids.append(flat)
-        start += len(own)
-    return mask_stream(vocabulary_size, valid_N, counts_N, np.concatenate(ids), next_ids_N)
+    return mask_stream(vocabulary_size, valid_N, counts_N, np.concatenate(ids), tokens_N)
 
 
 def mask_stream(
@@ -58,7 +52,7 @@ def mask_stream(
     valid_N: NDArray[np.bool_],
     counts_N: NDArray[np.int64],
     ids: NDArray[Any],
-    next_ids_N: NDArray[Any],
+    tokens_N: NDArray[np.int32],
 ) -> DecisionStream:
     """Make the stream of masks of the rows that have one.
 
@@ -67,7 +61,7 @@ def mask_stream(
         valid_N: bool [N], the rows before a sampled token.
         counts_N: int64 [N], ids of each set, 0 elsewhere.
         ids: integers, those of all sets joined.
-        next_ids_N: integers [N], the token behind each row.
+        tokens_N: int32 [N], the token of each row; the one behind a row with a mask was sampled.
 
     Raises:
         CaptureError: when an id is no token, twice in a set, or the token that was sampled is not in its set.
@@ -79,6 +73,7 @@ def mask_stream(
         stream = DecisionStream.from_sets(vocabulary_size, valid_N, counts_N, ids)
     except TraceContentError as error:
         raise CaptureError(f"the sampling masks cannot be true: {error}") from error
+    next_ids_N = np.roll(tokens_N, -1)  # behind the last row of a sequence stands another's, and no mask is there
     outside_N = valid_N & ~stream.contains(next_ids_N.astype(np.int64))
     if outside_N.any():
         row = int(outside_N.argmax())

@@ -32,6 +32,7 @@ from foreroute.capture.agents import (
     entries_of,
     naming,
     number_of,
+    path_of,
     rollout_of,
     trace_of,
     version_of,
@@ -161,13 +162,14 @@ class _Paths:
         reason = self._objection([self.nodes[i] for i in chain], kept)
         if not reason:
             path = self._joined(chain[: max(place[target] for target in kept) + 1], kept)
-            if path.trace.valid_N.any():
+            if path is not None:
                 return path
             reason = "it has no routes"
         self.left_out.append(f"the path to node {leaf} is left out: {reason}")
         return None
 
     def _can_train(self, target: int) -> bool:
+        """Say whether a reply can be trained on; what speaks against it is stated."""
         node, why = self.nodes[target], ""
         if node.tokens is None or node.sampled >= node.tokens.stop:
             why = "it has no sampled tokens"
@@ -188,13 +190,18 @@ class _Paths:
         return is_cut and self.capture.get("logprobs_mode") == "processed_logprobs"
 
     def _objection(self, nodes: list[_Node], kept: set[int]) -> str:
+        """Say why nothing on a path can be trained on; "" where something can."""
         if any(node.has_media for node in nodes):
             return "it has images, whose pixels are not recorded, so that no forward can repeat it"
         if any(node.tokens is None for node in nodes):
             return "it has messages without tokens"
         return "" if kept else "none of its replies can be trained"
 
-    def _joined(self, chain: list[int], kept: set[int]) -> Path:
+    def _joined(self, chain: list[int], kept: set[int]) -> Path | None:
+        """Put the tokens of a chain one behind the other, and rows, versions, masks and log-probs at their places.
+
+        None where no row has a route.
+        """
         nodes = [self.nodes[number] for number in chain]
         spans = [node.tokens or slice(0, 0) for node in nodes]
         ends = np.cumsum([span.stop - span.start for span in spans]).tolist()
@@ -204,7 +211,7 @@ class _Paths:
         rows_TAK = np.zeros((length, *routes.shape[1:]), routes.dtype)
         routed_T, copied_T, sampled_T, masked_T = np.zeros((4, length), np.bool_)
         versions_T, counts_T = np.full(length, NO_VERSION, np.int32), np.zeros(length, np.int64)
-        logprobs, ids = [np.zeros(0)], [np.zeros(0, np.int32)]
+        logprobs, ids = [], [np.zeros(0, np.int32)]
         for number, node, span, end in zip(chain, nodes, spans, ends, strict=True):
             start = end - (span.stop - span.start)
             versions_T[start:end] = self._version({self.caller[number]})
@@ -241,9 +248,9 @@ class _Paths:
         versions_N = np.where(trace.valid_N, versions_T, np.int32(NO_VERSION))
         trace = replace(trace, weight_versions_N=versions_N).with_provenance(wire="skycap")
         if self.vocabulary_size:
-            stream = mask_stream(self.vocabulary_size, masked_T, counts_T, np.concatenate(ids), np.roll(tokens_T, -1))
+            stream = mask_stream(self.vocabulary_size, masked_T, counts_T, np.concatenate(ids), tokens_T)
             trace = trace.with_stream(SAMPLING, stream)
-        return Path(trace, sampled_T, np.concatenate(logprobs), end_name)
+        return path_of(end_name, trace, sampled_T, logprobs) if trace.valid_N.any() else None
 
     def _take(self, size: int) -> None:
         """Count what all paths take together, before it is taken: a small record can name many long paths."""
@@ -389,6 +396,7 @@ def _content(stored: bytes, name: str, most: int) -> bytes:
 
 
 def _object(value: object, what: str) -> Mapping[str, Any]:
+    """Return a JSON object, an empty one where there is none."""
     if value is not None and not isinstance(value, Mapping):
         raise CaptureError(f"{what} is {shown(value)}; expected an object")
     return value or {}

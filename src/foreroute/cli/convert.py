@@ -8,6 +8,7 @@ from typing import Any
 
 from foreroute.capture import decode
 from foreroute.capture.arrays import parse_text
+from foreroute.capture.generation import is_generation
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceFileError, printable
 from foreroute.files import open_regular, read_file, writing_named
@@ -47,7 +48,8 @@ def convert_file(
     console = Console(soft_wrap=True, highlight=False)
     with working(f"reading {source}", console):
         if _is_trace(source):
-            trace, what = load(source), "trace"
+            what = "the trace of a generation, without its log-probs" if is_generation(source) else "trace"
+            trace = load(source)
         else:
             facts = _facts_of(model)
             data, ids = read_file(source, TraceFileError), None if tokens is None else _tokens(tokens)

@@ -12,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from foreroute.capture.generation import trace_of
 from foreroute.cli.terminal import Console, is_first_rank, shown_table, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
@@ -47,7 +46,7 @@ def run_demo(folder: Path | None, *, steps: int | None, engine: str, vllm_python
         highlight=False,
     )
     write_page(console, lambda: write_report(found, folder / "report.html"), name=f"{'report':<7}")
-    trace = trace_of(folder / "R3" / "rollouts" / "step-000000.safetensors")
+    trace = folder / "R3" / "rollouts" / "step-000000.safetensors"
     console.print(f"trace   {trace}   (foreroute inspect shows it)", soft_wrap=True, highlight=False, markup=False)
 
 

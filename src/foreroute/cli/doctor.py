@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from foreroute.capture import Generation, load_generation
-from foreroute.capture.generation import GENERATION_FILE
+from foreroute.capture.generation import is_generation
 from foreroute.cli.terminal import CommandProgress, Console, shown_table, working
 from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
 from foreroute.errors import InputError, RunFolderError, printable
@@ -97,7 +97,7 @@ def _check_sides(model: Path | None, rollout: Path | None, trainer: Path | None,
 
 def _read(path: Path, most: int | None = None) -> tuple[RoutingTrace, Generation | None]:
     """Read one side, the first sequences of it: its routes, and a generation where it has log-probs too."""
-    side = load_generation(path) if GENERATION_FILE.is_in(path) else load(path)
+    side = load_generation(path) if is_generation(path) else load(path)
     side = side if most is None else side.select(np.arange(min(len(side), most)))
     return (side.trace, side) if isinstance(side, Generation) else (side, None)
 
@@ -212,7 +212,7 @@ def _commands(model: Path | None, rollout: Path | None, trainer: Path | None) ->
     commands = []
     if model is not None and (model / "metrics.jsonl").exists():
         commands.append(("The page of this run", f"foreroute report {quoted(model)}"))
-    if rollout is not None and trainer is not None and not any(map(GENERATION_FILE.is_in, (rollout, trainer))):
+    if rollout is not None and trainer is not None and not any(map(is_generation, (rollout, trainer))):
         command = f"foreroute diff {quoted(trainer)} {quoted(rollout)}"
         commands.append(("The two traces by layer and position", command))
     return commands

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from io import BytesIO
 from math import prod
@@ -79,6 +79,7 @@ class FileFormat:
         tensors: what they must be by name; None for any.
         made_by: what writes such files, in words, for whoever hands in another file.
         apart: tensors that a reader reads in part. They have checksums of their own, and no place in that of the file.
+        together: tensors of which a file has all or none beside `tensors`.
         most_header_bytes: a longer safetensors header is refused before it is parsed.
     """
 
@@ -90,6 +91,7 @@ class FileFormat:
     made_by: str
     apart: tuple[str, ...] = ()
     most_header_bytes: int = 1 << 20
+    together: Mapping[str, TensorSchema] = field(default_factory=dict)
 
     def read(
         self, source: str | os.PathLike[str] | BinaryIO, *, name: str = "the opened file"
@@ -122,7 +124,7 @@ class FileFormat:
             raise self.kind(
                 f"{file.name} is no readable {self.name} file: its metadata are {few(ours)}; expected {few(expected)}"
             )
-        if self.tensors is not None and (why := objection(file.tensors, self.tensors)) is not None:
+        if (why := self._objection(file.tensors)) is not None:
             raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
         tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
         stated, found = ours.pop(KEY + "checksum"), checksum(ours, tensors)
@@ -177,9 +179,15 @@ class FileFormat:
             write_atomically(target, lambda file: _write_tensors(file, complete, tensors), overwrite=overwrite)
         return target
 
+    def _objection(self, tensors: Mapping[str, StoredTensor] | Mapping[str, NDArray[Any]]) -> str | None:
+        """What is wrong with the tensors; None for nothing."""
+        if self.tensors is None:
+            return None
+        return objection(tensors, {**self.tensors, **(self.together if set(self.together) & set(tensors) else {})})
+
     def _complete(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
         """Metadata as they stand in the file."""
-        if self.tensors is not None and (why := objection(tensors, self.tensors)) is not None:
+        if (why := self._objection(tensors)) is not None:
             raise self.kind(f"this {self.name} file cannot be written: {why}")
         ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
         covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}

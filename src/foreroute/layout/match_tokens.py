@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,23 +47,14 @@ def locate_rows(
             that would fit, if there is one.
     """
     ids_BT, kept_BT = _checked(input_ids_BT, attention_mask_BT)
-    batch = _Sequences(ids_BT[kept_BT], _lengths(kept_BT, starts_BT))
-    length_S = trace.lengths
-    if not len(length_S) and not batch.token_ids.size:
-        return np.full(ids_BT.size, PAD, np.int64)
-    if len(batch.length_S) != len(length_S):
-        _refuse(trace, batch, f"the batch has {len(batch.length_S)} sequences and the trace has {len(length_S)}")
-    shared_S = np.minimum(batch.length_S, length_S)
-    rows = join_ranges(trace.offsets[:-1], shared_S)
-    tokens = batch.token_ids[join_ranges(np.cumsum(batch.length_S) - batch.length_S, shared_S)]
-    differs = tokens != trace.token_ids_N[rows]
-    if differs.any():
-        s, position = place_of(int(differs.argmax()), as_offsets(shared_S))
-        row = int(trace.offsets[s]) + position
-        ours, theirs = int(tokens[differs.argmax()]), int(trace.token_ids_N[row])
-        _refuse(trace, batch, f"sequence {s}, position {position}: token {ours} in the batch, {theirs} in the trace")
-    _check_ends(trace, batch, length_S)
+    token_ids, length_S = ids_BT[kept_BT], _lengths(kept_BT, starts_BT)
     located = np.full(ids_BT.size, PAD, np.int64)
+    if not len(trace) and not token_ids.size:
+        return located
+    rows, objection = _compared(trace, token_ids, length_S)
+    if objection:
+        sequences = np.split(token_ids, np.cumsum(length_S)[:-1])
+        raise BatchMismatchError(f"{objection}. {_advice(trace, sequences)}")
     located[kept_BT.reshape(-1)] = rows
     return located
 
@@ -99,14 +89,6 @@ def _key(token_ids: NDArray[Any]) -> bytes:
     return token_ids.astype(np.int64).tobytes()
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """The tokens of a batch without padding, sequence after sequence, and the length of each."""
-
-    token_ids: NDArray[Any]
-    length_S: NDArray[np.int64]
-
-
 def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray[np.int64]:
     if starts_BT is None:
         return np.asarray(kept_BT.sum(axis=1))
@@ -137,39 +119,47 @@ def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDAr
     return ids_BT, kept_BT
 
 
-def _check_ends(trace: RoutingTrace, batch: _Sequences, recorded_S: NDArray[np.int64]) -> None:
-    """Refuse sequences longer than the trace's, and batches that omit routed rows."""
-    length_S = batch.length_S
-    longer = length_S > recorded_S
+def _compared(
+    trace: RoutingTrace, token_ids: NDArray[Any], length_S: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], str]:
+    """Return the rows of the trace that the tokens of a batch are, and what speaks against it; "" for nothing."""
+    if len(length_S) != len(trace):
+        return np.zeros(0, np.int64), f"the batch has {len(length_S)} sequences and the trace has {len(trace)}"
+    shared_S = np.minimum(length_S, trace.lengths)
+    rows = join_ranges(trace.offsets[:-1], shared_S)
+    tokens = token_ids[join_ranges(np.cumsum(length_S) - length_S, shared_S)]
+    differs = tokens != trace.token_ids_N[rows]
+    if differs.any():
+        first = int(differs.argmax())
+        s, position = place_of(first, as_offsets(shared_S))
+        theirs = int(trace.token_ids_N[rows[first]])
+        return rows, f"sequence {s}, position {position}: token {tokens[first]} in the batch, {theirs} in the trace"
+    longer = length_S > trace.lengths
     if longer.any():
         s = int(longer.argmax())
-        _refuse(
-            trace,
-            batch,
-            f"sequence {s} has {int(length_S[s])} tokens in the batch and {int(recorded_S[s])} in the trace, equal "
+        return rows, (
+            f"sequence {s} has {int(length_S[s])} tokens in the batch and {int(trace.lengths[s])} in the trace, equal "
             "up to there; pass the attention mask if the rest is padding. Tokens that no router has seen, such as the "
-            "last sampled one, are joined with trace.continued_by(RoutingTrace.unrouted(spec, tokens))",
+            "last sampled one, are joined with trace.continued_by(RoutingTrace.unrouted(spec, tokens))"
         )
     routed_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(trace.valid_N)])
     left_out = routed_before[trace.offsets[1:]] - routed_before[trace.offsets[:-1] + length_S]
     if left_out.any():
         s = int(left_out.argmax())
-        _refuse(
-            trace,
-            batch,
+        return rows, (
             f"sequence {s} ends after {int(length_S[s])} of {int(trace.lengths[s])} tokens and leaves out "
-            f"{int(left_out[s])} rows that have a route; cut them on purpose with trace.truncated(lengths)",
+            f"{int(left_out[s])} rows that have a route; cut them on purpose with trace.truncated(lengths)"
         )
+    return rows, ""
 
 
-def _refuse(trace: RoutingTrace, batch: _Sequences, seen: str) -> None:
-    order = order_by_tokens(trace, np.split(batch.token_ids, np.cumsum(batch.length_S)[:-1]))
+def _advice(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> str:
+    """Say which sequences of the trace a batch holds, where those are not all in order."""
+    order = order_by_tokens(trace, sequences)
     if order is None or np.array_equal(order, np.arange(len(trace))):
-        hint = "expected the batch that the trace was recorded for, sequence by sequence"
-    else:
-        shown = f"{order.tolist()}" if len(order) <= 64 else f"{str(order[:64].tolist())[:-1]}, …]"
-        hint = f"the batch holds the sequences {shown} of the trace, in that order: replay trace.select of them"
-    raise BatchMismatchError(f"{seen}. {hint[0].upper()}{hint[1:]}")
+        return "Expected the batch that the trace was recorded for, sequence by sequence"
+    shown = f"{order.tolist()}" if len(order) <= 64 else f"{str(order[:64].tolist())[:-1]}, …]"
+    return f"The batch holds the sequences {shown} of the trace, in that order: replay trace.select of them"
 
 
 def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -150,7 +150,7 @@ def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
 
 def _read_layers(rollouts: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
     """The layers of the first rollout's trace, and a note where it cannot be read."""
-    for path in sorted(rollouts.glob("step-*.trace.safetensors"))[:1]:
+    for path in sorted(rollouts.glob("step-*.safetensors"))[:1]:
         try:
             return load(path, sequences=[]).spec.layers, []
         except TraceFileError as error:

@@ -55,8 +55,14 @@ FORMAT = FileFormat(
     },
     made_by="foreroute.save writes traces; what an earlier foreroute wrote must be recorded again",
     apart=(FRAMES,),
+    together={
+        "prompt_lengths": TensorSchema("I64", "S"),
+        "sampled": TensorSchema("BOOL", "N"),
+        "logprobs": TensorSchema("F32", "R"),
+    },
 )
-"""S sequences, C chunks, F frames in a chunk, Z bytes of all frames. `frames` are read in part: each has a checksum."""
+"""S sequences, C chunks, F frames in a chunk, Z bytes of all frames. `frames` are read in part: each has a checksum.
+What `together` names makes a generation of a trace, as `foreroute.capture.save_generation` writes it."""
 CHUNK_ROWS, MOST_CHUNK_ROWS = 1 << 14, 1 << 16
 """Rows that a chunk aims at, and has at most. From 4,096 to 32,768 the size of a file changes by less than a
 hundredth. With fewer rows frames cost more time each, with more a reader of few sequences decodes more that it does not
@@ -333,22 +339,22 @@ def load(
         TraceContentError: when a sequence or a stream is not in the file, or no layer is asked for.
         SpecMismatchError: when a layer is not in the file.
     """
-    return read_trace(source, sequences, layers, streams)
+    return read_trace(source, sequences, layers, streams)[0]
 
 
 def read_trace(
     source: str | os.PathLike[str] | BinaryIO,
-    sequences: ArrayLike | None,
-    layers: Iterable[RoutedLayer] | None,
-    streams: Iterable[str] | None,
+    sequences: ArrayLike | None = None,
+    layers: Iterable[RoutedLayer] | None = None,
+    streams: Iterable[str] | None = None,
     *,
     num_sequences: int | None = None,
-) -> RoutingTrace:
-    """As `load`. A file of another number of sequences than `num_sequences` is refused."""
+) -> tuple[RoutingTrace, dict[str, NDArray[Any]]]:
+    """As `load`, and the tensors that are read whole: of a generation, what it has beside its trace.
+
+    A file of another number of sequences than `num_sequences` is refused.
+    """
     with TensorFile(source, TraceFileError, most_header_bytes=FORMAT.most_header_bytes) as file:
-        if "foreroute.generation" in file.metadata:
-            beside = file.metadata.get("foreroute.trace", "")
-            raise TraceFileError(f"{file.name} is a generation, whose trace is {beside!r:.120} in the same folder")
         metadata, tables = FORMAT.read_opened(file)
         try:
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])
@@ -370,7 +376,9 @@ def read_trace(
             trace = _read_chunks(file, header, chunks, spec, positions, wanted)
         except TraceContentError as error:
             raise _damage(file, error) from error
-    return replace(trace, offsets=np.append(0, np.cumsum(lengths))) if rows is None else trace.take_rows(rows, lengths)
+    if rows is None:
+        return replace(trace, offsets=np.append(0, np.cumsum(lengths))), tables
+    return trace.take_rows(rows, lengths), tables
 
 
 def _damage(file: TensorFile, error: TraceContentError) -> TraceFileError:

@@ -105,7 +105,7 @@ def load_parts(
 
     def read(part: int) -> RoutingTrace:
         numbers = chosen[order][part_of == part] - starts[part]
-        return read_trace(within(step, names[part]), numbers, table, wanted, num_sequences=counts[part])
+        return read_trace(within(step, names[part]), numbers, table, wanted, num_sequences=counts[part])[0]
 
     with ThreadPoolExecutor(READERS if isinstance(step, str) else 1) as readers:
         traces = list(readers.map(read, touched))

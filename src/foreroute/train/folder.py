@@ -3,7 +3,7 @@
 config.json                           the resolved configuration
 metrics.jsonl                         one JSON object per finished step, from step 0 on
 checkpoints/step-000020.safetensors   the state before step 20, with a checksum; the last few are kept
-rollouts/step-000020.safetensors      the log-probs of step 20, and beside them its trace, as `save_generation` writes
+rollouts/step-000020.safetensors      the trace of step 20 and its log-probs, as `save_generation` writes
 model/                                the policy after the last step, as a Hugging Face folder
 
 What cannot be written, on a full disk for one, is a `RunFolderError`; what was there before is whole.
