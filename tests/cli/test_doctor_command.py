@@ -108,9 +108,8 @@ def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "R3 helps by a factor of" in words(result)
     assert "Also on the engine's routes" not in words(result), "the temperature is the configuration's"
-    for model in (run, run / "config.json"):
-        named = doctor("--model", model, "--rollout", run / "rollouts" / "step-000020.safetensors")
-        assert words(named) == words(result)
+    named = doctor("--model", run / "config.json", "--rollout", run / "rollouts" / "step-000020.safetensors")
+    assert words(named) == words(result)
     stale = doctor("--model", run, "--weight-version", "0")
     assert stale.returncode == 1, stale.stdout + stale.stderr
     assert "its rows are of weight version 20, and the trainer is at 0" in words(stale)

@@ -20,9 +20,8 @@ MOST = 0 if NIGHT else 24
 """Cases of several verbs: all by night, which are about a thousand."""
 
 
-@pytest.mark.parametrize(
-    "verbs", [WITHOUT_TORCH, pytest.param(WITH_TORCH, marks=pytest.mark.slow)], ids=["without_torch", "with_torch"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("verbs", [WITHOUT_TORCH, WITH_TORCH], ids=["without_torch", "with_torch"])
 def test_no_input_output_or_stream_breaks_a_verb(verbs):
     variables = environment(NUMBA_DISABLE_JIT="1", HF_HUB_OFFLINE="1", COLUMNS="100")
     command = [sys.executable, "-m", "tests.robustness.doors", str(MOST), *verbs]
