@@ -1,6 +1,7 @@
 """The kit is itself tested: an adapter that is broken in one way fails the check of that way, and no other."""
 
 import importlib
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ IDS = [check.id for check in ALL_CHECKS]
 KINDS = (gate_checks, indexer_checks, mask_checks, refusal_checks, route_checks, session_checks)
 
 
+@pytest.mark.slow
 def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
     assert run_conformance(Adapter()).ok
 
@@ -56,11 +58,18 @@ AMONG = {
     "all": lambda adapter: adapter.checks,
 }
 """Which checks are run."""
-MARKS = {"itself": (), "those of its file": pytest.mark.slow, "all": pytest.mark.exhaustive}
+ONE_OF_A_FILE = {next(a for a in BROKEN if BROKEN[a] in {check.id for check in kind.CHECKS}) for kind in KINDS}
 
 
-@pytest.mark.parametrize("among", [pytest.param(AMONG[name], marks=MARKS[name], id=name) for name in AMONG])
-@pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
+def runs():
+    """Each adapter in the check that is to catch it; one of each file of checks in that file; all in all by night."""
+    for adapter, name in itertools.product(BROKEN, AMONG):
+        of_file = pytest.mark.slow if adapter in ONE_OF_A_FILE else pytest.mark.exhaustive
+        marks = {"itself": (), "those of its file": of_file, "all": pytest.mark.exhaustive}[name]
+        yield pytest.param(adapter, AMONG[name], marks=marks, id=f"{adapter.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("adapter", "among"), list(runs()))
 def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter, among, unchecked):
     report = run_conformance(adapter(), only=among(adapter))
     assert report.failed == (BROKEN[adapter],), report.text()
@@ -136,7 +145,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("family", "own"), [("qwen3_moe", set()), ("deepseek_v3", {"gate-rule"})])
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [pytest.param("qwen3_moe", set(), marks=pytest.mark.slow), ("deepseek_v3", {"gate-rule"})],
+)
 def test_a_replay_by_hooks_has_its_mistakes_named(family, own):
     naive = Naive(family)
     try:
