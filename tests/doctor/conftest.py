@@ -1,13 +1,8 @@
-"""One thread, as small models need, and quiet transformers."""
+"""Examinations that leave out what a test does not look at."""
 
 import pytest
-import torch
-import transformers
 
 from foreroute.doctor import examine
-
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture
