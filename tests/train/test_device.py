@@ -156,6 +156,7 @@ def require_there(record, state):
     return weights
 
 
+@pytest.mark.slow
 def test_the_engine_samples_there_by_a_seed_drawn_from_the_generator_it_is_given():
     config = small_config(warm_start=WARM, rollout=FEW)
 
@@ -173,6 +174,7 @@ def test_the_engine_samples_there_by_a_seed_drawn_from_the_generator_it_is_given
     assert not np.array_equal(first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")  # whose values are real here
 def test_a_checkpoint_of_one_device_is_taken_up_on_another(tmp_path):
     config = parse_config({**small_values(rollout=FEW), "warm_start": {"max_steps": 0}}, source="test")
