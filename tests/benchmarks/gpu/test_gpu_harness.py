@@ -73,7 +73,7 @@ def sabotaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     folder = tmp_path_factory.mktemp("gpu")
     (folder / "sitecustomize.py").write_text(textwrap.dedent(SABOTEUR), encoding="utf-8")
     few = {name: PartSpec(spec.shows, 60, ("json",)) for name, spec in PARTS.items()}
-    few |= {"jobs": PartSpec("", 9, ("json",)), "trainer": PartSpec("", 60, ("json", "no_such_package"))}
+    few |= {"jobs": PartSpec("", 14, ("json",)), "trainer": PartSpec("", 60, ("json", "no_such_package"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         patch.chdir(folder)  # parts work elsewhere, and the folder may be named from anywhere
@@ -88,7 +88,7 @@ def test_each_part_ends_as_what_happened_to_it(sabotaged: tuple[dict[str, Any], 
     assert report["parts"] == {
         "bits": "failed: two: AssertionError: one and one <is> not three",
         "cost": "failed: it died of SIGSEGV, see cost.log",
-        "jobs": "failed: it was ended after 10 s, see jobs.log",
+        "jobs": "failed: it was ended after 15 s, see jobs.log",
         "mismatch": "passed",
         "trainer": "skipped: run: no_such_package cannot be imported: No module named 'no_such_package'",
         "transfers": "skipped: run: the part's time was used up before late",
