@@ -37,7 +37,10 @@ def coarse(model):
     return good, examine(model, good, micro_step_tokens=16)
 
 
-OTHER_GATES = [pytest.param(family, marks=pytest.mark.slow) for family in ("deepseek_v3", "gpt_oss")]
+OTHER_GATES = [
+    pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", marks=pytest.mark.exhaustive),
+]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *OTHER_GATES])

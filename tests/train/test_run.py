@@ -35,7 +35,7 @@ def copied(whole, tmp_path):
 @pytest.mark.parametrize(
     ("routing", "mini_steps", "precision"),
     [
-        pytest.param("none", 1, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("none", 1, "bfloat16", marks=pytest.mark.exhaustive),
         pytest.param("R2", 2, "bfloat16", marks=pytest.mark.slow),
         ("R3", 3, "fp8"),
     ],
@@ -234,7 +234,10 @@ def test_nothing_random_is_left_in_training(family, noise):
     assert torch.equal(outputs[0], model.eval()(input_ids=ids).logits)
 
 
-OTHERS = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "mixtral", "olmoe")]
+OTHERS = [
+    pytest.param("gpt_oss", marks=pytest.mark.slow),
+    *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("mixtral", "olmoe")),
+]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", *OTHERS])

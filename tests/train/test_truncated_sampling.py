@@ -18,7 +18,10 @@ from tests.train.small_runs import always_informative, records, small_config, tr
 
 TEMPERATURE = 0.8
 ALL = {"top_p": 0.9, "top_k": 8, "min_p": 0.01}
-CUTS = [ALL, *(pytest.param(cut, marks=pytest.mark.slow) for cut in ({"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}))]
+CUTS = [
+    ALL,
+    *(pytest.param(cut, marks=pytest.mark.exhaustive) for cut in ({"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2})),
+]
 
 
 def config_of(cut, **sections):

@@ -76,10 +76,10 @@ class Drawn(EmbeddedEngine):
         return rows[: len(tokens)]
 
 
-IN_CI = [pytest.param(source, marks=pytest.mark.slow) for source in ("generate", "environment", "engine")]
+LATER = {"generate": pytest.mark.slow, "engine": pytest.mark.slow, "environment": pytest.mark.exhaustive}
 
 
-@pytest.mark.parametrize("source", ["branches", *IN_CI])
+@pytest.mark.parametrize("source", ["branches", *(pytest.param(each, marks=LATER[each]) for each in LATER)])
 def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(source, folder):
     model = agent()
     before, engine = copy.deepcopy(model), Drawn(model)
