@@ -1,11 +1,22 @@
-"""Shared set-up: one thread, no network."""
+"""Shared set-up: one thread, no network, quiet transformers."""
 
 import gc
 import os
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+@pytest.fixture
+def unpainted(monkeypatch):
+    """Painting the pictures of a page takes a second; they are made up to there, and told in words."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", lambda figure, buffer, **how: buffer.write(b"<svg></svg>"))
 
 
 def pytest_collection_finish():

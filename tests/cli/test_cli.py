@@ -3,12 +3,14 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import tomli_w
+import torch.distributed as dist
 from rich.text import Text
 from typer.main import get_command
 
@@ -16,12 +18,12 @@ import foreroute as fr
 from foreroute.cli.demo import demo_values
 from foreroute.cli.main import app
 from foreroute.cli.train import Display
-from foreroute.testing.ranks import torchrun
+from foreroute.testing.ranks import Workers
 from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
 from tests.cli.command import foreroute
 from tests.traces import choices_of, random_trace, spec_of
-from tests.train.small_runs import records, small_values
+from tests.train.small_runs import SIZES, records, small_values
 
 
 def config_file(folder, **sections):
@@ -47,14 +49,6 @@ def _helps(command):
     return [parameter.help for parameter in command.params if hasattr(parameter, "help")]
 
 
-def test_a_process_ends_with_one_message_and_the_code(tmp_path):
-    command = [sys.executable, "-m", "foreroute.cli", "inspect", str(tmp_path / "none")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("error: ")  # a busy machine may have taken its time to start
-    assert "Traceback" not in result.stderr
-
-
 def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("foreroute.cli.terminal.DRAWN_WITH", ("no_such_library",))
     result = foreroute("train", config_file(tmp_path, rl={"steps": 1}), "--folder", tmp_path / "run")
@@ -63,10 +57,12 @@ def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch)
     assert not (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_a_small_demo_runs_to_its_table_and_page(tmp_path, monkeypatch):
     values = demo_values()
     values["warm_start"]["max_steps"] = 20
     values["rollout"] |= {"prompts": 4, "group_size": 4}
+    values["model"]["sizes"] = dict(SIZES)
     monkeypatch.setattr("foreroute.cli.demo.demo_values", lambda: values)
     result = foreroute("demo", "--folder", tmp_path / "demo", "--steps", 1)
     assert result.returncode == 0, result.stderr
@@ -90,6 +86,8 @@ def test_a_demo_looks_at_both_folders_before_it_trains(tmp_path, monkeypatch, na
     assert "--resume" not in result.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("unpainted")
 def test_a_run_is_stopped_resumed_reported_and_examined(tmp_path, monkeypatch):
     """A Ctrl-C behind step 2 leaves a checkpoint to resume from, and a page."""
     config, run = config_file(tmp_path, checkpoint={"every": 1000}), tmp_path / "run"
@@ -139,14 +137,29 @@ def test_a_run_is_stopped_resumed_reported_and_examined(tmp_path, monkeypatch):
         assert f"{recorded[side]['k3']:.2e}" in figures, (recorded, examined.stdout)
 
 
+def as_rank(rank, port, *words):
+    """In a process as torchrun starts it, whose group is for the command to make."""
+    dist.destroy_process_group()
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    return foreroute(*words)
+
+
 @pytest.mark.slow
 def test_two_processes_train_and_one_of_them_speaks(tmp_path):
     sections = {"rollout": {"prompts": 4}, "rl": {"steps": 1}, "parallel": {"expert": 2, "timeout_s": 60.0}}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    command = ("-m", "foreroute.cli", "train", config_file(tmp_path, **sections), "--folder", tmp_path / "run")
-    result = torchrun(2, *command, timeout=240, env=environment)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("checkpoint ") == result.stdout.count("report ") == 1
+    words = ("train", config_file(tmp_path, **sections), "--folder", tmp_path / "run")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    workers = Workers(2, timeout_s=240)
+    try:
+        first, second = workers.run(as_rank, port, *words)
+    finally:
+        workers.close()
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.count("checkpoint ") == first.stdout.count("report ") == 1
+    assert second.stdout == ""
     (record,) = records(tmp_path / "run")
     assert record["execution"]["ranks"] == 2
     assert (tmp_path / "run" / "report.html").exists()

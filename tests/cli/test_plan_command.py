@@ -177,6 +177,7 @@ def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
         )
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
     for name in ("cluster.toml", "counts.safetensors"):
         shutil.copy(files / name, tmp_path)

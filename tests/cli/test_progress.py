@@ -140,7 +140,8 @@ def test_a_real_terminal_has_a_bar_that_moves_and_a_pipe_has_nothing(on_a_termin
     os.close(main_end)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     assert process.returncode == 0
-    assert ("planning: 1,234 of 9,216 cells, 1 s" in text, "━" in text) == (on_a_terminal, on_a_terminal), text
+    moved = bool(re.search(r"planning: 1,234 of 9,216 cells, [1-9]\d* s", text))
+    assert (moved, "━" in text) == (on_a_terminal, on_a_terminal), text
 
 
 def shown(monkeypatch, works, steps, *, is_terminal=False, mismatch=None):

@@ -122,6 +122,7 @@ def test_the_folder_that_it_runs_in_is_not_replaced(run, tmp_path, monkeypatch):
     assert printed.err.startswith("error: . is the folder that this runs in; nothing was changed")
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_rates_are_fitted_first(run, tmp_path):
     measure(tmp_path)
     code, printed = run("config.toml", "--fit", "measured.jsonl", "--rate", "gemm_flops_per_s", "--output", "out")

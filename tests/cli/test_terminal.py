@@ -89,10 +89,8 @@ def shell(command, folder, **variables):
     ("command", "code", "message"),
     [
         ("@ --version >/dev/full", 2, "error: standard output: No space left on device\n"),
-        ("@ --help >/dev/full", 2, "error: standard output: No space left on device\n"),
         ("@ --version >&-", 2, "error: standard output is closed; open it, or send it to /dev/null\n"),
-        ("@ --version >/dev/full 2>&1", 2, ""),
-        ("set -o pipefail; @ --version | (exec <&-; sleep 2)", 2, ""),
+        ("set -o pipefail; @ --version | (exec <&-; sleep 1)", 2, ""),
     ],
 )
 def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):

@@ -32,6 +32,7 @@ IDS = [check.id for check in ALL_CHECKS]
 KINDS = (gate_checks, indexer_checks, mask_checks, refusal_checks, route_checks, session_checks)
 
 
+@pytest.mark.slow
 def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
     assert run_conformance(Adapter()).ok
 
@@ -56,11 +57,22 @@ AMONG = {
     "all": lambda adapter: adapter.checks,
 }
 """Which checks are run."""
-MARKS = {"itself": (), "those of its file": pytest.mark.slow, "all": pytest.mark.exhaustive}
+ONE_OF_A_FILE = {next(a for a in BROKEN if BROKEN[a] in {check.id for check in kind.CHECKS}) for kind in KINDS}
 
 
-@pytest.mark.parametrize("among", [pytest.param(AMONG[name], marks=MARKS[name], id=name) for name in AMONG])
-@pytest.mark.parametrize("adapter", BROKEN, ids=lambda adapter: adapter.__name__)
+def runs():
+    """At once, one adapter of each file of checks in the check that is to catch it; in CI all of them, and those in
+    their file; by night all in their file, and in all."""
+    for adapter in BROKEN:
+        sooner, later = (
+            ((), pytest.mark.slow) if adapter in ONE_OF_A_FILE else (pytest.mark.slow, pytest.mark.exhaustive)
+        )
+        marks = {"itself": sooner, "those of its file": later, "all": pytest.mark.exhaustive}
+        for name, among in AMONG.items():
+            yield pytest.param(adapter, among, marks=marks[name], id=f"{adapter.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("adapter", "among"), list(runs()))
 def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter, among, unchecked):
     report = run_conformance(adapter(), only=among(adapter))
     assert report.failed == (BROKEN[adapter],), report.text()
@@ -136,7 +148,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("family", "own"), [("qwen3_moe", set()), ("deepseek_v3", {"gate-rule"})])
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [pytest.param("qwen3_moe", set(), marks=pytest.mark.slow), ("deepseek_v3", {"gate-rule"})],
+)
 def test_a_replay_by_hooks_has_its_mistakes_named(family, own):
     naive = Naive(family)
     try:

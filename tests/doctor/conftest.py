@@ -1,7 +1,11 @@
-"""One thread, as small models need, and quiet transformers."""
+"""Examinations that leave out what a test does not look at."""
 
-import torch
-import transformers
+import pytest
 
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
+from foreroute.doctor import examine
+
+
+@pytest.fixture
+def unwired(monkeypatch):
+    """The wiring is not looked at, which is most of the time of an examination."""
+    monkeypatch.setattr(examine, "QUICK", ())

@@ -12,6 +12,8 @@ from tests.attended import SIZES
 from tests.doctor.doctor_cases import generation
 from tests.traces import random_trace
 
+pytestmark = pytest.mark.usefixtures("unwired")
+
 
 @pytest.fixture(scope="module")
 def model():

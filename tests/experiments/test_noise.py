@@ -16,6 +16,7 @@ from foreroute.testing.models import round_by_shape
 from foreroute.train.loop import make_trainer
 from tests.train.small_runs import small_values
 
+pytestmark = pytest.mark.slow
 GROUP, TEMPERATURE = 4, 0.8
 
 

@@ -238,6 +238,7 @@ def test_a_page_without_results_says_so(tmp_path):
     assert not list((tmp_path / "page").iterdir())
 
 
+@pytest.mark.slow
 def test_a_page_of_a_part_of_the_grid_is_whole(tmp_path):
     cells = [cell for cell in grid() if cell.seed < 2]
     results = tmp_path / "results.jsonl"

@@ -139,6 +139,7 @@ def test_an_r2_run_measured_without_replay_only(tmp_path):
     assert "trainer's own recompute pass" in text_of(page)
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_zeros_and_values_without_a_number_are_shown_or_counted(tmp_path):
     lines = [step_line(i) for i in range(4)]
     for line in lines:
@@ -160,6 +161,7 @@ def test_reading_and_rows_load_no_plotting_library():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on_average(tmp_path):
     executions = [execution(step) for step in range(4)]
     lines = [step_line(step) | {"execution": each} for step, each in enumerate(executions)]

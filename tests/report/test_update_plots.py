@@ -32,11 +32,6 @@ def test_a_bound_that_nothing_reached_is_no_plot(tmp_path):
     assert titles(runs_of(tmp_path, FIGURES)) == ["Effective sample size"]
 
 
-def test_runs_that_recorded_nothing_have_no_plots(tmp_path):
-    folders = [write_run(tmp_path / "run", config("r"), [{"step": step} for step in range(3)])]
-    assert titles(folders) == []
-
-
 @pytest.mark.usefixtures("unpainted")
 def test_everything_that_happened_is_shown(tmp_path):
     importance = {"effective_share": 0.5, "cut_share": 0.2}

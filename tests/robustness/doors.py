@@ -56,20 +56,18 @@ class Result:
 
 
 def main():
-    """`python -m tests.robustness.doors MOST VERB...`: a sample of about so many cases of these verbs, 0 for all.
+    """`python -m tests.robustness.doors MOST`: a sample of about so many cases, 0 for all.
 
     Prints, as its last line, their number and the names of those that failed, by kind.
     """
-    most, verbs = int(sys.argv[1]), sys.argv[2:]
-    light = not {"train", "doctor", "report", "demo", "demo-ep"} & set(verbs)
-    cases = [case for case in matrix() if case.verb in verbs]
+    most, cases = int(sys.argv[1]), list(matrix())
     cases = cases[:: max(1, len(cases) // most)] if most else cases
     with tempfile.TemporaryDirectory(prefix="doors-") as name:
         base, good = Path(name), Path(name) / "good"
         base.chmod(0o755)
         good.mkdir()
-        write_files(good, light=light)
-        _load_everything(light)
+        write_files(good)
+        _load_everything()
         before = _contents(good)
         results = [run(case, base / f"case{number}", good) for number, case in enumerate(cases)]
         changed = _differences(before, _contents(good))
@@ -270,20 +268,16 @@ def _arrange_streams(case, outputs):
     )
 
 
-def _load_everything(light):
+def _load_everything():
     """What verbs import when they run, so that each case need not."""
-    names = ["convert", "plan", "plan_inputs", "simulate", "terminal", "traces"]
-    names += [] if light else ["demo", "doctor", "train"]
-    for name in names:
+    for name in ("convert", "demo", "doctor", "plan", "plan_inputs", "simulate", "terminal", "traces", "train"):
         importlib.import_module(f"foreroute.cli.{name}")
     importlib.import_module("foreroute.adapters.checkpoint")  # torch does not load within the memory of a case
-    if not light:
-        importlib.import_module("foreroute.doctor.examine")
+    importlib.import_module("foreroute.doctor.examine")
     for name in ("plan_plots", "simulation_plots", "sweep_plots", "run_plots", "diagnosis_plots"):
         importlib.import_module(f"foreroute.report.{name}")
     importlib.import_module("jinja2")
-    if not light:
-        _shorten_the_demo()
+    _shorten_the_demo()
     gc.freeze()
 
 

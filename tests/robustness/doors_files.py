@@ -53,13 +53,8 @@ TRAINING = {
 }
 
 
-def write_files(folder, *, light=False):
-    """Fill a folder with a trace, counts, a plan, configurations, a run, a model and a generation.
-
-    Args:
-        folder: an empty one.
-        light: leave out what needs torch.
-    """
+def write_files(folder):
+    """Fill an empty folder with a trace, counts, a plan, configurations, a run, a model and a generation."""
     import foreroute as fr
     from foreroute.costs.cluster_file import load_cluster
     from foreroute.plan import save_counts, save_plan
@@ -82,12 +77,11 @@ def write_files(folder, *, light=False):
     (folder / "answer.json").write_text(wires.vllm_http(request))
     (folder / "no-tokens.json").write_text(wires.sglang_openai(request))
     (folder / "tokens.json").write_text(json.dumps([request.tokens]))
-    if not light:
-        _write_models(folder)
+    _write_models(folder)
 
 
 def _write_models(folder):
-    """What needs torch: a run with checkpoints and rollouts, a model's folder, and a generation."""
+    """A run with checkpoints and rollouts, a model's folder, and a generation."""
     import torch
     from transformers.utils import logging
 

@@ -11,28 +11,24 @@ import pytest
 import foreroute as fr
 from foreroute.testing.ranks import environment
 from tests.robustness import NIGHT, doors
-from tests.robustness.doors_cases import ANY, Case, matrix
+from tests.robustness.doors_cases import ANY, Case
 from tests.traces import random_trace
 
-WITHOUT_TORCH = ["convert", "diff", "inspect", "plan", "validate"]
-WITH_TORCH = sorted({case.verb for case in matrix()} - set(WITHOUT_TORCH))
-MOST = 0 if NIGHT else 24
-"""Cases of several verbs: all by night, which are about a thousand."""
+MOST = 0 if NIGHT else 40
+"""Cases of all verbs: by night all of them, which are about a thousand."""
 
 
-@pytest.mark.parametrize(
-    "verbs", [WITHOUT_TORCH, pytest.param(WITH_TORCH, marks=pytest.mark.slow)], ids=["without_torch", "with_torch"]
-)
-def test_no_input_output_or_stream_breaks_a_verb(verbs):
+@pytest.mark.slow
+def test_no_input_output_or_stream_breaks_a_verb():
     variables = environment(NUMBA_DISABLE_JIT="1", HF_HUB_OFFLINE="1", COLUMNS="100")
-    command = [sys.executable, "-m", "tests.robustness.doors", str(MOST), *verbs]
+    command = [sys.executable, "-m", "tests.robustness.doors", str(MOST)]
     ended = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     counted = ", ".join(f"{len(names)} {kind}" for kind, names in found["failures"].items())
-    print(f"{found['cases']} cases of {', '.join(verbs)}: {counted}")
+    print(f"{found['cases']} cases: {counted}")
     assert {kind: names for kind, names in found["failures"].items() if names} == {}
-    assert found["cases"] >= max(MOST, 20)
+    assert found["cases"] >= (MOST or 800)
 
 
 def ends_with(code, said=""):

@@ -1,6 +1,5 @@
 """What a small file may ask of a simulation: a bounded amount of memory, and no numbers that overflow."""
 
-import time
 import tracemalloc
 import warnings
 
@@ -46,14 +45,12 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
         ({"links": {"cluster_bytes_per_s": 1e18}, "sweep": {"cluster_bandwidth": [1e9]}}, "cluster_bandwidth"),
     ],
 )
-def test_what_would_take_too_much_is_refused_in_a_moment(values, message):
+def test_what_would_take_too_much_is_refused_before_it_is_taken(values, message):
     usual = {"hardware": {"preset": "h100"}, "model": {"preset": "qwen3-30b-a3b"}, **CLUSTER}
     asked = {name: {**usual.get(name, {}), **values.get(name, {})} for name in {*usual, *values}}
     tracemalloc.start()
-    before = time.monotonic()
     with pytest.raises(InputError, match=message):
         simulate(parse_config(asked, source="here"))
-    assert time.monotonic() - before < 5
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
 

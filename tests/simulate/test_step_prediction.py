@@ -60,6 +60,7 @@ def test_steps_are_predicted_from_others(stage):
     assert len(FITTED) < len(known)
 
 
+@pytest.mark.slow
 def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_them():
     config = processes_config(SIZES, 2, sequence_tokens=64, head_width=128, executor="megatron")
     known, asked = steps(config, seed=0), steps(config, seed=1)
@@ -73,7 +74,8 @@ def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_the
     assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [pytest.param("recompute", marks=pytest.mark.exhaustive), "update"])
 def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(stage):
     config = processes_config(SIZES, 2, sequence_tokens=64)
     known, asked = (steps(config, seed=seed)[1::2] for seed in (0, 1))  # at home

@@ -63,5 +63,5 @@ def counting():
         yield
 
 
-def counting_config(**sections):
-    return small_config(rl={"steps": 9, "routing": "none"}, **sections)
+def counting_config(steps=9, **sections):
+    return small_config(rl={"steps": steps, "routing": "none"}, **sections)

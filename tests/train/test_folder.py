@@ -17,16 +17,11 @@ from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import records, same_state
 
 
-def config_of(steps=9, **sections):
-    config = counting_config(**sections)
-    return config.model_copy(update={"rl": config.rl.model_copy(update={"steps": steps})})
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run of nine steps, with checkpoints of steps 0, 2, 4, 6, 8 and 9."""
     with counting():
-        yield train(config_of(), tmp_path_factory.mktemp("damaged") / "whole")
+        yield train(counting_config(), tmp_path_factory.mktemp("damaged") / "whole")
 
 
 @pytest.fixture
@@ -118,7 +113,7 @@ def test_what_is_damaged_is_named_and_nothing_is_written(folder, name):
     damage(folder)
     before = contents(folder)
     with counting(), pytest.raises(RunFolderError, match=message):
-        train(config_of(11), folder, resume=True)
+        train(counting_config(11), folder, resume=True)
     assert contents(folder) == before
 
 
@@ -128,7 +123,7 @@ def test_a_run_is_not_shortened_below_what_it_has_recorded(folder):
         counting(),
         pytest.raises(ConfigError, match=r"rl\.steps = 8 is fewer than the 9 steps that .*run has recorded; give 9"),
     ):
-        train(config_of(8), folder, resume=True)
+        train(counting_config(8), folder, resume=True)
     assert contents(folder) == before
 
 
@@ -139,17 +134,17 @@ def test_what_is_not_damaged_goes_on(whole, folder):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "rew')
     with counting():
-        train(config_of(), folder, resume=True)
+        train(counting_config(), folder, resume=True)
     assert records(folder) == records(whole.path)
     with counting():
-        train(config_of(11), folder, resume=True)
+        train(counting_config(11), folder, resume=True)
     assert [record["step"] for record in records(folder)] == list(range(11))
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again(tmp_path):
     with counting():
-        RunFolder(tmp_path / "run").begin(config_of())
-        train(config_of(), tmp_path / "run", resume=True)
+        RunFolder(tmp_path / "run").begin(counting_config())
+        train(counting_config(), tmp_path / "run", resume=True)
     assert len(records(tmp_path / "run")) == 9
 
 

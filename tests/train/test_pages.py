@@ -46,6 +46,7 @@ def test_the_whole_configuration_trains(place, monkeypatch):
     assert {path.name for path in run.path.iterdir()} == set(re.findall(r"\n- `([\w.]+)/?`: ", PAGE)) - {"report.html"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", VARIATIONS, ids=lambda block: block.strip().splitlines()[1])
 def test_a_variation_trains(place, block, monkeypatch, tmp_path):
     monkeypatch.chdir(place)
@@ -58,6 +59,7 @@ def test_a_variation_trains(place, block, monkeypatch, tmp_path):
     assert len(records(run.path)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", METHODS_SHOWN, ids=lambda block: block.strip().splitlines()[0])
 def test_a_method_of_the_page_runs(block, monkeypatch):
     monkeypatch.setattr(ChainTask, "rewards", random_rewards())

@@ -79,19 +79,6 @@ def test_all_but_the_last_token_of_each_sequence_is_put_in():
     assert mask.sum(axis=1).tolist() == (trace.lengths - 1).tolist()
 
 
-def test_the_problems_of_a_step_follow_from_seed_and_step():
-    config = small_config()
-    trainer = trainer_of(config)
-
-    def prompts_of(step):
-        trainer.step = step
-        generation = trainer.roll_out().generation
-        return [generation.trace.tokens(s)[:n].tolist() for s, n in enumerate(generation.prompt_lengths)]
-
-    assert prompts_of(3) == prompts_of(3)
-    assert prompts_of(3) != prompts_of(4)
-
-
 def test_little_of_a_micro_step_is_padding():
     lengths = np.random.default_rng(0).integers(8, 200, 64)
     experience = SimpleNamespace(

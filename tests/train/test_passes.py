@@ -3,6 +3,8 @@
 The routes are those that the experts were given, seen by a hook on them, not those that the trainer says it used.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -13,10 +15,15 @@ from foreroute.train.chain import ChainTask
 from tests.train.small_runs import always_informative, random_rewards, same_state, small_config, trainer_of
 
 
-def seen_step(monkeypatch, **sections):
+@cache
+def seen_step(**rl):
     """Run one step; returns the trainer, its rollout, its record, and what went into and on in the update."""
-    monkeypatch.setattr(ChainTask, "rewards", random_rewards())
-    trainer = trainer_of(small_config(rollout={"prompts": 8, "precision": "fp8"}, **sections))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainTask, "rewards", random_rewards())
+        return taken_step(trainer_of(small_config(rollout={"prompts": 8, "precision": "fp8"}, rl=rl)))
+
+
+def taken_step(trainer):
     trainer.run_step()  # a second step has weights that differ from the engine's in more than precision
     seen = {"experts": []}
     layers = {path: i for i, path in enumerate(p.removesuffix("gate") + "experts" for p in trainer.policy.router_paths)}
@@ -57,9 +64,9 @@ def executed_rows(experience, result, seen, num_layers):
     assert next(calls, None) is None
 
 
-@pytest.mark.parametrize(("routing", "mini_steps"), [("R3", 1), ("R3", 2), ("R2", 2), ("none", 1)])
-def test_the_update_runs_on_the_routes_it_should(monkeypatch, routing, mini_steps):
-    trainer, experience, _, passes, seen = seen_step(monkeypatch, rl={"routing": routing, "mini_steps": mini_steps})
+@pytest.mark.parametrize(("routing", "mini_steps"), [("R3", 2), ("R2", 2), ("none", 1)])
+def test_the_update_runs_on_the_routes_it_should(routing, mini_steps):
+    trainer, experience, _, passes, seen = seen_step(routing=routing, mini_steps=mini_steps)
     native = passes[0 if routing != "R3" else 1].executed
     agree = {"rollout": [], "native": []}
     for part, members, layer, ids in executed_rows(experience, seen["result"], seen, trainer.policy.spec.num_layers):
@@ -75,15 +82,15 @@ def test_the_update_runs_on_the_routes_it_should(monkeypatch, routing, mini_step
         assert not all(agree["rollout"])
 
 
-@pytest.mark.parametrize("routing", ["R3", "none"])
-def test_the_update_starts_from_the_recomputed_log_probs(monkeypatch, routing):
-    _, experience, _, passes, seen = seen_step(monkeypatch, rl={"routing": routing})
+@pytest.mark.parametrize(("routing", "mini_steps"), [("R3", 2), ("none", 1)])
+def test_the_update_starts_from_the_recomputed_log_probs(routing, mini_steps):
+    _, experience, _, passes, seen = seen_step(routing=routing, mini_steps=mini_steps)
     assert np.array_equal(seen["old"], passes[0].logprobs_R)
     assert not np.array_equal(seen["old"], experience.generation.logprobs_R)
 
 
-def test_load_and_clipping_are_those_of_the_update(monkeypatch):
-    _, experience, record, _, seen = seen_step(monkeypatch, rl={"mini_steps": 6, "learning_rate": 0.05})
+def test_load_and_clipping_are_those_of_the_update():
+    _, experience, record, _, seen = seen_step(mini_steps=6, learning_rate=0.05)
     result, trace = seen["result"], experience.generation.trace
     counts = np.zeros((result.micro_step_S.max() + 1, 2, 16), np.int64)
     for s in np.flatnonzero(result.micro_step_S >= 0):
@@ -95,9 +102,10 @@ def test_load_and_clipping_are_those_of_the_update(monkeypatch):
     assert 0 < record["clip_share"] < 1
 
 
-def test_the_learning_rate_warms_up(monkeypatch):
-    *_, seen = seen_step(monkeypatch, rl={"learning_rate": 3e-4, "warmup_steps": 2})
-    assert seen["lr"] == pytest.approx(3e-4 * 2 / 3)
+def test_the_learning_rate_warms_up():
+    trainer, *_, seen = seen_step(routing="R3", mini_steps=2)
+    assert trainer.config.rl.warmup_steps == 2
+    assert seen["lr"] == pytest.approx(trainer.config.rl.learning_rate * 2 / 3)
 
 
 def test_the_engine_gets_the_new_weights_each_step():

@@ -17,7 +17,11 @@ from foreroute.train.policy import Alone
 from tests.train.small_runs import always_informative, records, small_config, trainer_of
 
 TEMPERATURE = 0.8
-CUTS = [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 8, "min_p": 0.01}]
+ALL = {"top_p": 0.9, "top_k": 8, "min_p": 0.01}
+CUTS = [
+    ALL,
+    *(pytest.param(cut, marks=pytest.mark.exhaustive) for cut in ({"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2})),
+]
 
 
 def config_of(cut, **sections):
@@ -72,7 +76,7 @@ def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without(cut, monk
 
 
 def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(monkeypatch):
-    trainer, experience = rolled_out(CUTS[-1], monkeypatch, model={"experts_implementation": "eager"})
+    trainer, experience = rolled_out(ALL, monkeypatch, model={"experts_implementation": "eager"})
     generation = experience.generation.select([0, 5])
     model = trainer.policy.model.double()
 
@@ -100,13 +104,14 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
         assert torch.allclose(one, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("routing", ["R3", "R2", "none"])
+@pytest.mark.parametrize("routing", ["R3", *(pytest.param(other, marks=pytest.mark.slow) for other in ("R2", "none"))])
 def test_a_run_trains_on_them(tmp_path, monkeypatch, routing):
     monkeypatch.setattr(ChainTask, "rewards", always_informative)
     train(config_of({"top_p": 0.7}, rl={"steps": 3, "routing": routing, "mini_steps": 2}), tmp_path / "run")
     for record in records(tmp_path / "run"):
         assert record["grad_norm"] > 0
         assert all(part["k3"] < 1e-9 for part in record["mismatch"].values())
+        assert record["mismatch"]["native"]["differing_share"] == 0, "in float32 trainer and engine route alike"
 
 
 def doctored(trainer, generation):

@@ -52,6 +52,7 @@ def test_experts_that_cannot_run_here_are_left_behind_nowhere(part):
     step(case.untouched, case.batch)
 
 
+@pytest.mark.slow
 def test_the_sizes_for_a_gpu_make_sound_models(part):
     """Small ones run on CPUs; these would be seen on a GPU for the first time."""
     for family in FAMILIES:

@@ -37,7 +37,7 @@ def sparse_policy():
 SOURCES = {"generate": None, "our engine": lambda model: rollout_with(EmbeddedEngine(model, "bfloat16", indexers=True))}
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["generate", pytest.param("our engine", marks=pytest.mark.slow)])
 def test_every_pass_attends_to_what_the_rollout_did(source, folder):
     model = sparse_policy()
     function = SOURCES[source] and SOURCES[source](model)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset
 
@@ -48,6 +49,7 @@ def a_users_things():
     }
 
 
+@pytest.mark.slow
 def test_every_block_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "trl.md").read_text()

@@ -11,15 +11,13 @@ from tests.trainers.trl.routes_book import Book, differing_cells, follows, log_r
 from tests.trainers.trl.trl_runs import SETTINGS, logged, make, saved_policy
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES = {
     # settings, and how often TRL's old and update passes run over each sequence of a rollout
-    "mini-batches": ({}, 1, 2),
+    "mini-batches": ({"gradient_checkpointing": False, "num_generations": 4}, 1, 2),
     "one-update": ({"num_iterations": 1, "steps_per_generation": 2, "per_device_train_batch_size": 4}, 0, 1),
-    "reference": ({"beta": 0.1}, 1, 2),
+    "reference": ({"beta": 0.1, "mask_truncated_completions": True, **REENTRANT}, 1, 2),
     "lora": ({"beta": 0.1, "peft_config": LORA}, 1, 2),
-    "truncated": ({"mask_truncated_completions": True}, 1, 2),
-    "reentrant": ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, 1, 2),
-    "no-checkpointing": ({"gradient_checkpointing": False, "num_generations": 4}, 1, 2),
 }
 SEQUENCES = 8
 """In a rollout."""

@@ -24,9 +24,14 @@ def trained(*args, **settings):
     return trainer
 
 
-def test_without_replay_training_is_trls_own_to_the_last_bit(folder):
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """TRL's own, when it has trained."""
+    return trained(str(tmp_path_factory.mktemp("plain")), kind=trl.GRPOTrainer)
+
+
+def test_without_replay_training_is_trls_own_to_the_last_bit(folder, plain):
     """Capture takes no random number and changes no score."""
-    plain = trained(folder, kind=trl.GRPOTrainer)
     watched = trained(folder, replay="none")
     for kind in KINDS:
         assert logged(plain, kind) == logged(watched, kind), kind
@@ -34,15 +39,16 @@ def test_without_replay_training_is_trls_own_to_the_last_bit(folder):
         assert torch.equal(one, other)
 
 
-def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder):
+def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder, plain):
     """Routes of `generate`, token by token over a cache, in float32: hardly a route differs, and so hardly a loss."""
-    plain, replayed = trained(folder, kind=trl.GRPOTrainer), trained(folder)
+    replayed = trained(folder)
     assert logged(replayed, "loss")[0] == pytest.approx(logged(plain, "loss")[0], abs=1e-4)
     assert max(logged(replayed, "mismatch/k3")) < 1e-9
     assert max(logged(replayed, "mismatch/f2")) == 0
     assert set(logged(replayed, "mismatch/disagreement")) == {0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "most_k3"),
     [({"peft_config": LORA}, 1e-9), ({"bf16": True}, 1e-2)],

@@ -18,14 +18,7 @@ from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.sampling import LEAVING_OUT
 from tests.trainers.trl.trl_runs import logged, make
-from tests.trainers.trl.vllm_fakes import colocated, served
-
-COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
-SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
-
-
-def as_they_are(routes):
-    return routes
+from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
 
 def configured(**settings):
@@ -38,7 +31,7 @@ def configured(**settings):
 @pytest.mark.parametrize(
     ("of_model", "of_call"),
     [
-        ({"min_p": 0.3}, None),
+        pytest.param({"min_p": 0.3}, None, marks=pytest.mark.slow),
         pytest.param({"typical_p": 0.5}, {"top_k": 40}, marks=pytest.mark.slow),
         pytest.param(
             {"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}, marks=pytest.mark.slow
@@ -161,13 +154,13 @@ def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, m
                 make(folder, replay=replay, **mode, **settings)
 
 
-def test_cuts_by_generation_kwargs_bring_the_masks_of_a_colocated_vllm(folder, monkeypatch):
+def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_vllm(folder, monkeypatch):
     """The stand-in samples in bfloat16: what is left of the mismatch is rounding."""
     k3 = {}
     for replay in ("R3", "none"):
         with monkeypatch.context() as patch:
             colocated(patch, as_they_are)
-            settings = {"generation_kwargs": {"top_p": 0.5, "top_k": 30, "seed": 1}, **COLOCATE}
+            settings = {"top_p": 0.5, "generation_kwargs": {"top_k": 30, "seed": 1}, **COLOCATE}
             trainer = make(folder, replay=replay, max_steps=1, **settings)
             trainer.train()
             k3[replay] = logged(trainer, "mismatch/k3")[0]

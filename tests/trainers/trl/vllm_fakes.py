@@ -20,6 +20,13 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import SAMPLING
 
 END = 1
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
+SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}
+"""What each mode is asked for with."""
+
+
+def as_they_are(routes):
+    return routes
 
 
 class Sampler:
