@@ -115,6 +115,7 @@ def test_a_forward_that_continues_a_cache_is_not_replayed():
             model(input_ids=batch["input_ids"], past_key_values=cache, use_cache=True)
 
 
+@pytest.mark.slow
 def test_decode_steps_of_another_batch_are_refused_of_a_compiled_model_too():
     """Where nobody sees the tensors of a cache, by their numbers."""
     model = tiny("qwen3_moe", experts="grouped_mm").eval()
