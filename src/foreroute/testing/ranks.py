@@ -58,7 +58,7 @@ class Raised:
     trace: str
 
 
-class RankError(AssertionError):
+class WorkersError(AssertionError):
     """A rank raised, died, or did not answer in time."""
 
 
@@ -100,12 +100,12 @@ class Workers:
             dying: ranks that end without an answer, as the function has them; None is theirs.
 
         Raises:
-            RankError: with the traceback of every rank that raised or what one that died printed last, without waiting
-                for ranks that wait for these; or with the stacks of those that did not answer in time.
+            WorkersError: with the traceback of every rank that raised, and what one that died printed last, without
+                waiting for ranks that wait for these; or with the stacks of those that did not answer in time.
         """
         answers = self._call(function, args, AFTER_AN_ERROR_S, dying)
         if failed := self._failures(dict(enumerate(answers)), dying):
-            raise RankError(failed)
+            raise WorkersError(failed)
         return [None if answer is _GONE else answer for answer in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -137,7 +137,7 @@ class Workers:
             if not ready:
                 failed, stacks = self._failures(answers, dying), self._stacks(answers)
                 self.close()
-                raise RankError(failed + stacks)
+                raise WorkersError(failed + stacks)
             for pipe in waiting:
                 if pipe in ready:
                     answer = answers[ranks[pipe]] = _received(pipe)
