@@ -4,16 +4,13 @@ Importing Megatron takes seconds and forking a process that has imported it take
 processes and nothing of one test is left over for the next.
 """
 
-import ast
 import importlib
 import os
 from multiprocessing import forkserver
 from pathlib import Path
 
-import pytest
-
-from foreroute.testing.ranks import RankError as RankError
 from foreroute.testing.ranks import Workers
+from foreroute.testing.ranks import WorkersError as WorkersError
 from tests.adapters.megatron.grid import MOST_RANKS
 
 HERE = Path(__file__).parent
@@ -46,14 +43,6 @@ def call(rank, ranks, function, args):
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args)
 
 
-def checks_of(module, ranks=1):
-    """One test for every function `check_…` of a module beside this one, which is read and not imported."""
-    tree = ast.parse((HERE / f"{module}.py").read_text())
-    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
-    assert names, f"{module} has no checks"
-
-    @pytest.mark.parametrize("check", names)
-    def test(check):
-        run(f"{module}.{check}", ranks=ranks)
-
-    return test
+def on_ranks(ranks):
+    """Has a test run on so many ranks: `conftest` reads its module, and does not import it."""
+    return lambda body: body
