@@ -40,14 +40,14 @@ SLOW = [
     Case(GPT, 4, "crowded", 18, use_reentrant=True, weights="shared", dtype=DOUBLE),
     Case(GPT, 8, "live", 15, weights="shared"),
 ]
-"""With those, every pair of values of any two axes; and eight ranks. By night, all of them with the other families."""
+"""With those, every pair of values of any two axes. By night eight ranks, and all of them with the other families."""
 
 
 def sampled():
     """Give all rows with all families, each marked with when it runs."""
     for rows, marks in ((AT_ONCE, ()), (SLOW, pytest.mark.slow)):
         for row in rows:
-            yield pytest.param(row, marks=marks, id=row.id)
+            yield pytest.param(row, marks=pytest.mark.exhaustive if row.ranks == 8 else marks, id=row.id)
             for family in FAMILIES:
                 if family != row.family:
                     other = replace(row, family=family)

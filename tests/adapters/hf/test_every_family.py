@@ -6,7 +6,7 @@ import pytest
 
 from tests.adapters.hf import support_table
 from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
-from tests.adapters.hf.family_checks import CHECKS, backends, checkpointing
+from tests.adapters.hf.family_checks import CHECKS, backends, checkpointing, configuration
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.family_refusals import REFUSED, refusal
 
@@ -38,8 +38,8 @@ AT_ONCE = [
     "zaya",
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
-BY_NIGHT = [checkpointing, backends]
-"""Of the others: what they have of these is the same code of transformers."""
+BY_NIGHT = [checkpointing, backends, configuration]
+"""Of the others: these take most of the time, and find what families alike have alike."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
 

@@ -6,7 +6,6 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router import TopKRouter
 
 from foreroute import RoutedLayer
@@ -138,30 +137,6 @@ def test_what_waits_is_narrow():
     assert placed.ids_LRK.dtype == torch.uint8
     assert placed.ids_LRK.nbytes == ids.numel() * 2 * 2
     assert placed.nbytes == ids.numel() * (2 * 2 + 5)
-
-
-@on_ranks(1)
-def test_recording_a_packed_batch_leaves_padding_out():
-    built, routed = on.attached()
-    lengths, slots = [5, 3, 4], [6, 4, 4]
-    total = sum(slots)
-    ids = torch.randint(1, VOCABULARY, (1, total), generator=torch.Generator().manual_seed(2))
-    ids[0, [5, 9]] = 0
-    offsets = [torch.tensor(np.cumsum([0, *each]), dtype=torch.int32) for each in (lengths, slots)]
-    packed = PackedSeqParams("thd", offsets[0], offsets[0], offsets[1], offsets[1], 6, 6)
-    positions = torch.arange(total)[None]
-    with routed.record() as recording, torch.no_grad():
-        built(ids, positions, None, labels=ids, packed_seq_params=packed)
-    trace = recording.trace()
-    assert trace.lengths.tolist() == lengths
-    starts = np.cumsum([0, *slots])[:-1]
-    for s, start in enumerate(starts):
-        assert trace.tokens(s).tolist() == ids[0, start : start + lengths[s]].tolist()
-    with on.maps_given(routed) as native:
-        built(ids, positions, None, labels=ids, packed_seq_params=packed)
-    with on.maps_given(routed) as maps, routed.replay(trace, padding="native"):
-        built(ids, positions, None, labels=ids, packed_seq_params=packed)
-    assert all(np.array_equal(maps[layer][0], native[layer][0]) for layer in maps)
 
 
 @on_ranks(1)

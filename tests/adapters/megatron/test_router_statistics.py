@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
 
@@ -81,20 +80,6 @@ def test_expert_bias_counts_what_the_switch_says_and_no_padding():
             with torch.no_grad(), routed.replay(trace, counts=counts):
                 on.forward(built, ids, lengths=LENGTHS)
             assert torch.equal(site.module.local_tokens_per_expert, counted_E), "a forward-only pass was counted"
-
-
-@on_ranks(1)
-def test_left_padding_is_seen_from_the_tokens():
-    built, routed, ids, trace = on.prepared(lengths=LENGTHS)
-    wanted = on.map_of(trace, LENGTHS)
-    left = torch.stack([row.roll(on.WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
-    placed = routed.shard(trace, pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH))
-    for routes in (trace, placed):
-        with on.maps_given(routed) as maps, routed.replay(routes):
-            on.forward(built, left)
-        for layer, [map_BTE] in maps.items():
-            for s, length in enumerate(LENGTHS):
-                assert np.array_equal(map_BTE[s, on.WIDTH - length :], wanted[layer][s, :length])
 
 
 def padding():
