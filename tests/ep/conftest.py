@@ -16,7 +16,7 @@ def workers():
         plan(np.ones((1, 1, 2, 4), np.int32), Topology(2, 2, 1, LINKS), PlanOptions(slots=slots))
 
     def of(num_ranks):
-        if num_ranks not in groups:
+        if num_ranks not in groups or groups[num_ranks].is_closed:
             groups[num_ranks] = Workers(num_ranks, timeout_s=120)
         return groups[num_ranks]
 

@@ -28,10 +28,10 @@ SPLIT = [
 
 
 def on_models(cases):
-    """Give all cases on two ranks; in slow tests every second on four and the first on eight, by night the others."""
+    """Give all cases on two ranks; in slow tests the first on four, by night the others and eight ranks."""
     for number, each in enumerate(cases):
         for family, ranks in MODELS:
-            is_sample = number % 2 == 0 if ranks == 4 else number == 0
+            is_sample = number == 0 and ranks == 4
             marks = () if ranks == 2 else pytest.mark.slow if is_sample else pytest.mark.exhaustive
             case = replace(each, family=family, ranks=ranks)
             yield pytest.param(case, marks=marks, id=case.id)

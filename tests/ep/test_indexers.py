@@ -14,7 +14,7 @@ from tests.ep.training import Case, batch, decisions, policy, train_alone
 CASES = [
     Case("deepseek_v32", 2, plan=4, dtype=torch.float64, use_reentrant=True),
     # the second layer follows the choice of the first
-    Case("glm_moe_dsa", 2, plan=5, dtype=torch.float64, use_reentrant=False),
+    pytest.param(Case("glm_moe_dsa", 2, plan=5, dtype=torch.float64, use_reentrant=False), marks=pytest.mark.slow),
 ]
 
 

@@ -4,6 +4,7 @@ The truth is the plain model in float64. What single precision may be off by han
 is measured by the plain model in float32.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,52 +13,74 @@ import torch
 from tests.ep import training_worker
 from tests.ep.training import MICRO_STEPS, STEPS, Case, train_alone
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
-BY_DAY = [
-    Case(ranks=1, plan="static"),
-    Case(ranks=2, routing="live", plan=1),
-    Case(ranks=2, plan=2, use_reentrant=True),
-    Case(ranks=2, plan=2, use_reentrant="by hand"),
-    Case(ranks=2, plan=3, unrouted=True),
-    Case(ranks=2, plan=4, dtype=torch.float64),
-    Case(plan=5),
-    Case(plan=9, ahead=False),
-    Case(plan=10, weights="layer"),
-    Case(plan=11, weights="shared", use_reentrant=True),
-    Case(plan="planned"),
-    Case(plan=14, use_reentrant=False),
-    Case(routing="crowded", plan=13),
-    Case(),
+QWEN, GPT, DEEPSEEK = FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+BY_HAND, DOUBLE = "by hand", torch.float64
+AT_ONCE = [
+    Case(QWEN, 1, "live", "static", use_reentrant=False, ahead=False),
+    Case(DEEPSEEK, 1, use_reentrant=True, dtype=DOUBLE),
+    Case(GPT, 2, "live", 2, use_reentrant=True, weights="layer", dtype=DOUBLE),
+    Case(DEEPSEEK, 2, "replay", "planned", ahead=False, unrouted=True),
+    Case(DEEPSEEK, 2, "crowded", 4, use_reentrant=BY_HAND, weights="layer"),
+    Case(QWEN, 2, "crowded", "planned", weights="shared", dtype=DOUBLE),
+    Case(QWEN, 4, "replay", 6, ahead=False, unrouted=True, weights="layer"),
 ]
-"""Every value of every axis, but for eight ranks: each row with one family in all tests, with the next in slow ones
-where there are four ranks, and with the others by night. Families alternate, so that each meets most values."""
-MORE = [
-    Case(ranks=1),
-    Case(ranks=2, routing="live"),
-    Case(ranks=2, plan=2),
-    Case(ranks=2, plan=2, use_reentrant=False),
-    Case(plan="static"),
-    Case(routing="live", plan=7, use_reentrant=True),
-    Case(routing="live", use_reentrant=False),
-    Case(plan=8, unrouted=True, use_reentrant=False),
-    Case(plan="planned", use_reentrant=True),
-    Case(plan="planned", use_reentrant=False),
-    Case(routing="crowded"),
-    Case(plan=12, dtype=torch.float64, use_reentrant=False),
-    Case(ranks=8, plan=13, use_reentrant=True),
-    Case(ranks=8, routing="live", plan=15, weights="shared"),
+"""Every value of every axis."""
+SLOW = [
+    Case(GPT, 1, "replay", "static", use_reentrant=BY_HAND, unrouted=True, dtype=DOUBLE),
+    Case(GPT, 1, "live"),
+    Case(GPT, 2, "crowded", use_reentrant=False, dtype=DOUBLE),
+    Case(DEEPSEEK, 2, "crowded", "static", ahead=False, dtype=DOUBLE),
+    Case(GPT, 2, "replay", "planned", use_reentrant=False, weights="layer", dtype=DOUBLE),
+    Case(GPT, 2, "live", 12, use_reentrant=BY_HAND),
+    Case(QWEN, 4, "crowded", use_reentrant=BY_HAND),
+    Case(DEEPSEEK, 4, "replay", 14, use_reentrant=False, ahead=False, unrouted=True, weights="shared", dtype=DOUBLE),
+    Case(GPT, 4, "crowded", "planned", use_reentrant=True, ahead=False, weights="layer"),
+    Case(DEEPSEEK, 4, "live", "planned", use_reentrant=BY_HAND, ahead=False, weights="shared"),
+    Case(QWEN, 4, "replay", "static", use_reentrant=True, ahead=False, unrouted=True),
+    Case(GPT, 4, "crowded", 18, use_reentrant=True, weights="shared", dtype=DOUBLE),
+    Case(GPT, 8, "live", 15, weights="shared"),
 ]
-"""With one family in slow tests, where there are four ranks or more, and with the others by night."""
+"""With those, every pair of values of any two axes. By night eight ranks, and all of them with the other families."""
 
 
 def sampled():
     """Give all rows with all families, each marked with when it runs."""
-    for rows, by_day in ((BY_DAY, [()]), (MORE, [])):
-        for number, row in enumerate(rows):
-            seldom = pytest.mark.slow if row.ranks >= 4 else pytest.mark.exhaustive
-            for turn, marks in enumerate([*by_day, seldom, pytest.mark.exhaustive, pytest.mark.exhaustive][:3]):
-                case = replace(row, family=FAMILIES[(number + turn) % 3])
-                yield pytest.param(case, marks=marks, id=case.id)
+    for rows, marks in ((AT_ONCE, ()), (SLOW, pytest.mark.slow)):
+        for row in rows:
+            yield pytest.param(row, marks=pytest.mark.exhaustive if row.ranks == 8 else marks, id=row.id)
+            for family in FAMILIES:
+                if family != row.family:
+                    other = replace(row, family=family)
+                    yield pytest.param(other, marks=pytest.mark.exhaustive, id=other.id)
+
+
+def values_of(case):
+    return {
+        **vars(case),
+        "plan": "drawn" if isinstance(case.plan, int) else case.plan,
+    }
+
+
+def may_be_together(values):
+    """What needs a plan has one, and replicas have a second rank; routes alone may lack rows, or be crowded."""
+    has_replicas = values["plan"] in ("planned", "drawn")
+    return (
+        (values["plan"] is not None or (values["ahead"] and not values["unrouted"]))
+        and (values["weights"] == "direct" or has_replicas)
+        and (values["ranks"] > 1 or not (has_replicas or values["routing"] == "crowded"))
+        and (values["routing"] == "replay" or not values["unrouted"])
+    )
+
+
+def test_every_pair_of_values_is_among_the_rows():
+    rows = [values_of(row) for row in AT_ONCE + SLOW if row.ranks < 8]
+    axes = {name: list(dict.fromkeys(row[name] for row in rows)) for name in rows[0]}
+    assert all({values_of(row)[name] for row in AT_ONCE} == set(axes[name]) for name in axes)
+    every = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    possible = [values for values in every if may_be_together(values)]
+    for one, other in itertools.combinations(axes, 2):
+        wanted, found = ({(values[one], values[other]) for values in some} for some in (possible, rows))
+        assert found == wanted, (one, other)
 
 
 DRAWS = 3
@@ -111,12 +134,12 @@ def test_training_is_that_of_one_process(workers, case):
 
 @pytest.mark.parametrize("weights", ["lost", "doubled"])
 @pytest.mark.parametrize(
-    "family", [FAMILIES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES[1:])]
+    "family", [QWEN, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (GPT, DEEPSEEK))]
 )
 def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, family, weights):
-    case = Case(family, 4, plan=5, weights=weights)
+    case = Case(family, 2, plan=5, weights=weights)
     truth = train_alone(replace(case.alone, dtype=torch.float64))
     allowed = errors(train_alone(case.alone), truth)
-    found = errors(of_all_ranks(workers(4).run(training_worker.train, case)), truth)
+    found = errors(of_all_ranks(workers(2).run(training_worker.train, case)), truth)
     assert found["grads"] > 1000 * allowed["grads"]
     assert found["state"] > 100 * allowed["state"]

@@ -15,7 +15,7 @@ from foreroute.ep.compute import run_experts
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
-from foreroute.plan import Topology, verify
+from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import SLOTS, split_plan, static_plan
 from tests.ep.training import MICRO_STEPS, STEPS, batch, num_targets, optimizer_of, policy, replaying, routes
@@ -169,7 +169,8 @@ def all_counts(routed, case, rank, step):
 
 def make_plan(case, counts_MLGE, home_LE, step):
     if case.plan == "planned":
-        plan = planner.plan(counts_MLGE, Topology(case.ranks, case.ranks, SLOTS, LINKS), home_LE=home_LE)
+        options = PlanOptions(slots="shared" if case.weights == "shared" else "layer")
+        plan = planner.plan(counts_MLGE, Topology(case.ranks, case.ranks, SLOTS, LINKS), options, home_LE=home_LE)
         verify(plan, counts_MLGE)
         return plan
     if not isinstance(case.plan, int):

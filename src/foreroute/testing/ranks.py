@@ -5,9 +5,11 @@ Workers are started once and fed with functions. Every wait has an end.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,13 +18,16 @@ import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 START_S = 300
 """Importing torch takes seconds, and on a machine with more workers than cores, minutes."""
+AFTER_AN_ERROR_S = 1.0
+"""Ranks that can go on without one that raised have answered by then; the others wait for it."""
 STOPPED_WITHIN_S = 40
 """torchrun gives its processes 30 s to end before it kills them."""
 IMPORTED = (
@@ -38,6 +43,8 @@ planning, which would take each of them a second."""
 # multiprocessing has one too: processes that stand in for CUDA are forked from that
 server = forkserver.ForkServer()
 server.set_forkserver_preload(list(IMPORTED))
+_GONE = object()
+"""In the place of what a process that is gone would have answered."""
 kept: dict[Any, Any] = {}
 """What functions keep in a worker for the rest of a call, such as process groups that are made once."""
 
@@ -51,65 +58,119 @@ class Raised:
     trace: str
 
 
+class WorkersError(AssertionError):
+    """A rank raised, died, or did not answer in time."""
+
+
 class Workers:
     """Processes in one gloo group. `run` calls a module-level function as `function(rank, *args)` on all of them.
 
     Args:
         num_ranks: how many.
         timeout_s: a call that takes longer fails, and ends them all.
+        forked_from: the process that they are forked from; one with what `IMPORTED` names by default.
     """
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = 60) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, num_ranks: int, *, timeout_s: float = 60, forked_from: forkserver.ForkServer = server) -> None:
+        self.timeout_s, self.is_closed = timeout_s, False
         context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory()
-        rendezvous = os.path.join(self._folder.name, "store")
         self._pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, rendezvous, there), daemon=True)
-            with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            process = context.Process(target=_serve, args=(rank, num_ranks, self._folder.name, there), daemon=True)
+            # that process imports before it is told this one's sys.path
+            with (
+                patch.dict(os.environ, environment()),
+                patch.object(forkserver, "connect_to_new_process", forked_from.connect_to_new_process),
+            ):
                 process.start()
             there.close()
             self._pipes.append(here)
             self.processes.append(process)
-        end = time.monotonic() + START_S
-        for rank in range(num_ranks):
-            self._receive(rank, end)
+        self._answers(START_S, START_S)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What every rank returns; an error of any rank fails the test with its traceback."""
-        outcomes = self.outcomes(function, *args)
-        failed = [f"rank {rank}:\n{o.trace}" for rank, o in enumerate(outcomes) if isinstance(o, Raised)]
-        assert not failed, "\n".join(failed)
-        return outcomes
+    def run(self, function: Callable[..., Any], *args: Any, dying: Collection[int] = ()) -> list[Any]:
+        """What every rank returns.
+
+        Args:
+            function: of a module that ranks can import.
+            args: behind the rank.
+            dying: ranks that end without an answer, as the function has them; None is theirs.
+
+        Raises:
+            WorkersError: with the traceback of every rank that raised, and what one that died printed last, without
+                waiting for ranks that wait for these; or with the stacks of those that did not answer in time.
+        """
+        answers = self._call(function, args, AFTER_AN_ERROR_S, dying)
+        if failed := self._failures(dict(enumerate(answers)), dying):
+            raise WorkersError(failed)
+        return [None if answer is _GONE else answer for answer in answers]
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What every rank returns or raises; None for a process that is gone."""
+        return [None if answer is _GONE else answer for answer in self._call(function, args, self.timeout_s)]
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], grace_s: float, dying: Collection[int] = ()
+    ) -> list[Any]:
         self._send((function, args))
-        end = time.monotonic() + self.timeout_s
-        outcomes = [self._receive(rank, end) for rank in range(len(self._pipes))]
+        answers = self._answers(self.timeout_s, grace_s, dying)
         # only now is no rank in need of a group that another gives up
         self._send((_clear, ()))
-        return outcomes
+        return answers
 
     def _send(self, order: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):
+            with suppress(OSError):  # of a process that is gone
                 pipe.send(order)
 
-    def _receive(self, rank: int, end: float) -> Any:
-        if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
-            self.close()
-            raise AssertionError(f"rank {rank} did not answer in time")
-        try:
-            return self._pipes[rank].recv()
-        except (EOFError, ConnectionResetError):
-            return None
+    def _answers(self, within_s: float, grace_s: float, dying: Collection[int] = ()) -> list[Any]:
+        """By rank. Once a rank has raised or died, the others have `grace_s` left."""
+        end = time.monotonic() + within_s
+        ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        answers: dict[int, Any] = {}
+        while len(answers) < len(ranks):
+            waiting = [pipe for pipe, rank in ranks.items() if rank not in answers]
+            ready = connection.wait(waiting, max(0.0, end - time.monotonic()))
+            if not ready:
+                failed, stacks = self._failures(answers, dying), self._stacks(answers)
+                self.close()
+                raise WorkersError(failed + stacks)
+            for pipe in waiting:
+                if pipe in ready:
+                    answer = answers[ranks[pipe]] = _received(pipe)
+                    if isinstance(answer, Raised) or (answer is _GONE and ranks[pipe] not in dying):
+                        end = min(end, time.monotonic() + grace_s)
+        return [answers[rank] for rank in range(len(ranks))]
+
+    def _failures(self, answers: dict[int, Any], dying: Collection[int]) -> str:
+        """What those raised that raised, and what those printed last that died."""
+        text, of = "", len(self._pipes)
+        for rank, answer in answers.items():
+            if isinstance(answer, Raised):
+                text += f"rank {rank} of {of} raised\n{answer.trace}\n{self._log(rank)}\n"
+            elif answer is _GONE and rank not in dying:
+                text += f"rank {rank} of {of} died\n{self._log(rank)}\n"
+        return text
+
+    def _stacks(self, answers: dict[int, Any]) -> str:
+        """Where those hang that have not answered."""
+        hanging = [rank for rank in range(len(self._pipes)) if rank not in answers]
+        for rank in hanging:
+            os.kill(self.processes[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = "".join(f"rank {rank} hangs here:\n{self._log(rank)}\n" for rank in hanging)
+        return f"ranks {hanging} of {len(self._pipes)} did not answer in time\n{stacks}"
+
+    def _log(self, rank: int) -> str:
+        """The end of what a rank printed."""
+        return Path(self._folder.name, f"{rank}.log").read_text(errors="replace")[-6000:]
 
     def close(self) -> None:
         """End them all."""
+        self.is_closed = True
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -151,16 +212,27 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
 
 
-def _serve(rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None:
+def _received(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError):
+        return _GONE
+
+
+def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
+    log = open(f"{folder}/{rank}.log", "w", buffering=1)  # noqa: SIM115
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     torch.set_num_threads(1)
     # what is imported by now stays: without this, every full collection walks it all
     gc.freeze()
-    store = dist.FileStore(rendezvous, num_ranks)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{folder}/store", num_ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=START_S))
     pipe.send("ready")
     while True:
@@ -173,7 +245,7 @@ def _serve(rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None
             continue
         try:
             answer = function(rank, *args)
-        except Exception as error:
+        except BaseException as error:  # pytest's failures are no exceptions
             answer = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(answer)
         del answer

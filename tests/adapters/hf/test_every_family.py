@@ -6,7 +6,7 @@ import pytest
 
 from tests.adapters.hf import support_table
 from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
-from tests.adapters.hf.family_checks import CHECKS
+from tests.adapters.hf.family_checks import CHECKS, backends, checkpointing, configuration
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.family_refusals import REFUSED, refusal
 
@@ -38,6 +38,8 @@ AT_ONCE = [
     "zaya",
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
+BY_NIGHT = [checkpointing, backends, configuration]
+"""Of the others: these take most of the time, and find what families alike have alike."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
 
@@ -52,9 +54,17 @@ def test_every_family_of_transformers_is_here():
         skip_in_older(", ".join(reasons))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def marks_of(name, check):
+    return () if name in AT_ONCE else pytest.mark.exhaustive if check in BY_NIGHT else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "name", [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    ("name", "check"),
+    [
+        pytest.param(name, check, marks=marks_of(name, check), id=f"{name}-{check.__name__}")
+        for name in FAMILIES
+        for check in CHECKS
+    ],
 )
 def test_family(name, check):
     why_not = check(name)

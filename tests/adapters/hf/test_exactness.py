@@ -1,7 +1,6 @@
 """Replay is exact: what neither `test_every_family` nor the kit asks, on one family of each kind of gate.
 
-The oracles are finite differences in float64, and the model on its own routes. The negative controls at the end must
-be seen to fail.
+The oracle of gradients is finite differences in float64.
 """
 
 import numpy as np
@@ -11,9 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.mismatch import token_mismatch
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
-from tests.adapters.hf.model_runs import batch_of, log_probs, loss_of, random_routes, sequences_of
+from tests.adapters.hf.model_runs import batch_of, log_probs, loss_of, random_routes
 
 ALL = sorted([*FAMILIES, *GROUPED])
 BATCH = batch_of(9, 6, 4)
@@ -67,30 +65,3 @@ def test_pick_order_does_not_change_the_outcome(family):
         with routed.replay(reversed_order):
             other = log_probs(model, BATCH)
     torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_misplaced_routes_are_seen(family):
-    """A mask shifted by one token, shuffled between tokens, or random raises k3; the right one leaves it at zero."""
-    model = tiny(family)
-    routed = hf.attach(model)
-    with routed.record() as recording, torch.no_grad():
-        native = log_probs(model, BATCH)
-    trace = recording.trace()
-    rng = np.random.default_rng(0)
-    tokens = sequences_of(BATCH)
-    routes = np.split(trace.expert_ids_NLK, trace.offsets[1:-1])
-    wrong = {
-        "shifted": [np.roll(r, 1, axis=0) for r in routes],
-        "shuffled": [rng.permutation(r) for r in routes],
-        "random": np.split(random_routes(routed.spec, BATCH).expert_ids_NLK, trace.offsets[1:-1]),
-    }
-
-    def k3_under(replayed):
-        with routed.replay(replayed), torch.no_grad():
-            return token_mismatch(log_probs(model, BATCH).numpy(), native.numpy()).k3
-
-    assert k3_under(trace) == 0
-    for name, ids in wrong.items():
-        k3 = k3_under(fr.RoutingTrace.from_sequences(routed.spec, tokens, ids))
-        assert k3 > 1e-3, f"{name} routes went unnoticed: k3 {k3}"

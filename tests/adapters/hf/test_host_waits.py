@@ -5,6 +5,7 @@ The oracle is the same batch on the CPU, where the host looks at everything at o
 
 import copy
 from contextlib import nullcontext
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -108,6 +109,12 @@ def model_on(device):
     return hf.attach(tiny("qwen3_moe", experts="batched_mm").to(device))
 
 
+@lru_cache
+def model_here():
+    """One for all batches whose outcome on the host is the oracle."""
+    return model_on("cpu")
+
+
 def given_on(device, batch):
     return {name: torch.from_numpy(np.array(given)).to(device) for name, given in batch.items()}
 
@@ -127,10 +134,17 @@ def waits(device, forward):
     return sum(device.reads.values())
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
-@pytest.mark.parametrize(("policy", "missing"), POLICIES.values(), ids=POLICIES)
+def placed_batches():
+    """Give every batch under every policy: once each in all tests, with the next policy in slow ones, all by night."""
+    for number, batch in enumerate(BATCHES):
+        for turn, marks in enumerate(((), pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.exhaustive)):
+            policy = list(POLICIES)[(number + turn) % len(POLICIES)]
+            yield pytest.param(BATCHES[batch], *POLICIES[policy], marks=marks, id=f"{policy}-{batch}")
+
+
+@pytest.mark.parametrize(("batch", "policy", "missing"), placed_batches())
 def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, monkeypatch):
-    here = model_on("cpu")
+    here = model_here()
     trace = trace_of(here.spec, missing)
     expected = replayed(here, given_on("cpu", batch), trace, **policy)
     with other_device() as device:
@@ -156,7 +170,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_gate_weights_are_gathered_there(side):
-    here, batch = model_on("cpu"), padded(side)
+    here, batch = model_here(), padded(side)
     with torch.no_grad(), here.record(gate_weights=True) as recording:
         here.model(**given_on("cpu", batch), use_cache=False)
     trace = recording.trace()
@@ -225,7 +239,7 @@ REFUSED = {
 def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil, message):
     batch = copy.deepcopy(BATCHES[name])
     spoil(batch)
-    here = model_on("cpu")
+    here = model_here()
     trace = trace_of(here.spec)
     with pytest.raises(BatchMismatchError, match=message), here.replay(trace):
         here.model(**given_on("cpu", batch), use_cache=False)
@@ -358,3 +372,45 @@ def test_rows_are_used_again_for_the_same_tensors_until_somebody_writes_to_them(
         there.model(**given, use_cache=False)
         with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
             session.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"margins": True}], ids=["plain", "margins"])
+def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(options):
+    here, batch = model_here(), padded("right")
+    with torch.no_grad(), here.record() as expected:
+        here.model(**given_on("cpu", batch), use_cache=False)
+    with other_device() as device, torch.no_grad():
+        there, given = model_on(DEVICE), given_on(DEVICE, batch)
+
+        def forward():
+            there.model(**given, use_cache=False)
+
+        unpatched = waits(device, forward)
+        with there.record(**options) as recording:
+            assert waits(device, forward) == unpatched
+        for each in given.values():
+            each.zero_()
+        assert recording.trace().equals(expected.trace())
+
+
+def test_telemetry_waits_for_nothing_until_it_is_asked_for():
+    with other_device() as device:
+        there, given = model_on(DEVICE), given_on(DEVICE, padded("right"))
+
+        def forward():
+            with torch.no_grad():
+                there.model(**given, use_cache=False)
+
+        unpatched = waits(device, forward)
+        with there.replay(trace_of(there.spec), telemetry=True) as session:
+            assert waits(device, forward) == unpatched
+        assert session.agreement().routing.rows == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_gradients_reach_routers_there():
+    with other_device():
+        there = model_on(DEVICE)
+        with there.replay(trace_of(there.spec), missing="drop") as session:
+            logits = there.model(**given_on(DEVICE, padded("right")), use_cache=False).logits
+            (logits.sum(-1) * session.loss_mask_BT).sum().backward()
+        assert all(parameter.grad.values_here.abs().sum() > 0 for parameter in there.router_parameters())

@@ -11,10 +11,10 @@ from foreroute.errors import ReplayError, SpecMismatchError
 from foreroute.mismatch import margin_histogram, routing_mismatch
 from foreroute.testing.models import tiny
 from foreroute.trace import GATE_WEIGHTS
-from tests.adapters.hf import families, family_checks
+from tests.adapters.hf import family_checks
 from tests.adapters.hf.families import FAMILIES, Family
 from tests.adapters.hf.family_checks import CHECKS
-from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
+from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
 from tests.traces import weighted
 
 PICKS = [1, 3, 2]
@@ -86,42 +86,6 @@ def test_own_routes_come_back_from_a_file_and_change_no_bit(tmp_path, encoding):
     assert grads.keys() == untouched.keys()
     assert all(torch.equal(grads[name], untouched[name]) for name in grads)
     assert run(model, trace, routed)[1].without_streams().without_pick_order().equals(own.without_pick_order())
-
-
-@pytest.mark.parametrize("way", CHECKPOINTING)
-def test_other_routes_give_the_gradients_of_gates_written_out_by_hand(way):
-    model = families.build("hunyuan_v1_moe", moe_topk=PICKS)
-    if hasattr(model.model.layers[0].mlp, "route_tokens_to_experts"):
-        families.skip_in_older("the gate of this transformers does not select")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
-    by_hand = families.build("hunyuan_v1_moe", moe_topk=PICKS)
-    for layer, top_k in enumerate(PICKS):
-        gate = by_hand.model.layers[layer].mlp.gate
-        ids_RK = torch.from_numpy(trace.expert_ids_NLK[:, layer, :top_k].astype(np.int64))
-
-        def forward(hidden, gate=gate, ids_RK=ids_RK):
-            logits = gate.wg(hidden.reshape(-1, hidden.shape[-1]))
-            own = logits.topk(ids_RK.shape[1]).indices
-            ids = own.clone()
-            ids[KEPT] = ids_RK
-            weights = logits.softmax(-1).gather(-1, ids)
-            return logits, weights / weights.sum(-1, keepdim=True), ids
-
-        gate.forward = forward
-    by_hand.train()
-    expected = loss_of(by_hand, BATCH)
-    expected.backward()
-    CHECKPOINTING[way](model)
-    with routed.replay(trace):
-        loss = loss_of(model, BATCH)
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    ours = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(model).items()}
-    theirs = gradients(by_hand)
-    assert ours.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        torch.testing.assert_close(ours[name], grad)
 
 
 @pytest.mark.parametrize("sizes", [SIZES, ((200, 2), (6, 3), (150, 1)), ((300, 2), (6, 3), (5, 1))])

@@ -57,14 +57,15 @@ OTHERWISE = [
     ("hunyuan_v1_moe", {"moe_topk": [1, 3, 2]}),
 ]
 AT_ONCE = 7
-"""So many without the mark `slow`: one for each way in which configurations name dense layers."""
+"""So many in every run: one for each way in which configurations name dense layers. The others run by night."""
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
         *OTHERWISE[:AT_ONCE],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [*OTHERWISE[AT_ONCE:], *SPARSE.items()]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SPARSE.items()),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERWISE[AT_ONCE:]),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -86,7 +87,7 @@ def test_hash_layers_are_told_from_routers(tmp_path):
     [
         ("qwen3_vl_moe", range(24), 60, 4),
         ("ernie4_5_vl_moe", range(1, 28), 64, 6),
-        pytest.param("kimi_k25", range(3, 61), 256, 8, marks=pytest.mark.slow),
+        pytest.param("kimi_k25", range(3, 61), 256, 8, marks=pytest.mark.exhaustive),
     ],
 )
 def test_models_that_no_machine_holds_take_no_memory(name, layers, experts, picks, tmp_path):

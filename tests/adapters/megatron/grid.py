@@ -65,20 +65,29 @@ VARIANTS = list(itertools.product(RECOMPUTE, ("alltoall", "allgather"), (False, 
 """(recompute, dispatcher, packed)."""
 
 
-def variants_of(parallel, every):
-    """The cells of one split: all 16, or two. Over the splits, these have every pair of values of any two axes."""
-    doubled = [parallel.pp, parallel.vpp, parallel.cp, parallel.tp, parallel.ep].count(2)
-    chosen = VARIANTS if every else _covering(PARALLEL.index(parallel))[doubled % 2 :: 2]
+def variants_of(parallel):
+    """All cells of one split."""
     return [
         dataclasses.replace(parallel, recompute=recompute, dispatcher=dispatcher, packed=packed)
-        for recompute, dispatcher, packed in chosen
+        for recompute, dispatcher, packed in VARIANTS
     ]
 
 
-def _covering(turn):
-    """Every recompute once, each dispatcher and each packing twice, in another combination at every turn."""
-    pairs = list(itertools.product(("alltoall", "allgather"), (False, True)))
-    return [(recompute, *pairs[(i + turn) % 4]) for i, recompute in enumerate(RECOMPUTE)]
+SAMPLE = [
+    Cell(layers=2, dispatcher="allgather", packed=True),
+    Cell(tp=2, ep=2, layers=2, recompute="uniform", dispatcher="allgather"),
+    Cell(tp=2, ep=2, layers=2, recompute="block", packed=True),
+    Cell(cp=2, tp=2, layers=2, recompute="selective", packed=True),
+    Cell(pp=2, recompute="selective", dispatcher="allgather"),
+    Cell(pp=2, tp=2, ep=2),
+    Cell(pp=2, cp=2, recompute="block"),
+    Cell(pp=2, cp=2, ep=2, recompute="uniform", dispatcher="allgather", packed=True),
+    Cell(pp=2, vpp=2, recompute="uniform"),
+    Cell(pp=2, vpp=2, recompute="block", dispatcher="allgather", packed=True),
+    Cell(pp=2, vpp=2, cp=2, dispatcher="allgather", packed=True),
+    Cell(pp=2, vpp=2, tp=2, ep=2, recompute="selective"),
+]
+"""Every pair of values of any two axes. All variants of all splits run by night."""
 
 
 def with_settings(cell_settings, **cell):
@@ -182,22 +191,32 @@ PLANS = ("static", "planned", "random")
 """Every expert at its home; the planner's; valid ones of no merit, which also move homes."""
 
 
-def executions_of(name, every):
-    """(case, kinds of plans) of one split: all, or each variant of `_covering` under one kind.
+SAMPLED = {
+    "ep2": (("none", "alltoall", False, "random"), ("uniform", "allgather", True, "planned")),
+    "ep2-tp2": (("block", "allgather", True, "random"), ("uniform", "alltoall", False, "planned")),
+    "ep2-cp2": (("selective", "allgather", True, "planned"), ("uniform", "alltoall", False, "static")),
+    "ep4": (("block", "alltoall", False, "planned"), ("uniform", "allgather", True, "random")),
+    "ep2-pp2": (("selective", "alltoall", False, "random"), ("none", "allgather", True, "static")),
+    "ep2-pp2-vpp2": (("selective", "alltoall", False, "random"), ("none", "allgather", True, "planned")),
+    "ep2-edp2": (("uniform", "allgather", True, "random"), ("selective", "alltoall", False, "static")),
+    "ep2-edp2-distributed": (("block", "allgather", False, "static"), ("selective", "alltoall", True, "random")),
+}
+"""By split, (recompute, dispatcher, packed, kind of plan): each split with either dispatcher, in batches of either form
+and with homes elsewhere or replicas; and every pair of the values of any two of these four."""
 
-    Over the splits, every kind of plan then meets every recomputation, dispatcher and packing.
-    """
-    case, turn = EXECUTED[name], list(EXECUTED).index(name)
-    chosen = VARIANTS if every else _covering(turn)
+
+def executions_of(name, every):
+    """(case, kinds of plans) of one split: all, or those of `SAMPLED`."""
+    case = EXECUTED[name]
+    chosen = [(*variant, PLANS) for variant in VARIANTS] if every else [(*v, (kind,)) for *v, kind in SAMPLED[name]]
     return [
         (
             dataclasses.replace(
-                case,
-                cell=dataclasses.replace(case.cell, recompute=recompute, dispatcher=dispatcher, packed=packed),
+                case, cell=dataclasses.replace(case.cell, recompute=recompute, dispatcher=dispatcher, packed=packed)
             ),
-            PLANS if every else (PLANS[(i + turn) % 3],),
+            kinds,
         )
-        for i, (recompute, dispatcher, packed) in enumerate(chosen)
+        for recompute, dispatcher, packed, kinds in chosen
     ]
 
 

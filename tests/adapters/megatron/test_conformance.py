@@ -22,7 +22,10 @@ ROUTINGS = {
 """configuration: what does not apply to it, and why."""
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive) if "selective" in name else name for name in ROUTINGS],
+)
 def test_every_check_passes(name):
     [(text, checks)] = run("conformance_worker.report_of", name, timeout=300)
     others = {check: given for check, given in checks.items() if given != ("passed", "")}

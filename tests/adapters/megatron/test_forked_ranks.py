@@ -5,7 +5,7 @@ from importlib import metadata
 
 import pytest
 
-from tests.adapters.megatron.forked_ranks import RankError, run
+from tests.adapters.megatron.forked_ranks import WorkersError, run
 
 
 def test_the_megatron_that_runs_is_the_one_asked_for():
@@ -25,10 +25,10 @@ def test_what_a_check_breaks_is_whole_in_the_next():
 
 
 def test_what_a_rank_raises_is_reported_while_the_others_wait_for_it():
-    with pytest.raises(RankError, match=r"rank 1 of 2 raised(.|\n)*did not like it"):
+    with pytest.raises(WorkersError, match=r"rank 1 of 2 raised(.|\n)*did not like it"):
         run("forked_ranks_worker.raises_on_rank_one", ranks=2)
 
 
 def test_a_rank_that_hangs_is_reported_with_its_stack():
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] of 2 did not answer(.|\n)*in hangs_on_rank_one"):
+    with pytest.raises(WorkersError, match=r"ranks \[0, 1\] of 2 did not answer(.|\n)*in hangs_on_rank_one"):
         run("forked_ranks_worker.hangs_on_rank_one", ranks=2, timeout=3)

@@ -1,36 +1,41 @@
 """Replay in every way of training in parallel that runs on the CPU.
 
-One test per split of the model. Two of its 16 variants run by default, so that every pair of values of any two axes
-occurs on some split; `make night PART=megatron` runs all of them. Then layers that are not simply all of them, every
-score function, and what is left to stand-ins: it really cannot run, for the reason given, so that the list cannot rot.
+A sample of the grid runs in CI, in which every pair of values of any two axes occurs; by night each of its 16 variants
+in every split of the model. Then layers that are not simply all of them, every score function, and what is left to
+stand-ins: it really cannot run, for the reason given, so that the list cannot rot.
 """
 
 import itertools
-import os
 
 import pytest
 
-from tests.adapters.megatron.forked_ranks import RankError, run
-from tests.adapters.megatron.grid import MOST_RANKS, PARALLEL, SCORES, SHAPES, Cell, variants_of
+from tests.adapters.megatron.forked_ranks import WorkersError, run
+from tests.adapters.megatron.grid import MOST_RANKS, PARALLEL, SAMPLE, SCORES, SHAPES, Cell, variants_of
 
-EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
 SPLITS = [cell for cell in PARALLEL if cell.ranks <= MOST_RANKS]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+def test_routes_reach_every_router_as_recorded(cell):
+    run("grid_checks.check_cells", [cell], ranks=cell.ranks)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("split", SPLITS, ids=[cell.split for cell in SPLITS])
-def test_routes_reach_every_router_as_recorded(split):
-    run("grid_checks.check_cells", variants_of(split, EVERY), ranks=split.ranks, timeout=300)
+def test_so_they_do_in_every_variant(split):
+    run("grid_checks.check_cells", variants_of(split), ranks=split.ranks, timeout=300)
 
 
-def test_every_pair_of_values_is_among_the_cells_that_run_by_default():
-    def values(every):
-        cells = [cell for split in SPLITS for cell in variants_of(split, every)]
+def test_every_pair_of_values_is_in_the_sample():
+    def values(cells):
         axes = ("ep", "tp", "cp", "recompute", "dispatcher", "packed")
         return [{"stages": (cell.pp, cell.vpp)} | {axis: getattr(cell, axis) for axis in axes} for cell in cells]
 
-    for one, other in itertools.combinations(values(True)[0], 2):
-        wanted, found = ({(cell[one], cell[other]) for cell in values(every)} for every in (True, False))
+    every = [cell for split in SPLITS for cell in variants_of(split)]
+    assert set(SAMPLE) <= set(every)
+    for one, other in itertools.combinations(values(every)[0], 2):
+        wanted, found = ({(cell[one], cell[other]) for cell in values(cells)} for cells in (every, SAMPLE))
         assert found == wanted, (one, other)
 
 
@@ -40,23 +45,25 @@ SHAPES_AT_ONCE = (
     "short first virtual stages",
     "multi-token prediction on the last stage",
 )
+SHAPES_BY_NIGHT = ("experts over four ranks", "multi-token prediction", "short last virtual stages, dense first")
 SCORES_AT_ONCE = ("softmax before top-k", "sigmoid with expert bias", "limited to groups")
 """Without the mark `slow`: what names layers, and what makes gates, in another way each."""
 
 
-def all_of(names, at_once):
-    assert set(at_once) <= set(names)
-    return [name if name in at_once else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def all_of(names, at_once, by_night=()):
+    assert {*at_once, *by_night} <= set(names)
+    marks = dict.fromkeys(at_once, ()) | dict.fromkeys(by_night, pytest.mark.exhaustive)
+    return [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in names]
 
 
-@pytest.mark.parametrize("name", all_of(SHAPES, SHAPES_AT_ONCE))
+@pytest.mark.parametrize("name", all_of(SHAPES, SHAPES_AT_ONCE, SHAPES_BY_NIGHT))
 def test_routes_find_their_layers(name):
-    run("grid_checks.check_cells", [SHAPES[name]], ranks=SHAPES[name].ranks)
+    run("grid_checks.check_cell", SHAPES[name], ranks=SHAPES[name].ranks)
 
 
 @pytest.mark.parametrize("name", all_of(SCORES, SCORES_AT_ONCE))
 def test_routes_are_followed_under_every_score_function(name):
-    run("grid_checks.check_cells", [SCORES[name]], ranks=1)
+    run("grid_checks.check_cell", SCORES[name])
 
 
 CANNOT_RUN = {
@@ -90,7 +97,7 @@ TOO_MANY_RANKS = [Cell(tp=2, cp=2, pp=2, vpp=vpp, ep=ep) for vpp in (1, 2) for e
 @pytest.mark.parametrize("name", CANNOT_RUN)
 def test_megatron_itself_refuses_the_cell_with_this_reason(name):
     cell, reason, _ = CANNOT_RUN[name]
-    with pytest.raises(RankError) as refused:
+    with pytest.raises(WorkersError) as refused:
         run("forked_ranks_worker.trains", cell, ranks=cell.ranks)
     assert reason in str(refused.value)
 

@@ -17,13 +17,18 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def marked(slow, exhaustive=()):
+    marks = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(exhaustive, pytest.mark.exhaustive)
+    return [pytest.param(cell, marks=marks.get(number, ())) for number, cell in enumerate(CELLS)]
+
+
+@pytest.mark.parametrize("cell", marked(slow=(1, 2, 5)), ids=str)
 def test_a_recording_is_put_together_on_every_rank(cell):
     rows = run("over_ranks_checks.check_recording", cell, ranks=2)
     assert rows[0] == rows[1] > 0
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", marked(slow=(2, 4), exhaustive=(0, 3, 5, 6)), ids=str)
 def test_margins_gate_weights_and_rollouts_are_put_together_on_every_rank(cell):
     run("over_ranks_checks.check_margins_weights_and_rollouts", cell, ranks=2)
 

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from foreroute.testing.ranks import environment, torchrun
-from tests.adapters.megatron.forked_ranks import ROOT, checks_of, run
+from tests.adapters.megatron.forked_ranks import ROOT, run
 
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -18,15 +17,12 @@ def blocks_of(text):
 def test_every_block_of_the_page_runs():
     blocks = blocks_of((ROOT / "docs" / "megatron.md").read_text())
     assert len(blocks) == 8
-    run("page_checks.run_blocks", "docs/megatron.md", blocks)
+    run("page_worker.run_blocks", "docs/megatron.md", blocks)
 
 
 def test_a_block_that_fails_is_seen():
     with pytest.raises(AssertionError, match=r'File "docs/megatron.md", line 3(.|\n)*NameError'):
-        run("page_checks.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
-
-
-test_patch_of_megatrons_own_loop = checks_of("page_checks")
+        run("page_worker.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
 
 
 @pytest.mark.slow
@@ -38,12 +34,10 @@ test_patch_of_megatrons_own_loop = checks_of("page_checks")
     ],
 )
 def test_the_example_trains_on_two_ranks(arguments):
-    script = ("examples/megatron/grpo.py", "--steps", "3", *arguments)
-    done = torchrun(2, *script, timeout=300, cwd=ROOT, env=environment())
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed, other = run("page_worker.run_example", "--steps", "3", *arguments, ranks=2, timeout=300)
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    lines = re.findall(seen, done.stdout, re.MULTILINE)
-    assert len(lines) == 3, done.stdout
+    lines = re.findall(seen, printed + other, re.MULTILINE)
+    assert len(lines) == 3, printed + other
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))
     assert 0 < replayed < native / 2, lines
     assert all(planned == executed for *_, planned, executed in lines), lines

@@ -11,53 +11,78 @@ import torch
 from safetensors.torch import load_file
 
 from foreroute.testing.ranks import environment, torchrun
-from tests.adapters.megatron.forked_ranks import ROOT, checks_of, run
+from tests.adapters.megatron.forked_ranks import ROOT, run
 
 FAKE = ROOT / "tests" / "engines" / "vllm" / "fake"
 CLOSE = 1e-9
-EVERY = "FOREROUTE_MEGATRON_GRID" in os.environ
-STEPS = 20 if EVERY else 2
-IN_GRID = pytest.mark.skipif(not EVERY, reason="make night PART=megatron runs it")
+STEPS, BY_NIGHT = 2, 20
 
 pytestmark = pytest.mark.slow
-test_names = checks_of("pipeline_checks")
 
 
-@pytest.mark.parametrize(("ranks", "split"), [(1, ()), (2, ()), (2, (1, 2)), (4, (2,)), (4, (1, 2, 2))])
+@pytest.mark.parametrize("check", ["check_names_against_another_converter", "check_what_cannot_be_converted"])
+def test_names(check):
+    run(f"pipeline_checks.{check}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split"),
+    [
+        (4, (1, 2, 2)),
+        *(pytest.param(*on, marks=pytest.mark.exhaustive) for on in ((1, ()), (2, ()), (2, (1, 2)), (4, (2,)))),
+    ],
+)
 def test_exported_weights_are_the_trainers_bit_for_bit(tmp_path, ranks, split):
     run("pipeline_checks.exports", str(tmp_path / "checkpoint"), split, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """The run of four ranks, with rollouts of an engine that is fed what they export after every step."""
-    folder = tmp_path_factory.mktemp("pipeline") / "four"
-    for ended in run("pipeline_checks.trains", str(folder), None, (2,), STEPS, ranks=4, timeout=600):
+    """By steps, the run of four ranks, with rollouts of an engine that is fed what they export after every step."""
+    folders = {}
+
+    def of(steps):
+        if steps not in folders:
+            folders[steps] = tmp_path_factory.mktemp("pipeline") / "four"
+            require_trained(folders[steps], None, (2,), steps, ranks=4)
+        return folders[steps]
+
+    return of
+
+
+def require_trained(folder, rollouts, split, steps, ranks):
+    for ended in run(
+        "pipeline_checks.trains", str(folder), rollouts and str(rollouts), split, steps, ranks=ranks, timeout=600
+    ):
         assert ended == (0, "")
-    return folder
 
 
 def test_the_engine_has_the_weights_and_experts_compute_what_was_planned(four):
-    for step in metrics(four):
+    found = metrics(four(STEPS))
+    for step in found:
         assert step["disagreement"] == 0, step
         assert step["k3"] < 1e-9, step
         assert step["canary_nats"] < 1e-4, step
         assert step["canary_experts"] == 1, step
-    assert max(abs(step["loss_1"]) for step in metrics(four)) > 1e-3, "losses that are zero are the same anywhere"
+    assert max(abs(step["loss_1"]) for step in found) > 1e-3, "losses that are zero are the same anywhere"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "split"),
-    [(1, ()), (2, (1, 2)), *(pytest.param(4, split, marks=IN_GRID) for split in ((1, 1, 2), (2, 2), ()))],
-    ids=["one", "ep2-tp2", "ep2-edp2", "ep2-tp2-pp2", "ep4"],
+    ("ranks", "split", "steps"),
+    [
+        (2, (1, 2), STEPS),
+        *(
+            pytest.param(*on, BY_NIGHT, marks=pytest.mark.exhaustive)
+            for on in ((1, ()), (4, (1, 1, 2)), (4, (2, 2)), (4, ()))
+        ),
+    ],
+    ids=["ep2-tp2", "one", "ep2-edp2", "ep2-tp2-pp2", "ep4"],
 )
-def test_ranks_in_other_splits_have_the_same_losses_on_the_same_rollouts(four, tmp_path, ranks, split):
-    for ended in run(
-        "pipeline_checks.trains", str(tmp_path), str(four / "rollouts"), split, STEPS, ranks=ranks, timeout=600
-    ):
-        assert ended == (0, "")
-    of_four, of_others = metrics(four), metrics(tmp_path)
-    assert len(of_four) == len(of_others) == STEPS
+def test_ranks_in_other_splits_have_the_same_losses_on_the_same_rollouts(four, tmp_path, ranks, split, steps):
+    folder = four(steps)
+    require_trained(tmp_path, folder / "rollouts", split, steps, ranks)
+    of_four, of_others = metrics(folder), metrics(tmp_path)
+    assert len(of_four) == len(of_others) == steps
     for step, (a, b) in enumerate(zip(of_four, of_others, strict=True)):
         for name in ("loss_0", "loss_1", "k3"):
             assert abs(a[name] - b[name]) <= CLOSE, (step, name, a, b)
@@ -67,17 +92,18 @@ def test_ranks_in_other_splits_have_the_same_losses_on_the_same_rollouts(four, t
         assert sum(step["moved_bytes"] for step in of_run) > 0
         assert sum(step["slowest_rank_at_homes"] for step in of_run) > sum(step["executed"] for step in of_run)
     first, *trained = (
-        load_file(f / "model.safetensors") for f in (four / "initial", four / "trained", tmp_path / "trained")
+        load_file(f / "model.safetensors") for f in (folder / "initial", folder / "trained", tmp_path / "trained")
     )
     for name, weight in first.items():
         assert torch.allclose(trained[0][name], trained[1][name], rtol=0, atol=CLOSE), name
         assert not torch.equal(trained[0][name], weight.double()), f"{name} was not trained"
 
 
-@pytest.mark.parametrize("dying", [3, pytest.param(0, marks=IN_GRID)])
+@pytest.mark.parametrize("dying", [3, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_dead_rank_ends_the_run_with_one_message_and_it_goes_on_as_if_nothing_had_been(four, tmp_path, dying):
     """On the same ranks: bit for bit, with experts away from home in the checkpoint."""
-    rollouts = str(four / "rollouts")
+    folder = four(STEPS)
+    rollouts = str(folder / "rollouts")
     ended = run(
         "pipeline_checks.dies", str(tmp_path), rollouts, (2,), STEPS, dying, ranks=4, timeout=600, dying={dying}
     )
@@ -88,11 +114,10 @@ def test_a_dead_rank_ends_the_run_with_one_message_and_it_goes_on_as_if_nothing_
         r"the run ends: rank \d lost another rank, or failed itself (.*); the same command .*\n", said
     ), said
     assert len(metrics(tmp_path)) == 1
-    for ended in run("pipeline_checks.trains", str(tmp_path), rollouts, (2,), STEPS, ranks=4, timeout=600):
-        assert ended == (0, "")
+    require_trained(tmp_path, rollouts, (2,), STEPS, ranks=4)
     canary = ("canary_nats", "canary_experts")
-    assert metrics(tmp_path) == [{n: v for n, v in step.items() if n not in canary} for step in metrics(four)]
-    of_four, of_this = (load_file(f / "trained" / "model.safetensors") for f in (four, tmp_path))
+    assert metrics(tmp_path) == [{n: v for n, v in step.items() if n not in canary} for step in metrics(folder)]
+    of_four, of_this = (load_file(f / "trained" / "model.safetensors") for f in (folder, tmp_path))
     assert all(torch.equal(of_four[name], weight) for name, weight in of_this.items())
 
 

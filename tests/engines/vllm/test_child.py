@@ -147,9 +147,12 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
             EngineError,
             r"died \(exit code 1\) when it was started. vLLM from 0\.31 on(.|\n)*Runner V2",
         ),
-        ("never starts", EngineError, r"did not start within 3 s and was ended(.|\n)*it serves /"),
+        pytest.param(
+            *("never starts", EngineError, r"did not start within 3 s and was ended(.|\n)*it serves /"),
+            marks=pytest.mark.slow,
+        ),
         ("dies", EngineError, r"died \(signal 6, Aborted\): POST /inference(.|\n)*it serves /"),
-        ("hangs", EngineError, r"did not answer within 3 s"),
+        pytest.param("hangs", EngineError, r"did not answer within 3 s", marks=pytest.mark.slow),
         ("zero routes", CaptureError, "enforce_eager=True"),
         ("another trainer", EngineError, "version 17, the trainer loaded version 1"),
         ("busy cache", EngineError, "could not reset its prefix cache"),
@@ -300,6 +303,7 @@ def assert_ends(pid, within_s=20):
     assert not Path(f"/proc/{pid}/exe").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_takes_its_server_with_it(fake_settings):
     """The server sees its standard input close."""
     script = (

@@ -101,7 +101,7 @@ def measured(log_r, name, capsys):
     return SimpleNamespace(mean=float(ratios.mean()), k3=k3, outside=outside)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, capsys):
     """Without masks the mean ratio is the kept mass, routes replayed or not. Untruncated sampling needs none."""
     with serving(policy, vllm_python, tmp_path, "float32") as engine:

@@ -13,6 +13,7 @@ from foreroute.adapters.megatron.plan_execution import layer as layers
 from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
 from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, BringHome
 from tests.adapters.megatron.executed_plans import furthest, trained
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import GROUPED, OVERLAP, Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.plan_execution_checks import EXACT, in_float64
 
@@ -20,20 +21,24 @@ SEEN = 1e-6
 """A million times what is let pass."""
 
 
-def check_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled():
+@pytest.mark.slow
+@on_ranks(2)
+def test_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled():
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2)))
-    plain = trained(case, None)
+    plain = trained(case, None, steps=1)
     for name, broken in (
         ("dropped", returned(lambda grads: [None for _ in grads])),
         ("doubled", returned(lambda grads: [None if grad is None else 2 * grad for grad in grads])),
         ("not refilled", not_refilled()),
     ):
         with broken:
-            apart = furthest(trained(case, "planned"), plain)
+            apart = furthest(trained(case, "planned", steps=1), plain)
         assert apart["gradients"] > SEEN, f"{name}: {apart}"
 
 
-def check_gradients_that_are_late_for_their_bucket():
+@pytest.mark.slow
+@on_ranks(4)
+def test_gradients_that_are_late_for_their_bucket():
     """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP))
     late = []
@@ -48,7 +53,7 @@ def check_gradients_that_are_late_for_their_bucket():
                 parameter.main_grad.add_(grad)
         late.clear()
 
-    plain = trained(case, None)
+    plain = trained(case, None)  # a first step alone does not show it
     # ranks that hold the same experts end with other gradients of them, which is as far as a comparison gets
     with (
         mock.patch.object(BringHome, "backward", staticmethod(backward)),
@@ -57,7 +62,8 @@ def check_gradients_that_are_late_for_their_bucket():
         assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
 
 
-def check_an_expert_that_is_looked_for_in_the_slot_of_another():
+@on_ranks(2)
+def test_an_expert_that_is_looked_for_in_the_slot_of_another():
     """After homes have moved: two experts of the first rank change their columns, in all layers."""
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2, packed=True)))
     row_of = columns.home_row_E
@@ -75,7 +81,9 @@ def check_an_expert_that_is_looked_for_in_the_slot_of_another():
     assert apart["losses"] > SEEN, apart
 
 
-def check_the_key_of_the_latest_forward():
+@pytest.mark.slow
+@on_ranks(4)
+def test_the_key_of_the_latest_forward():
     """A recomputation that takes the cell of whatever ran last, as a global variable would say. Seen on two stages."""
     case = in_float64(ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4))
     latest = []
@@ -89,13 +97,15 @@ def check_the_key_of_the_latest_forward():
         rows, is_recompute, _ = replayed(passes, site)
         return rows, is_recompute, latest[0]
 
-    plain = trained(case, None)
+    plain = trained(case, None, steps=1)
     with mock.patch.object(PlanExecution, "begin_pass", begin), mock.patch.object(executions, "_replayed", of_latest):
-        apart = furthest(trained(case, "planned"), plain)
+        apart = furthest(trained(case, "planned", steps=1), plain)
     assert apart["gradients"] > SEEN, apart
 
 
-def check_weights_that_are_sent_before_they_are_gathered():
+@pytest.mark.slow
+@on_ranks(4)
+def test_weights_that_are_sent_before_they_are_gathered():
     told = (*OVERLAP, ("overlap_param_gather", True))
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told))
     plain = trained(case, None)
@@ -106,31 +116,35 @@ def check_weights_that_are_sent_before_they_are_gathered():
     assert apart["losses"] > SEEN, apart
 
 
-def check_fused_gradients_and_those_sent_through_autograd():
+@pytest.mark.slow
+@on_ranks(2)
+def test_fused_gradients_and_those_sent_through_autograd():
     """Kernels that add to main_grad make Megatron ignore what autograd brings. In float32, as they are."""
     fuse()
     settings = {"gradient_accumulation_fusion": True}
     case = ExecutionCase(with_settings(settings, ep=2, layers=2, recompute="selective"))
-    plain = trained(case, None)
-    apart = furthest(trained(case, "planned"), plain)
+    plain = trained(case, None, steps=1)
+    apart = furthest(trained(case, "planned", steps=1), plain)
     assert max(apart.values()) < 1e-4, apart
 
     with mock.patch.object(BringHome, "backward", staticmethod(through_autograd)):
-        apart = furthest(trained(case, "planned"), plain)
+        apart = furthest(trained(case, "planned", steps=1), plain)
     assert apart["gradients"] > 1e-2, apart
 
 
-def check_experts_in_one_module():
+@pytest.mark.slow
+@on_ranks(2)
+def test_experts_in_one_module():
     """The same wrong ways behind TEGroupedMLP, whose kernels add gradients of weights to main_grad."""
     case = in_float64(GROUPED["grouped, fused"])
-    plain = trained(case, None)
+    plain = trained(case, None, steps=1)
     for name, broken in (
         ("dropped", returned(lambda grads: [None for _ in grads])),
         ("refilled behind a recomputation", refilled_behind_a_recomputation()),
         ("through autograd", mock.patch.object(BringHome, "backward", staticmethod(through_autograd))),
     ):
         with broken:
-            apart = furthest(trained(case, "planned"), plain)
+            apart = furthest(trained(case, "planned", steps=1), plain)
         assert apart["gradients"] > SEEN, f"{name}: {apart}"
 
 

@@ -6,7 +6,6 @@ import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router import TopKRouter
 
 from foreroute import RoutedLayer
@@ -16,11 +15,13 @@ from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
 from foreroute.layout import pack, pad
 from foreroute.trace import DecisionStream
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import VOCABULARY, build, config, initialize
 
 
-def check_layers_are_those_of_the_whole_model_dense_ones_counted():
+@on_ranks(1)
+def test_layers_are_those_of_the_whole_model_dense_ones_counted():
     for pattern, routed_layers in (([0, 1, 1], [1, 2]), ([1, 0, 1], [0, 2]), (2, [0, 2]), (1, [0, 1, 2])):
         built, routed, ids, trace = on.prepared(moe_layer_freq=pattern)
         assert routed.spec.layers == tuple(map(RoutedLayer, routed_layers))
@@ -29,7 +30,8 @@ def check_layers_are_those_of_the_whole_model_dense_ones_counted():
         on.assert_followed(maps, trace)
 
 
-def check_mtp_routers_are_not_the_decoders_whatever_their_number():
+@on_ranks(1)
+def test_mtp_routers_are_not_the_decoders_whatever_their_number():
     initialize(Cell())
     configured = config(Cell(layers=2, settings=(("mtp_num_layers", 1),)))
     block = get_gpt_decoder_block_spec(configured, use_transformer_engine=False)
@@ -51,7 +53,8 @@ def check_mtp_routers_are_not_the_decoders_whatever_their_number():
     assert [len(calls) for calls in maps.values()] == [1, 1]
 
 
-def check_wrapped_models_are_unwrapped():
+@on_ranks(1)
+def test_wrapped_models_are_unwrapped():
     class Wrapper(torch.nn.Module):
         def __init__(self, module):
             super().__init__()
@@ -72,7 +75,8 @@ def check_wrapped_models_are_unwrapped():
     on.assert_followed(maps, trace)
 
 
-def check_layouts_and_traces_of_other_batches_are_refused():
+@on_ranks(1)
+def test_layouts_and_traces_of_other_batches_are_refused():
     built, routed, ids, trace = on.prepared()
     other, _ = on.attached(moe_layer_freq=1)
     foreign = on.foreign(megatron.attach(other).spec, ids)
@@ -93,7 +97,8 @@ def check_layouts_and_traces_of_other_batches_are_refused():
     on.refuses(BatchMismatchError, "up to 15", lambda: on.replayed(built, routed, longer, ids))
 
 
-def check_tokens_are_not_taken_for_padding():
+@on_ranks(1)
+def test_tokens_are_not_taken_for_padding():
     """The trace of shorter sequences has the tokens of the longer ones, as far as it goes."""
     _, routed = on.attached()
     ids = on.tokens()
@@ -125,7 +130,8 @@ def replaying(routed, trace, ids, **more):
     return run
 
 
-def check_what_waits_is_narrow():
+@on_ranks(1)
+def test_what_waits_is_narrow():
     _, routed, ids, trace = on.prepared()
     placed = routed.shard(trace, pad(trace.lengths, side="right", order="sbhd"))
     assert placed.ids_LRK.dtype == torch.uint8
@@ -133,37 +139,16 @@ def check_what_waits_is_narrow():
     assert placed.nbytes == ids.numel() * (2 * 2 + 5)
 
 
-def check_recording_a_packed_batch_leaves_padding_out():
-    built, routed = on.attached()
-    lengths, slots = [5, 3, 4], [6, 4, 4]
-    total = sum(slots)
-    ids = torch.randint(1, VOCABULARY, (1, total), generator=torch.Generator().manual_seed(2))
-    ids[0, [5, 9]] = 0
-    offsets = [torch.tensor(np.cumsum([0, *each]), dtype=torch.int32) for each in (lengths, slots)]
-    packed = PackedSeqParams("thd", offsets[0], offsets[0], offsets[1], offsets[1], 6, 6)
-    positions = torch.arange(total)[None]
-    with routed.record() as recording, torch.no_grad():
-        built(ids, positions, None, labels=ids, packed_seq_params=packed)
-    trace = recording.trace()
-    assert trace.lengths.tolist() == lengths
-    starts = np.cumsum([0, *slots])[:-1]
-    for s, start in enumerate(starts):
-        assert trace.tokens(s).tolist() == ids[0, start : start + lengths[s]].tolist()
-    with on.maps_given(routed) as native:
-        built(ids, positions, None, labels=ids, packed_seq_params=packed)
-    with on.maps_given(routed) as maps, routed.replay(trace, padding="native"):
-        built(ids, positions, None, labels=ids, packed_seq_params=packed)
-    assert all(np.array_equal(maps[layer][0], native[layer][0]) for layer in maps)
-
-
-def check_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
+@on_ranks(1)
+def test_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
     for wrong in ([0, 2**63 - 1, -(2**63), -1, 3], [0, 4, 2], [1, 3], [[0, 3]], [0.0, 3.0], []):
         with pytest.raises(BatchMismatchError, match=r"expected integers \[sequences \+ 1\] that ascend from 0"):
             lengths_of(torch.tensor(wrong))
     assert lengths_of(torch.tensor([0, 3, 3, 5], dtype=torch.int32)).tolist() == [3, 0, 2]
 
 
-def check_static_inference_is_captured_in_the_same_type():
+@on_ranks(1)
+def test_static_inference_is_captured_in_the_same_type():
     """Prefill and steps over a cache give the routes of one forward over the whole, and replay in training."""
     initialize(Cell())
     [built] = build(Cell(layers=2, as_shipped=True))

@@ -13,6 +13,7 @@ from foreroute.layout import pack, pad
 from foreroute.replay import Policy
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import on_ranks
 
 WHOLE, SHORT = (on.WIDTH, on.WIDTH), (on.WIDTH, on.WIDTH - 5)
 
@@ -65,7 +66,8 @@ def chunk(lengths=WHOLE):
             torch.cuda.current_device = current
 
 
-def check_a_replayed_forward_waits_for_nothing():
+@on_ranks(1)
+def test_a_replayed_forward_waits_for_nothing():
     for lengths, masked in ((WHOLE, False), (WHOLE, True), (SHORT, False), (SHORT, True)):
         with chunk(lengths) as there, torch.no_grad():
             there.more = {"padding_mask": there.padding} if masked else {}
@@ -91,7 +93,8 @@ def a_read_put_back():
         routed_model.differing = compare
 
 
-def check_the_side_of_padding_is_found_there():
+@on_ranks(1)
+def test_the_side_of_padding_is_found_there():
     """Where tokens alone tell it; what they say is executed, and a batch that is padded on neither side told late."""
     real_SW = (torch.arange(on.WIDTH) < torch.tensor(SHORT)[:, None]).numpy()
     for side in ("right", "left", "neither"):
@@ -116,7 +119,8 @@ def check_the_side_of_padding_is_found_there():
             assert np.array_equal(executed, there.trace.expert_ids_NLK), side
 
 
-def check_packed_batches_are_read_only_where_there_is_padding_in_them():
+@on_ranks(1)
+def test_packed_batches_are_read_only_where_there_is_padding_in_them():
     """Their offsets are compared with those of the trace there, and told late."""
     _, routed = on.attached()
     lengths = (5, 7)
@@ -143,7 +147,8 @@ def check_packed_batches_are_read_only_where_there_is_padding_in_them():
             assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 
 
-def check_a_recorded_forward_waits_for_nothing():
+@on_ranks(1)
+def test_a_recorded_forward_waits_for_nothing():
     """What the batch holds is read when the trace is asked for, though it has been overwritten since."""
     for masked in (False, True):
         with chunk(SHORT) as there, torch.no_grad():
@@ -178,7 +183,8 @@ WRONG = {
 }
 
 
-def check_what_is_wrong_is_told_when_the_session_ends():
+@on_ranks(1)
+def test_what_is_wrong_is_told_when_the_session_ends():
     for spoil, message in ((None, None), *WRONG.items()):
         with chunk(SHORT) as there, torch.no_grad():
             there.more = {"padding_mask": there.padding}
@@ -197,7 +203,8 @@ def check_what_is_wrong_is_told_when_the_session_ends():
                 on.refuses(BatchMismatchError, message, leave)
 
 
-def check_batches_of_another_shape_are_refused_at_once():
+@on_ranks(1)
+def test_batches_of_another_shape_are_refused_at_once():
     with chunk() as there:
         fewer = there.trace.select([0])
         shard = there.routed.shard(fewer, pad(fewer.lengths, side="right", order="sbhd"))
@@ -210,7 +217,8 @@ def check_batches_of_another_shape_are_refused_at_once():
         run(there.routed.shard(there.trace, there.layout))
 
 
-def check_an_optimizer_steps_on_right_batches_alone():
+@on_ranks(1)
+def test_an_optimizer_steps_on_right_batches_alone():
     """A wrapped forward step leaves the wait to the optimizer, so that micro-batches are in flight."""
     for is_wrong in (False, True):
         with chunk() as there:
@@ -234,7 +242,8 @@ def check_an_optimizer_steps_on_right_batches_alone():
             assert all(map(torch.equal, before, after)) == is_wrong
 
 
-def check_without_gradients_a_wrapped_step_tells_at_its_end():
+@on_ranks(1)
+def test_without_gradients_a_wrapped_step_tells_at_its_end():
     with chunk() as there, torch.no_grad():
         forward = there.routed.replaying(lambda batches, model: (next(batches), there.forward())[1])
         shard = there.routed.shard(there.trace, there.layout)

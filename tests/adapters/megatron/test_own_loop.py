@@ -1,7 +1,4 @@
-"""What docs/megatron.md shows: its blocks, and its patch on a stand-in of Megatron-LM's loop.
-
-With the patch, the policy runs what rollouts brought.
-"""
+"""The patch of docs/megatron.md on a stand-in of Megatron-LM's loop: the policy runs what rollouts brought."""
 
 import copy
 import re
@@ -12,23 +9,20 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from examples.megatron import rollout_routes
-from foreroute.adapters import megatron
-from tests.adapters.megatron import one_rank as on
-from tests.adapters.megatron.forked_ranks import HERE, ROOT
+from tests.adapters.megatron.forked_ranks import HERE, ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import EXPERTS, TOP_K, VOCABULARY, build, initialize
 from tests.adapters.megatron.training_step import Dispatched
 
 PAD, WIDTH, LAYERS = 0, 24, 2
-PAGE_WIDTH = 16
 LENGTHS = (11, 5, 9, 16)
 FORWARD = "            with torch.no_grad() if no_grad else nullcontext(), replayed:\n"
 
 
-def check_all_forwards_but_those_of_the_reference_replay_what_rollouts_bring():
+@on_ranks(1)
+def test_all_forwards_but_those_of_the_reference_replay_what_rollouts_bring():
     for bins in (None, [(1, 0), (2,), (3,)]):
         loop, model = patched(), a_model()
         seen, rollouts = steps(loop, model, bins)
@@ -51,14 +45,16 @@ def check_all_forwards_but_those_of_the_reference_replay_what_rollouts_bring():
                 assert found == [follows] * 4, (bins, layer, follows, found)
 
 
-def check_the_comparison_sees_a_forward_that_was_left_out():
+@on_ranks(1)
+def test_the_comparison_sees_a_forward_that_was_left_out():
     loop = patched(lambda text: text.replace(FORWARD, FORWARD.replace(", replayed", "")))
     seen, rollouts = steps(loop, a_model(), None)
     first = [call[1] for call in seen.calls[0][:5]]
     assert not any(np.array_equal(a[: len(b)], b) for a, b in pairs(first, None, maps_of(rollouts, range(4), 0)))
 
 
-def check_a_sequence_without_routes_ends_the_run():
+@on_ranks(1)
+def test_a_sequence_without_routes_ends_the_run():
     loop, model = patched(), a_model()
     rollouts = sampled(loop)
     [one] = rollouts[0][0].trajectory
@@ -144,46 +140,3 @@ def maps_of(rollouts, order, layer):
     for map_TE, ids_TK in zip(maps, told, strict=True):
         np.put_along_axis(map_TE, ids_TK, True, 1)
     return maps
-
-
-def run_blocks(page, blocks):
-    """As a reader would, one after the other. Blocks are (number of the line before it, code)."""
-    namespace = a_users_things()
-    for line, code in blocks:
-        exec(compile("\n" * line + code, page, "exec"), namespace)
-
-
-def a_users_things():
-    """A model that is trained, its forward step, micro-batches, and what an engine recorded of them."""
-    initialize(Cell())
-    [model] = build(Cell(as_shipped=True, recompute="uniform"))
-    generator = torch.Generator().manual_seed(0)
-    batches = [{"tokens": torch.randint(1, VOCABULARY, (2, PAGE_WIDTH), generator=generator)} for _ in range(2)]
-    spec = megatron.attach(model).spec
-    traces = [
-        on.foreign(spec, batch["tokens"], seed, lengths=(PAGE_WIDTH, PAGE_WIDTH), complete=False)
-        for seed, batch in enumerate(batches)
-    ]
-    return {
-        "torch": torch,
-        "get_forward_backward_func": get_forward_backward_func,
-        "model": model.train(),
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "forward_step": forward_step,
-        "batches": batches,
-        "traces": traces,
-        "schedule": {
-            "num_microbatches": len(batches),
-            "seq_length": PAGE_WIDTH,
-            "micro_batch_size": 2,
-            "forward_only": False,
-        },
-    }
-
-
-def forward_step(batches, model):
-    tokens = next(batches)["tokens"]
-    positions = torch.arange(PAGE_WIDTH).expand_as(tokens)
-    ahead = torch.ones(PAGE_WIDTH, PAGE_WIDTH, dtype=torch.bool).triu(1)[None, None]
-    losses = model(tokens, positions, ahead, labels=tokens.roll(-1, 1))
-    return losses, lambda losses: (losses.mean(), {"loss": losses.mean().item()})

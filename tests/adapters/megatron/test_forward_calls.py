@@ -9,11 +9,13 @@ from foreroute.adapters import megatron
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout import pack, pad
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import build, initialize
 
 
-def check_packed_batches_with_rows_in_another_order_are_refused():
+@on_ranks(1)
+def test_packed_batches_with_rows_in_another_order_are_refused():
     """The newest Megatron turns rows around between attention and the router: shapes fit, and rows would not."""
     initialize(Cell())
     built = build(Cell(layers=2, packed=True))[0].train()
@@ -36,7 +38,8 @@ def check_packed_batches_with_rows_in_another_order_are_refused():
                 setattr(packed, name, on.WIDTH)
 
 
-def check_packed_parameters_of_a_padded_batch_do_not_make_it_packed():
+@on_ranks(1)
+def test_packed_parameters_of_a_padded_batch_do_not_make_it_packed():
     """They tell attention of its padding; rows stay in the order of the batch."""
     initialize(Cell())
     built = build(Cell(layers=2, packed=True))[0].train()
@@ -51,7 +54,8 @@ def check_packed_parameters_of_a_padded_batch_do_not_make_it_packed():
     assert recording.trace().equals(trace)
 
 
-def check_embeddings_in_place_of_tokens_are_replayed_on_placed_routes():
+@on_ranks(1)
+def test_embeddings_in_place_of_tokens_are_replayed_on_placed_routes():
     """As a model of images calls its language model: only the layout says what is where."""
     built, routed, ids, trace = on.prepared()
     embedded = built.embedding(ids, torch.arange(on.WIDTH).expand_as(ids))

@@ -13,11 +13,13 @@ from foreroute.adapters.megatron.expert_placement.layer_transfer import (
 )
 from foreroute.ep.transfer.moves import shard_moves
 from foreroute.errors import TransferError
+from tests.adapters.megatron.forked_ranks import on_ranks
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
 
 
-def check_segments():
+@on_ranks(1)
+def test_segments():
     for seed in range(60):
         check_every_part_arrives_once(np.random.default_rng(seed))
 
@@ -74,7 +76,8 @@ def memory(home_E, number_GD, of_ranks):
     return lies
 
 
-def check_gaps_are_refused():
+@on_ranks(1)
+def test_gaps_are_refused():
     whole, half = Extent(0, 8, 8, "float32"), Extent(0, 4, 8, "float32")
     number_GD = np.array([[0], [1]])
     for slots, message in (

@@ -17,6 +17,7 @@ from foreroute.ep.transfer.peers import Exchange
 from foreroute.errors import PlacementError, PlanError, TransferError
 from foreroute.trace import RoutedLayer
 from tests.adapters.megatron.cpu_optimizers import Trained
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import attached, build, initialize
 from tests.adapters.megatron.training_step import moe_layers
@@ -31,7 +32,8 @@ class OtherLayer(MoELayer):
         return super().forward(hidden_states, **kwargs)
 
 
-def check_refusals():
+@on_ranks(2)
+def test_refusals():
     for refusal in (of_homes, of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
         initialize(CELL)
         chunks = build(CELL)
@@ -105,7 +107,8 @@ def of_a_second_attach(routed, chunks):
     refused(PlanError, "attached twice", routed, routed.block_home_LE)
 
 
-def check_gathering_of_weights_must_be_over():
+@on_ranks(2)
+def test_gathering_of_weights_must_be_over():
     """With overlap_param_gather, weights of other ranks are stale until they are gathered."""
     chunks, routed = attached(CELL)
     trained = Trained(chunks, "distributed", overlap_param_gather=True, overlap_grad_reduce=True)
@@ -115,7 +118,8 @@ def check_gathering_of_weights_must_be_over():
     assert routed.move_homes(swapped(routed), trained.optimizer) > 0
 
 
-def check_checkpoints_wait_until_experts_are_back():
+@on_ranks(2)
+def test_checkpoints_wait_until_experts_are_back():
     chunks, routed = attached(CELL)
     trained = Trained(chunks, "distributed")
     [block, *_] = moe_layers(chunks).values()
@@ -141,7 +145,8 @@ def check_checkpoints_wait_until_experts_are_back():
     inner.load_state_dict(state)
 
 
-def check_experts_of_transformer_engine_are_told_apart_by_name():
+@on_ranks(1)
+def test_experts_of_transformer_engine_are_told_apart_by_name():
     experts = TEGroupedMLP.__new__(TEGroupedMLP)
     torch.nn.Module.__init__(experts)
     for name in ("linear_fc1", "linear_fc2"):

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import on_ranks
 
 LENGTHS = (9, 5)
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -21,7 +21,8 @@ LOSSES = {
 }
 
 
-def check_losses_without_padding_are_megatrons_own_given_a_padding_mask():
+@on_ranks(1)
+def test_losses_without_padding_are_megatrons_own_given_a_padding_mask():
     """Native routes, and padding left to the model: to the last bit what Megatron does with its mask."""
     for name, settings in LOSSES.items():
         for recompute in ("none", "uniform"):
@@ -39,7 +40,8 @@ def check_losses_without_padding_are_megatrons_own_given_a_padding_mask():
             assert not on.same(native[1], counted[1]), f"{name}: padding makes no difference; the check shows nothing"
 
 
-def check_auxiliary_losses_count_what_the_switch_says():
+@on_ranks(1)
+def test_auxiliary_losses_count_what_the_switch_says():
     """The gradient that reaches a router's scores, against the loss's definition written down with dense counts."""
     for counts in ("native", "replayed"):
         built, routed, ids, trace = on.prepared(lengths=LENGTHS, **LOSSES["aux_loss"])
@@ -59,7 +61,8 @@ def check_auxiliary_losses_count_what_the_switch_says():
         assert not torch.equal(ids_RK.sort(1).values, scores_RE.topk(2).indices.sort(1).values)
 
 
-def check_expert_bias_counts_what_the_switch_says_and_no_padding():
+@on_ranks(1)
+def test_expert_bias_counts_what_the_switch_says_and_no_padding():
     for recompute in ("none", "uniform", "selective"):
         for counts in ("native", "replayed"):
             built, routed, ids, trace = on.prepared(recompute, lengths=LENGTHS, **SIGMOID)
@@ -77,19 +80,6 @@ def check_expert_bias_counts_what_the_switch_says_and_no_padding():
             with torch.no_grad(), routed.replay(trace, counts=counts):
                 on.forward(built, ids, lengths=LENGTHS)
             assert torch.equal(site.module.local_tokens_per_expert, counted_E), "a forward-only pass was counted"
-
-
-def check_left_padding_is_seen_from_the_tokens():
-    built, routed, ids, trace = on.prepared(lengths=LENGTHS)
-    wanted = on.map_of(trace, LENGTHS)
-    left = torch.stack([row.roll(on.WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
-    placed = routed.shard(trace, pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH))
-    for routes in (trace, placed):
-        with on.maps_given(routed) as maps, routed.replay(routes):
-            on.forward(built, left)
-        for layer, [map_BTE] in maps.items():
-            for s, length in enumerate(LENGTHS):
-                assert np.array_equal(map_BTE[s, on.WIDTH - length :], wanted[layer][s, :length])
 
 
 def padding():

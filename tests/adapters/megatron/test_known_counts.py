@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
 from foreroute.errors import CountsError, PlanError, ReplayError, TraceError
-from tests.adapters.megatron.executed_plans import STEPS, Planned, make_plan, trained
+from tests.adapters.megatron.executed_plans import Planned, make_plan, trained
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
@@ -17,23 +18,25 @@ from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 MICRO_BATCHES, LAYERS = 3, 2
 
 
-def check_exchanges_and_waits():
+@on_ranks(2)
+def test_exchanges_and_waits():
     """One exchange of counts and one wait of the host per layer and forward before, two with recomputation; then none.
 
     Rows without a route make the counts of their micro-step unknown, and everything is as it was before.
     """
-    for recompute, runs in (("none", 1), ("selective", 2)):
-        cell = Cell(ep=2, layers=LAYERS, recompute=recompute)
-        cells = STEPS * MICRO_BATCHES * LAYERS * runs
-        for complete, planned, expected in (
-            (True, None, cells),
-            (True, "static", 0),
-            (True, "planned", 0),
-            (False, "planned", cells),
-        ):
-            exchanges, waits = counted(ExecutionCase(cell, complete=complete), planned)
-            assert exchanges == expected, (recompute, complete, planned, exchanges)
-            assert (waits > 0) == (expected > 0), (recompute, complete, planned, waits)
+    cells = MICRO_BATCHES * LAYERS
+    for recompute, complete, planned, expected in (
+        ("none", True, None, cells),
+        ("none", True, "static", 0),
+        ("none", True, "planned", 0),
+        ("none", False, "planned", cells),
+        ("selective", True, None, 2 * cells),
+        ("selective", True, "planned", 0),
+    ):
+        case = ExecutionCase(Cell(ep=2, layers=LAYERS, recompute=recompute), complete=complete)
+        exchanges, waits = counted(case, planned)
+        assert exchanges == expected, (recompute, complete, planned, exchanges)
+        assert (waits > 0) == (expected > 0), (recompute, complete, planned, waits)
 
 
 def counted(case, planned):
@@ -46,11 +49,12 @@ def counted(case, planned):
         ) as gathers,
         mock.patch.object(type(torch.cuda.current_stream()), "synchronize") as waits,
     ):
-        trained(case, planned)
+        trained(case, planned, steps=1)
     return gathers.call_count, waits.call_count
 
 
-def check_wrong_counts_end_all_ranks_alike():
+@on_ranks(2)
+def test_wrong_counts_end_all_ranks_alike():
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
     routed, model, batches, shards, counts_MLGE = at.routed, at.model, at.batches, at.shards, at.counts_MLGE
     layers = moe_layers(at.chunks)
@@ -111,7 +115,9 @@ def _four_times(execute, shards, batches, forward):
     execute(shards, forward=step_and_more)
 
 
-def check_what_one_stage_objects_to_ends_all():
+@pytest.mark.slow
+@on_ranks(4)
+def test_what_one_stage_objects_to_ends_all():
     """Other plans, which expert-parallel ranks agree on, or all but one; other micro-batches: one error everywhere."""
     at = Planned.of(ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4))
     routed, shards, counts_MLGE = at.routed, at.shards, at.counts_MLGE

@@ -21,11 +21,13 @@ from foreroute.errors import (
 )
 from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.python_calls import calls_per_layer
 from tests.traces import weighted
 
 
-def check_routes_that_are_cut_keep_what_they_were_cut_with():
+@on_ranks(1)
+def test_routes_that_are_cut_keep_what_they_were_cut_with():
     """Versions, policies and the layout."""
     built, routed, ids, trace = on.prepared()
     on.refuses(ConfigError, "padding is 'zero'", lambda: routed.shard(trace, layout_of(trace), padding="zero"))
@@ -51,7 +53,8 @@ def check_routes_that_are_cut_keep_what_they_were_cut_with():
     on.refuses(TraceContentError, "no gate weights", entering(routed.replay, without, gate_weights=True))
 
 
-def check_megatrons_own_replay_may_not_be_active():
+@on_ranks(1)
+def test_megatrons_own_replay_may_not_be_active():
     built, routed = on.attached()
     ids = on.tokens()
     trace = on.recorded(routed, ids)
@@ -62,7 +65,8 @@ def check_megatrons_own_replay_may_not_be_active():
     on.replayed(built, routed, trace, ids)
 
 
-def check_a_wrapped_step_tells_what_went_wrong():
+@on_ranks(1)
+def test_a_wrapped_step_tells_what_went_wrong():
     built, routed, ids, trace = on.prepared()
     batch = {"ids": ids, "routes": trace}
     step = routed.replaying(lambda batches, model: on.forward(model, next(batches)["ids"]))
@@ -91,7 +95,8 @@ def check_a_wrapped_step_tells_what_went_wrong():
             on.refuses(ReplayError, "thread 'other_0'", elsewhere.result)
 
 
-def check_a_step_may_be_an_object_with_attributes_of_its_own():
+@on_ranks(1)
+def test_a_step_may_be_an_object_with_attributes_of_its_own():
     class Step:
         def __init__(self):
             self._step = self._telemetry = self._open = 0
@@ -105,7 +110,8 @@ def check_a_step_may_be_an_object_with_attributes_of_its_own():
     on.assert_followed(maps, trace)
 
 
-def check_a_wrapped_step_adds_up_telemetry():
+@on_ranks(1)
+def test_a_wrapped_step_adds_up_telemetry():
     built, routed = on.attached()
     ids = on.tokens()
     own, other = on.recorded(routed, ids), on.foreign(routed.spec, ids)
@@ -121,7 +127,8 @@ def check_a_wrapped_step_adds_up_telemetry():
     assert step.expert_counts_LE().sum() == 3 * ids.numel() * 2 * 2
 
 
-def check_a_layer_costs_few_calls():
+@on_ranks(1)
+def test_a_layer_costs_few_calls():
     """However many guards there are, what is the same for all layers is done once for a pass."""
 
     @contextmanager
@@ -138,7 +145,8 @@ def layout_of(trace):
     return pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH)
 
 
-def check_arguments_of_the_wrong_kind_are_refused_by_name():
+@on_ranks(1)
+def test_arguments_of_the_wrong_kind_are_refused_by_name():
     """Where this framework takes them and others do not; `tests.replay` has what all take."""
     built, routed, ids, trace = on.prepared()
     placed = routed.shard(trace, layout_of(trace))

@@ -6,6 +6,7 @@ import itertools
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from foreroute.adapters.megatron.plan_execution.fetching import FetchAhead
@@ -13,6 +14,7 @@ from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.megatron.executed_plans import Planned, make_plan, rows_off_plan, trained
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell as Split
 from tests.adapters.megatron.grid import ExecutionCase
 
@@ -30,7 +32,8 @@ class Sent:
         return {"cell": self.cell}
 
 
-def check_every_visit_gets_its_own_cell():
+@on_ranks(1)
+def test_every_visit_gets_its_own_cell():
     for seed in range(200):
         rng = np.random.default_rng(seed)
         cells = list(itertools.product(range(3), range(4)))
@@ -62,7 +65,20 @@ def check_every_visit_gets_its_own_cell():
             assert fetches.num_fetches - fetches.num_ahead == missed, "all but those of a layer's first visit are ahead"
 
 
-def check_steps_after_the_first_fetch_ahead(splits):
+@on_ranks(2)
+def test_steps_after_the_first_fetch_ahead():
+    require_fetches_ahead(
+        [{"ep": 2, "layers": 2}, {"ep": 2, "layers": 2, "recompute": "uniform", "dispatcher": "allgather"}]
+    )
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_so_they_do_between_pipeline_stages():
+    require_fetches_ahead([{"ep": 2, "layers": 4, "pp": 2, "vpp": 2, "recompute": "selective"}])
+
+
+def require_fetches_ahead(splits):
     """With recomputation and virtual stages too: in a step, only what a layer needs first is not under way."""
     for split in splits:
         found = trained(ExecutionCase(Split(**split)), "planned")
@@ -74,7 +90,8 @@ def check_steps_after_the_first_fetch_ahead(splits):
             assert fetches - ahead <= layers, (split, fetches, ahead)
 
 
-def check_forward_only_and_updates_take_turns():
+@on_ranks(2)
+def test_forward_only_and_updates_take_turns():
     """As recompute and update of an RL step do, the former without `no_grad`: autograd does not tell them apart."""
     at = Planned.of(ExecutionCase(Split(ep=2, layers=2)))
     for number in range(3):
@@ -86,7 +103,8 @@ def check_forward_only_and_updates_take_turns():
             assert number == 0 or fetches - ahead <= len(at.routed.layers) + 1, (number, forward_only, fetches, ahead)
 
 
-def check_steps_of_other_numbers_of_micro_batches():
+@on_ranks(2)
+def test_steps_of_other_numbers_of_micro_batches():
     """Each begins as if none had been before: the order of a longer one has cells that a shorter one has not."""
     whole = Planned.of(ExecutionCase(Split(ep=2, layers=2)))
     found = []
@@ -103,9 +121,10 @@ def check_steps_of_other_numbers_of_micro_batches():
     assert found == [False, False, True, False, True]
 
 
-def check_weights_stand_behind_the_rows_of_their_cell(recomputations):
+@on_ranks(2)
+def test_weights_stand_behind_the_rows_of_their_cell():
     """On one communicator, whatever is posted first travels first. A cell is fetched twice, however often it runs."""
-    for recompute in recomputations:
+    for recompute in ("none", "selective", "uniform"):
         at = Planned.of(ExecutionCase(Split(ep=2, layers=2, recompute=recompute)))
         for number in range(2):
             log = []

@@ -5,13 +5,15 @@ import torch
 
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
 from foreroute.plan import Topology
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.plan.random_plans import LINKS, random_plan
 
 RANKS, EXPERTS, TOP_K, SLOTS = 4, 8, 3, 2
 WIDTH = EXPERTS // RANKS + SLOTS
 
 
-def check_rows_take_the_columns_that_the_plan_gives_them():
+@on_ranks(1)
+def test_rows_take_the_columns_that_the_plan_gives_them():
     for seed in range(30):
         map_GRE, planned_GR, counts_GE = routed(seed)
         topology = Topology(RANKS, RANKS, SLOTS, LINKS)

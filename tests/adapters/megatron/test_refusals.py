@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from foreroute.adapters import megatron
 from foreroute.errors import AttachError
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import on_ranks
 
 SETTINGS = [
     ({"moe_router_fusion": True}, "moe_router_fusion"),
@@ -26,7 +27,8 @@ SETTINGS = [
 ]
 
 
-def check_settings_that_bypass_or_change_the_selection():
+@on_ranks(1)
+def test_settings_that_bypass_or_change_the_selection():
     for settings, said in SETTINGS:
         built = on.model()
         for name, value in settings.items():
@@ -38,7 +40,8 @@ def check_settings_that_bypass_or_change_the_selection():
         on.refuses(AttachError, "decoder.layers.1.mlp.router", lambda built=built: megatron.attach(built))
 
 
-def check_routers_that_select_in_a_way_of_their_own():
+@on_ranks(1)
+def test_routers_that_select_in_a_way_of_their_own():
     class Hashing(TopKRouter):
         def routing(self, logits, padding_mask=None):
             return super().routing(logits.flip(-1), padding_mask)
@@ -60,7 +63,8 @@ def check_routers_that_select_in_a_way_of_their_own():
     on.refuses(AttachError, "install megatron-core 0.16.1 or newer", lambda: megatron.attach(built))
 
 
-def check_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_are_masked():
+@on_ranks(1)
+def test_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_are_masked():
     """What no setting says: a function under the router that ignores replay, or masks the scores it gathers from."""
     from megatron.core.transformer.moe import router as routers
 
@@ -86,7 +90,8 @@ def check_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_ar
     megatron.attach(on.model())
 
 
-def check_models_without_routers_or_with_several_decoders():
+@on_ranks(1)
+def test_models_without_routers_or_with_several_decoders():
     on.refuses(AttachError, "has no MoE layer", lambda: megatron.attach(on.model(moe_layer_freq=[0, 0, 0])))
     on.refuses(AttachError, "has no decoder", lambda: megatron.attach(torch.nn.Linear(2, 2)))
     on.refuses(AttachError, "no model to attach", lambda: megatron.attach([]))
@@ -97,7 +102,8 @@ def check_models_without_routers_or_with_several_decoders():
     on.refuses(AttachError, "expected each once", lambda: megatron.attach([built, on.model()]))
 
 
-def check_a_router_that_does_not_run_by_itself():
+@on_ranks(1)
+def test_a_router_that_does_not_run_by_itself():
     """As one that FSDP has sharded. Attached before that, it is the same module."""
     mesh = init_device_mesh("cpu", (1,))
     built, routed = on.attached()
@@ -112,7 +118,8 @@ def check_a_router_that_does_not_run_by_itself():
     on.assert_followed(maps, trace)
 
 
-def check_confident_routers_are_no_masked_ones():
+@on_ranks(1)
+def test_confident_routers_are_no_masked_ones():
     """Their softmax underflows on rows of any size, in half precision first."""
     for dtype, confidence in ((torch.float16, 10), (torch.float32, 200)):
         built = on.model(moe_router_dtype=None)
@@ -121,7 +128,8 @@ def check_confident_routers_are_no_masked_ones():
         megatron.attach(built)
 
 
-def check_attaching_runs_no_hooks():
+@on_ranks(1)
+def test_attaching_runs_no_hooks():
     """Those of DDP gather parameters, and overwrite them with a buffer that no step has filled yet."""
     built, ran = on.model(), []
     for module in built.modules():

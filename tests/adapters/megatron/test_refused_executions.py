@@ -20,15 +20,16 @@ from foreroute.errors import PlacementError
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.planner import plan
-from tests.adapters.megatron import refusal_checks
+from tests.adapters.megatron import test_refusals
 from tests.adapters.megatron.executed_plans import Planned
-from tests.adapters.megatron.forked_ranks import ROOT
+from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.model_chunks import initialize
 from tests.adapters.megatron.training_step import moe_layers
 
 
-def check_layers_and_settings():
+@on_ranks(2)
+def test_layers_and_settings():
     with refusing("sequential") as (block, refused):
         expert = block.experts.local_experts[0]
         for backend in ("deepep", "hybridep", "ncclep"):
@@ -51,7 +52,8 @@ def check_layers_and_settings():
             refused(said(block.config, name, 2.0), f"{name} is set")
 
 
-def check_what_megatron_does_not_execute_of_a_plan_is_warned_of():
+@on_ranks(2)
+def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
     """By its own row of the table: here the other executor could do all."""
     initialize(Cell(ep=2))
     ranks = ExecutionRanks(parallel_state.get_expert_model_parallel_group(), None)
@@ -67,7 +69,8 @@ def check_what_megatron_does_not_execute_of_a_plan_is_warned_of():
                 ranks.agree_on_plan(step, plan(counts_MLGE, topology, PlanOptions(slots=slots)), "a test")
 
 
-def check_experts_over_tensor_ranks():
+@on_ranks(2)
+def test_experts_over_tensor_ranks():
     """As a job sets them up: every expert is cut in two."""
     at = Planned.of(ExecutionCase(Cell(tp=2, etp=2, layers=2)), kind="static")
     with (
@@ -77,15 +80,17 @@ def check_experts_over_tensor_ranks():
         pass
 
 
-def check_what_each_would_take_is_written_down():
+@on_ranks(2)
+def test_what_each_would_take_is_written_down():
     """Every setting that is refused, on attach or by `execute`, has its row in the decision."""
     text = (ROOT / "docs" / "decisions" / "0007-megatron-homes.md").read_text()
     named = {name for row in re.findall(r"^\| (.+?) \|", text, re.MULTILINE) for name in re.findall("`(.+?)`", row)}
-    settings = {*REFUSED_SETTINGS, *(name for refused, _ in refusal_checks.SETTINGS for name in refused)}
+    settings = {*REFUSED_SETTINGS, *(name for refused, _ in test_refusals.SETTINGS for name in refused)}
     assert not settings - named, settings - named
 
 
-def check_experts_in_one_module():
+@on_ranks(2)
+def test_experts_in_one_module():
     with refusing("grouped") as (block, refused):
         experts = block.experts
         refused(said(experts, "_with_fused_impl", True), "use_transformer_engine_op_fuser is set")

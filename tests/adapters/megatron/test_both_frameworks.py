@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from foreroute.adapters import hf, megatron
-from foreroute.errors import BatchMismatchError
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron import qwen3_moe
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.traces import weighted
 
 LENGTHS = (on.WIDTH, 9, 5)
@@ -15,7 +15,8 @@ ROUNDING = 16
 order, and its norms and softmaxes other intermediate steps."""
 
 
-def check_a_trace_of_transformers_is_replayed_by_both():
+@on_ranks(1)
+def test_a_trace_of_transformers_is_replayed_by_both():
     both = Both()
     with both.hf.record() as recording:
         native_BT = both.by_transformers()
@@ -25,7 +26,8 @@ def check_a_trace_of_transformers_is_replayed_by_both():
     assert tolerance < 1e-4
 
 
-def check_a_trace_of_megatron_is_replayed_by_both():
+@on_ranks(1)
+def test_a_trace_of_megatron_is_replayed_by_both():
     both = Both()
     with both.megatron.record() as recording:
         native_BT = both.by_megatron()
@@ -35,14 +37,16 @@ def check_a_trace_of_megatron_is_replayed_by_both():
     assert np.array_equal(both.by_megatron(trace, padding="native")[both.real], native_BT[both.real])
 
 
-def check_foreign_routes_are_followed_by_both():
+@on_ranks(1)
+def test_foreign_routes_are_followed_by_both():
     both = Both()
     for complete in (True, False):
         trace = on.foreign(both.hf.spec, both.tokens, lengths=LENGTHS, complete=complete)
         both.require_as_written(trace, both.by_transformers, both.by_megatron)
 
 
-def check_other_routes_are_seen():
+@on_ranks(1)
+def test_other_routes_are_seen():
     """The control: each framework under another trace is far from what is written down for this one."""
     both = Both()
     trace, other = (on.foreign(both.hf.spec, both.tokens, seed, lengths=LENGTHS) for seed in (3, 4))
@@ -52,7 +56,8 @@ def check_other_routes_are_seen():
         on.refuses(AssertionError, "float32", lambda run=run: both.require_as_written(trace, lambda _: run(other)))
 
 
-def check_gradients_of_routers_agree():
+@on_ranks(1)
+def test_gradients_of_routers_agree():
     both = Both()
     trace = on.foreign(both.hf.spec, both.tokens, lengths=LENGTHS)
     wanted = both.gradients_as_written(trace)
@@ -67,51 +72,8 @@ def check_gradients_of_routers_agree():
             assert (seen - wanted[layer]).abs().max() < 1e-4 * size, f"router {layer}"
 
 
-def check_margins_and_gate_weights_agree():
-    """Of the rows that both record: Megatron takes padding without a mask for tokens."""
-    both = Both()
-    seen = []
-    for routed, run in ((both.hf, both.by_transformers), (both.megatron, both.by_megatron)):
-        with routed.record(margins=True, gate_weights=True) as recording:
-            run()
-        trace, margins_NL = recording.trace(), recording.margins_NL()
-        first = np.concatenate([trace.offsets[s] + np.arange(length) for s, length in enumerate(LENGTHS)])
-        order = np.argsort(trace.expert_ids_NLK[first], -1)
-        ids = np.take_along_axis(trace.expert_ids_NLK[first], order, -1)
-        seen.append((ids, np.take_along_axis(trace.gate_weights_NLK[first], order, -1), margins_NL[first]))
-    (ids, weights, margins), (other_ids, other_weights, other_margins) = seen
-    assert np.array_equal(ids, other_ids)
-    assert np.allclose(weights, other_weights, rtol=1e-5, atol=0)
-    # transformers selects by probabilities and Megatron by logits: another scale, and the same order
-    assert (margins > 0).all()
-    assert (other_margins > 0).all()
-    assert np.corrcoef(margins.reshape(-1), other_margins.reshape(-1))[0, 1] > 0.9
-
-
-def check_a_rollout_is_the_same():
-    both = Both()
-    rollouts = []
-    for routed, run in ((both.hf, both.by_transformers), (both.megatron, both.by_megatron)):
-        with routed.record(weight_version=2) as recording:
-            run()
-        rollouts.append(recording.rollout(both.tokens, both.mask))
-        on.refuses(
-            BatchMismatchError,
-            "in the rollout",
-            lambda recording=recording: recording.rollout(both.tokens + 1, both.mask),
-        )
-    for rollout in rollouts:
-        assert rollout.lengths.tolist() == list(LENGTHS)
-        assert np.flatnonzero(~rollout.valid_N).tolist() == (rollout.offsets[1:] - 1).tolist()
-        assert rollout.versions == (2,)
-    ours, theirs = rollouts
-    assert np.array_equal(ours.token_ids_N, theirs.token_ids_N)
-    routed_N = ours.valid_N
-    assert np.array_equal(*(np.sort(each.expert_ids_NLK[routed_N], -1) for each in rollouts))
-    both.require_as_written(theirs, both.by_transformers, both.by_megatron)
-
-
-def check_gate_weights_of_one_are_replayed_by_the_other():
+@on_ranks(1)
+def test_gate_weights_of_one_are_replayed_by_the_other():
     both = Both()
     with both.hf.record(gate_weights=True) as recording:
         both.by_transformers()

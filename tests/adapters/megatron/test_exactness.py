@@ -8,11 +8,13 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from foreroute.adapters.megatron.hooks import TopKRouterHook
 from foreroute.core.passes import Pass, Rows, Watch
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import on_ranks
 
 ROWS = 16
 
 
-def check_gates_and_gradients_against_a_dense_oracle():
+@on_ranks(1)
+def test_gates_and_gradients_against_a_dense_oracle():
     """Router alone: weights at forced ids, and the gradient of any function of them, from autograd in float64."""
     for name, settings in on.ROUTINGS.items():
         if "jitter" in name or "capacity" in name:
@@ -39,7 +41,8 @@ def check_gates_and_gradients_against_a_dense_oracle():
         assert (probs_RE[outside] > 0).all(), f"{name}: an expert outside the live picks has no weight"
 
 
-def check_the_oracle_tells_a_wrong_rule_apart():
+@on_ranks(1)
+def test_the_oracle_tells_a_wrong_rule_apart():
     """The control: gates gathered from scores that were zeroed outside the live picks, or of another rule."""
     _, routed = on.attached(moe_router_score_function="sigmoid")
     site = routed.chunks[0].sites[0]
@@ -53,7 +56,8 @@ def check_the_oracle_tells_a_wrong_rule_apart():
         assert not torch.allclose(probs_RE.double().gather(1, ids_RK), wrong_RK, atol=1e-5)
 
 
-def check_megatrons_own_replay_is_left_alone():
+@on_ranks(1)
+def test_megatrons_own_replay_is_left_alone():
     built, routed = on.attached()
     ids = on.tokens()
     before = [dict(vars(own)) for own in RouterReplay.global_router_replay_instances]
