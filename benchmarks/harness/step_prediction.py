@@ -182,7 +182,6 @@ def processes_config(
                 "cluster_latency_s": 1e-4,
             },
             "costs": {"paths": path, "sequence_tokens": float(sequence_tokens)},
-            "execution": {"early_cells": Ability.EARLY_CELLS in EXECUTES[executor]},
         },
         source="the benchmark",
     )

@@ -123,6 +123,11 @@ def plans_differ(s):
     s.begin(split_plan(5 + s.rank, s.counts_MLGE, s.placed.home_LE))
 
 
+@refused(EXECUTED, "PlanError", "ranks hold different plans (rank 0: step 0, 2 ranks, plan ")
+def steps_differ(s):
+    s.placed.begin_step(s.rank, s.plan, s.counts_MLGE)
+
+
 @refused(EXECUTED, "PlanError", "rank 1: the plan is None; expected a plan or the path of its file")
 def no_plan_on_one_rank(s):
     s.placed.begin_step(0, None if s.rank else s.plan, s.counts_MLGE)

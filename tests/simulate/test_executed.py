@@ -30,13 +30,11 @@ ROOT = Path(__file__).parents[2]
 FETCHES = "tests/ep/transfer/test_transfer_engine.py::test_one_pass_moves_the_fewest_bytes_that_the_plan_needs"
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
-SHARED = "tests/ep/test_shared_plans.py::test_micro_steps_run_while_others_are_planned_and_nothing_changes"
 TESTS = {
     "hf": {
         Ability.LAYER_SLOTS: "tests/ep/transfer/test_slot_sets.py::test_slots_per_layer_need_no_refetch",
         Ability.HOST_PATH: FETCHES,
         Ability.DEEP_PREFETCH: FETCHES,
-        Ability.EARLY_CELLS: SHARED,
     },
     "megatron": {
         Ability.EXPERT_DATA_PARALLEL: STATIC,
@@ -168,7 +166,7 @@ def test_what_no_executor_does_is_marked(change, missing):
 def test_one_executor_must_do_all():
     assert lacking({Ability.DEEP_PREFETCH, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
     assert lacking({Ability.EXPERT_DATA_PARALLEL}) == ()
-    grouped = small_config(gpus=8, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
+    grouped = small_config(gpus=8, methods=["ours_traffic"], costs={"paths": "direct"})
     assert simulate(grouped)["ours_traffic"].not_executed == ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,8 @@ from foreroute.ep.transfer import Cell, ReplicaWeights
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
-from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule
+from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
 from foreroute.trace import RoutingTrace, add_assignments
-
-if TYPE_CHECKING:
-    from foreroute.ep.shared_plan import ExecutablePlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +95,14 @@ class ActivePlan:
 
     Attributes:
         step: its number.
-        plan: of the step; cells of later micro-steps may still be to come.
+        plan: of the step.
         counts_MLGE: integers [M, L, G, E], the counts that were planned; None where only the plan is known.
         weights: where replicas come from.
         schedule: of this rank.
     """
 
     step: int
-    plan: ExecutablePlan
+    plan: StepPlan
     counts_MLGE: NDArray[np.integer] | None
     weights: ReplicaWeights
     schedule: ExecutionSchedule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -14,11 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from foreroute.ep.agreement import agree_on_rows, agree_on_step, share_plan
 from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
-from foreroute.ep.shared_plan import ExecutablePlan, SharedPlan, agree_on_counts, agree_on_rows, agree_on_step, parts_of
 from foreroute.ep.transfer import ReplicaWeights
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
@@ -27,7 +27,6 @@ from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, InputError, PlacementError, PlanError, shown
 from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
 from foreroute.plan.capabilities import FetchPath
-from foreroute.planner import PlanInProgress
 from foreroute.trace import RoutingTrace
 
 
@@ -39,10 +38,8 @@ class StepWeights(ReplicaWeights, Protocol):
         """Which path weights take."""
         ...
 
-    def begin_step(
-        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, is_agreed: bool = False
-    ) -> None:
-        """A plan is in force from now on. A collective call, in which ranks compare it unless they have agreed."""
+    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
+        """A plan is in force from now on, the same on all ranks. A collective call."""
         ...
 
 
@@ -144,35 +141,31 @@ class ExpertParallelModel:
         counts_GMLE = self.consensus.gather(torch.from_numpy(mine.astype(np.int64)), what).numpy()
         return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
 
-    def share_plan(self, plan: PlanInProgress | None) -> SharedPlan:
+    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """Give all ranks the plan that the first one makes, so that it is made once. A collective call.
 
-        It waits for the first micro-steps alone; `executing` takes the others as they are planned.
-
         Args:
-            plan: of the first rank, as `planner.start` gives it, or None when it could not begin one; the others' is
-                not looked at.
+            make: called on the first rank alone; it may wait for a thread that plans.
 
         Raises:
-            PlanError: when the first rank has none; its own error, there, when it cannot plan the first micro-step.
+            PlanError: on the other ranks, when the first cannot make it; there, its own error.
             TransferError: when a rank does not answer, such as one that died while it planned.
         """
-        return SharedPlan(self.consensus, plan)
+        return share_plan(self.consensus, make)
 
     def begin_step(
         self,
         step: int,
-        plan: StepPlan | SharedPlan | str | os.PathLike[str],
+        plan: StepPlan | str | os.PathLike[str],
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None = None,
         *,
         updating: bool = True,
-    ) -> StepPlan | SharedPlan:
+    ) -> StepPlan:
         """Put a plan in force. A collective call.
 
         Args:
             step: its number; another one after every change of weights.
-            plan: the same on all ranks, with the homes that experts have; what `share_plan` gave; or the file that it
-                was saved to.
+            plan: the same on all ranks, with the homes that experts have; or the file that it was saved to.
             planned: integers [M, L, G, E], the counts that were planned; or the traces of all sequences of the step,
                 which are counted by the packing of the plan. Without them, counts are exchanged in every cell.
             updating: whether backward passes follow.
@@ -190,30 +183,27 @@ class ExpertParallelModel:
         self._require_routed()
         plan, counts_MLGE = self._read(step, plan, planned)
         agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
-        first, *others = parts_of(plan)
         schedule = ExecutionSchedule(
-            first,
+            plan,
             counts_MLGE,
             self.consensus.rank,
             row_multiple_L=[row_multiple(layer.shards.tensors) for layer in self.layers],
             paths=self._weights.paths,
         )
-        for part in others:
-            schedule.extend(part)
-        self._weights.begin_step(step, plan, schedule, updating=updating, is_agreed=True)
+        self._weights.begin_step(step, plan, schedule, updating=updating)
         self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule)
         return plan
 
     def _read(
         self,
         step: int,
-        plan: StepPlan | SharedPlan | str | os.PathLike[str],
+        plan: StepPlan | str | os.PathLike[str],
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None,
-    ) -> tuple[StepPlan | SharedPlan, NDArray[np.integer] | None]:
+    ) -> tuple[StepPlan, NDArray[np.integer] | None]:
         """The plan and its counts, on all ranks or on none."""
         refusal: InputError | None = None
         try:
-            if not isinstance(plan, StepPlan | SharedPlan | str | os.PathLike):
+            if not isinstance(plan, StepPlan | str | os.PathLike):
                 raise PlanError(f"the plan is {shown(plan)}; expected a plan or the path of its file")
             found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
             if planned is None or isinstance(planned, np.ndarray):
@@ -222,7 +212,7 @@ class ExpertParallelModel:
                 traces = [planned] if isinstance(planned, RoutingTrace) else planned
                 if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
                     raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
-                counts = parts_of(found)[0].counts_of(traces)
+                counts = found.counts_of(traces)
         except InputError as error:
             refusal = error
         objection = None if refusal is None else str(refusal)
@@ -247,7 +237,7 @@ class ExpertParallelModel:
             The execution.
 
         Raises:
-            PlanError: without a plan in force, or when it has no such micro-step; when the rank that plans cannot.
+            PlanError: without a plan in force, or when it has no such micro-step.
             CountsError: on every rank alike, before anything is sent, when the rows of one are not those planned, or
                 what its routers did in the forward before differs; in a forward, when counts are exchanged and differ.
             ReplayError: on leaving, when a layer of the model did not run.
@@ -255,7 +245,6 @@ class ExpertParallelModel:
         if self._active is None:
             raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
         rows = BatchRows() if rows is None else rows
-        self._take_up_parts(self._active, micro_step)
         exchanges = agree_on_rows(self.consensus, self._active, micro_step, rows, self._misrouted())
         execution = Execution(self.group, len(self.layers), rows, self._active, micro_step, exchanges)
         with self._executions.on_top(execution):
@@ -272,16 +261,6 @@ class ExpertParallelModel:
         """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead."""
         if objections := self.consensus.objections(self._misrouted(), "comparing routes with those known ahead"):
             raise CountsError("; ".join(objections))
-
-    def _take_up_parts(self, active: ActivePlan, micro_step: int) -> None:
-        """Take up what has been planned by now, this micro-step at least, where the plan is still in the making."""
-        if not isinstance(active.plan, SharedPlan):
-            return
-        begin = active.plan.num_known
-        if parts := active.plan.advance(micro_step):
-            agree_on_counts(self.consensus, active.plan, parts, active.counts_MLGE, begin)
-            for part in parts:
-                active.schedule.extend(part)
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.

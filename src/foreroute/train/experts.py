@@ -1,16 +1,16 @@
 """Expert-parallel execution: the experts are spread over the ranks of a run, and each pass executes a plan.
 
 routes known ─▶ counts of all ranks ─▶ rank 0's thread:   recompute │ update 0 │ update 1 │ …
-                                                           ▼ ▼  ▼       ▼ ▼
-every rank:                                                recompute ─▶ update 0 ─▶ …    micro-steps as they are planned
+                                                                    ▼          ▼
+every rank:                                                         recompute ─▶ update 0 ─▶ …
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +27,10 @@ from foreroute.adapters.hf.scoring import pad
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.ep import BatchRows
-from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import ConfigError, PlanError
-from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.planner import PlanInProgress
+from foreroute.errors import ConfigError
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.planner.homes import place_homes
 from foreroute.records import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
@@ -102,16 +100,20 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths, prefetch=config.prefetch))
 
 
-class _Announced(NamedTuple):
-    """A pass that will run on weights with `number` optimizer steps behind them.
+class _Made(NamedTuple):
+    """A plan, by priced option whether it is on and why, and the seconds of planning."""
 
-    On the rank that plans `progress` is its plan, as soon as it is begun, and `seconds` how long that took in all.
-    """
+    plan: StepPlan
+    why: dict[str, str]
+    seconds: float
+
+
+class _Announced(NamedTuple):
+    """A pass that will run on weights with `number` optimizer steps behind them; `making` on the rank that plans."""
 
     counts_MLGE: NDArray[np.integer]
     number: int
-    progress: Future[PlanInProgress] | None = None
-    seconds: Future[float] | None = None
+    making: Future[_Made] | None = None
 
 
 class ExpertParallel(OneProcess):
@@ -174,8 +176,8 @@ class ExpertParallel(OneProcess):
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
         for each, counts_MLGE in zip(passes, counts, strict=True):
-            planned = self._submitted(counts_MLGE) if self.ranks.rank == 0 else ()
-            self._announced[each.name] = _Announced(counts_MLGE, first + each.after, *planned)
+            making = self._submitted(counts_MLGE) if self.ranks.rank == 0 else None
+            self._announced[each.name] = _Announced(counts_MLGE, first + each.after, making)
 
     @contextmanager
     def running(self, planned: ScheduledPass, *, updating: bool = False) -> Iterator[None]:
@@ -183,7 +185,7 @@ class ExpertParallel(OneProcess):
         if announced is None:
             yield
             return
-        plan, waited_s = self._shared(announced.progress)
+        plan, waited_s = self._shared(announced.making)
         known = time.monotonic()
         # replicas are fetched from what is published, which is the same for all passes on the same weights
         if not self._published:
@@ -197,9 +199,9 @@ class ExpertParallel(OneProcess):
         finally:
             # records of a pass that failed are not those of the next one
             self._now, now.transfers = None, self._engine.take_records()
-        if announced.progress is not None and announced.seconds is not None:
-            now.planning_s, now.exposed_planning_s = announced.seconds.result(), waited_s + plan.waited_s
-            now.priced_options = announced.progress.result().priced_options
+        if announced.making is not None:
+            _, now.priced_options, now.planning_s = announced.making.result()
+            now.exposed_planning_s = waited_s
         self._executed.append(now)
 
     @contextmanager
@@ -244,36 +246,30 @@ class ExpertParallel(OneProcess):
         self._published = False
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
-    def _submitted(self, counts_MLGE: NDArray[np.integer]) -> tuple[Future[PlanInProgress], Future[float]]:
+    def _submitted(self, counts_MLGE: NDArray[np.integer]) -> Future[_Made]:
         """Have the thread plan a pass, after those that were announced before. Homes stay: they move between steps."""
-        progress: Future[PlanInProgress] = Future()
         home_LE = self._placed.home_LE
         topology, options, costs = self._planning
 
-        def work() -> float:
-            begun = time.monotonic()
-            try:
-                stay = replace(options, home_moves=0)
-                progress.set_result(planner.start(counts_MLGE, topology, stay, home_LE=home_LE, costs=costs))
-            except BaseException as error:  # it must reach whoever waits for the plan
-                progress.set_exception(error)
-                raise
-            progress.result().result()
-            return time.monotonic() - begun
+        def make() -> _Made:
+            begun, stay = time.monotonic(), replace(options, home_moves=0)
+            found, why = planner.plan_and_why(counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
+            return _Made(found, why, time.monotonic() - begun)
 
-        return progress, self._thread.submit(work)
+        return self._thread.submit(make)
 
-    def _shared(self, planned: Future[PlanInProgress] | None) -> tuple[SharedPlan, float]:
-        """The plan of a pass, its first micro-steps known, and the seconds that this rank waited for it to begin."""
+    def _shared(self, making: Future[_Made] | None) -> tuple[StepPlan, float]:
+        """The plan of a pass, and the seconds that this rank waited for its thread."""
+
+        def made() -> StepPlan:
+            assert making is not None, "the first rank plans"
+            return making.result().plan
+
         begun = time.monotonic()
-        try:
-            progress = None if planned is None else planned.result()
-        except Exception:
-            with suppress(PlanError):  # of no plan, which is what the others are told
-                self._placed.share_plan(None)
-            raise
+        if making is not None:
+            wait([making])
         waited_s = time.monotonic() - begun
-        return self._placed.share_plan(progress), waited_s
+        return self._placed.share_plan(made), waited_s
 
     def _count(self, routes: RoutingTrace, planned: ScheduledPass) -> NDArray[np.int64]:
         """Count the assignments of all ranks, int64 [M, L, G, E]."""

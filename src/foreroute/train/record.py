@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.capture import Generation
-from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
-from foreroute.plan import contiguous_imbalance
+from foreroute.plan import StepPlan, contiguous_imbalance
 from foreroute.records import (
     DeviceRecord,
     ExecutionRecord,
@@ -218,14 +217,14 @@ class ExecutedPass:
     Attributes:
         publishing_s: seconds that it waited for weights to be published.
         planning_s: seconds that the planner took, on the rank that plans.
-        exposed_planning_s: seconds of them that the pass waited for, before it began and before later micro-steps.
+        exposed_planning_s: seconds of them that the pass waited for before it began.
         priced_options: whether pay-off and traffic were on, and why, on the rank that plans.
         transfers: of this rank, once the pass has ended.
         executed_ML: int64 [M, L], assignments that this rank computed.
     """
 
     name: str
-    plan: SharedPlan
+    plan: StepPlan
     counts_MLGE: NDArray[np.integer]
     publishing_s: float
     planning_s: float = 0.0
