@@ -37,10 +37,10 @@ def a_step(rank, is_shared):
 
     plan = placed.share_plan(make) if is_shared else make()
     assert len(made) == (rank == 0 or not is_shared)
-    placed.begin_step(0, plan, counts_MLGE)
+    placed.begin_step(0, plan, counts_MLGE, rows)
     losses = []
     for m, trace in enumerate(traces):
-        with routed.replay(trace), placed.executing(m, rows[m]):
+        with routed.replay(trace), placed.executing(m):
             loss = -log_probs(placed.model, batch(rank, 0, m)).sum()
             loss.backward()
         losses.append(loss.item())

@@ -110,9 +110,9 @@ def execute(rank):
         with closing(TransferEngine(placed.homes, step_plan.topology, slots, PeerGroup(timeout_s=60))) as engine:
             placed.use(engine)
             engine.publish()
-            placed.begin_step(step, step_plan, counts_MLGE)
+            placed.begin_step(step, step_plan, counts_MLGE, rows)
             for m, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
-                with routed.replay(trace), placed.executing(m, rows[m]) as execution:
+                with routed.replay(trace), placed.executing(m) as execution:
                     logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
                     part = logits.double().log_softmax(-1)[..., 0].mean()
                     part.backward()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.ep.execution import ActivePlan, BatchRows
+from foreroute.ep.execution import BatchRows
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
-from foreroute.errors import CountsError, PlanError
+from foreroute.errors import CountsError, PlanError, shown
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
@@ -73,42 +73,33 @@ def agree_on_step(
 
 
 def agree_on_rows(
-    consensus: RankConsensus, active: ActivePlan, micro_step: int, rows: BatchRows, objection: str | None
-) -> bool:
-    """Make sure that all ranks begin the same micro-step, with the rows that were planned.
+    consensus: RankConsensus,
+    plan: StepPlan,
+    counts_MLGE: NDArray[np.integer] | None,
+    rows_M: Sequence[BatchRows],
+) -> list[bool]:
+    """Make sure that every rank brings the rows that were planned, in all micro-steps.
 
     Args:
         consensus: of the ranks.
-        active: the plan in force.
-        micro_step: that this rank begins.
-        rows: of its micro-batch.
-        objection: what else is wrong here, or None.
+        plan: agreed on.
+        counts_MLGE: integers [M, L, G, E], agreed on, or None.
+        rows_M: of the micro-batches of this rank.
 
     Returns:
-        Whether counts must be exchanged in every cell: they must where one rank does not know its routes ahead, sends a
-        row that is not planned, or has no counts.
+        By micro-step, whether counts must be exchanged in every cell: they must where one rank does not know its routes
+        ahead, sends a row that is not planned, or has no counts.
 
     Raises:
-        PlanError: on every rank alike, for different micro-steps, or one that the plan does not have.
-        CountsError: on every rank alike, when the rows of one are not those planned, or something else is wrong there.
+        CountsError: on every rank alike, when the rows of one are not those planned.
         TransferError: when a rank does not answer.
     """
-    num_micro_steps = active.plan.shape[0]
-    if objection is None and 0 <= micro_step < num_micro_steps:
-        objection = _objection_to_rows(active, micro_step, rows, consensus.rank)
-    is_known = active.counts_MLGE is not None and rows.routed_LE is not None and rows.all_planned
-    seen = torch.tensor([micro_step, -micro_step, objection is not None, not is_known])
-    what = f"beginning micro-step {micro_step} of step {active.step}"
-    most, minus_least, objected, exchanges = consensus.most(seen, what).tolist()
-    if most != -minus_least or not 0 <= micro_step < num_micro_steps:
-        raise PlanError(
-            f"ranks begin micro-steps {-minus_least} to {most} of a plan that has {num_micro_steps}; expected the same "
-            f"on all of them, from 0 to {num_micro_steps - 1}"
-        )
-    if objected:
-        texts = consensus.texts(objection or "", what)
-        raise CountsError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
-    return bool(exchanges)
+    what = "comparing rows with those of the plan"
+    if objections := consensus.objections(_objection_to_rows(plan, counts_MLGE, rows_M, consensus.rank), what):
+        raise CountsError("; ".join(objections))
+    has_counts = counts_MLGE is not None
+    unknown = [not (has_counts and rows.routed_LE is not None and rows.all_planned) for rows in rows_M]
+    return [bool(any_) for any_ in consensus.most(torch.tensor(unknown, dtype=torch.int32), what).tolist()]
 
 
 def _objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None:
@@ -138,16 +129,26 @@ def _objection_to_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer] | None
     return None
 
 
-def _objection_to_rows(active: ActivePlan, micro_step: int, rows: BatchRows, rank: int) -> str | None:
-    if active.counts_MLGE is None or rows.routed_LE is None:
-        return None
-    planned_LE = active.counts_MLGE[micro_step, :, rank]
-    if rows.routed_LE.shape != planned_LE.shape:
-        return f"rows are routed to {list(rows.routed_LE.shape)} layers and experts, expected {list(planned_LE.shape)}"
-    if (rows.routed_LE != planned_LE).any():
-        layer, expert = np.argwhere(rows.routed_LE != planned_LE)[0].tolist()
-        return (
-            f"its rows of micro-step {micro_step} make {rows.routed_LE[layer, expert]} assignments to expert {expert} "
-            f"of routed layer {layer}, {planned_LE[layer, expert]} were planned; execute the micro-batches of the plan"
-        )
+def _objection_to_rows(
+    plan: StepPlan, counts_MLGE: NDArray[np.integer] | None, rows_M: Sequence[BatchRows], rank: int
+) -> str | None:
+    if not isinstance(rows_M, Sequence) or not all(isinstance(rows, BatchRows) for rows in rows_M):
+        return f"its micro-batches are {shown(rows_M)}; expected a list of BatchRows"
+    if len(rows_M) != plan.shape[0]:
+        return f"it brings {len(rows_M)} micro-batches, the plan is for {plan.shape[0]}"
+    for micro_step, rows in enumerate(rows_M):
+        if counts_MLGE is None or rows.routed_LE is None:
+            continue
+        planned_LE = counts_MLGE[micro_step, :, rank]
+        if rows.routed_LE.shape != planned_LE.shape:
+            return (
+                f"rows are routed to {list(rows.routed_LE.shape)} layers and experts, expected {list(planned_LE.shape)}"
+            )
+        if (rows.routed_LE != planned_LE).any():
+            layer, expert = np.argwhere(rows.routed_LE != planned_LE)[0].tolist()
+            return (
+                f"its rows of micro-step {micro_step} make {rows.routed_LE[layer, expert]} assignments to expert "
+                f"{expert} of routed layer {layer}, {planned_LE[layer, expert]} were planned; bring the micro-batches "
+                "of the plan"
+            )
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.ep.agreement import agree_on_rows, agree_on_step, share_plan
 from foreroute.ep.compute import row_multiple
-from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
+from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack, RouterCheck
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
 from foreroute.ep.transfer import ReplicaWeights
@@ -25,7 +25,7 @@ from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, InputError, PlacementError, PlanError, shown
-from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
+from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.trace import RoutingTrace
 
@@ -74,8 +74,9 @@ class ExpertParallelModel:
         self._peers = peers
         self._weights: StepWeights = DirectWeights(peers)
         self._active: ActivePlan | None = None
-        # its routers are still to be compared with what was known ahead
-        self._last: Execution | None = None
+        # what routers did, still to be looked at
+        self._unseen: list[RouterCheck] = []
+        self._next_micro_step = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -156,33 +157,43 @@ class ExpertParallelModel:
     def begin_step(
         self,
         step: int,
-        plan: StepPlan | str | os.PathLike[str],
+        plan: StepPlan,
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None = None,
+        micro_batches: Sequence[BatchRows] | None = None,
         *,
         updating: bool = True,
-    ) -> StepPlan:
-        """Put a plan in force. A collective call.
+    ) -> None:
+        """Put a plan in force. A collective call, and the last one on the host before `sum_gradients`.
 
         Args:
             step: its number; another one after every change of weights.
-            plan: the same on all ranks, with the homes that experts have; or the file that it was saved to.
+            plan: the same on all ranks, with the homes that experts have.
             planned: integers [M, L, G, E], the counts that were planned; or the traces of all sequences of the step,
                 which are counted by the packing of the plan. Without them, counts are exchanged in every cell.
+            micro_batches: the rows of this rank in each micro-step. By default all rows are planned, and routing is not
+                known ahead, so that counts are exchanged in every cell.
             updating: whether backward passes follow.
 
-        Returns:
-            The plan. Its packing says which sequences a rank runs in which micro-step.
-
         Raises:
-            PlanError: on every rank alike, when plans differ, a file cannot be read, or one is for other ranks, layers,
-                experts, homes or tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, or as in `executing`.
+            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
+                tokens.
+            CountsError: on every rank alike, when the plan was made for other counts, the rows of one rank are not
+                those planned, or as in `sum_gradients`.
             TransferError: when a rank does not answer.
         """
         self._active = None
         self._require_routed()
-        plan, counts_MLGE = self._read(step, plan, planned)
+        counts_MLGE = self._read(step, plan, planned)
         agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
+        rows_M = [BatchRows()] * plan.shape[0] if micro_batches is None else micro_batches
+        exchanges_M = agree_on_rows(self.consensus, plan, counts_MLGE, rows_M)
+        if counts_MLGE is not None and micro_batches is not None and any(exchanges_M):
+            warnings.warn(
+                f"in {sum(exchanges_M)} of {len(exchanges_M)} micro-steps some rank sends rows that the plan has not "
+                "counted, such as last tokens, or does not know its routes ahead: all ranks exchange counts in every "
+                "cell, and wait for them; leave such rows out of the batch",
+                stacklevel=2,
+            )
         schedule = ExecutionSchedule(
             plan,
             counts_MLGE,
@@ -191,75 +202,72 @@ class ExpertParallelModel:
             paths=self._weights.paths,
         )
         self._weights.begin_step(step, plan, schedule, updating=updating)
-        self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule)
-        return plan
+        self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule, list(rows_M), exchanges_M)
+        self._next_micro_step = 0
 
     def _read(
-        self,
-        step: int,
-        plan: StepPlan | str | os.PathLike[str],
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None,
-    ) -> tuple[StepPlan, NDArray[np.integer] | None]:
-        """The plan and its counts, on all ranks or on none."""
+        self, step: int, plan: StepPlan, planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None
+    ) -> NDArray[np.integer] | None:
+        """The counts of the plan, on all ranks or on none."""
         refusal: InputError | None = None
         try:
-            if not isinstance(plan, StepPlan | str | os.PathLike):
-                raise PlanError(f"the plan is {shown(plan)}; expected a plan or the path of its file")
-            found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+            if not isinstance(plan, StepPlan):
+                raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives")
             if planned is None or isinstance(planned, np.ndarray):
                 counts = planned
             else:
                 traces = [planned] if isinstance(planned, RoutingTrace) else planned
                 if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
                     raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
-                counts = found.counts_of(traces)
+                counts = plan.counts_of(traces)
         except InputError as error:
             refusal = error
         objection = None if refusal is None else str(refusal)
         if objections := self.consensus.objections(objection, f"reading the plan of step {step}"):
             raise PlanError("; ".join(objections)) from refusal
-        return found, counts
+        return counts
 
     @contextmanager
-    def executing(self, micro_step: int, rows: BatchRows | None = None) -> Iterator[Execution]:
-        """Run one forward of the model as the plan in force says. A collective call, on entering.
+    def executing(self, micro_step: int) -> Iterator[Execution]:
+        """Run one forward of the model as the plan in force says. The host asks no other rank.
 
         Where routes are known ahead, what routers did is compared with them later, so that the host need not wait for
-        the device: by the next call of this method, of `begin_step` or of `sum_gradients`, before any weight changes.
+        the device: by the next call of `begin_step` or of `sum_gradients`, before any weight changes.
         With activation checkpointing, `backward()` may run inside or outside the context, and those of
         several micro-steps in any order that is the same on all ranks.
 
         Args:
-            micro_step: of the plan.
-            rows: of this rank's micro-batch. By default all are planned, and routing is not known ahead.
+            micro_step: of the plan; they run once each, in their order, so that all ranks run the same.
 
         Yields:
             The execution.
 
         Raises:
-            PlanError: without a plan in force, or when it has no such micro-step.
-            CountsError: on every rank alike, before anything is sent, when the rows of one are not those planned, or
-                what its routers did in the forward before differs; in a forward, when counts are exchanged and differ.
+            PlanError: without a plan in force, or when another of its micro-steps comes next. Where other ranks go on,
+                they end with this one, at the latest within the timeout of their group.
+            CountsError: in a forward, when counts are exchanged and are not those of the plan; on every rank alike.
             ReplayError: on leaving, when a layer of the model did not run.
         """
-        if self._active is None:
+        active, expected = self._active, self._next_micro_step
+        if active is None:
             raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
-        rows = BatchRows() if rows is None else rows
-        exchanges = agree_on_rows(self.consensus, self._active, micro_step, rows, self._misrouted())
-        execution = Execution(self.group, len(self.layers), rows, self._active, micro_step, exchanges)
+        if micro_step != expected or micro_step == active.plan.shape[0]:
+            raise PlanError(
+                f"micro-step {micro_step} begins after {expected} of {active.plan.shape[0]} of the plan have run; run "
+                "each once, in their order, and call begin_step(...) to begin anew"
+            )
+        self._next_micro_step += 1
+        rows, exchanges = active.rows_M[micro_step], active.exchanges_M[micro_step]
+        execution = Execution(self.group, len(self.layers), rows, active, micro_step, exchanges)
         with self._executions.on_top(execution):
             yield execution
-        execution.end()
-        self._last = execution
-
-    def _misrouted(self) -> str | None:
-        """What routers of the last forward did otherwise than was known ahead, or None; said once."""
-        last, self._last = self._last, None
-        return None if last is None else last.misrouted()
+        self._unseen.append(execution.end())
 
     def _require_routed(self) -> None:
-        """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead."""
-        if objections := self.consensus.objections(self._misrouted(), "comparing routes with those known ahead"):
+        """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead; once."""
+        unseen, self._unseen = self._unseen, []
+        misrouted = next(filter(None, (each.misrouted() for each in unseen)), None)
+        if objections := self.consensus.objections(misrouted, "comparing routes with those known ahead"):
             raise CountsError("; ".join(objections))
 
     def sum_gradients(self) -> None:
@@ -268,7 +276,8 @@ class ExpertParallelModel:
         Those of sharded ones are added up in the backward.
 
         Raises:
-            CountsError: as in `executing`.
+            CountsError: on every rank alike, when the routers of one did otherwise than was known ahead, in any forward
+                since the last call.
         """
         self._require_routed()
         sum_gradients(self.dense_parameters(), self.group, self.consensus.group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from foreroute import planner
 from foreroute.adapters.hf import RoutedTransformer, distribute
-from foreroute.adapters.hf.scoring import pad
+from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.ep import BatchRows
@@ -33,7 +33,7 @@ from foreroute.errors import ConfigError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.planner.homes import place_homes
 from foreroute.records import ExecutionRecord
-from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
+from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass, load_optimizer_state
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
@@ -100,20 +100,13 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths, prefetch=config.prefetch))
 
 
-class _Made(NamedTuple):
-    """A plan, by priced option whether it is on and why, and the seconds of planning."""
-
-    plan: StepPlan
-    why: dict[str, str]
-    seconds: float
-
-
 class _Announced(NamedTuple):
-    """A pass that will run on weights with `number` optimizer steps behind them; `making` on the rank that plans."""
+    """A pass that will run on weights with `number` optimizer steps behind them; `making` is the first rank's plan."""
 
-    counts_MLGE: NDArray[np.integer]
+    run: ExecutedPass
+    rows_M: list[BatchRows]
     number: int
-    making: Future[_Made] | None = None
+    making: Future[StepPlan]
 
 
 class ExpertParallel(OneProcess):
@@ -172,12 +165,20 @@ class ExpertParallel(OneProcess):
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
     ) -> None:
-        counts = [self._count(routes, each) for each in passes]
+        def rows_of(sequences: NDArray[np.int64]) -> BatchRows:
+            replayed = inputs(routes.select(sequences))
+            return BatchRows.replayed(replayed, *pad(replayed))
+
+        rows = [[rows_of(sequences) for sequences in each.micro_steps] for each in passes]
+        counts = [self._placed.gather_counts(np.array([each.routed_LE for each in rows_M])) for rows_M in rows]
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
-        for each, counts_MLGE in zip(passes, counts, strict=True):
-            making = self._submitted(counts_MLGE) if self.ranks.rank == 0 else None
-            self._announced[each.name] = _Announced(counts_MLGE, first + each.after, making)
+        home_LE = self._placed.home_LE
+        for each, rows_M, counts_MLGE in zip(passes, rows, counts, strict=True):
+            run = ExecutedPass(each.name, counts_MLGE)
+            # one thread: passes are planned in the order in which they run
+            making = self._thread.submit(self._make, run, home_LE) if self.ranks.rank == 0 else Future[StepPlan]()
+            self._announced[each.name] = _Announced(run, rows_M, first + each.after, making)
 
     @contextmanager
     def running(self, planned: ScheduledPass, *, updating: bool = False) -> Iterator[None]:
@@ -185,33 +186,33 @@ class ExpertParallel(OneProcess):
         if announced is None:
             yield
             return
-        plan, waited_s = self._shared(announced.making)
+        now, rows_M, number, making = announced
+        begun = time.monotonic()
+        now.plan = self._placed.share_plan(making.result)
         known = time.monotonic()
+        now.exposed_planning_s = known - begun
         # replicas are fetched from what is published, which is the same for all passes on the same weights
         if not self._published:
             self._engine.publish()
             self._published = True
-        publishing_s = time.monotonic() - known
-        self._placed.begin_step(announced.number, plan, announced.counts_MLGE, updating=updating)
-        now = self._now = ExecutedPass(planned.name, plan, announced.counts_MLGE, publishing_s)
+        now.publishing_s = time.monotonic() - known
+        self._placed.begin_step(number, now.plan, now.counts_MLGE, rows_M, updating=updating)
+        self._now = now
         try:
             yield
         finally:
             # records of a pass that failed are not those of the next one
             self._now, now.transfers = None, self._engine.take_records()
-        if announced.making is not None:
-            _, now.priced_options, now.planning_s = announced.making.result()
-            now.exposed_planning_s = waited_s
         self._executed.append(now)
 
     @contextmanager
-    def micro_step(self, number: int, routes: RoutingTrace) -> Iterator[None]:
+    def micro_step(self, number: int) -> Iterator[None]:
         if self._now is None:
             yield
             return
-        with self._placed.executing(number, BatchRows.replayed(routes, *pad(routes))) as execution:
+        with self._placed.executing(number) as execution:
             yield
-        self._now.executed_ML[number] = execution.executed_L
+        self._now.executed_ML.append(execution.executed_L)
 
     def finish_gradients(self, max_norm: float) -> float:
         self._placed.sum_gradients()
@@ -246,37 +247,13 @@ class ExpertParallel(OneProcess):
         self._published = False
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
-    def _submitted(self, counts_MLGE: NDArray[np.integer]) -> Future[_Made]:
-        """Have the thread plan a pass, after those that were announced before. Homes stay: they move between steps."""
-        home_LE = self._placed.home_LE
-        topology, options, costs = self._planning
-
-        def make() -> _Made:
-            begun, stay = time.monotonic(), replace(options, home_moves=0)
-            found, why = planner.plan_and_why(counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
-            return _Made(found, why, time.monotonic() - begun)
-
-        return self._thread.submit(make)
-
-    def _shared(self, making: Future[_Made] | None) -> tuple[StepPlan, float]:
-        """The plan of a pass, and the seconds that this rank waited for its thread."""
-
-        def made() -> StepPlan:
-            assert making is not None, "the first rank plans"
-            return making.result().plan
-
-        begun = time.monotonic()
-        if making is not None:
-            wait([making])
-        waited_s = time.monotonic() - begun
-        return self._placed.share_plan(made), waited_s
-
-    def _count(self, routes: RoutingTrace, planned: ScheduledPass) -> NDArray[np.int64]:
-        """Count the assignments of all ranks, int64 [M, L, G, E]."""
-        micro_step_S = np.repeat(np.arange(len(planned.micro_steps)), [len(each) for each in planned.micro_steps])
-        return self._placed.gather_counts(
-            count_assignments(routes.select(np.concatenate(planned.micro_steps)), micro_step_S)
-        )
+    def _make(self, run: ExecutedPass, home_LE: NDArray[np.int16]) -> StepPlan:
+        """Plan a pass, in the thread. Homes stay: they move between steps."""
+        begun, (topology, options, costs) = time.monotonic(), self._planning
+        stay = replace(options, home_moves=0)
+        plan, run.priced_options = planner.plan_and_why(run.counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
+        run.planning_s = time.monotonic() - begun
+        return plan
 
     def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Any) -> dict[str, Any]:
         """Gather the state of every parameter, or cut it to the part that this rank has."""

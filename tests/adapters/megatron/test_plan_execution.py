@@ -124,6 +124,19 @@ def test_wrong_counts_end_all_ranks_with_one_error():
     run("known_count_checks.check_wrong_counts_end_all_ranks_alike", ranks=2)
 
 
+def test_a_rank_that_brings_other_routes_ends_the_others():
+    """It alone can know, since no rank asks another within a schedule."""
+    wrong, other = run("known_count_checks.brings_other_routes", ranks=2, dying={0})
+    assert wrong[0] == "CountsError"
+    assert "micro-batch 0 brings other routes" in wrong[1]
+    assert other is not None
+    assert other[0] in ("RuntimeError", "DistBackendError", "TransferError"), other
+
+
+def test_no_rank_asks_another_on_the_host_within_a_schedule():
+    run("known_count_checks.check_no_rank_asks_another_on_the_host_within_a_schedule", ranks=2)
+
+
 @pytest.mark.slow
 def test_what_one_stage_objects_to_ends_all_ranks_with_one_error():
     run("known_count_checks.check_what_one_stage_objects_to_ends_all", ranks=4)
