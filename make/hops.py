@@ -161,8 +161,8 @@ def planned_cell(folder: Path) -> Way:
     experts.register_forward_pre_hook(begin)
     experts.register_forward_hook(lambda *_: sys.setprofile(None))
     for step in range(2):
-        placed.begin_step(step, plan, counts_MLGE)
-        with routed.replay(trace), placed.executing(0, rows):
+        placed.begin_step(step, plan, counts_MLGE, [rows])
+        with routed.replay(trace), placed.executing(0):
             loss = routed.model(ids).logits.square().mean()
         loss.backward()
         placed.sum_gradients()

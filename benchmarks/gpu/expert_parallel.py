@@ -153,8 +153,8 @@ def passes(part: Part) -> None:
 
         def passing(known: bool) -> Callable[[], None]:
             def run() -> None:
-                placed.begin_step(0, plan, counts_MLGE if known else None)
-                with routed.replay(trace), placed.executing(0, rows):
+                placed.begin_step(0, plan, counts_MLGE if known else None, [rows])
+                with routed.replay(trace), placed.executing(0):
                     begun = time.perf_counter()
                     logits = model(input_ids=batch.to(part.device), use_cache=False).logits
                     launches[known].append(time.perf_counter() - begun)
@@ -203,10 +203,10 @@ def step_under(bench: Bench, step: int) -> Outcome:
     plan = halved_plan(bench.counts_MLGE, bench.placed.home_LE)
     model, placed = bench.routed.model, bench.placed
     device = next(model.parameters()).device
-    placed.begin_step(step, plan, bench.counts_MLGE)
+    placed.begin_step(step, plan, bench.counts_MLGE, bench.rows_M)
     logits = []
     for m, (batch, trace) in enumerate(zip(bench.batches, bench.traces, strict=True)):
-        with bench.routed.replay(trace), placed.executing(m, BatchRows.replayed(trace, batch)):
+        with bench.routed.replay(trace), placed.executing(m):
             logits.append(_forward_and_backward(model, batch, device))
     placed.sum_gradients()
     grads = {name: placed.whole(each, _grad(each)) for name, each in model.named_parameters()}

@@ -48,6 +48,7 @@ class Bench:
     placed: ExpertParallelModel
     batches: list[torch.Tensor]
     traces: list[RoutingTrace]
+    rows_M: list[BatchRows]
     counts_MLGE: NDArray[np.int32]
 
     @classmethod
@@ -71,11 +72,12 @@ class Bench:
     ) -> Bench:
         """The same model on other routes, of sequences and tokens in each; with `skew` 0 all experts are as likely."""
         batches, traces = drawn(routed.spec, rank, skew=skew, shape=shape, micro_steps=micro_steps)
-        rows = [BatchRows.replayed(trace, batch).routed_LE for trace, batch in zip(traces, batches, strict=True)]
-        mine_MLE = torch.from_numpy(np.stack([counts for counts in rows if counts is not None]).astype(np.int32))
+        rows_M = [BatchRows.replayed(trace, batch) for trace, batch in zip(traces, batches, strict=True)]
+        counts = [rows.routed_LE for rows in rows_M if rows.routed_LE is not None]
+        mine_MLE = torch.from_numpy(np.stack(counts).astype(np.int32))
         parts = [torch.empty_like(mine_MLE) for _ in range(num_ranks)]
         dist.all_gather(parts, mine_MLE)
-        return cls(routed, placed, batches, traces, torch.stack(parts, dim=2).numpy())
+        return cls(routed, placed, batches, traces, rows_M, torch.stack(parts, dim=2).numpy())
 
     def plan(self, options: PlanOptions) -> StepPlan:
         """Of the step."""
@@ -89,15 +91,10 @@ class Bench:
 
     def step(self, plan: StepPlan, *, updating: bool = True) -> NDArray[np.int64]:
         """Forward, and backward if `updating`, of all micro-steps; int64 [M, L], assignments computed here."""
-        self.placed.begin_step(0, plan, self.counts_MLGE, updating=updating)
+        self.placed.begin_step(0, plan, self.counts_MLGE, self.rows_M, updating=updating)
         executed = []
         for m, (batch, trace) in enumerate(zip(self.batches, self.traces, strict=True)):
-            rows = BatchRows.replayed(trace, batch)
-            with (
-                torch.set_grad_enabled(updating),
-                self.routed.replay(trace),
-                self.placed.executing(m, rows) as execution,
-            ):
+            with torch.set_grad_enabled(updating), self.routed.replay(trace), self.placed.executing(m) as execution:
                 loss = self.routed.model(input_ids=batch, use_cache=False).logits.log_softmax(-1)[..., 0].mean()
                 if updating:
                     loss.backward()

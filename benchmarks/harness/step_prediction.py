@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.execution_bench import SLOTS, Bench
 from foreroute.costs.model import CostModel
-from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
@@ -182,7 +181,6 @@ def processes_config(
                 "cluster_latency_s": 1e-4,
             },
             "costs": {"paths": path, "sequence_tokens": float(sequence_tokens)},
-            "execution": {"early_cells": Ability.EARLY_CELLS in EXECUTES[executor]},
         },
         source="the benchmark",
     )
@@ -202,16 +200,11 @@ def executed(
 
 def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, updating: bool) -> float:
     engine.publish()
-    bench.placed.begin_step(0, plan, bench.counts_MLGE, updating=updating)
+    bench.placed.begin_step(0, plan, bench.counts_MLGE, bench.rows_M, updating=updating)
     dist.barrier()
     begun = time.perf_counter()
     for m, (batch, trace) in enumerate(zip(bench.batches, bench.traces, strict=True)):
-        rows = BatchRows.replayed(trace, batch)
-        with (
-            torch.set_grad_enabled(updating),
-            bench.routed.replay(trace),
-            bench.placed.executing(m, rows),
-        ):
+        with torch.set_grad_enabled(updating), bench.routed.replay(trace), bench.placed.executing(m):
             logits = bench.routed.model(input_ids=batch, use_cache=False).logits
             if updating:
                 logits.log_softmax(-1)[..., 0].mean().backward()

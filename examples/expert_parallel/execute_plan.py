@@ -81,10 +81,10 @@ def run_step(
     counts_MLGE: np.ndarray,
 ) -> tuple[float, np.ndarray]:
     """Forward and backward of every micro-step: the loss over all ranks, and the rows that this one computed [M, L]."""
-    placed.begin_step(0, step_plan, counts_MLGE)
+    placed.begin_step(0, step_plan, counts_MLGE, rows)
     total, executed = torch.zeros((), dtype=torch.float64), []
     for m, (sequences, trace) in enumerate(rollouts):
-        with routed.replay(trace), placed.executing(m, rows[m]) as execution:
+        with routed.replay(trace), placed.executing(m) as execution:
             logits = routed.model(sequences[:, :-1], use_cache=False).logits
             logprobs = logits.log_softmax(-1).gather(-1, sequences[:, 1:, None])
             loss = -logprobs.sum()

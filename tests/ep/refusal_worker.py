@@ -1,9 +1,12 @@
 """What worker processes do that must end in an error on all of them."""
 
 import os
+import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,12 +19,14 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.plan.counts import counts_digest
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
+from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import split_plan, static_plan
-from tests.ep.training import Case, batch, policy, replaying
-from tests.ep.training_worker import all_counts, rows_of
+from tests.ep.training import Case, batch, policy, replaying, routes
+from tests.ep.training_worker import all_counts, all_rows
 from tests.ep.transfer.plans import random_plan
 
 CASE = Case(ranks=2, plan=0)
@@ -85,16 +90,18 @@ class Situation:
     def __init__(self, placed, routed, plan, counts_MLGE, rank):
         self.placed, self.routed, self.plan, self.counts_MLGE, self.rank = placed, routed, plan, counts_MLGE, rank
 
-    def begin(self, plan=None, counts_MLGE="planned"):
-        counts_MLGE = self.counts_MLGE if isinstance(counts_MLGE, str) else counts_MLGE
-        self.placed.begin_step(0, plan or self.plan, counts_MLGE)
+    @property
+    def rows(self):
+        return all_rows(self.routed, CASE, self.rank, 0)
 
-    def forward(self, micro_step=0, *, rows=None, replay=True, of=None):
-        of = micro_step if of is None else of
-        rows = rows or rows_of(self.routed, CASE, self.rank, 0, of)
-        session = replaying(self.routed, CASE, self.rank, 0, of) if replay else nullcontext()
-        with session, self.placed.executing(micro_step, rows):
-            self.placed.model(**batch(self.rank, 0, of), use_cache=False)
+    def begin(self, plan=None, counts_MLGE="planned", rows=None):
+        counts_MLGE = self.counts_MLGE if isinstance(counts_MLGE, str) else counts_MLGE
+        self.placed.begin_step(0, plan or self.plan, counts_MLGE, rows or self.rows)
+
+    def forward(self, micro_step=0, *, replay=True):
+        session = replaying(self.routed, CASE, self.rank, 0, micro_step) if replay else nullcontext()
+        with session, self.placed.executing(micro_step):
+            self.placed.model(**batch(self.rank, 0, micro_step), use_cache=False)
 
 
 @contextmanager
@@ -109,13 +116,12 @@ def counting_all_to_alls():
 
 def right(s):
     s.begin()
-    s.forward(1)
+    s.forward()
 
 
 @refused(EXECUTED, "PlanError", "the plan is for 4 ranks, and 2 are here")
 def other_world_size(s):
-    plan = random_plan(0, ranks=4, slots=0, shuffled=False)
-    s.begin(plan, None)
+    s.begin(random_plan(0, ranks=4, slots=0, shuffled=False), None)
 
 
 @refused(EXECUTED, "PlanError", "ranks hold different plans")
@@ -123,12 +129,17 @@ def plans_differ(s):
     s.begin(split_plan(5 + s.rank, s.counts_MLGE, s.placed.home_LE))
 
 
-@refused(EXECUTED, "PlanError", "rank 1: the plan is None; expected a plan or the path of its file")
+@refused(EXECUTED, "PlanError", "ranks hold different plans (rank 0: step 0, 2 ranks, plan ")
+def steps_differ(s):
+    s.placed.begin_step(s.rank, s.plan, s.counts_MLGE)
+
+
+@refused(EXECUTED, "PlanError", "rank 1: the plan is None; expected what plan() or load_plan() gives")
 def no_plan_on_one_rank(s):
     s.placed.begin_step(0, None if s.rank else s.plan, s.counts_MLGE)
 
 
-@refused(EXECUTED, "PlanError", "rank 1: the plan is 5; expected a plan or the path of its file")
+@refused(EXECUTED, "PlanError", "rank 1: the plan is 5; expected what plan() or load_plan() gives")
 def a_number_for_a_plan_on_one_rank(s):
     s.placed.begin_step(0, 5 if s.rank else s.plan, s.counts_MLGE)
 
@@ -182,52 +193,69 @@ def no_plan(s):
 
 @refused(EXECUTED, "CountsError", "rank 1: its rows of micro-step 0 make")
 def another_micro_batch_on_one_rank(s):
+    s.begin(rows=s.rows[:: -1 if s.rank else 1])
+
+
+@refused(EXECUTED, "CountsError", "rank 1: it brings 1 micro-batches, the plan is for 2")
+def fewer_micro_batches_on_one_rank(s):
+    s.begin(rows=s.rows[s.rank :])
+
+
+@refused(EXECUTED, "CountsError", "rank 1: its micro-batches are 5; expected a list of BatchRows")
+def a_number_for_rows_on_one_rank(s):
+    s.begin(rows=5 if s.rank else None)
+
+
+@refused(EXECUTED, "CountsError", "; expected a list of BatchRows")
+def traces_for_rows_on_one_rank(s):
+    s.begin(rows=[routes(s.routed.spec, CASE, s.rank, 0, m) for m in range(2)] if s.rank else None)
+
+
+@refused(EXECUTED, "PlanError", "micro-step 1 begins after 0 of 2 of the plan have run")
+def a_later_micro_step(s):
     s.begin()
-    s.forward(0, of=s.rank)
+    s.forward(1)
 
 
-@refused(EXECUTED, "PlanError", "ranks begin micro-steps 0 to 1 of a plan that has 2")
-def other_micro_steps(s):
+@refused(EXECUTED, "PlanError", "micro-step 0 begins after 1 of 2 of the plan have run", is_late=True)
+def a_micro_step_again(s):
     s.begin()
-    s.forward(s.rank)
+    s.forward()
+    s.forward()
 
 
-@refused(EXECUTED, "PlanError", "ranks begin micro-steps 2 to 2 of a plan that has 2")
-def no_such_micro_step(s):
+@refused(EXECUTED, "PlanError", "micro-step 2 begins after 2 of 2 of the plan have run", is_late=True)
+def more_micro_steps_than_planned(s):
     s.begin()
-    s.forward(2, of=0)
+    for m in range(2):
+        s.forward(m)
+    with s.placed.executing(2):
+        pass
 
 
 @refused(EXECUTED, "CountsError", "step 0, micro-step 0, routed layer 0: rank")
 def live_routes_of_other_counts(s):
-    s.begin()
-    s.forward(rows=live_rows(s), replay=False)
+    s.begin(rows=live_rows(s))
+    s.forward(replay=False)
 
 
 @refused(EXECUTED, "CountsError", "by the plan, which was made for other counts")
 def live_routes_of_other_counts_with_the_plan_alone(s):
-    s.begin(counts_MLGE=None)
-    s.forward(rows=live_rows(s), replay=False)
+    s.begin(counts_MLGE=None, rows=live_rows(s))
+    s.forward(replay=False)
 
 
 def live_rows(s):
-    real_N = batch(s.rank, 0, 0)["attention_mask"].bool().flatten().numpy()
-    return BatchRows(planned_N=real_N, sent_N=real_N)
+    masks = [batch(s.rank, 0, m)["attention_mask"].bool().flatten().numpy() for m in range(2)]
+    return [BatchRows(planned_N=real_N, sent_N=real_N) for real_N in masks]
 
 
 @refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
 def routers_free_though_routes_were_announced(s):
     s.begin()
     s.forward(replay=False)
+    s.forward(1)
     s.placed.sum_gradients()
-
-
-@refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
-def and_another_micro_step_begins(s):
-    s.begin()
-    s.forward(replay=False)
-    with s.placed.executing(1, rows_of(s.routed, CASE, s.rank, 0, 1)):
-        pass
 
 
 @refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
@@ -241,9 +269,9 @@ def and_another_step_begins(s):
 def more_to_replicas_than_there_is(s):
     counts_MLGE = np.maximum(s.counts_MLGE - 1, 0)
     plan = replace(s.plan, counts_digest=counts_digest(counts_MLGE))
-    s.begin(plan, counts_MLGE)
-    rows = rows_of(s.routed, CASE, s.rank, 0, 0)
-    s.forward(rows=replace(rows, routed_LE=counts_MLGE[0, :, s.rank]))
+    rows = [replace(each, routed_LE=counts_MLGE[m, :, s.rank]) for m, each in enumerate(s.rows)]
+    s.begin(plan, counts_MLGE, rows)
+    s.forward()
 
 
 @refused(EXECUTED, "ReplayError", "was not executed: no forward of the model ran")
@@ -256,17 +284,17 @@ def no_forward(s):
 @refused(EXECUTED, "ReplayError", "runs a second time in step 0, micro-step 0, routed layer 0", is_late=True)
 def two_forwards(s):
     s.begin()
-    with replaying(s.routed, CASE, s.rank, 0, 0), s.placed.executing(0, rows_of(s.routed, CASE, s.rank, 0, 0)):
+    with replaying(s.routed, CASE, s.rank, 0, 0), s.placed.executing(0):
         for _ in range(2):
             s.placed.model(**batch(s.rank, 0, 0), use_cache=False)
 
 
 @refused(EXECUTED, "CountsError", "make it from the batch that the model is called with")
 def rows_of_another_batch(s):
-    s.begin()
-    rows = rows_of(s.routed, CASE, s.rank, 0, 0)
+    rows, *others = s.rows
     longer = replace(rows, planned_N=np.append(rows.planned_N, False), sent_N=np.append(rows.sent_N, False))
-    s.forward(rows=longer)
+    s.begin(rows=[longer, *others])
+    s.forward()
 
 
 @refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")
@@ -466,3 +494,59 @@ def forward_without_a_rank(rank, gone):
     placed.model.model.layers[2].mlp.gate.register_forward_pre_hook(lambda *_: os._exit(1) if rank == gone else None)
     with torch.no_grad():
         placed.model(**batch(rank, 0, 0), use_cache=False)
+
+
+def out_of_order(rank):
+    """A step in which rank 1 begins another micro-step than rank 0."""
+    model = policy(CASE)
+    routed = hf.attach(model)
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    placed = hf.distribute(model, group, timeout_s=5)
+    situation = Situation(placed, routed, None, all_counts(routed, CASE, rank, 0), rank)
+    situation.begin(split_plan(5, situation.counts_MLGE, placed.home_LE))
+    situation.forward(rank)
+
+
+def questions(rank):
+    """How often the ranks asked each other on the host: in the passes of a step, and before its optimizer's step."""
+    model = policy(CASE)
+    routed = hf.attach(model)
+    placed = hf.distribute(model, timeout_s=20)
+    situation = Situation(placed, routed, None, all_counts(routed, CASE, rank, 0), rank)
+    situation.begin(split_plan(5, situation.counts_MLGE, placed.home_LE))
+    with counting_questions() as asked:
+        for m in range(2):
+            with replaying(routed, CASE, rank, 0, m), placed.executing(m):
+                log_probs(model, batch(rank, 0, m)).sum().backward()
+        in_passes = len(asked)
+        placed.sum_gradients()
+    return in_passes, len(asked)
+
+
+def exchanges_told(rank):
+    """Warnings of a step whose rows are all known, and of one whose are not."""
+    model = policy(CASE)
+    routed = hf.attach(model)
+    placed = hf.distribute(model, timeout_s=20)
+    situation = Situation(placed, routed, None, all_counts(routed, CASE, rank, 0), rank)
+    situation.plan, found = split_plan(5, situation.counts_MLGE, placed.home_LE), []
+    for rows in (None, live_rows(situation) if rank else None):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            situation.begin(rows=rows)
+        found.append([str(each.message) for each in told if "exchange counts" in str(each.message)])
+    return found
+
+
+@contextmanager
+def counting_questions():
+    """Yields a list with an entry for every collective call on the host."""
+    asked = []
+
+    def noting(call):
+        return lambda *args, **kwargs: asked.append(1) or call(*args, **kwargs)
+
+    with ExitStack() as stack:
+        for name in ("objections", "most", "gather", "from_first"):
+            stack.enter_context(mock.patch.object(RankConsensus, name, noting(getattr(RankConsensus, name))))
+        yield asked

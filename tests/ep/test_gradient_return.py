@@ -9,7 +9,7 @@ from foreroute.ep.transfer.replica_weights import DirectWeights
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, policy, replaying
-from tests.ep.training_worker import all_counts, rows_of
+from tests.ep.training_worker import all_counts, all_rows
 
 
 class Telling(DirectWeights):
@@ -52,10 +52,10 @@ def pass_log(rank, case, frozen):
     counts_MLGE = all_counts(routed, case, rank, 0)
     plans = (split_plan(seed, counts_MLGE, placed.home_LE) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
-    placed.begin_step(0, plan, counts_MLGE)
+    placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
     dist.all_to_all_single = lambda *args, **kwargs: log.append("rows") or all_to_all(*args, **kwargs)
     try:
-        with replaying(routed, case, rank, 0, 0), placed.executing(0, rows_of(routed, case, rank, 0, 0)):
+        with replaying(routed, case, rank, 0, 0), placed.executing(0):
             loss = log_probs(model, batch(rank, 0, 0)).sum()
         forward, log[:] = log[:], []
         loss.backward()

@@ -25,14 +25,14 @@ def waits_of_a_cell(rank, is_spoilt):
     placed = hf.distribute(model, timeout_s=20)
     rows = BatchRows.replayed(trace, np.arange(1, 17).reshape(2, 8))
     counts_MLGE = rows.routed_LE[None, :, None].astype(np.int32)
-    placed.begin_step(0, static_plan(counts_MLGE), counts_MLGE)
+    placed.begin_step(0, static_plan(counts_MLGE), counts_MLGE, [rows])
     layer = placed.layers[0]
     ids_NK = torch.from_numpy(trace.expert_ids_NLK[:, 0].astype(np.int64))
     with other_device() as device, torch.no_grad(), patch.object(routed_layer, "expand", SPOILT[is_spoilt]):
         layer.shards.module.to(DEVICE)
         given = [each.to(DEVICE) for each in (torch.ones(16, 32), ids_NK, torch.ones(16, routed.spec.top_k))]
         device.reads.clear()
-        with pytest.raises(ReplayError, match="layer 1 was not executed"), placed.executing(0, rows):
+        with pytest.raises(ReplayError, match="layer 1 was not executed"), placed.executing(0):
             layer(*given)
     return dict(device.reads)
 

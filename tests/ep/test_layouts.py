@@ -44,9 +44,10 @@ def compare(rank, family):
     inputs = [made_up(plain.get_submodule(layer.path), layer.number) for layer in placed.layers]
     num_experts = placed.home_LE.shape[1]
     counts_LGE = np.stack([[count(part, num_experts) for part in ids.chunk(RANKS)] for _, ids, _ in inputs])
-    placed.begin_step(0, split_plan(3, counts_LGE[None], placed.home_LE), counts_LGE[None])
+    rows = BatchRows(routed_LE=counts_LGE[:, rank])
+    placed.begin_step(0, split_plan(3, counts_LGE[None], placed.home_LE), counts_LGE[None], [rows])
     errors = {}
-    with placed.executing(0, BatchRows(routed_LE=counts_LGE[:, rank])):
+    with placed.executing(0):
         for layer, whole in zip(placed.layers, inputs, strict=True):
             mine = [tensor.detach().chunk(RANKS)[rank].requires_grad_(tensor.requires_grad) for tensor in whole]
             out = layer.shards.module(*mine)

@@ -62,15 +62,18 @@ def executed(rank, folder, plan_name="4.plan", damage=None):
     placed = hf.distribute(model, timeout_s=20)
     trace = fr.load(folder / "step.safetensors")
     tokens = torch.from_numpy(trace.token_ids_N.astype(np.int64)).reshape(17, 12)
-    plan = placed.begin_step(0, folder / plan_name, trace if damage is None else damage(trace, rank))
-    loss, rows_ML = 0.0, []
+    plan = placed.share_plan(lambda: load_plan(folder / plan_name))
+    batches = []
     for micro_step in range(plan.shape[0]):
         mine = plan.packing.sequences(micro_step, rank)
         # a rank without sequences runs a row of padding
         part, batch = trace.select(mine), tokens[mine] if len(mine) else torch.zeros((1, 12), dtype=torch.int64)
-        mask = torch.ones_like(batch) if len(mine) else torch.zeros_like(batch)
-        rows = BatchRows.replayed(part, batch, mask)
-        with routed.replay(part), placed.executing(micro_step, rows) as execution:
+        batches.append((part, batch, torch.ones_like(batch) if len(mine) else torch.zeros_like(batch)))
+    rows = [BatchRows.replayed(*each) for each in batches]
+    placed.begin_step(0, plan, trace if damage is None else damage(trace, rank), rows)
+    loss, rows_ML = 0.0, []
+    for micro_step, (part, batch, mask) in enumerate(batches):
+        with routed.replay(part), placed.executing(micro_step) as execution:
             micro_loss = loss_of(model, batch, mask)
         micro_loss.backward()
         loss += float(micro_loss.detach())
@@ -110,7 +113,6 @@ def _half(trace, rank):
         ("4.plan", _half, "rank 0: the plan was made for tokens with digest"),
         ("2.plan", None, "2 ranks"),
         ("packed.plan", None, "counts have digest"),
-        ("none.plan", None, "rank 3: "),
     ],
 )
 def test_a_file_for_anything_else_is_refused_by_all_ranks_with_one_message(step, workers, plan_name, damage, message):
@@ -123,3 +125,10 @@ def test_a_file_for_anything_else_is_refused_by_all_ranks_with_one_message(step,
     assert all(isinstance(outcome, Raised) for outcome in outcomes)
     assert len({outcome.message for outcome in outcomes}) == 1
     assert message in outcomes[0].message
+
+
+def test_a_file_that_the_first_rank_cannot_read_ends_all(step, workers):
+    first, *others = workers(4).outcomes(executed, step[0], "none.plan")
+    assert first.kind == "PlanError"
+    assert "none.plan" in first.message
+    assert {outcome.message for outcome in others} == {"rank 0 made no plan; look for the first error in its log"}

@@ -59,3 +59,26 @@ def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
     assert gone is None
     assert left.kind == "TransferError"
     assert "the counts of routed layer 2: rank 0 waited" in left.message
+
+
+def test_a_rank_that_begins_another_micro_step_ends_the_others():
+    """It alone can know, since no rank asks another while a step runs."""
+    group = Workers(2, timeout_s=120)
+    try:
+        other, wrong = group.outcomes(refusal_worker.out_of_order)
+    finally:
+        group.close()
+    assert (wrong.kind, "micro-step 1 begins after 0 of 2" in wrong.message) == ("PlanError", True)
+    assert other.kind == "TransferError"
+    assert "tokens of step 0, micro-step 0, routed layer 0" in other.message
+
+
+def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers):
+    assert workers(2).run(refusal_worker.questions) == [(0, 1)] * 2
+
+
+def test_all_ranks_say_when_one_does_not_know_its_routes_ahead(workers):
+    for known, unknown in workers(2).run(refusal_worker.exchanges_told):
+        assert known == []
+        assert len(unknown) == 1
+        assert unknown[0].startswith("in 2 of 2 micro-steps some rank sends rows that the plan has not counted")

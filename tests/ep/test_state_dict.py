@@ -17,7 +17,7 @@ from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, num_targets, policy, replaying
-from tests.ep.training_worker import all_counts, rows_of
+from tests.ep.training_worker import all_counts, all_rows, rows_of
 from tests.ep.transfer.plans import random_homes
 
 CASE = Case(ranks=2, plan=0, dtype=torch.float64)
@@ -163,8 +163,9 @@ def frozen_experts(rank):
             continue
         placed = hf.distribute(model, timeout_s=20)
         counts_MLGE = all_counts(routed, case, rank, 0)
-        placed.begin_step(0, split_plan(3, counts_MLGE, placed.home_LE), counts_MLGE)
-        with replaying(routed, case, rank, 0, 0), placed.executing(0, rows_of(routed, case, rank, 0, 0)):
+        plan = split_plan(3, counts_MLGE, placed.home_LE)
+        placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
+        with replaying(routed, case, rank, 0, 0), placed.executing(0):
             log_probs(model, batch(rank, 0, 0)).sum().backward()
         placed.sum_gradients()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
@@ -186,10 +187,12 @@ def recomputed_and_updated(rank):
     plan = split_plan(3, counts_MLGE, placed.home_LE)
     losses = []
     for updating, counts in ((False, counts_MLGE), (True, counts_MLGE), (True, None)):
-        placed.begin_step(0, plan, counts, updating=updating)
-        executing = placed.executing(1, rows_of(routed, CASE, rank, 0, 1))
-        with torch.set_grad_enabled(updating), replaying(routed, CASE, rank, 0, 1), executing:
-            losses.append(float(log_probs(model, batch(rank, 0, 1)).sum()))
+        placed.begin_step(0, plan, counts, all_rows(routed, CASE, rank, 0), updating=updating)
+        parts = []
+        for m in range(plan.shape[0]):
+            with torch.set_grad_enabled(updating), replaying(routed, CASE, rank, 0, m), placed.executing(m):
+                parts.append(float(log_probs(model, batch(rank, 0, m)).sum()))
+        losses.append(tuple(parts))
     return losses
 
 
@@ -207,8 +210,8 @@ def two_groups(rank):
     placed = hf.distribute(model, dist.new_group(members, use_local_synchronization=True), timeout_s=20)
     rows_G = [rows_of(routed, CASE, source, rank // 2, 0) for source in range(2)]
     counts_MLGE = np.stack([rows.routed_LE for rows in rows_G], axis=1)[None]
-    placed.begin_step(0, split_plan(3, counts_MLGE, placed.home_LE), counts_MLGE)
-    with replaying(routed, CASE, mine, rank // 2, 0), placed.executing(0, rows_G[mine]):
+    placed.begin_step(0, split_plan(3, counts_MLGE, placed.home_LE), counts_MLGE, [rows_G[mine]])
+    with replaying(routed, CASE, mine, rank // 2, 0), placed.executing(0):
         log_probs(model, batch(mine, rank // 2, 0)).sum().backward()
     placed.sum_gradients()
     for source in range(2):
@@ -234,8 +237,8 @@ def padding(rank):
     counts_MLGE = np.zeros((1, 3, 2, 8), np.int64)
     everything = placed.model(**batch(rank, 0, 0), use_cache=False).logits
     routed_rows = BatchRows(planned_N=np.zeros(real_BT.numel(), np.bool_), sent_N=real_BT.flatten().numpy())
-    placed.begin_step(0, split_plan(0, counts_MLGE, placed.home_LE), counts_MLGE)
-    with placed.executing(0, routed_rows) as execution:
+    placed.begin_step(0, split_plan(0, counts_MLGE, placed.home_LE), counts_MLGE, [routed_rows])
+    with placed.executing(0) as execution:
         tokens_only = placed.model(**batch(rank, 0, 0), use_cache=False).logits
     executed_L = torch.from_numpy(execution.executed_L)
     dist.all_reduce(executed_L)

@@ -115,7 +115,7 @@ def train_step(placed, routed, case, rank, step, losses, split):
     if case.plan is not None:
         counts_MLGE = all_counts(routed, case, rank, step)
         plan = make_plan(case, counts_MLGE, placed.home_LE, step)
-        placed.begin_step(step, plan, counts_MLGE if case.ahead else None)
+        placed.begin_step(step, plan, counts_MLGE if case.ahead else None, all_rows(routed, case, rank, step))
         split.append(split_experts(plan))
     loads, pending = [], []
     for m in range(MICRO_STEPS):
@@ -123,8 +123,7 @@ def train_step(placed, routed, case, rank, step, losses, split):
             if plan is None:
                 loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
             else:
-                here = rows_of(routed, case, rank, step, m)
-                with placed.executing(m, here) as execution, counting_rows(placed) as computed_L:
+                with placed.executing(m) as execution, counting_rows(placed) as computed_L:
                     loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
                 loads.append(Load.of(execution, computed_L, plan, counts_MLGE, rank, routed.spec.top_k))
         pending.append(loss)
@@ -149,6 +148,11 @@ def rows_of(routed, case, rank, step, m):
         return BatchRows.replayed(routes(routed.spec, case, rank, step, m), here["input_ids"], here["attention_mask"])
     real_N = here["attention_mask"].bool().flatten().numpy()
     return BatchRows(planned_N=real_N, sent_N=real_N)
+
+
+def all_rows(routed, case, rank, step):
+    """Of all micro-steps of a rank."""
+    return [rows_of(routed, case, rank, step, m) for m in range(MICRO_STEPS)]
 
 
 def all_counts(routed, case, rank, step):

@@ -1,22 +1,18 @@
-"""The planner's door: plans of random workloads are valid, equal for any number of threads, and there in time."""
+"""The planner's door: plans of random workloads are valid, and equal for any number of threads."""
 
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 
-from foreroute.errors import CountsError, InputError, PlanError, TopologyError
+from foreroute.errors import CountsError, TopologyError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import plan_to_bytes
-from foreroute.planner import plan, start
-from foreroute.planner.progress import PlanInProgress
+from foreroute.planner import plan, plan_and_why
 from foreroute.testing.ranks import environment
 from tests.plan.random_plans import LINKS
 from tests.planner.plan_digests import RECORDED, digest, random_case
@@ -55,62 +51,10 @@ def test_threads_do_not_change_the_plan():
     _equal(one, plan(counts, topology, PlanOptions(tolerance=0.0, threads=7)))
 
 
-@pytest.mark.parametrize("slots", ["layer", "shared"])
-def test_parts_are_plans_of_their_micro_steps(slots):
-    """Each stands alone by the checker, and together they are the plan; what slots held before is fetched."""
-    counts = _counts(5, (9, 5, 4, 16))
-    options = PlanOptions(slots=slots)
-    progress = start(counts, Topology(4, 2, 2, LINKS), options)
-    whole = progress.result()
-    assert progress.num_ready == progress.num_micro_steps == 9
-    _equal(whole, progress.part(0))
-    for first in (0, 1, 4, 8):
-        part = progress.part(first)
-        verify(part, counts[first:], options)
-        for m, layer in np.ndindex(part.shape[:2]):
-            mine, planned = part.cell(m, layer), whole.cell(first + m, layer)
-            for name in ("home_E", "expert_R", "rank_R", "slot_R", "tokens_RG"):
-                np.testing.assert_array_equal(getattr(mine, name), getattr(planned, name))
-        assert (part.hosts.fetched_R | ~whole.hosts.fetched_R[-len(part.hosts.fetched_R) :]).all()
-    if slots == "layer":
-        assert not whole.hosts.fetched_R.all()
-        # a control: as they stand in the whole plan, these micro-steps are no plan
-        kept_R = whole.hosts.fetched_R[-len(part.hosts.fetched_R) :]
-        alone = replace(part, hosts=part.hosts._replace(fetched_R=kept_R))
-        with pytest.raises(PlanError, match="fetch"):
-            verify(alone, counts[8:], options)
-
-
-def test_a_part_is_there_before_the_plan_is_done():
-    planning, gate, add = threading.Event(), threading.Event(), PlanInProgress.add
-
-    def held_up(self, hosts, figures_ML2, begin, layer):
-        if begin:
-            planning.set()
-            assert gate.wait(60)
-        add(self, hosts, figures_ML2, begin, layer)
-
-    with mock.patch.object(PlanInProgress, "add", held_up), ThreadPoolExecutor(1) as pool:
-        progress = start(_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), PlanOptions(threads=2))
-        assert progress.part(0).shape == (1, 5, 16)
-        assert planning.wait(60)
-        asked = pool.submit(progress.part, 1)
-        assert progress.num_ready == 1
-        assert not asked.done()
-        gate.set()
-        assert asked.result(timeout=60).shape[1:] == (5, 16)
-        progress.result()
-        assert progress.part(1).shape == (8, 5, 16)
-    for beyond in (9, -1):
-        with pytest.raises(InputError, match=f"no micro-step {beyond} in a step of 9"):
-            progress.part(beyond)
-
-
 def test_progress_is_told():
     told = []
-    start(_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), on_progress=lambda *step: told.append(step)).result()
-    assert told[0] == (5, 45)
-    assert told[-1] == (45, 45)
+    plan_and_why(_counts(5, (9, 5, 4, 16)), Topology(4, 2, 1, LINKS), on_progress=lambda *step: told.append(step))
+    assert told == [(40, 45), (45, 45)]
 
 
 def test_bad_input_is_refused():

@@ -12,8 +12,8 @@ CRUMB = 1e-12
 class Player:
     """A group: G ranks, their copy engines and links."""
 
-    def __init__(self, work, rules, passes, ready_M):
-        self.work, self.rules, self.ready_M = work, rules, ready_M
+    def __init__(self, work, rules, passes, ready_s):
+        self.work, self.rules, self.ready_s = work, rules, ready_s
         micro_steps, layers = work.all_to_all_ML.shape
         self.order = [(kind, m) for m in range(micro_steps) for kind in range(len(passes))]
         self.layers = list(range(layers)), list(reversed(range(layers)))  # of the ways forward and back
@@ -112,7 +112,7 @@ class Player:
             if not self.is_there(g, rest[0]):
                 return False
         elif what == "planned":
-            if now < self.ready_M[rest[0]] - CRUMB:
+            if now < self.ready_s - CRUMB:
                 return False
         elif what == "attended":
             self.attended.add(rest[0])
@@ -172,9 +172,9 @@ class Player:
         return changed
 
 
-def play(work, rules, passes, ready_M):
+def play(work, rules, passes, ready_s):
     """Seconds at which all has ended."""
-    player, now = Player(work, rules, passes, ready_M), 0.0
+    player, now = Player(work, rules, passes, ready_s), 0.0
     while True:
         changed = True
         while changed:
@@ -185,7 +185,9 @@ def play(work, rules, passes, ready_M):
                 changed = True
         if all(at == len(player.programs[g]) for g, at in enumerate(player.at)):
             return now
-        moments = [left for left, _ in player.jobs()] + [ready - now for ready in ready_M if ready > now + CRUMB]
+        moments = [left for left, _ in player.jobs()]
+        if ready_s > now + CRUMB:
+            moments.append(ready_s - now)
         assert moments, "nothing moves, and somebody waits"
         seconds = min(moment for moment in moments if moment > 0)
         player.progress(seconds)

@@ -30,13 +30,11 @@ ROOT = Path(__file__).parents[2]
 FETCHES = "tests/ep/transfer/test_transfer_engine.py::test_one_pass_moves_the_fewest_bytes_that_the_plan_needs"
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
-SHARED = "tests/ep/test_shared_plans.py::test_micro_steps_run_while_others_are_planned_and_nothing_changes"
 TESTS = {
     "hf": {
         Ability.LAYER_SLOTS: "tests/ep/transfer/test_slot_sets.py::test_slots_per_layer_need_no_refetch",
         Ability.HOST_PATH: FETCHES,
         Ability.DEEP_PREFETCH: FETCHES,
-        Ability.EARLY_CELLS: SHARED,
     },
     "megatron": {
         Ability.EXPERT_DATA_PARALLEL: STATIC,
@@ -112,9 +110,9 @@ def execute(rank):
         with closing(TransferEngine(placed.homes, step_plan.topology, slots, PeerGroup(timeout_s=60))) as engine:
             placed.use(engine)
             engine.publish()
-            placed.begin_step(step, step_plan, counts_MLGE)
+            placed.begin_step(step, step_plan, counts_MLGE, rows)
             for m, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
-                with routed.replay(trace), placed.executing(m, rows[m]) as execution:
+                with routed.replay(trace), placed.executing(m) as execution:
                     logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
                     part = logits.double().log_softmax(-1)[..., 0].mean()
                     part.backward()
@@ -168,7 +166,7 @@ def test_what_no_executor_does_is_marked(change, missing):
 def test_one_executor_must_do_all():
     assert lacking({Ability.DEEP_PREFETCH, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
     assert lacking({Ability.EXPERT_DATA_PARALLEL}) == ()
-    grouped = small_config(gpus=8, methods=["ours_traffic"], costs={"paths": "direct"}, early_cells=False)
+    grouped = small_config(gpus=8, methods=["ours_traffic"], costs={"paths": "direct"})
     assert simulate(grouped)["ours_traffic"].not_executed == ()
 
 

@@ -33,9 +33,9 @@ def test_equals_a_play_of_events(seed, stage, shape, transfers, gradients, plann
     compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)
     # many gradients are still on their way when all else has ended
     moved = moved._replace(gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
-    ready_M, how = planned * np.arange(1, micro_steps + 1), rules(prefetch=prefetch, keeps_slots=keeps)
-    found = run(compute, moved, how, stage=stage, ready_M=ready_M)
-    expected = play(SimpleNamespace(**compute._asdict(), **moved._asdict()), how, STAGES[stage], ready_M)
+    how = rules(prefetch=prefetch, keeps_slots=keeps)
+    found = run(compute, moved, how, stage=stage, ready_s=planned)
+    expected = play(SimpleNamespace(**compute._asdict(), **moved._asdict()), how, STAGES[stage], planned)
     assert found.end_s == pytest.approx(expected, abs=1e-9)
     assert found.parts_X.sum() == pytest.approx(found.end_s)
 

@@ -13,7 +13,7 @@ from foreroute.plan import save_counts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS
-from foreroute.simulate.ep_group import EPGroup, plan_ready
+from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, ServedStep, all_at_home, forced_balance, serve
 from foreroute.simulate.steps import group_steps
 from tests.simulate.simulate_cases import small_config
@@ -176,18 +176,13 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
         assert np.ptp(even_GE, axis=1).max() <= 1
 
 
-def test_plans_are_waited_for_block_by_block():
-    assert plan_ready(6, 0.6, 0.05, early=True) == pytest.approx([0.05, 0.15, 0.35, 0.35, 0.55, 0.55])
-    assert plan_ready(6, 0.6, 0.05, early=False) == pytest.approx([0.55] * 6)
-    found = simulate(small_config(planning_s=1e3))["ours"]
+def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it():
     hidden = simulate(small_config(planning_s=0.0))["ours"]
-    waited = simulate(small_config(planning_s=1e3, early_cells=False))["ours"]
-    assert waited.stages.planning == pytest.approx(1e3)
-    assert waited.training_s == pytest.approx(hidden.training_s)
     assert hidden.stages.planning == 0
-    assert found.training_s == pytest.approx(hidden.training_s)
-    # the last block comes when the planner has ended; from then on its micro-steps run
-    assert 1e3 > found.stages.planning > 1e3 - hidden.stages.recompute
+    for lead_s, expected_s in ((0.0, 1e3), (400.0, 600.0), (2e3, 0.0)):
+        waited = simulate(small_config(planning_s=1e3, plan_lead_s=lead_s))["ours"]
+        assert waited.stages.planning == pytest.approx(expected_s)
+        assert waited.training_s == pytest.approx(hidden.training_s)
 
 
 def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(tmp_path):

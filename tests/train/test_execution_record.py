@@ -54,8 +54,7 @@ def metered_steps(rank, config, count):
 @contextmanager
 def metering(meters):
     exchange_rows, begin, row = dist.all_to_all_single, PeerGroup.begin, HostMemory.row
-    start_plan = experts.planner.start
-    in_making = []
+    make_plan = experts.planner.plan_and_why
 
     def seen_rows(arrived, sent, receive_G, *rest, **options):
         meters.rows.append(sum(receive_G))
@@ -72,36 +71,36 @@ def metering(meters):
         return found
 
     def seen_plan(counts_MLGE, *given, **options):
-        in_making.append((counts_MLGE, start_plan(counts_MLGE, *given, **options)))
-        return in_making[-1][1]
+        made = make_plan(counts_MLGE, *given, **options)
+        meters.planned.append((counts_MLGE, made[0]))
+        return made
 
     with ExitStack() as stack:
         for place, name, seen in (
             (dist, "all_to_all_single", seen_rows),
             (PeerGroup, "begin", seen_messages),
             (HostMemory, "row", seen_row),
-            (experts.planner, "start", seen_plan),
+            (experts.planner, "plan_and_why", seen_plan),
         ):
             stack.enter_context(mock.patch.object(place, name, seen))
         yield
-        meters.planned += [(counts_MLGE, progress.result()) for counts_MLGE, progress in in_making]
 
 
 def steps_with_slow_plans(rank, config, plan_s, forward_s):
     """One step, with a planner and a recompute that take at least so long."""
 
-    start_plan = experts.planner.start
+    make_plan = experts.planner.plan_and_why
 
     def slow_plan(*args, **options):
         time.sleep(plan_s)
-        return start_plan(*args, **options)
+        return make_plan(*args, **options)
 
     def slow_forward(*args, **options):
         time.sleep(forward_s if options else 0)
         return response_log_probs(*args, **options)
 
     with (
-        mock.patch.object(experts.planner, "start", slow_plan),
+        mock.patch.object(experts.planner, "plan_and_why", slow_plan),
         mock.patch("foreroute.train.loop.response_log_probs", slow_forward),
         precise_trainer(config) as trainer,
     ):

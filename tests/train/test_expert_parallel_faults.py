@@ -13,7 +13,6 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
 from foreroute.files import container
 from foreroute.plan import Topology
-from foreroute.planner import PlanInProgress
 from foreroute.testing.ranks import Workers
 from foreroute.train import experts, load_checkpoint
 from foreroute.train.loop import Trainer
@@ -108,33 +107,20 @@ def _only(there, breakage):
 
 @contextmanager
 def _plan_of_four(rank):
-    start = experts.planner.start
+    make = experts.planner.plan_and_why
 
     def plan_for_four(counts_MLGE, topology, options, *, home_LE, costs):
         four = Topology(4, 4, topology.redundant_slots, topology.links)
         homes_of_four_LE = np.tile(four.contiguous_home_E(home_LE.shape[1]), (len(home_LE), 1))
-        return start(np.tile(counts_MLGE, (1, 1, 2, 1)), four, options, home_LE=homes_of_four_LE, costs=costs)
+        return make(np.tile(counts_MLGE, (1, 1, 2, 1)), four, options, home_LE=homes_of_four_LE, costs=costs)
 
-    with mock.patch.object(experts.planner, "start", plan_for_four):
+    with mock.patch.object(experts.planner, "plan_and_why", plan_for_four):
         yield
 
 
 @contextmanager
 def _no_plan(rank):
-    with mock.patch.object(experts.planner, "start", _raising(MemoryError("no room to plan"))):
-        yield
-
-
-@contextmanager
-def _no_later_micro_step(rank):
-    add = PlanInProgress.add
-
-    def failing(self, hosts, figures_ML2, begin, layer):
-        if begin:
-            raise MemoryError("no room to plan")
-        add(self, hosts, figures_ML2, begin, layer)
-
-    with mock.patch.object(PlanInProgress, "add", failing):
+    with mock.patch.object(experts.planner, "plan_and_why", _raising(MemoryError("no room to plan"))):
         yield
 
 
@@ -145,21 +131,20 @@ BREAKAGES = {
     "full disk": _only(0, _full_disk),
     "plan of four": _plan_of_four,
     "no plan": _no_plan,
-    "no later micro-step": _no_later_micro_step,
 }
 
 
 def die_planning(rank, config, folder):
     """The rank that plans is killed while it plans the second step; the other has nothing to plan."""
-    start, steps = experts.planner.start, []
+    make, steps = experts.planner.plan_and_why, []
 
     def dying(*given, **options):
         steps.append(1)
         if len(steps) > 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        return start(*given, **options)
+        return make(*given, **options)
 
-    with mock.patch.object(experts.planner, "start", dying):
+    with mock.patch.object(experts.planner, "plan_and_why", dying):
         run(rank, config, folder)
 
 
@@ -187,7 +172,6 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
         ("full memory", ("TransferError",) * 2, f"of shared memory in {memory}: No space left on device"),
         ("plan of four", ("PlanError",) * 2, "the plan is for 4 ranks, and 2 are here; plan again for this world size"),
         ("no plan", ("MemoryError", "PlanError"), "no"),
-        ("no later micro-step", ("MemoryError", "PlanError"), "no"),
         ("engine gone on rank 1", ("RankError", "EngineError"), "the engine is gone"),
         ("bug on rank 1", ("RankError", "KeyError"), "no such thing"),
         ("full disk", ("RunFolderError", "RankError"), "step-000002.safetensors cannot be written"),

@@ -1,5 +1,6 @@
 """The parts of the trainer, by hand and by brute force."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from foreroute.train.config import RLConfig, TaskConfig
 from foreroute.train.experts import ExpertParallel, _Announced
 from foreroute.train.loop import _in_order, make_schedule
 from foreroute.train.policy import Alone
+from foreroute.train.record import ExecutedPass
 from tests.train.small_runs import small_config, trainer_of
 
 
@@ -116,11 +118,13 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
     execution = object.__new__(ExpertParallel)
     execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
-    execution._placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda plan: plan)
-    execution._announced = {"update 0": _Announced(counts_MLGE, 0, None)}
+    execution._placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda make: make())
+    made = Future()
+    made.set_result(None)
+    execution._announced = {"update 0": _Announced(ExecutedPass("update 0", counts_MLGE), [], 0, made)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()
     assert (execution._now, execution._executed, engine.records) == (None, [], [])
     # a pass without a plan is not taken for one that executes the plan of the last
-    with execution.running(SimpleNamespace(name="update 1")), execution.micro_step(0, None):
+    with execution.running(SimpleNamespace(name="update 1")), execution.micro_step(0):
         pass

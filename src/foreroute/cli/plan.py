@@ -16,7 +16,7 @@ from foreroute.errors import InputError, PlanError
 from foreroute.files import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
 from foreroute.plan.plan_file import PLAN_FILE
-from foreroute.planner import plan, start
+from foreroute.planner import plan, plan_and_why
 from foreroute.report import check_page, plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.report.format import duration
 from foreroute.simulate.balancers import Balancer, BalancerInput
@@ -109,7 +109,7 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         before, before_cpu = time.perf_counter(), time.process_time()
-        progress = start(
+        found, why = plan_and_why(
             step.counts_MLGE,
             step.topology,
             options,
@@ -117,12 +117,11 @@ def _planned(step: StepToPlan, options: PlanOptions, console: Console) -> tuple[
             costs=step.costs,
             on_progress=work.advance,
         )
-        found = progress.result()
         elapsed_s, planning_s = time.perf_counter() - before, time.process_time() - before_cpu
     threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
     found = replace(found, packing=step.packing, tokens_digest=step.tokens_digest)
     console.print(f"{'planned':<9} {cells} cells in {duration(elapsed_s)} with {threads}", highlight=False)
-    return found, {name.replace("_", "-"): why for name, why in progress.priced_options.items()}, planning_s
+    return found, {name.replace("_", "-"): reason for name, reason in why.items()}, planning_s
 
 
 def _others(step: StepToPlan, balancers: Mapping[str, Balancer], console: Console) -> list[MethodFigures]:

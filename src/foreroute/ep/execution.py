@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +18,8 @@ from foreroute.ep.transfer import Cell, ReplicaWeights
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
-from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule
+from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
 from foreroute.trace import RoutingTrace, add_assignments
-
-if TYPE_CHECKING:
-    from foreroute.ep.shared_plan import ExecutablePlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,17 +95,21 @@ class ActivePlan:
 
     Attributes:
         step: its number.
-        plan: of the step; cells of later micro-steps may still be to come.
+        plan: of the step.
         counts_MLGE: integers [M, L, G, E], the counts that were planned; None where only the plan is known.
         weights: where replicas come from.
         schedule: of this rank.
+        rows_M: of the micro-batches of this rank.
+        exchanges_M: whether counts are exchanged in every cell of a micro-step, on all ranks alike.
     """
 
     step: int
-    plan: ExecutablePlan
+    plan: StepPlan
     counts_MLGE: NDArray[np.integer] | None
     weights: ReplicaWeights
     schedule: ExecutionSchedule
+    rows_M: Sequence[BatchRows]
+    exchanges_M: Sequence[bool]
 
 
 @dataclass(eq=False)
@@ -137,8 +138,6 @@ class Execution:
         self._runs_L = [0] * self.num_layers
         self._recomputing = 0
         self._differs: dict[int, Tensor] = {}
-        self._differing = torch.zeros(0, dtype=torch.bool)
-        self._brought: torch.cuda.Event | None = None
         self._indices: dict[str, Tensor | None] = {}
 
     @contextmanager
@@ -221,8 +220,8 @@ class Execution:
         self._require_planned(layer, planned_GE)
         return np.asarray(sent_GE)
 
-    def end(self) -> None:
-        """The forward is over; what `misrouted` tells is brought to the host, which does not wait for it.
+    def end(self) -> RouterCheck:
+        """The forward is over. What its routers did is brought to the host, which does not wait for it.
 
         Raises:
             ReplayError: when a layer did not run. Every rank finds the same: rows of one that runs wait for the others.
@@ -232,23 +231,13 @@ class Execution:
                 raise ReplayError(
                     f"{self.what(layer)} was not executed: no forward of the model ran, or it bypassed the layer"
                 )
-        if self._differs:
-            differing = torch.stack(list(self._differs.values()))
-            self._differing = differing.to("cpu", non_blocking=True)
-            if differing.is_cuda:
-                self._brought = torch.cuda.Event()
-                self._brought.record()
-
-    def misrouted(self) -> str | None:
-        """Which layer's routers did not do what was known ahead, in words, or None. Waits for the forward's end."""
-        if self._brought is not None:
-            self._brought.synchronize()
-        for layer, differs in zip(self._differs, self._differing.tolist(), strict=True):
-            if differs:
-                return (
-                    f"{self.what(layer)}: routers made other assignments than BatchRows.routed_LE, so rows went astray"
-                )
-        return None
+        layers, brought = [self.what(layer) for layer in self._differs], None
+        differing = torch.stack(list(self._differs.values())) if layers else torch.zeros(0, dtype=torch.bool)
+        on_host = differing.to("cpu", non_blocking=True)
+        if differing.is_cuda:
+            brought = torch.cuda.Event()
+            brought.record()
+        return RouterCheck(layers, on_host, brought)
 
     def _rows_in(self, name: str, mask_N: NDArray[np.bool_] | None, device: torch.device) -> Tensor | None:
         if name not in self._indices:
@@ -261,7 +250,7 @@ class Execution:
         assert counts_MLGE is not None, "counts that are known ahead are those of a plan"
         counts_GE: NDArray[np.int64] = counts_MLGE[self.micro_step, layer].astype(np.int64)
         announced_E = torch.from_numpy(counts_GE[dist.get_rank(self.group)])
-        # looked at when the next micro-step begins, so that the device is not waited for
+        # looked at before weights change, so that the device is not waited for
         self._differs[layer] = (sent_E != announced_E.to(sent_E.device, non_blocking=True)).any()
         return counts_GE
 
@@ -284,6 +273,30 @@ class Execution:
                 f"{self.what(layer)}: the slowest rank has {found} assignments, {planned} by the plan, which was made "
                 "for other counts. Execute the micro-batches that were planned"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class RouterCheck:
+    """What the routers of one forward did, to be looked at later.
+
+    Attributes:
+        layers: in words, those whose routes were known ahead.
+        differing: bool, on the host, whether each made other assignments.
+        brought: after it, they are there; None where nothing is under way.
+    """
+
+    layers: Sequence[str]
+    differing: Tensor
+    brought: torch.cuda.Event | None
+
+    def misrouted(self) -> str | None:
+        """Which layer's routers did not do what was known ahead, in words, or None. Waits for the forward's end."""
+        if self.brought is not None:
+            self.brought.synchronize()
+        for layer, differs in zip(self.layers, self.differing.tolist(), strict=True):
+            if differs:
+                return f"{layer}: routers made other assignments than BatchRows.routed_LE, so rows went astray"
+        return None
 
 
 class ExecutionStack:

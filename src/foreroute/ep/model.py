@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -15,20 +15,19 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from foreroute.ep.agreement import agree_on_rows, agree_on_step, share_plan
 from foreroute.ep.compute import row_multiple
-from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
+from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack, RouterCheck
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
-from foreroute.ep.shared_plan import ExecutablePlan, SharedPlan, agree_on_counts, agree_on_rows, agree_on_step, parts_of
 from foreroute.ep.transfer import ReplicaWeights
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, InputError, PlacementError, PlanError, shown
-from foreroute.plan import ExecutionSchedule, StepPlan, load_plan
+from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.capabilities import FetchPath
-from foreroute.planner import PlanInProgress
 from foreroute.trace import RoutingTrace
 
 BLOCK = re.compile(r".*?\.\d+\.")
@@ -43,10 +42,8 @@ class StepWeights(ReplicaWeights, Protocol):
         """Which path weights take."""
         ...
 
-    def begin_step(
-        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, is_agreed: bool = False
-    ) -> None:
-        """A plan is in force from now on. A collective call, in which ranks compare it unless they have agreed."""
+    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
+        """A plan is in force from now on, the same on all ranks. A collective call."""
         ...
 
 
@@ -81,8 +78,9 @@ class ExpertParallelModel:
         self._peers = peers
         self._weights: StepWeights = DirectWeights(peers)
         self._active: ActivePlan | None = None
-        # its routers are still to be compared with what was known ahead
-        self._last: Execution | None = None
+        # what routers did, still to be looked at
+        self._unseen: list[RouterCheck] = []
+        self._next_micro_step = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -148,144 +146,133 @@ class ExpertParallelModel:
         counts_GMLE = self.consensus.gather(torch.from_numpy(mine.astype(np.int64)), what).numpy()
         return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
 
-    def share_plan(self, plan: PlanInProgress | None) -> SharedPlan:
+    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """Give all ranks the plan that the first one makes, so that it is made once. A collective call.
 
-        It waits for the first micro-steps alone; `executing` takes the others as they are planned.
-
         Args:
-            plan: of the first rank, as `planner.start` gives it, or None when it could not begin one; the others' is
-                not looked at.
+            make: called on the first rank alone; it may wait for a thread that plans.
 
         Raises:
-            PlanError: when the first rank has none; its own error, there, when it cannot plan the first micro-step.
+            PlanError: on the other ranks, when the first cannot make it; there, its own error.
             TransferError: when a rank does not answer, such as one that died while it planned.
         """
-        return SharedPlan(self.consensus, plan)
+        return share_plan(self.consensus, make)
 
     def begin_step(
         self,
         step: int,
-        plan: StepPlan | SharedPlan | str | os.PathLike[str],
+        plan: StepPlan,
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None = None,
+        micro_batches: Sequence[BatchRows] | None = None,
         *,
         updating: bool = True,
-    ) -> StepPlan | SharedPlan:
-        """Put a plan in force. A collective call.
+    ) -> None:
+        """Put a plan in force. A collective call, and the last one on the host before `sum_gradients`.
 
         Args:
             step: its number; another one after every change of weights.
-            plan: the same on all ranks, with the homes that experts have; what `share_plan` gave; or the file that it
-                was saved to.
+            plan: the same on all ranks, with the homes that experts have.
             planned: integers [M, L, G, E], the counts that were planned; or the traces of all sequences of the step,
                 which are counted by the packing of the plan. Without them, counts are exchanged in every cell.
+            micro_batches: the rows of this rank in each micro-step. By default all rows are planned, and routing is not
+                known ahead, so that counts are exchanged in every cell.
             updating: whether backward passes follow.
 
-        Returns:
-            The plan. Its packing says which sequences a rank runs in which micro-step.
-
         Raises:
-            PlanError: on every rank alike, when plans differ, a file cannot be read, or one is for other ranks, layers,
-                experts, homes or tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, or as in `executing`.
+            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
+                tokens.
+            CountsError: on every rank alike, when the plan was made for other counts, the rows of one rank are not
+                those planned, or as in `sum_gradients`.
             TransferError: when a rank does not answer.
         """
         self._active = None
         self._require_routed()
-        plan, counts_MLGE = self._read(step, plan, planned)
+        counts_MLGE = self._read(step, plan, planned)
         agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
-        first, *others = parts_of(plan)
+        rows_M = [BatchRows()] * plan.shape[0] if micro_batches is None else micro_batches
+        exchanges_M = agree_on_rows(self.consensus, plan, counts_MLGE, rows_M)
+        if counts_MLGE is not None and micro_batches is not None and any(exchanges_M):
+            warnings.warn(
+                f"in {sum(exchanges_M)} of {len(exchanges_M)} micro-steps some rank sends rows that the plan has not "
+                "counted, such as last tokens, or does not know its routes ahead: all ranks exchange counts in every "
+                "cell, and wait for them; leave such rows out of the batch",
+                stacklevel=2,
+            )
         schedule = ExecutionSchedule(
-            first,
+            plan,
             counts_MLGE,
             self.consensus.rank,
             row_multiple_L=[row_multiple(layer.shards.tensors) for layer in self.layers],
             paths=self._weights.paths,
         )
-        for part in others:
-            schedule.extend(part)
-        self._weights.begin_step(step, plan, schedule, updating=updating, is_agreed=True)
-        self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule)
-        return plan
+        self._weights.begin_step(step, plan, schedule, updating=updating)
+        self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule, list(rows_M), exchanges_M)
+        self._next_micro_step = 0
 
     def _read(
-        self,
-        step: int,
-        plan: StepPlan | SharedPlan | str | os.PathLike[str],
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None,
-    ) -> tuple[StepPlan | SharedPlan, NDArray[np.integer] | None]:
-        """The plan and its counts, on all ranks or on none."""
+        self, step: int, plan: StepPlan, planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None
+    ) -> NDArray[np.integer] | None:
+        """The counts of the plan, on all ranks or on none."""
         refusal: InputError | None = None
         try:
-            if not isinstance(plan, StepPlan | SharedPlan | str | os.PathLike):
-                raise PlanError(f"the plan is {shown(plan)}; expected a plan or the path of its file")
-            found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+            if not isinstance(plan, StepPlan):
+                raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives")
             if planned is None or isinstance(planned, np.ndarray):
                 counts = planned
             else:
                 traces = [planned] if isinstance(planned, RoutingTrace) else planned
                 if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
                     raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
-                counts = parts_of(found)[0].counts_of(traces)
+                counts = plan.counts_of(traces)
         except InputError as error:
             refusal = error
         objection = None if refusal is None else str(refusal)
         if objections := self.consensus.objections(objection, f"reading the plan of step {step}"):
             raise PlanError("; ".join(objections)) from refusal
-        return found, counts
+        return counts
 
     @contextmanager
-    def executing(self, micro_step: int, rows: BatchRows | None = None) -> Iterator[Execution]:
-        """Run one forward of the model as the plan in force says. A collective call, on entering.
+    def executing(self, micro_step: int) -> Iterator[Execution]:
+        """Run one forward of the model as the plan in force says. The host asks no other rank.
 
         Where routes are known ahead, what routers did is compared with them later, so that the host need not wait for
-        the device: by the next call of this method, of `begin_step` or of `sum_gradients`, before any weight changes.
+        the device: by the next call of `begin_step` or of `sum_gradients`, before any weight changes.
         With activation checkpointing, `backward()` may run inside or outside the context, and those of
         several micro-steps in any order that is the same on all ranks.
 
         Args:
-            micro_step: of the plan.
-            rows: of this rank's micro-batch. By default all are planned, and routing is not known ahead.
+            micro_step: of the plan; they run once each, in their order, so that all ranks run the same.
 
         Yields:
             The execution.
 
         Raises:
-            PlanError: without a plan in force, or when it has no such micro-step; when the rank that plans cannot.
-            CountsError: on every rank alike, before anything is sent, when the rows of one are not those planned, or
-                what its routers did in the forward before differs; in a forward, when counts are exchanged and differ.
+            PlanError: without a plan in force, or when another of its micro-steps comes next. Where other ranks go on,
+                they end with this one, at the latest within the timeout of their group.
+            CountsError: in a forward, when counts are exchanged and are not those of the plan; on every rank alike.
             ReplayError: on leaving, when a layer of the model did not run.
         """
-        if self._active is None:
+        active, expected = self._active, self._next_micro_step
+        if active is None:
             raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
-        rows = BatchRows() if rows is None else rows
-        self._take_up_parts(self._active, micro_step)
-        exchanges = agree_on_rows(self.consensus, self._active, micro_step, rows, self._misrouted())
-        execution = Execution(self.group, len(self.layers), rows, self._active, micro_step, exchanges)
+        if micro_step != expected or micro_step == active.plan.shape[0]:
+            raise PlanError(
+                f"micro-step {micro_step} begins after {expected} of {active.plan.shape[0]} of the plan have run; run "
+                "each once, in their order, and call begin_step(...) to begin anew"
+            )
+        self._next_micro_step += 1
+        rows, exchanges = active.rows_M[micro_step], active.exchanges_M[micro_step]
+        execution = Execution(self.group, len(self.layers), rows, active, micro_step, exchanges)
         with self._executions.on_top(execution):
             yield execution
-        execution.end()
-        self._last = execution
-
-    def _misrouted(self) -> str | None:
-        """What routers of the last forward did otherwise than was known ahead, or None; said once."""
-        last, self._last = self._last, None
-        return None if last is None else last.misrouted()
+        self._unseen.append(execution.end())
 
     def _require_routed(self) -> None:
-        """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead."""
-        if objections := self.consensus.objections(self._misrouted(), "comparing routes with those known ahead"):
+        """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead; once."""
+        unseen, self._unseen = self._unseen, []
+        misrouted = next(filter(None, (each.misrouted() for each in unseen)), None)
+        if objections := self.consensus.objections(misrouted, "comparing routes with those known ahead"):
             raise CountsError("; ".join(objections))
-
-    def _take_up_parts(self, active: ActivePlan, micro_step: int) -> None:
-        """Take up what has been planned by now, this micro-step at least, where the plan is still in the making."""
-        if not isinstance(active.plan, SharedPlan):
-            return
-        begin = active.plan.num_known
-        if parts := active.plan.advance(micro_step):
-            agree_on_counts(self.consensus, active.plan, parts, active.counts_MLGE, begin)
-            for part in parts:
-                active.schedule.extend(part)
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
@@ -293,7 +280,8 @@ class ExpertParallelModel:
         Those of sharded ones are added up in the backward.
 
         Raises:
-            CountsError: as in `executing`.
+            CountsError: on every rank alike, when the routers of one did otherwise than was known ahead, in any forward
+                since the last call.
         """
         self._require_routed()
         sum_gradients(self.dense_parameters(), self.group, self.consensus.group)

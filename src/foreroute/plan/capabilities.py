@@ -32,7 +32,6 @@ class Ability(StrEnum):
     LAYER_SLOTS = "slots of every layer's own"
     HOST_PATH = "replicas from host memory of the node"
     DEEP_PREFETCH = "replicas fetched several cells ahead"
-    EARLY_CELLS = "cells handed over while others are planned"
     DEDUPLICATED_DISPATCH = "deduplicated dispatch"
     OVERLAP = "all-to-alls hidden behind compute"
     NODES = "expert-parallel ranks on several nodes"
@@ -41,7 +40,7 @@ class Ability(StrEnum):
 
 
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
-    "hf": frozenset({Ability.LAYER_SLOTS, Ability.HOST_PATH, Ability.DEEP_PREFETCH, Ability.EARLY_CELLS}),
+    "hf": frozenset({Ability.LAYER_SLOTS, Ability.HOST_PATH, Ability.DEEP_PREFETCH}),
     "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL}),
 }
 """The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""

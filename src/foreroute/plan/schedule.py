@@ -109,7 +109,7 @@ class ExecutionSchedule:
     others are compiled. A cell that is asked for waits for its micro-step alone.
 
     Args:
-        plan: of the step, or of its first micro-steps; `extend` takes the others.
+        plan: of the step.
         counts_MLGE: integers [M, L, G, E], what was planned, of the whole step; None where it is not known: weights
             alone are scheduled.
         rank: whose schedule.
@@ -130,26 +130,17 @@ class ExecutionSchedule:
         row_multiple_L: Sequence[int] | None = None,
         paths: FetchPath = "direct",
     ) -> None:
-        num_layers = plan.shape[1]
-        self._counts_MLGE, self._rank = counts_MLGE, rank
-        self._row_multiple_L = (
-            np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64)
-        )
-        self._host_ranks = plan.topology.ranks_per_node if paths == "host" else 1
-        self._blocks: list[Future[Any]] = []
-        self.extend(plan)
-
-    def extend(self, part: StepPlan) -> None:
-        """Compile the micro-steps after those that are known."""
-        num_known, num_layers = len(self._blocks), part.shape[1]
+        num_micro_steps, num_layers = plan.shape[:2]
+        multiple_L = np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64)
+        host_ranks = plan.topology.ranks_per_node if paths == "host" else 1
 
         def block(m: int) -> Any:
-            hosts, known = part.hosts.part(m, m + 1), self._counts_MLGE
-            words = [f"micro-step {num_known + m}, routed layer {layer}" for layer in range(num_layers)]
-            counts_LGE = _served_by_replicas(hosts) if known is None else known[num_known + m]
-            return _compile(hosts, counts_LGE, self._rank, self._row_multiple_L, self._host_ranks, words)
+            hosts = plan.hosts.part(m, m + 1)
+            words = [f"micro-step {m}, routed layer {layer}" for layer in range(num_layers)]
+            counts_LGE = _served_by_replicas(hosts) if counts_MLGE is None else counts_MLGE[m]
+            return _compile(hosts, counts_LGE, rank, multiple_L, host_ranks, words)
 
-        self._blocks += [_compiler().submit(block, m) for m in range(part.shape[0])]
+        self._blocks: list[Future[Any]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
         """Give the schedule of one cell, once it is compiled."""

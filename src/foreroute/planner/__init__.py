@@ -1,6 +1,5 @@
 """From counts of assignments to the plan of a step: homes, replicas and token splits. No torch."""
 
-from foreroute.planner.plan_step import plan, start
-from foreroute.planner.progress import PlanInProgress
+from foreroute.planner.plan_step import plan, plan_and_why
 
-__all__ = ["PlanInProgress", "plan", "start"]
+__all__ = ["plan", "plan_and_why"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -11,15 +12,20 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
-from foreroute.plan.counts import check_counts
+from foreroute.plan.counts import check_counts, counts_digest
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import PRICED, PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
-from foreroute.planner.progress import OnProgress, PlanInProgress, block_ends
+
+OnProgress = Callable[[int, int], None]
+"""Called with the cells planned so far and the cells in all, from a planner's thread."""
 
 DEFAULTS = PlanOptions()
+BLOCK = 8
+"""Micro-steps that one compiled call plans. Chosen by hand: progress is told after each, and a call costs little beside
+eight micro-steps."""
 
 
 def plan(
@@ -45,10 +51,10 @@ def plan(
         TopologyError: when ranks are not home to E / G experts each.
         ConfigError: when something was asked for that needs a cost model, and there is none.
     """
-    return start(counts_MLGE, topology, options, home_LE=home_LE, costs=costs).result()
+    return plan_and_why(counts_MLGE, topology, options, home_LE=home_LE, costs=costs)[0]
 
 
-def start(
+def plan_and_why(
     counts_MLGE: NDArray[np.integer],
     topology: Topology,
     options: PlanOptions = DEFAULTS,
@@ -56,8 +62,8 @@ def start(
     home_LE: NDArray[np.integer] | None = None,
     costs: CostModel | None = None,
     on_progress: OnProgress | None = None,
-) -> PlanInProgress:
-    """As `plan`, without waiting for it: micro-steps can be taken as they are planned. Input is checked first.
+) -> tuple[StepPlan, dict[str, str]]:
+    """As `plan`, and by priced option ("traffic", "pay_off") whether it is on, and why.
 
     `on_progress` is called with the number of cells planned so far and in all, from a planner's thread.
     """
@@ -69,22 +75,22 @@ def start(
     if costs is None and (options.traffic or options.pay_off):
         asked = " and ".join(name for name in PRICED if getattr(options, name))
         raise ConfigError(f"{asked} cannot be heeded without a cost model; pass costs")
-    progress = PlanInProgress(counts, topology, options, previous_LE, on_progress)
-
-    def run() -> None:
-        try:
-            homes_LE = previous_LE.copy()
-            if options.home_moves != 0:
-                homes_LE = place_homes(
-                    counts, topology, homes_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
-                )
-            _plan_cells(counts, topology, options, homes_LE, costs, progress)
-            progress.end(progress.part(0))
-        except BaseException as error:  # it must reach whoever waits, in another thread
-            progress.end(None, error)
-
-    threading.Thread(target=run, name="foreroute-plan", daemon=True).start()
-    return progress
+    home_LE = previous_LE.copy()
+    if options.home_moves != 0:
+        home_LE = place_homes(
+            counts, topology, home_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
+        )
+    hosts, figures_ML2, why = _plan_cells(counts, topology, options, home_LE, costs, on_progress)
+    found = StepPlan(
+        topology=topology,
+        previous_home_LE=previous_LE,
+        hosts=hosts,
+        max_load_ML=figures_ML2[..., 0].copy(),
+        bound_ML=figures_ML2[..., 1].astype(np.float64),
+        counts_digest=counts_digest(counts),
+        slots=options.slots,
+    )
+    return found, why
 
 
 def _plan_cells(
@@ -93,35 +99,51 @@ def _plan_cells(
     options: PlanOptions,
     home_LE: NDArray[np.int16],
     costs: CostModel | None,
-    progress: PlanInProgress,
-) -> None:
-    """Layers do not depend on each other, so every thread takes some of them through all micro-steps."""
+    on_progress: OnProgress | None,
+) -> tuple[Hosts, NDArray[np.int64], dict[str, str]]:
+    """Plan all cells; layers do not depend on each other, so every thread takes some through all micro-steps.
+
+    Returns:
+        The hosts; int64 [M, L, 2], what the slowest rank of each cell serves and `least_load`; and by priced option
+        whether it is on, and why.
+    """
     from foreroute.kernels import NONE
     from foreroute.planner.cell import look_ahead, new_cell
     from foreroute.planner.priced import PricedOptions
     from foreroute.planner.replicas import plan_block
 
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-    slots, persistent = progress.slots, options.slots == "layer"
+    slots = topology.redundant_slots if options.replicas else 0
+    persistent = options.slots == "layer"
     outlook = look_ahead(counts if persistent else counts[:0], home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
     priced = PricedOptions(counts, topology, options, costs)
     tolerance = float(options.tolerance)  # the search takes seconds to compile, for an integer once more
+    planned, telling = 0, threading.Lock()
 
-    def plan_layers(layers: slice) -> None:
+    def tell(num_cells: int) -> None:
+        nonlocal planned
+        with telling:
+            planned += num_cells
+            if on_progress is not None:
+                on_progress(planned, num_micro_steps * num_layers)
+
+    def plan_layers(layers: slice) -> tuple[Hosts, NDArray[np.int64]]:
         cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, outlook, persistent)
         hosts = Hosts.with_room(home_LE[layers], num_micro_steps, num_ranks, num_ranks * slots)
         figures_ML2 = np.zeros((num_micro_steps, len(hosts.home_LE), 2), np.int64)
         figures_C2 = figures_ML2.reshape(-1, 2)
-        for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
+        for begin in range(0, num_micro_steps, BLOCK):
+            end = min(begin + BLOCK, num_micro_steps)
             place = (begin, end, layers.start, layers.stop)
             plan_block(cell, counts, hosts, figures_C2, held_LH, place, tolerance, options.locality)
             if priced.is_any_on:
                 priced.refine(hosts, figures_ML2[..., 0], place)
-            progress.add(hosts, figures_ML2[begin:end], begin, layers.start)
+            tell((end - begin) * len(hosts.home_LE))
+        return hosts.part(0, num_micro_steps), figures_ML2
 
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
     parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
     with ThreadPoolExecutor(len(parts)) as pool:
-        list(pool.map(plan_layers, parts))
-    progress.priced_options = priced.why()
+        hosts, figures = zip(*pool.map(plan_layers, parts), strict=True)
+    return Hosts.side_by_side(hosts), np.concatenate(figures, axis=1), priced.why()

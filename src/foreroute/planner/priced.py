@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,6 @@ from foreroute.costs.pricing import cell_seconds, slowest_attention
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PRICED, PlanOptions
 from foreroute.plan.topology import Topology
-from foreroute.planner.progress import block_ends
 from foreroute.planner.prune import prune_replicas
 from foreroute.planner.traffic import most_trials, replicate_for_traffic
 
@@ -72,12 +70,10 @@ class PricedOptions:
         if not num_off:
             return "on: where it saves time"
         state = "off" if num_off == num_layers else "on"
-        return f"{state}: in {num_off} of {num_layers} layers, planning it would expose more time than it saves"
+        return f"{state}: in {num_off} of {num_layers} layers, planning it would take more time than it saves"
 
     def _settle(self, layer: int, cell: CellPlan) -> None:
-        """Leave open options on in a layer if what they save in its first cell, in all of them, is less than planning
-        them exposes.
-        """
+        """Turn open options off in a layer if they save less than planning them takes, in all cells as in its first."""
         assert self._costs is not None
         on = self._on_L[layer]
         nothing_held_GS = np.full_like(self._held_LGS[layer], -1)
@@ -92,9 +88,8 @@ class PricedOptions:
         ]
         trials = ("pay_off" in self._open) + ("traffic" in self._open) * most_trials(self._topology.redundant_slots)
         plan_s = trials * self._costs.trial_s_per_count * self._counts_MLGE[0, layer].size
-        run_s, num_micro_steps = parts_SP[0][0].sum(), len(self._counts_MLGE)
-        saved_s = num_micro_steps * (parts_SP[0].sum() - parts_SP[1].sum())
-        if saved_s < exposed_planning(num_micro_steps, plan_s, run_s):
+        # no cell runs before the last one is planned
+        if parts_SP[0].sum() - parts_SP[1].sum() < plan_s:
             self._on_L[layer] = on - self._open
 
     def _refined(
@@ -127,17 +122,3 @@ def _reasons_against(topology: Topology, options: PlanOptions, costs: CostModel 
     if not (options.replicas and topology.redundant_slots):
         reasons = dict.fromkeys(PRICED, "there are no replicas")
     return reasons | {name: "asked for" for name in PRICED if getattr(options, name) is False}
-
-
-def exposed_planning(num_micro_steps: int, plan_s: float, run_s: float) -> float:
-    """Seconds that micro-steps wait for their plans, which are handed over in blocks while earlier ones run.
-
-    Args:
-        num_micro_steps: M.
-        plan_s: of planning one.
-        run_s: of running one.
-    """
-    ended_s = 0.0
-    for begin, end in pairwise([0, *block_ends(num_micro_steps)]):
-        ended_s = max(ended_s, end * plan_s) + (end - begin) * run_s
-    return ended_s - num_micro_steps * run_s

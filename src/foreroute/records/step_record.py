@@ -121,7 +121,7 @@ class ExecutionRecord:
     planning_s: float | None = None
     """Seconds of planning."""
     exposed_planning_s: float | None = None
-    """Seconds that stages and micro-steps waited for plans."""
+    """Seconds that stages waited for plans."""
     stages: dict[str, StageRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 

@@ -225,11 +225,10 @@ def _page(
         sections.append(
             PageSection(heading="Rates fitted to measurements", texts=(fit_summary(fit[0]),), tables=(fit_table(*fit),))
         )
-    begins = "with the first micro-steps that are planned" if config.execution.early_cells else "when all is planned"
     settings = tuple(TableRow(cells=setting) for setting in flattened(config.model_dump()).items())
     columns = (Column("Setting"), Column("Value", kind="words"))
     sections += [
-        PageSection(heading="Assumed", notes=texts("assumed", begins=begins)),
+        PageSection(heading="Assumed", notes=texts("assumed")),
         PageSection(heading="Not modelled", notes=texts("not_modelled")),
         PageSection(heading="Configuration", tables=(Table(columns=columns, rows=settings, folded="All settings"),)),
     ]

@@ -36,7 +36,6 @@ from foreroute.files.config_file import (
     checked,
 )
 from foreroute.files.toml import read_toml
-from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.simulate.methods import METHODS
 from foreroute.simulate.steps import require_drawable
 from foreroute.simulate.workload import WORKLOADS
@@ -193,8 +192,6 @@ class ExecutionConfig(Section):
     """Between the end of the rollout and the recompute."""
     rollout_s: Seconds = 0.0
     """Seconds of the rollout, added to whole steps."""
-    early_cells: bool = Ability.EARLY_CELLS in EXECUTES["hf"]
-    """First micro-steps begin while others are planned; or all wait for the plan."""
 
 
 class SweepConfig(Section):

@@ -90,9 +90,7 @@ Work = namedtuple("Work", (*Compute._fields, *Transfers._fields))  # type: ignor
 State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N")
 
 
-def run(
-    compute: Compute, transfers: Transfers, model: ExecutionModel, *, stage: int, ready_M: Floats | None = None
-) -> GroupRun:
+def run(compute: Compute, transfers: Transfers, model: ExecutionModel, *, stage: int, ready_s: float = 0.0) -> GroupRun:
     """Run recompute or update.
 
     Args:
@@ -100,25 +98,23 @@ def run(
         transfers: of all cells.
         model: how the cluster executes.
         stage: position in `costs.STAGES`.
-        ready_M: when the plan of each micro-step is there; from the start by default.
+        ready_s: when the plan is there; nothing runs before it.
     """
-    ready = np.zeros(len(compute.all_to_all_ML)) if ready_M is None else ready_M
     work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
-    return GroupRun(*_run(np.array(STAGES[stage], np.int64), ready, work, model))
+    return GroupRun(*_run(np.array(STAGES[stage], np.int64), float(ready_s), work, model))
 
 
 @kernel
-def _run(passes_KF: Any, ready_M: Any, work: Any, model: Any) -> Any:
+def _run(passes_KF: Any, ready_s: float, work: Any, model: Any) -> Any:
     """Go through all places. `passes_KF`: forward and backward passes over each cell, on the way forward and back."""
     kinds, (num_micro_steps, layers) = len(passes_KF), work.all_to_all_ML.shape
     state = _initial_state(num_micro_steps * kinds * layers, work.head_MG.shape[1])
     place = np.int64(0)
+    _elapse(state, PLAN, ready_s, ready_s)
     for m in range(num_micro_steps):
         head_s = work.head_MG[m].max()
         for kind in range(kinds):
             forwards, backwards = passes_KF[kind]
-            if ready_M[m] > state.clock[0]:
-                _elapse(state, PLAN, ready_M[m] - state.clock[0], ready_M[m] - state.clock[0])
             if kind == 1:
                 _elapse(state, HEAD, 2 * head_s, 2 * head_s)
             for _ in range(layers):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.topology import Topology
-from foreroute.planner.progress import block_ends
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.cell_costs import Compute, Transfers, compute_of, transfers_of, without_cost
-from foreroute.simulate.engine import ExecutionModel, Floats, GroupRun, run
+from foreroute.simulate.engine import ExecutionModel, GroupRun, run
 from foreroute.simulate.methods import ServedStep
 
 
@@ -77,14 +74,14 @@ class EPGroup:
             update=without_cost(self.update),
         )
 
-    def run(self, ready_M: Floats | None = None) -> tuple[GroupRun, GroupRun]:
+    def run(self, ready_s: float = 0.0) -> tuple[GroupRun, GroupRun]:
         """Recompute and update.
 
         Args:
-            ready_M: seconds from the start of the recompute when the plan of each micro-step is there.
+            ready_s: seconds from the start of the recompute when the plan is there.
         """
         return (
-            run(self.compute, self.recompute, self.model, stage=0, ready_M=ready_M),
+            run(self.compute, self.recompute, self.model, stage=0, ready_s=ready_s),
             run(self.compute, self.update, self.model, stage=1),
         )
 
@@ -113,19 +110,3 @@ class EPGroup:
                 "cluster": float(gradient_4[links.CLUSTER_OUT]) / prices.cluster_gradient_s * of_gradient,
             },
         }
-
-
-def plan_ready(num_micro_steps: int, planning_s: float, lead_s: float, *, early: bool) -> NDArray[np.float64]:
-    """float64 [M], seconds from the start of the recompute until the plan of each micro-step is there.
-
-    Args:
-        num_micro_steps: M.
-        planning_s: of the whole step; as long for one micro-step as for another.
-        lead_s: by which it begins before the recompute.
-        early: whether whole blocks of micro-steps are handed over: the first alone, then as many as before them, up to
-            the longest block. Otherwise all come when the last is planned.
-    """
-    ready_M = np.full(num_micro_steps, planning_s)
-    for begin, end in pairwise([0, *block_ends(num_micro_steps)] if early else ()):
-        ready_M[begin:end] = end / num_micro_steps * planning_s
-    return np.maximum(ready_M - lead_s, 0.0)

@@ -156,7 +156,6 @@ def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tu
             Ability.LAYER_SLOTS: method.slots == "layer",
             Ability.HOST_PATH: described.costs.paths == "host",
             Ability.DEEP_PREFETCH: described.costs.prefetch > 1,
-            Ability.EARLY_CELLS: execution.early_cells,
         }
     elif method is not METHODS["static"]:
         asked[Ability.OTHER_BALANCERS] = True

@@ -13,7 +13,7 @@ from foreroute.errors import ConfigError
 from foreroute.simulate.balancers import Balancer
 from foreroute.simulate.config import SimulateConfig, varied
 from foreroute.simulate.engine import PARTS, PLAN, GroupRun
-from foreroute.simulate.ep_group import EPGroup, plan_ready
+from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, PlannerPreset, ServedStep, forced_balance, not_executed, serve
 from foreroute.simulate.optimizer_step import (
     move_seconds,
@@ -146,18 +146,18 @@ class _ServedGroup(NamedTuple):
     @classmethod
     def of(cls, group: EPGroup, served: ServedStep, config: SimulateConfig) -> _ServedGroup:
         """Run the group."""
-        execution, (num_micro_steps, drawn) = config.execution, served.counts_MLGE.shape[:2]
+        execution, drawn = config.execution, served.counts_MLGE.shape[1]
         # Layers that were drawn stand for all, and planning takes as long for one as for another.
         scale = group.costs.model.num_layers / drawn
         planning_s = served.planning_s * scale if execution.planning_s is None else execution.planning_s
-        ready_M = plan_ready(num_micro_steps, planning_s, execution.plan_lead_s, early=execution.early_cells)
+        ready_s = max(planning_s - execution.plan_lead_s, 0.0)
         ratios, fetches = [], 0
         for cell, (_, counts_GE) in zip(served.cells, group.step.cells(), strict=True):
             total = int(counts_GE.sum())
             ratios.append(int(cell.loads_G(counts_GE).max()) / total * len(counts_GE) if total else 1.0)
             fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
         home_moves_s = move_seconds(served.before_LE, served.home_LE, scale, group.topology, group.costs)
-        return cls(group.run(ready_M), planning_s, home_moves_s, ratios, fetches, group.moved_bytes())
+        return cls(group.run(ready_s), planning_s, home_moves_s, ratios, fetches, group.moved_bytes())
 
 
 def _method(

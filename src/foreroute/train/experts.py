@@ -1,8 +1,8 @@
 """Expert-parallel execution: the experts are spread over the ranks of a run, and each pass executes a plan.
 
 routes known ─▶ counts of all ranks ─▶ rank 0's thread:   recompute │ update 0 │ update 1 │ …
-                                                           ▼ ▼  ▼       ▼ ▼
-every rank:                                                recompute ─▶ update 0 ─▶ …    micro-steps as they are planned
+                                                                    ▼          ▼
+every rank:                                                         recompute ─▶ update 0 ─▶ …
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,19 +23,17 @@ from torch import Tensor
 
 from foreroute import planner
 from foreroute.adapters.hf import RoutedTransformer, distribute
-from foreroute.adapters.hf.scoring import pad
+from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.ep import BatchRows
-from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import ConfigError, PlanError
-from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.planner import PlanInProgress
+from foreroute.errors import ConfigError
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.planner.homes import place_homes
 from foreroute.records import ExecutionRecord
-from foreroute.trace import RoutingSpec, RoutingTrace, count_assignments
+from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass, load_optimizer_state
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
@@ -103,15 +101,12 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
 
 
 class _Announced(NamedTuple):
-    """A pass that will run on weights with `number` optimizer steps behind them.
+    """A pass that will run on weights with `number` optimizer steps behind them; `making` is the first rank's plan."""
 
-    On the rank that plans `progress` is its plan, as soon as it is begun, and `seconds` how long that took in all.
-    """
-
-    counts_MLGE: NDArray[np.integer]
+    run: ExecutedPass
+    rows_M: list[BatchRows]
     number: int
-    progress: Future[PlanInProgress] | None = None
-    seconds: Future[float] | None = None
+    making: Future[StepPlan]
 
 
 class ExpertParallel(OneProcess):
@@ -170,12 +165,20 @@ class ExpertParallel(OneProcess):
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
     ) -> None:
-        counts = [self._count(routes, each) for each in passes]
+        def rows_of(sequences: NDArray[np.int64]) -> BatchRows:
+            replayed = inputs(routes.select(sequences))
+            return BatchRows.replayed(replayed, *pad(replayed))
+
+        rows = [[rows_of(sequences) for sequences in each.micro_steps] for each in passes]
+        counts = [self._placed.gather_counts(np.array([each.routed_LE for each in rows_M])) for rows_M in rows]
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
-        for each, counts_MLGE in zip(passes, counts, strict=True):
-            planned = self._submitted(counts_MLGE) if self.ranks.rank == 0 else ()
-            self._announced[each.name] = _Announced(counts_MLGE, first + each.after, *planned)
+        home_LE = self._placed.home_LE
+        for each, rows_M, counts_MLGE in zip(passes, rows, counts, strict=True):
+            run = ExecutedPass(each.name, counts_MLGE)
+            # one thread: passes are planned in the order in which they run
+            making = self._thread.submit(self._make, run, home_LE) if self.ranks.rank == 0 else Future[StepPlan]()
+            self._announced[each.name] = _Announced(run, rows_M, first + each.after, making)
 
     @contextmanager
     def running(self, planned: ScheduledPass, *, updating: bool = False) -> Iterator[None]:
@@ -183,33 +186,33 @@ class ExpertParallel(OneProcess):
         if announced is None:
             yield
             return
-        plan, waited_s = self._shared(announced.progress)
+        now, rows_M, number, making = announced
+        begun = time.monotonic()
+        now.plan = self._placed.share_plan(making.result)
         known = time.monotonic()
+        now.exposed_planning_s = known - begun
         # replicas are fetched from what is published, which is the same for all passes on the same weights
         if not self._published:
             self._engine.publish()
             self._published = True
-        publishing_s = time.monotonic() - known
-        self._placed.begin_step(announced.number, plan, announced.counts_MLGE, updating=updating)
-        now = self._now = ExecutedPass(planned.name, plan, announced.counts_MLGE, publishing_s)
+        now.publishing_s = time.monotonic() - known
+        self._placed.begin_step(number, now.plan, now.counts_MLGE, rows_M, updating=updating)
+        self._now = now
         try:
             yield
         finally:
             # records of a pass that failed are not those of the next one
             self._now, now.transfers = None, self._engine.take_records()
-        if announced.progress is not None and announced.seconds is not None:
-            now.planning_s, now.exposed_planning_s = announced.seconds.result(), waited_s + plan.waited_s
-            now.priced_options = announced.progress.result().priced_options
         self._executed.append(now)
 
     @contextmanager
-    def micro_step(self, number: int, routes: RoutingTrace) -> Iterator[None]:
+    def micro_step(self, number: int) -> Iterator[None]:
         if self._now is None:
             yield
             return
-        with self._placed.executing(number, BatchRows.replayed(routes, *pad(routes))) as execution:
+        with self._placed.executing(number) as execution:
             yield
-        self._now.executed_ML[number] = execution.executed_L
+        self._now.executed_ML.append(execution.executed_L)
 
     def finish_gradients(self, max_norm: float) -> float:
         self._placed.sum_gradients()
@@ -244,43 +247,13 @@ class ExpertParallel(OneProcess):
         self._published = False
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
-    def _submitted(self, counts_MLGE: NDArray[np.integer]) -> tuple[Future[PlanInProgress], Future[float]]:
-        """Have the thread plan a pass, after those that were announced before. Homes stay: they move between steps."""
-        progress: Future[PlanInProgress] = Future()
-        home_LE = self._placed.home_LE
-        topology, options, costs = self._planning
-
-        def work() -> float:
-            begun = time.monotonic()
-            try:
-                stay = replace(options, home_moves=0)
-                progress.set_result(planner.start(counts_MLGE, topology, stay, home_LE=home_LE, costs=costs))
-            except BaseException as error:  # it must reach whoever waits for the plan
-                progress.set_exception(error)
-                raise
-            progress.result().result()
-            return time.monotonic() - begun
-
-        return progress, self._thread.submit(work)
-
-    def _shared(self, planned: Future[PlanInProgress] | None) -> tuple[SharedPlan, float]:
-        """The plan of a pass, its first micro-steps known, and the seconds that this rank waited for it to begin."""
-        begun = time.monotonic()
-        try:
-            progress = None if planned is None else planned.result()
-        except Exception:
-            with suppress(PlanError):  # of no plan, which is what the others are told
-                self._placed.share_plan(None)
-            raise
-        waited_s = time.monotonic() - begun
-        return self._placed.share_plan(progress), waited_s
-
-    def _count(self, routes: RoutingTrace, planned: ScheduledPass) -> NDArray[np.int64]:
-        """Count the assignments of all ranks, int64 [M, L, G, E]."""
-        micro_step_S = np.repeat(np.arange(len(planned.micro_steps)), [len(each) for each in planned.micro_steps])
-        return self._placed.gather_counts(
-            count_assignments(routes.select(np.concatenate(planned.micro_steps)), micro_step_S)
-        )
+    def _make(self, run: ExecutedPass, home_LE: NDArray[np.int16]) -> StepPlan:
+        """Plan a pass, in the thread. Homes stay: they move between steps."""
+        begun, (topology, options, costs) = time.monotonic(), self._planning
+        stay = replace(options, home_moves=0)
+        plan, run.priced_options = planner.plan_and_why(run.counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
+        run.planning_s = time.monotonic() - begun
+        return plan
 
     def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Any) -> dict[str, Any]:
         """Gather the state of every parameter, or cut it to the part that this rank has."""

@@ -179,7 +179,7 @@ class Trainer:
                 if replay:
                     forced = routed.replay(routes, weight_version=self.step, gate_weights=weights)
                 recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
-                with forced, self.execution.micro_step(number, routes), recorded as recording:
+                with forced, self.execution.micro_step(number), recorded as recording:
                     logprobs_R, entropy_R = response_log_probs(
                         routed.model, part, self.config.rollout.temperature, entropy=True
                     )
@@ -246,7 +246,7 @@ class Trainer:
                                 telemetry=watch_routes,
                             )
                             session = replaying.enter_context(forced)
-                            replaying.enter_context(execution.micro_step(number, taken))
+                            replaying.enter_context(execution.micro_step(number))
                         logprobs_R, _ = response_log_probs(
                             routed.model, generation.select(sequences), self.config.rollout.temperature
                         )

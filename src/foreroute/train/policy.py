@@ -262,8 +262,8 @@ class OneProcess:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
         return nullcontext()
 
-    def micro_step(self, number: int, routes: RoutingTrace) -> AbstractContextManager[None]:
-        """Run one forward and its backward on rows that `routes` are replayed on."""
+    def micro_step(self, number: int) -> AbstractContextManager[None]:
+        """Run one forward of the pass, and its backward."""
         return nullcontext()
 
     def finish_gradients(self, max_norm: float) -> float:

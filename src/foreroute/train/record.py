@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from foreroute.capture import Generation
-from foreroute.ep.shared_plan import SharedPlan
 from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
-from foreroute.plan import contiguous_imbalance
+from foreroute.plan import StepPlan, contiguous_imbalance
 from foreroute.records import (
     DeviceRecord,
     ExecutionRecord,
@@ -216,26 +215,24 @@ class ExecutedPass:
     """What one pass did on one rank under its plan for `counts_MLGE`.
 
     Attributes:
+        plan: once it is made.
+        planning_s: seconds that the planner took, on the first rank.
+        exposed_planning_s: seconds that the pass waited for the plan before it began.
         publishing_s: seconds that it waited for weights to be published.
-        planning_s: seconds that the planner took, on the rank that plans.
-        exposed_planning_s: seconds of them that the pass waited for, before it began and before later micro-steps.
-        priced_options: whether pay-off and traffic were on, and why, on the rank that plans.
+        priced_options: whether pay-off and traffic were on, and why, on the first rank.
         transfers: of this rank, once the pass has ended.
-        executed_ML: int64 [M, L], assignments that this rank computed.
+        executed_ML: int64 [L] of each micro-step, assignments that this rank computed.
     """
 
     name: str
-    plan: SharedPlan
     counts_MLGE: NDArray[np.integer]
-    publishing_s: float
+    plan: StepPlan = field(init=False)
     planning_s: float = 0.0
     exposed_planning_s: float = 0.0
+    publishing_s: float = 0.0
     priced_options: dict[str, str] = field(default_factory=dict)
     transfers: list[TransferRecord] = field(default_factory=list)
-    executed_ML: NDArray[np.int64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.executed_ML = np.zeros(self.counts_MLGE.shape[:2], np.int64)
+    executed_ML: list[NDArray[np.int64]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -260,7 +257,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
     """
     if not executed:
         return None if ranks.rank else ExecutionRecord(ranks=ranks.size)
-    executed_PMLG = [ranks.all_gather(each.executed_ML).transpose(1, 2, 0) for each in executed]
+    executed_PMLG = [ranks.all_gather(np.stack(each.executed_ML)).transpose(1, 2, 0) for each in executed]
     transfers = [transfer for each in executed for transfer in each.transfers]
     fetched = [transfer for transfer in transfers if transfer.kind == "fetch"]
     arrived = {
@@ -271,12 +268,11 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
     }
     bytes_P = ranks.sum(list(arrived.values())).astype(np.int64).tolist()
     transfer_s = sum(each.publishing_s for each in executed) + sum(transfer.exposed_s for transfer in transfers)
-    planning = np.sum([[each.planning_s, each.exposed_planning_s] for each in executed], axis=0)
-    seconds_G4 = ranks.all_gather(np.array([*planning, transfer_s, moved.seconds]))
+    seconds_G2 = ranks.all_gather(np.array([transfer_s, moved.seconds]))
     if ranks.rank:
         return None
     # what the slowest rank waited for
-    planning_s, waited_s, transfer_s, moving_s = (round(most, 4) for most in seconds_G4.max(axis=0).tolist())
+    transfer_s, moving_s = (round(most, 4) for most in seconds_G2.max(axis=0).tolist())
     loads = [_loads(each, executed_MLG) for each, executed_MLG in zip(executed, executed_PMLG, strict=True)]
     return ExecutionRecord(
         ranks=ranks.size,
@@ -286,8 +282,8 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         home_moves=moved.number,
         moving_homes_s=moving_s,
         exposed_transfer_s=transfer_s,
-        planning_s=planning_s,
-        exposed_planning_s=waited_s,
+        planning_s=round(sum(each.planning_s for each in executed), 4),
+        exposed_planning_s=round(sum(each.exposed_planning_s for each in executed), 4),
         stages={
             each.name: StageRecord(
                 executed_MLG=of_kind["executed"].tolist(),

@@ -1,6 +1,8 @@
 """Counts known ahead: what the dispatcher no longer asks for and waits for; and plans of other counts or ranks."""
 
 import dataclasses
+import os
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
-from foreroute.errors import CountsError, PlanError, ReplayError, TraceError
+from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.errors import CountsError, PlanError, ReplayError, TraceError, TransferError
 from tests.adapters.megatron.executed_plans import Planned, make_plan, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
@@ -75,7 +78,7 @@ def test_wrong_counts_end_all_ranks_alike():
     moved_LE = routed.home_LE[:, ::-1]
     mixed = [shards[0], at.traces[1] if first else shards[1], shards[2]]
     for error, said, wrong in (
-        (CountsError, "rank 0: micro-batch 0 brings other routes", lambda: execute(backwards if first else shards)),
+        (CountsError, "micro-batch 0 brings other routes", lambda: execute(backwards)),
         (CountsError, "rank 0: micro-batch 0 makes", lambda: execute(shards, announced=backwards if first else shards)),
         (CountsError, "counts have digest", lambda: execute(shards, counts=counts_MLGE + first)),
         (CountsError, r"expected integers \[3, 2, 2, 8\]", lambda: execute(shards, counts=counts_MLGE[:, :1])),
@@ -101,6 +104,41 @@ def test_wrong_counts_end_all_ranks_alike():
         for layer, block in layers.items():
             assert (block.token_dispatcher, dict(block.__dict__)) == before[layer], "the layer is left as it was"
     execute(shards)
+
+
+def brings_other_routes():
+    """The first brings its micro-batches in another order than it announced, is told, and ends: what the other raises."""
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
+    first = dist.get_rank() == 0
+    batches = carrying(at.batches, at.shards[::-1] if first else at.shards)
+    refusal = pytest.raises(CountsError, match="micro-batch 0 brings other routes")
+    try:
+        with refusal if first else nullcontext(), at.execute():
+            step(at.model.chunks, batches, at.routed.replaying(forward_step))
+    except (RuntimeError, TransferError) as error:
+        if not first:
+            return type(error).__name__
+        raise
+    if first:
+        os._exit(1)
+    return "nothing"
+
+
+@on_ranks(2)
+def test_no_rank_asks_another_on_the_host_within_a_schedule():
+    """And some do when it ends."""
+    at, asked = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum"), []
+
+    def noting(call):
+        return lambda *args, **kwargs: asked.append(1) or call(*args, **kwargs)
+
+    calls = {name: getattr(RankConsensus, name) for name in ("objections", "most", "gather", "from_first")}
+    with mock.patch.multiple(RankConsensus, **{name: noting(call) for name, call in calls.items()}):
+        with at.execute():
+            begun = len(asked)
+            at.step()
+            assert len(asked) == begun > 0
+        assert len(asked) == begun + 1
 
 
 def _four_times(execute, shards, batches, forward):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from foreroute.planner import start
+from foreroute.planner import plan
 from foreroute.trainers.verl import planning
 from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import old_log_probs, tensordict, update
@@ -48,11 +48,8 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
     for step in range(STEPS):
         if step:  # what was sampled before the weights changed
             batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
-        planned = []
-        with (
-            mock.patch.object(planning, "start", noting(planned)),
-            mock.patch.object(planning, "plan", wraps=planning.plan) as at_home,
-        ):
+        planned, at_home = [], []
+        with mock.patch.object(planning, "plan", noting(planned, at_home)):
             with Watch(engine) as old:
                 log_probs, _ = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
             with Watch(engine) as updated:
@@ -61,8 +58,8 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
         found["metrics"].append(output["metrics"])
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
         found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
-        found["planned"].append([loads_MLG(counts, made.result()) for counts, made in planned])
-        found["at_home"].append(at_home.call_count)
+        found["planned"].append([loads_MLG(counts, made) for counts, made in planned])
+        found["at_home"].append(len(at_home))
         if checkpoint and step == 0:
             engine.save_checkpoint(str(checkpoint), global_step=1)
             dist.barrier()
@@ -72,20 +69,20 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
     return found
 
 
-def noting(planned):
-    def noted(counts_MLGE, *args, **kwargs):
-        made = start(counts_MLGE, *args, **kwargs)
-        planned.append((counts_MLGE, made))
+def noting(planned, at_home):
+    def noted(counts_MLGE, topology, options, **kwargs):
+        made = plan(counts_MLGE, topology, options, **kwargs)
+        (at_home if options is planning.AT_HOME else planned).append((counts_MLGE, made))
         return made
 
     return noted
 
 
-def loads_MLG(counts_MLGE, plan):
+def loads_MLG(counts_MLGE, made):
     """What a plan has each rank compute, replica by replica."""
     loads = np.zeros(counts_MLGE.shape[:3], np.int64)
     for m, layer in np.ndindex(loads.shape[:2]):
-        cell, left_E = plan.cell(m, layer), counts_MLGE[m, layer].sum(0).astype(np.int64)
+        cell, left_E = made.cell(m, layer), counts_MLGE[m, layer].sum(0).astype(np.int64)
         for expert, rank, tokens_G in zip(cell.expert_R, cell.rank_R, cell.tokens_RG, strict=True):
             loads[m, layer, rank] += tokens_G.sum()
             left_E[expert] -= tokens_G.sum()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -14,9 +12,6 @@ from foreroute.errors import PlanError
 from foreroute.files import checksum
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
-
-if TYPE_CHECKING:
-    from foreroute.ep.shared_plan import ExecutablePlan
 
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
@@ -141,7 +136,7 @@ def plan_digest(plan: StepPlan) -> str:
     return checksum(facts, plan.hosts._asdict())
 
 
-def require_ranks(plan: ExecutablePlan, num_ranks: int) -> None:
+def require_ranks(plan: StepPlan, num_ranks: int) -> None:
     """Raise `PlanError` unless a plan was made for this many ranks."""
     if plan.topology.num_ranks != num_ranks:
         raise PlanError(

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, cell_of, next_cell
@@ -27,9 +27,6 @@ from foreroute.files import blake2b_hex
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.options import SlotSharing
-
-if TYPE_CHECKING:
-    from foreroute.ep.shared_plan import ExecutablePlan
 
 
 class TransferEngine:
@@ -65,7 +62,7 @@ class TransferEngine:
         self._records: list[TransferRecord] = []
         # by host memory and from peers, since the last record
         self._received_bytes = (0, 0)
-        self._plan: ExecutablePlan | None = None
+        self._plan: StepPlan | None = None
         self._schedule: ExecutionSchedule | None = None
         self._step, self._updating = -1, False
         self._previous: Cell | None = None
@@ -95,26 +92,18 @@ class TransferEngine:
             self._channels.memory.publish(self._homes, self._options.timeout_s)
         self._versions = [_versions(home) for home in self._homes]
 
-    def begin_step(
-        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, is_agreed: bool = False
-    ) -> None:
+    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
         Args:
             step: its number.
-            plan: the same on all ranks.
+            plan: the same on all ranks, as the caller has made sure.
             schedule: of it, for this rank and the paths of this engine.
             updating: whether backward passes follow the forward passes; it tells what to prefetch.
-            is_agreed: the caller has made sure that all ranks hold this plan, as `ExpertParallelModel` does; they are
-                asked here otherwise.
 
         Raises:
-            PlanError: on every rank alike, when plans differ, or are for other ranks, slots, layers or experts.
-            TransferError: when a rank does not answer.
+            PlanError: when it is for other ranks, slots, layers or experts.
         """
-        if not is_agreed:
-            assert isinstance(plan, StepPlan), "a plan in the making is agreed on by who shares it"
-            agree_on_plan(self._consensus, step, plan)
         self._require_fitting(plan)
         for slots in self._slots:
             self._end_batch(slots)
@@ -210,7 +199,7 @@ class TransferEngine:
     def _moves(self, cell: Cell) -> CellSchedule:
         return cell_of(self._schedule, self._step, cell)
 
-    def _require_fitting(self, plan: ExecutablePlan) -> None:
+    def _require_fitting(self, plan: StepPlan) -> None:
         num_layers, num_experts = plan.shape[1:]
         shard_sizes = {len(shard) for home in self._homes for shard in home.values()}
         here = (len(self._homes), {size * self._topology.num_ranks for size in shard_sizes}, self._topology)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +17,8 @@ from torch import Tensor
 from foreroute.ep.transfer.consensus import require_ranks
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
 from foreroute.errors import TransferError
-from foreroute.plan import CellSchedule, ExecutionSchedule
+from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
 from foreroute.plan.capabilities import FetchPath
-
-if TYPE_CHECKING:
-    from foreroute.ep.shared_plan import ExecutablePlan
 
 
 class Cell(NamedTuple):
@@ -135,10 +132,8 @@ class DirectWeights:
         """From peer to peer."""
         return "direct"
 
-    def begin_step(
-        self, step: int, plan: ExecutablePlan, schedule: ExecutionSchedule, *, updating: bool, is_agreed: bool = False
-    ) -> None:
-        """Put a plan in force. Nothing is kept or prefetched, so `updating` and `is_agreed` make no difference.
+    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
+        """Put a plan in force. Nothing is kept or prefetched, so `updating` makes no difference.
 
         Raises:
             PlanError: when it was made for another number of ranks.

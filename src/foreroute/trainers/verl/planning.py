@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +23,7 @@ from verl.workers.config import McoreEngineConfig
 from foreroute.costs import hardware_preset
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions
-from foreroute.planner import plan, start
+from foreroute.planner import plan
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
 
 if TYPE_CHECKING:
@@ -94,7 +95,9 @@ class PlannedBatch:
         topology = hardware_preset(config.hardware).topology(self._counts_MLGE.shape[2], config.redundant_slots)
         home_LE = routed.home_LE
         self._num_at_home = min(1, len(self._shards) - 1)
-        self._planned = start(self._counts_MLGE[self._num_at_home :], topology, UNDER_PLAN, home_LE=home_LE)
+        with_plan_MLGE, thread = self._counts_MLGE[self._num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
+        self._planned = thread.submit(plan, with_plan_MLGE, topology, UNDER_PLAN, home_LE=home_LE)
+        thread.shutdown(wait=False)
         if self._num_at_home:
             self._at_home = plan(self._counts_MLGE[:1], topology, AT_HOME, home_LE=home_LE)
         self._executions: list[PlanExecution] = []

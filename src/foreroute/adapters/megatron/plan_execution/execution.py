@@ -188,21 +188,20 @@ class PlanExecution:
         self._ranks.raise_alike(ReplayError, objection, f"ending step {self._step}")
 
     def begin_pass(self, chunk: int, shard: RouteShard) -> int:
-        """A chunk begins its next forward, on these routes. A collective call of this stage. Returns the micro-step.
+        """A chunk begins its next forward, on these routes. Asks no other rank. Returns the micro-step.
 
         Raises:
-            CountsError: on every rank of the stage alike, when these routes are not the ones that were planned.
+            CountsError: when these routes are not the ones that were planned. Where other ranks go on, they end with
+                this one, at the latest within the timeout of their group.
         """
         micro_step = self._begun[chunk]
-        objection = None
         if micro_step == len(self._shards):
-            objection = f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run"
-        elif shard is not self._shards[micro_step]:
-            objection = (
+            raise CountsError(f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run")
+        if shard is not self._shards[micro_step]:
+            raise CountsError(
                 f"micro-batch {micro_step} brings other routes than were planned; put what was given to execute() into "
                 "the batches, in the same order"
             )
-        _raise_alike(self._ranks.consensus, CountsError, objection, f"beginning micro-step {micro_step}")
         self._begun[chunk] += 1
         return micro_step
 

@@ -79,8 +79,8 @@ class PlannedModel(RoutedModel):
 
         Opened around one call of Megatron's schedule whose forward step is `replaying`, or around `replay` sessions of
         the same micro-batches, with backward inside. Weights may change between two executions and not within one. A
-        collective call on every rank of the expert-parallel group and its pipeline stages on entering and on leaving;
-        of the group in a stage whenever a forward begins.
+        collective call on every rank of the expert-parallel group and its pipeline stages on entering and on leaving.
+        In between no rank asks another on the host.
 
         Args:
             plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
@@ -93,7 +93,8 @@ class PlannedModel(RoutedModel):
 
         Raises:
             PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
-            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others.
+            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others. On
+                the rank alone whose forward brings other routes than `micro_batches`; the others end with it.
             PlacementError: on every rank alike, when a layer cannot execute a plan.
             TraceError: on every rank alike, when one hands in what `shard` did not make.
             ReplayError: on every rank alike, when a planned micro-batch was not run, or a plan is executed already.
