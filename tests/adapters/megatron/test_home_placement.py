@@ -137,8 +137,6 @@ def test_what_cannot_be_is_refused_on_all_ranks(check):
 @pytest.mark.parametrize(
     "check",
     [
-        "expert_segment_checks.check_segments",
-        "expert_segment_checks.check_gaps_are_refused",
         "refused_move_checks.check_experts_of_transformer_engine_are_told_apart_by_name",
         "home_checkpoint_checks.check_experts_of_transformer_engine_are_placed_by_their_offsets",
     ],

@@ -5,19 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from foreroute.adapters.megatron.expert_placement.layer_transfer import (
-    Extent,
-    LayerExtents,
-    require_complete,
-    segments_for,
-)
 from foreroute.ep.transfer.moves import shard_moves
+from foreroute.ep.transfer.segments import Extent, LayerExtents, require_complete, segments_for
 from foreroute.errors import TransferError
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
 
 
-def check_segments():
+def test_every_part_arrives_once():
     for seed in range(60):
         check_every_part_arrives_once(np.random.default_rng(seed))
 
@@ -74,7 +69,7 @@ def memory(home_E, number_GD, of_ranks):
     return lies
 
 
-def check_gaps_are_refused():
+def test_gaps_are_refused():
     whole, half = Extent(0, 8, 8, "float32"), Extent(0, 4, 8, "float32")
     number_GD = np.array([[0], [1]])
     for slots, message in (
