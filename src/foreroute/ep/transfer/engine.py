@@ -89,10 +89,10 @@ class TransferEngine:
             self._end_batch(slots)
             slots.clear()
         self._running = None
-        # streams may still copy from host memory, which others write when this rank has signed off
+        # streams may still copy from host memory, which others write when all have come here
         self._channels.lane.synchronize()
         if self._channels.memory is not None:
-            self._channels.memory.publish(self._homes, self._options.timeout_s)
+            self._channels.memory.publish(self._homes)
         self._versions = [_versions(home) for home in self._homes]
 
     def begin_step(
