@@ -82,7 +82,7 @@ def _fetches(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
             schedule = ExecutionSchedule(plan, None, dist.get_rank(), paths=engine.paths)
             engine.begin_step(0, plan, schedule, updating=False)
             for m, layer in np.ndindex(*plan.shape[:2]):
-                engine.fetch(Cell(0, m, layer), bench.placed.homes[layer])
+                engine.fetch(Cell(0, m, layer), bench.placed.homes[layer]).wait()
             dist.barrier()
 
         return fetch_all

@@ -139,7 +139,7 @@ class HostPath:
         }
         votes, peers = RankConsensus(timeout_s=60), PeerGroup(timeout_s=60)
         with closing(HostMemory(votes, Topology(1, 1, num_experts, LINKS), [home])) as memory:
-            memory.publish([home], 60)
+            memory.publish([home])
             slots = {name: torch.zeros_like(shard) for name, shard in home.items()}
             yield cls(part, home, slots, memory, Channels(peers, memory, TransferLane(part.device)))
 

@@ -19,12 +19,9 @@ class Telling(DirectWeights):
         super().__init__(PeerGroup(timeout_s=20))
         self.log = log
 
-    def fetch(self, cell, home):
+    def fetch(self, cell, home, *, is_recompute=False):
         self.log.append(("fetched", cell.layer))
-        return super().fetch(cell, home)
-
-    def prefetch(self):
-        self.log.append("prefetching")
+        return super().fetch(cell, home, is_recompute=is_recompute)
 
     def send_home(self, cell, grads):
         self.log.append(("sent", cell.layer))
@@ -41,14 +38,18 @@ class Waiting:
 
 
 def pass_log(rank, case, frozen):
-    """What happens in a forward and in a backward pass: what is fetched and sent home, and rows that travel."""
+    """What happens in a forward and in a backward pass: what is fetched and sent home, and rows that travel.
+
+    And how many fetches there were in all.
+    """
     model = policy(case)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen))
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=20)
     log, all_to_all = [], dist.all_to_all_single
-    placed.use(Telling(log))
+    weights = Telling(log)
+    placed.use(weights)
     counts_MLGE = all_counts(routed, case, rank, 0)
     plans = (split_plan(seed, counts_MLGE, placed.home_LE) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
@@ -61,36 +62,37 @@ def pass_log(rank, case, frozen):
         loss.backward()
     finally:
         dist.all_to_all_single = all_to_all
-    return forward, log
+    return forward, log, weights.num_fetches
 
 
 def test_rows_are_launched_before_weights(workers):
     """On one communicator they would wait behind it."""
-    forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "prefetching", "rows")]
+    forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "rows")]
     backward = [
-        event
-        for layer in (2, 1, 0)
-        for event in ("rows", ("fetched", layer), "prefetching", ("sent", layer), "rows", ("home", layer))
+        event for layer in (2, 1, 0) for event in ("rows", ("fetched", layer), ("sent", layer), "rows", ("home", layer))
     ]
-    assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing") == [(forward, backward)] * 2
+    assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing") == [(forward, backward, 6)] * 2
 
 
 @pytest.mark.parametrize("frozen", ["nothing", "experts.down_proj"])
 def test_gradients_travel_while_those_of_rows_are_sent_back(workers, frozen):
     expected = [event for layer in (2, 1, 0) for event in ("rows", ("sent", layer), "rows", ("home", layer))]
-    for _, log in workers(2).run(pass_log, Case(ranks=2, plan=3), frozen):
+    for _, log, _ in workers(2).run(pass_log, Case(ranks=2, plan=3), frozen):
         assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == expected
 
 
-def test_checkpointed_parts_send_theirs_once(workers):
-    """The two forward passes of a cell send nothing home."""
+def test_checkpointed_parts_send_theirs_once_and_are_fetched_twice(workers):
+    """The two forward passes of a cell send nothing home. Recomputation and the backward behind it share a fetch."""
     for use_reentrant in (True, False):
-        for _, log in workers(2).run(pass_log, Case(ranks=2, plan=3, use_reentrant=use_reentrant), "nothing"):
+        for _, log, num_fetches in workers(2).run(
+            pass_log, Case(ranks=2, plan=3, use_reentrant=use_reentrant), "nothing"
+        ):
             assert [event for event in log if event[0] in ("sent", "home")] == [
                 event for layer in (2, 1, 0) for event in (("sent", layer), ("home", layer))
             ]
+            assert num_fetches == 2 * 3
 
 
 def test_frozen_experts_send_nothing(workers):
-    for _, log in workers(2).run(pass_log, Case(ranks=2, plan=3), ("experts.down_proj", "experts.gate_up_proj")):
+    for _, log, _ in workers(2).run(pass_log, Case(ranks=2, plan=3), ("experts.down_proj", "experts.gate_up_proj")):
         assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == ["rows"] * 6

@@ -53,9 +53,9 @@ def counting_rows(placed):
     number = {id(layer.shards.module): layer.number for layer in placed.layers}
     computed_L = [0] * len(number)
 
-    def counting(module, weights, rows_RD, gates_R1, group_rows_S):
+    def counting(module, weights, rows_RD, gates_R1, group_rows_S, replicas=None):
         computed_L[number[id(module)]] += int(rows_RD.detach().any(dim=1).sum())
-        return run_experts(module, weights, rows_RD, gates_R1, group_rows_S)
+        return run_experts(module, weights, rows_RD, gates_R1, group_rows_S, replicas)
 
     with patch.object(layer, "run_experts", counting), patch.object(compute, "run_experts", counting):
         yield computed_L

@@ -9,17 +9,16 @@ are concatenated or interleaved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from foreroute.ep.transfer import Cell, PendingGradients, ReplicaWeights
+from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.replica_weights import segment_sums
 from foreroute.errors import AttachError
-from foreroute.plan import CellPlan
 
 LEAST_TORCH = "2.10"
 """The first with torch.nn.functional.grouped_mm; what pyproject.toml asks for."""
@@ -36,10 +35,11 @@ WHOLE_VECTORS = 64
 
 def run_experts(
     module: Any,
-    weights: Mapping[str, Tensor] | BorrowedWeights,
+    weights: Mapping[str, Tensor],
     rows_RD: Tensor,
     gates_R1: Tensor,
     group_rows_S: Sequence[int],
+    replicas: Replicas | None = None,
 ) -> Tensor:
     """Up, gate and down projection of every group with its own weights, times the gate weight of each row.
 
@@ -49,18 +49,19 @@ def run_experts(
 
     Args:
         module: the experts module, for its layout, gate and activation.
-        weights: name -> [S, ...], as the module's own parameters are laid out, one row per group; or those borrowed.
+        weights: name -> [S, ...], as the module's own parameters are laid out, one row per group.
         rows_RD: [R, D], in order of group.
         gates_R1: [R, 1], their gate weights.
         group_rows_S: rows of each group.
+        replicas: whose weights they are, which are not kept for backward; None for those of home experts.
 
     Returns:
         [R, D'].
     """
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = _grouped_linear(module, weights, up, rows_RD, None, group_rows_S)
+    hidden = _grouped_linear(module, weights, up, rows_RD, None, group_rows_S, replicas)
     weighted = Activate.apply(hidden, gates_R1, module._apply_gate if module.has_gate else module.act_fn)
-    return _grouped_linear(module, weights, "down_proj", weighted, gates_R1, group_rows_S)
+    return _grouped_linear(module, weights, "down_proj", weighted, gates_R1, group_rows_S, replicas)
 
 
 def require_grouped_mm() -> None:
@@ -109,42 +110,59 @@ def _activated(hidden: Tensor, gates: Tensor, function: Callable[[Tensor], Tenso
 
 def _grouped_linear(
     module: Any,
-    weights: Mapping[str, Tensor] | BorrowedWeights,
+    weights: Mapping[str, Tensor],
     name: str,
     rows: Tensor,
     gates_R1: Tensor | None,
     group_rows_S: Sequence[int],
+    replicas: Replicas | None,
 ) -> Tensor:
     """Apply one projection to rows that are weighted already; gate weights, where given, weight the bias alone."""
-    bias = f"{name}_bias"
-    if isinstance(weights, BorrowedWeights):
-        rows = rows.to(weights.tensors[name].dtype)
-        out: Tensor = BorrowedProduct.apply(rows, weights, name, module.is_transposed, group_rows_S)
-        return AddBorrowedBias.apply(out, gates_R1, weights, bias, group_rows_S) if module.has_bias else out
-    weight = weights[name] if module.is_transposed else weights[name].transpose(-2, -1)
-    out = _grouped_mm(rows.to(weight.dtype), weight, group_rows_S)
-    return AddBias.apply(out, weights[bias], gates_R1, group_rows_S) if module.has_bias else out
+    bias, weight = f"{name}_bias", weights[name]
+    rows = rows.to(weight.dtype)
+    if replicas is None:
+        out = _grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), group_rows_S)
+    else:
+        out = BorrowedProduct.apply(rows, weight, partial(_again, replicas, name), module.is_transposed, group_rows_S)
+    if not module.has_bias:
+        return out
+    bias_again = None if replicas is None else partial(_again, replicas, bias)
+    biased: Tensor = AddBias.apply(out, weights[bias], gates_R1, group_rows_S, bias_again)
+    return biased
+
+
+def _again(replicas: Replicas, name: str) -> Tensor:
+    """A borrowed weight, in backward."""
+    return replicas.weights[name]
 
 
 class AddBias(torch.autograd.Function):
-    """`AddBias.apply(rows_RD, bias_SD, gates_R1, group_rows_S)`: rows plus the bias of their group; keeps no row.
+    """`AddBias.apply(rows_RD, bias_SD, gates_R1, group_rows_S, again)`: rows plus the bias of their group.
 
-    The bias is weighted where there are gate weights.
+    The bias is weighted where there are gate weights. Keeps no row, and no bias where `again` gives it in backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
-        ctx.save_for_backward(bias, gates)
-        ctx.group_rows_S = group_rows_S
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        bias: Tensor,
+        gates: Tensor | None,
+        group_rows_S: Sequence[int],
+        again: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        ctx.save_for_backward(bias if again is None else None, gates)
+        ctx.group_rows_S, ctx.again = group_rows_S, again
         return _biased(rows, bias, gates, group_rows_S)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bias, gates = ctx.saved_tensors
+        bias = bias if ctx.again is None else ctx.again()
         grad, sizes = grads[0], ctx.group_rows_S
         bias_grad = _bias_grad(grad, bias, gates, sizes) if ctx.needs_input_grad[1] else None
         gate_grad = _bias_gate_grad(grad, bias, gates, sizes) if ctx.needs_input_grad[2] else None
-        return grad, bias_grad, gate_grad, None
+        return grad, bias_grad, gate_grad, None, None
 
 
 def _biased(rows: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
@@ -185,70 +203,14 @@ def _ends(rows: Tensor, group_rows_S: Sequence[int]) -> Tensor:
     return torch.tensor(group_rows_S).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
 
 
-@dataclass(eq=False)
-class BorrowedWeights:
-    """The weights of the replicas here in one pass over a cell, and the gradients that its backward finds for them.
+class StackedReplicas(Replicas):
+    """Replicas beside an experts module whose parameters have an axis of experts in front.
 
-    Attributes:
-        cell: which cell runs.
-        source: of the weights.
-        names: of the weights.
-        trained: names of those that are trained.
-        tensors: name -> [replicas here, ...], while they are needed: from `fetch` until the source is asked for another
-            cell. Backward has them fetched again.
-        grads: name -> [replicas here, ...].
-        pending: gradients that backward has sent home and not waited for yet.
+    `home` is name -> [E / G, ...]; home experts compute with what `announce` gives, to whose gradients those of
+    replicas are added in place.
     """
 
-    cell: Cell
-    source: ReplicaWeights
-    names: tuple[str, ...]
-    trained: tuple[str, ...]
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    pending: PendingGradients | None = None
-
-    def fetch(self, home: Sequence[Tensor]) -> None:
-        """Have the weights fetched, and those of later cells begun, when the rows of the cell have left."""
-        self.tensors = self.source.fetch(self.cell, dict(zip(self.names, home, strict=True)))
-        self.source.prefetch()
-
-    def send_home(self) -> None:
-        """Begin to return the gradients: zeros where no row has brought one."""
-        found = {name: self.grads.pop(name, None) for name in self.trained}
-        grads = {name: torch.zeros_like(self.tensors[name]) if grad is None else grad for name, grad in found.items()}
-        self.tensors = {}
-        if grads:
-            self.pending = self.source.send_home(self.cell, grads)
-
-
-@dataclass(frozen=True, eq=False)
-class Replicas:
-    """The replicas of a cell, for one pass.
-
-    Attributes:
-        borrowed: their weights.
-        plan: of the cell.
-        home: name -> [E / G, ...], this rank's shard, from `ReceiveGradients`.
-    """
-
-    borrowed: BorrowedWeights
-    plan: CellPlan
     home: Mapping[str, Tensor]
-
-    @classmethod
-    def announced(
-        cls, cell: Cell, plan: CellPlan, source: ReplicaWeights, home: Mapping[str, nn.Parameter]
-    ) -> Replicas:
-        """All ranks call it before they dispatch the rows of the cell: from now on backward brings gradients home."""
-        trained = tuple(name for name, shard in home.items() if shard.requires_grad)
-        borrowed = BorrowedWeights(cell, source, tuple(home), trained)
-        brought = ReceiveGradients.apply(borrowed, *home.values())
-        return cls(borrowed, plan, dict(zip(home, brought, strict=True)))
-
-    def fetch(self) -> None:
-        """All ranks call it when these rows have left: on one communicator, what is launched first travels first."""
-        self.borrowed.fetch([shard.detach() for shard in self.home.values()])
 
     def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, group_rows_S: Sequence[int]) -> Tensor:
         """`run_experts` by the replicas here; [R, D]. All ranks call it, those without a replica too.
@@ -256,133 +218,77 @@ class Replicas:
         Autograd keeps what it keeps of home experts, and no weight: backward asks for those once more, since their
         slots may have served other cells.
         """
-        rows, gates = SendGradients.apply(self.borrowed, rows_RD, gates_R1, *self.home.values())
+        token, borrowed = self.borrow()
         if group_rows_S:
-            out = run_experts(module, self.borrowed, rows, gates, group_rows_S)
+            weights = dict(zip(self.home, borrowed, strict=True))
+            out = run_experts(module, weights, rows_RD, gates_R1, group_rows_S, self)
         else:
-            out = rows.to(next(iter(self.home.values())).dtype)
-        self.borrowed.tensors = {}
-        again: Tensor = FetchAgain.apply(self.borrowed, out, *self.home.values())
-        return again
+            out = rows_RD.to(next(iter(self.home.values())).dtype)
+        return self.give_up(token, out)
 
+    def parameters(self) -> list[Tensor]:
+        """Name after name."""
+        return list(self.home.values())
 
-class ReceiveGradients(torch.autograd.Function):
-    """`ReceiveGradients.apply(borrowed, *home)`: the home shards as they are, with the gradients that come to them.
+    def passed_on(self) -> list[Tensor]:
+        """Views of `parameters`."""
+        return [shard.view_as(shard) for shard in self.home.values()]
 
-    `SendGradients` sends them, and they are waited for here. Autograd takes nodes that were made later first. This one
-    is made before the rows are dispatched, so that while gradients travel, backward computes the home experts and sends
-    the gradients of rows back. The order is the same on all ranks, since they make the same nodes.
-    """
+    def borrowed(self) -> list[Tensor]:
+        """Name after name, [replicas here, ...] each."""
+        return [self.weights[name].detach() for name in self.home]
 
-    @staticmethod
-    def forward(ctx: Any, borrowed: BorrowedWeights, *home: Tensor) -> tuple[Tensor, ...]:
-        ctx.borrowed = borrowed
-        ctx.set_materialize_grads(False)
-        views = tuple(shard.view_as(shard) for shard in home)
-        ctx.mark_non_differentiable(
-            *(view for view, needs in zip(views, ctx.needs_input_grad[1:], strict=True) if not needs)
-        )
-        return views
+    def untrained(self, borrowed: list[Tensor]) -> list[Tensor]:
+        """Those whose shard is not trained."""
+        shards = self.home.values()
+        return [weight for weight, shard in zip(borrowed, shards, strict=True) if not shard.requires_grad]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        borrowed: BorrowedWeights = ctx.borrowed
-        assert borrowed.pending is not None, "SendGradients comes first, which alone is given these shards"
-        returned, borrowed.pending = borrowed.pending.wait(), None
-        return None, *(returned.get(name) for name in borrowed.names)
+    def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Of what is trained; zeros where no row has brought one."""
+        return {
+            name: torch.zeros_like(self.weights[name]) if grad is None else grad
+            for (name, shard), grad in zip(self.home.items(), grads, strict=True)
+            if shard.requires_grad
+        }
 
-
-class SendGradients(torch.autograd.Function):
-    """`SendGradients.apply(borrowed, rows_RD, gates_R1, *home)`: rows and gate weights as they are.
-
-    Backward comes here when the replicas have all of their gradients, and sends those home.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, borrowed: BorrowedWeights, rows: Tensor, gates: Tensor, *home: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.borrowed = borrowed
-        return rows.view_as(rows), gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        borrowed: BorrowedWeights = ctx.borrowed
-        borrowed.send_home()
-        return None, grads[0], grads[1], *(None for _ in borrowed.names)
-
-
-class FetchAgain(torch.autograd.Function):
-    """`FetchAgain.apply(borrowed, out, *home)`: the result as it is. Backward begins by having the weights fetched.
-
-    Under a non-reentrant checkpoint, whoever first asks for what was kept has the forward pass repeated, in which all
-    ranks fetch. Therefore all ask here, also those that keep nothing else since they have no replica.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, borrowed: BorrowedWeights, out: Tensor, *home: Tensor) -> Tensor:
-        ctx.borrowed = borrowed
-        ctx.save_for_backward(*home)
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.borrowed.fetch([shard.detach() for shard in ctx.saved_tensors])
-        return None, grads[0], *(None for _ in ctx.borrowed.names)
+    def add_home(self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """To what home experts have found, in place: no other node is given that."""
+        totals: list[Tensor | None] = []
+        for (name, shard), grad in zip(self.home.items(), grads, strict=True):
+            total = grad
+            if name in returned:
+                total = torch.zeros_like(shard) if grad is None else grad
+                for row, gradient in returned[name].items():
+                    total[row].add_(gradient)
+            totals.append(total)
+        return totals
 
 
 class BorrowedProduct(torch.autograd.Function):
-    """`BorrowedProduct.apply(rows_RD, borrowed, name, is_transposed, group_rows_S)`: rows times their group's matrix.
+    """`BorrowedProduct.apply(rows_RD, weight, again, is_transposed, group_rows_S)`: rows times their group's matrix.
 
-    Keeps the rows. The gradient of the matrices, [S, ...] as the parameter is laid out, is left with `borrowed`.
+    The matrices are [S, ...] as the parameter is laid out. Keeps the rows; in backward, `again` gives the weight.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        borrowed: BorrowedWeights,
-        name: str,
+        weight: Tensor,
+        again: Callable[[], Tensor],
         is_transposed: bool,
         group_rows_S: Sequence[int],
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.borrowed, ctx.name, ctx.is_transposed, ctx.group_rows_S = borrowed, name, is_transposed, group_rows_S
-        weight = borrowed.tensors[name]
+        ctx.again, ctx.is_transposed, ctx.group_rows_S = again, is_transposed, group_rows_S
         return _grouped_mm(rows, weight if is_transposed else weight.transpose(-2, -1), group_rows_S)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        grad, weight = grads[0], ctx.borrowed.tensors[ctx.name]
-        if ctx.name in ctx.borrowed.trained:
+        grad, weight, weight_grad = grads[0], ctx.again(), None
+        if ctx.needs_input_grad[1]:
             left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
-            ctx.borrowed.grads[ctx.name] = _grouped_outer(left, right, ctx.group_rows_S)
+            weight_grad = _grouped_outer(left, right, ctx.group_rows_S)
         row_grad = _grouped_mm(grad, weight.transpose(-2, -1) if ctx.is_transposed else weight, ctx.group_rows_S)
-        return row_grad, None, None, None, None
-
-
-class AddBorrowedBias(torch.autograd.Function):
-    """`AddBorrowedBias.apply(rows_RD, gates_R1, borrowed, name, group_rows_S)`: as `AddBias`, of borrowed biases."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        gates: Tensor | None,
-        borrowed: BorrowedWeights,
-        name: str,
-        group_rows_S: Sequence[int],
-    ) -> Tensor:
-        ctx.save_for_backward(gates)
-        ctx.borrowed, ctx.name, ctx.group_rows_S = borrowed, name, group_rows_S
-        return _biased(rows, borrowed.tensors[name], gates, group_rows_S)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gates,) = ctx.saved_tensors
-        bias = ctx.borrowed.tensors[ctx.name]
-        if ctx.name in ctx.borrowed.trained:
-            ctx.borrowed.grads[ctx.name] = _bias_grad(grads[0], bias, gates, ctx.group_rows_S)
-        gate_grad = _bias_gate_grad(grads[0], bias, gates, ctx.group_rows_S) if ctx.needs_input_grad[1] else None
-        return grads[0], gate_grad, None, None, None
+        return row_grad, weight_grad, None, None, None

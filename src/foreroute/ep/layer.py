@@ -8,7 +8,7 @@ back would have to be kept for their gradient, K rows of D for each token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.ep.compute import Replicas, row_multiple, run_experts
+from foreroute.ep.compute import StackedReplicas, row_multiple, run_experts
 from foreroute.ep.execution import Execution
 from foreroute.ep.shards import ExpertShards
 from foreroute.ep.transfer.peers import collective_errors
@@ -67,13 +67,19 @@ class ExpertLayer:
         self._require_rows(execution, len(ids_NK))
         ids_NK = ids_NK.to(torch.int64)
         home_E = self.shards.home_E
-        replicas = self._replicas(execution)
+        planned = execution.cell(self.number)
+        replicas = None
+        shards = self.shards.parameters
+        experts: Mapping[str, Tensor] = shards
+        if planned is not None:
+            cell, _, weights = planned
+            replicas = StackedReplicas(cell, weights, shards, is_recompute=execution.is_recomputing)
+            experts = dict(zip(shards, replicas.announce(), strict=True))
         counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
         rows = execution.schedule(self.number)
         if rows is None:
-            cell = CellPlan.homes_only(home_E, len(counts_GE)) if replicas is None else replicas.plan
             rows = CellSchedule.of(
-                cell,
+                CellPlan.homes_only(home_E, len(counts_GE)) if planned is None else planned[1],
                 counts_GE,
                 dist.get_rank(self._group),
                 row_multiple=row_multiple(self.shards.tensors),
@@ -86,27 +92,33 @@ class ExpertLayer:
         if replicas is not None:
             replicas.fetch()
         execution.end_layer(self.number, sum(handle.receive_G))
-        summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, replicas), handle)
+        summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, experts, replicas), handle)
         return summed.to(hidden_ND.dtype)
 
-    def _replicas(self, execution: Execution) -> Replicas | None:
-        """The replicas of the cell, on any rank; None where it has none, so that homes serve all."""
-        planned = execution.cell(self.number)
-        if planned is None:
-            return None
-        return Replicas.announced(*planned, self.shards.parameters)
+    def _compute(
+        self,
+        grouped: Tensor,
+        gates: Tensor,
+        rows: CellSchedule,
+        experts: Mapping[str, Tensor],
+        replicas: StackedReplicas | None,
+    ) -> Tensor:
+        """[rows computed, D] in order of group, and their gate weights, to [rows computed, D].
 
-    def _compute(self, grouped: Tensor, gates: Tensor, rows: CellSchedule, replicas: Replicas | None) -> Tensor:
-        """[rows computed, D] in order of group, and their gate weights, to [rows computed, D]."""
+        Args:
+            grouped: [rows computed, D].
+            gates: [rows computed, 1].
+            rows: of each group.
+            experts: name -> [E / G, ...], home experts.
+            replicas: of the cell, on any rank; None where it has none, so that homes serve all.
+        """
         module: Any = self.shards.module
         sizes_S, num_home = rows.group_rows_S.tolist(), rows.num_home
         num_home_rows = sum(sizes_S[:num_home])
         # a norm of what experts give out forgets its scale: gate weights come after it
         norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
         scale = gates if norm is None else torch.ones_like(gates)
-        computed = run_experts(
-            module, self.shards.parameters, grouped[:num_home_rows], scale[:num_home_rows], sizes_S[:num_home]
-        )
+        computed = run_experts(module, experts, grouped[:num_home_rows], scale[:num_home_rows], sizes_S[:num_home])
         if replicas is not None:
             served = replicas.compute(module, grouped[num_home_rows:], scale[num_home_rows:], sizes_S[num_home:])
             computed = torch.cat([computed, served])

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from foreroute import RoutingTrace
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.expert_placement import placement
-from foreroute.adapters.megatron.expert_placement.layer_transfer import LayerTransfer
+from foreroute.ep.transfer.segments import LayerTransfer
 from foreroute.trace import digest
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.grid import Cell, with_settings

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from foreroute.adapters.megatron.plan_execution import replicas
-from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
+from foreroute.ep.replicas import Replicas
+from foreroute.ep.transfer import replica_weights
 from foreroute.ep.transfer.replica_weights import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
@@ -83,7 +83,7 @@ def check_gradients_lose_nothing_on_their_way_home():
         executed = trained(case, "planned", steps=1)
         assert executed["replicas"] > 0
         for sent_as in (torch.float64, torch.bfloat16):
-            with mock.patch.object(replicas, "GradientReturn", sending_as(sent_as)):
+            with mock.patch.object(replica_weights, "GradientReturn", sending_as(sent_as)):
                 apart = furthest(trained(case, "planned", steps=1), executed)
             loses = torch.finfo(sent_as).bits < torch.finfo(made_in).bits
             assert (apart["gradients"] > 0) == loses, (experts, kind, sent_as, apart)
@@ -181,19 +181,18 @@ def check_nothing_fetched_is_kept_for_backward():
     for experts, recompute in kinds:
         optimizer = "momentum" if "fused" in experts else None
         at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts, recompute=recompute)), optimizer)
-        fetched, alive, take = [], [], BorrowedReplicas.take
+        fetched, alive, wait = [], [], Replicas.wait
 
-        def taken(self, fetch, fetched=fetched, take=take):
-            take(self, fetch)
-            if fetch is not None:
-                fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in self._weights.values())
+        def waited(self, fetched=fetched, wait=wait):
+            wait(self)
+            fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in self.weights.values())
 
         def forward(iterator, chunk, fetched=fetched, alive=alive):
             found = forward_step(iterator, chunk)
             alive.append(sum(not storage.expired() for storage in fetched))
             return found
 
-        with mock.patch.object(BorrowedReplicas, "take", taken), at.execute():
+        with mock.patch.object(Replicas, "wait", waited), at.execute():
             at.step(forward)
         alive.append(sum(not storage.expired() for storage in fetched))
         assert len(fetched) > 2 * len(alive)
@@ -210,7 +209,7 @@ def check_nothing_of_executions_piles_up():
     # what a first collection frees of autograd holds what a second one finds
     gc.collect()
     gc.collect()
-    alive = [type(each) for each in gc.get_objects() if isinstance(each, BorrowedReplicas | type(execution))]
+    alive = [type(each) for each in gc.get_objects() if isinstance(each, Replicas | type(execution))]
     assert alive == [type(execution)], alive
 
 

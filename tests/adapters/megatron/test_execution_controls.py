@@ -1,6 +1,7 @@
 """What the comparisons of executed plans must see: each way of getting replicas wrong is far from the static run."""
 
 import types
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -11,7 +12,9 @@ from foreroute.adapters.megatron.plan_execution import columns
 from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution import layer as layers
 from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
-from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, BringHome
+from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
+from foreroute.ep.replicas import Replicas
+from foreroute.ep.transfer.replica_weights import DirectWeights, Fetch
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import GROUPED, OVERLAP, Cell, ExecutionCase, with_settings
@@ -27,8 +30,8 @@ def test_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled()
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2)))
     plain = trained(case, None, steps=1)
     for name, broken in (
-        ("dropped", returned(lambda grads: [None for _ in grads])),
-        ("doubled", returned(lambda grads: [None if grad is None else 2 * grad for grad in grads])),
+        ("dropped", returned(0)),
+        ("doubled", returned(2)),
         ("not refilled", not_refilled()),
     ):
         with broken:
@@ -41,22 +44,21 @@ def test_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled()
 def test_gradients_that_are_late_for_their_bucket():
     """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP))
-    late = []
+    late, add_home = [], SeparateReplicas.add_home
 
-    def backward(ctx, *_):
-        late.extend(zip(ctx.home, ctx.borrowed.wait_home(), strict=True))
-        return None, *(None for _ in ctx.home)
+    def add_later(self, returned, grads):
+        late.append(partial(add_home, self, returned, grads))
+        return [None for _ in self.parameters()]
 
     def add():
-        for parameter, grad in late:
-            if grad is not None:
-                parameter.main_grad.add_(grad)
+        for adding in late:
+            adding()
         late.clear()
 
     plain = trained(case, None)  # a first step alone does not show it
     # ranks that hold the same experts end with other gradients of them, which is as far as a comparison gets
     with (
-        mock.patch.object(BringHome, "backward", staticmethod(backward)),
+        mock.patch.object(SeparateReplicas, "add_home", add_later),
         pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
     ):
         assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
@@ -127,7 +129,7 @@ def test_fused_gradients_and_those_sent_through_autograd():
     apart = furthest(trained(case, "planned", steps=1), plain)
     assert max(apart.values()) < 1e-4, apart
 
-    with mock.patch.object(BringHome, "backward", staticmethod(through_autograd)):
+    with mock.patch.object(SeparateReplicas, "add_home", through_autograd):
         apart = furthest(trained(case, "planned", steps=1), plain)
     assert apart["gradients"] > 1e-2, apart
 
@@ -139,46 +141,55 @@ def test_experts_in_one_module():
     case = in_float64(GROUPED["grouped, fused"])
     plain = trained(case, None, steps=1)
     for name, broken in (
-        ("dropped", returned(lambda grads: [None for _ in grads])),
+        ("dropped", returned(0)),
         ("refilled behind a recomputation", refilled_behind_a_recomputation()),
-        ("through autograd", mock.patch.object(BringHome, "backward", staticmethod(through_autograd))),
+        ("through autograd", mock.patch.object(SeparateReplicas, "add_home", through_autograd)),
     ):
         with broken:
             apart = furthest(trained(case, "planned", steps=1), plain)
         assert apart["gradients"] > SEEN, f"{name}: {apart}"
 
 
-def through_autograd(ctx, *_):
-    return None, *ctx.borrowed.wait_home()
+def through_autograd(self, returned, grads):
+    return [returned.get(name, {}).get(row) for row in range(len(self.home["linear_fc1.weight"])) for name in self.home]
 
 
-def returned(change):
-    wait_home = BorrowedReplicas.wait_home
-    return mock.patch.object(BorrowedReplicas, "wait_home", lambda self: change(wait_home(self)))
+def returned(factor):
+    wait_home = Replicas.wait_home
+
+    def multiplied(self):
+        return {
+            name: {row: factor * grad for row, grad in of_rows.items()} for name, of_rows in wait_home(self).items()
+        }
+
+    return mock.patch.object(Replicas, "wait_home", multiplied)
 
 
 def not_refilled():
     """Backward computes with what the slots hold then."""
-    take, filled = BorrowedReplicas.take, set()
+    wait, filled = Replicas.wait, set()
 
-    def once(self, fetch):
-        take(self, fetch)
-        if self in filled and fetch is not None:
-            self._weights = {name: torch.zeros_like(rows) for name, rows in self._weights.items()}
+    def once(self):
+        wait(self)
+        if self in filled:
+            self.weights = {name: torch.zeros_like(rows) for name, rows in self.weights.items()}
         filled.add(self)
 
-    return mock.patch.object(BorrowedReplicas, "take", once)
+    return mock.patch.object(Replicas, "wait", once)
 
 
 def refilled_behind_a_recomputation():
     """Backward takes the weights of the recomputation before it, and others are there by then."""
+    fetch = DirectWeights.fetch
 
-    def other_weights(self):
-        if self._weights is not None:
-            self._weights = {name: torch.zeros_like(rows) for name, rows in self._weights.items()}
-        return self._weights is not None
+    def fetching(self, cell, home, *, is_recompute=False):
+        recomputed = not is_recompute and cell in self._recomputed
+        found = fetch(self, cell, home, is_recompute=is_recompute)
+        if not recomputed:
+            return found
+        return Fetch(cell, lambda: {name: torch.zeros_like(rows) for name, rows in found.wait().items()})
 
-    return mock.patch.object(BorrowedReplicas, "has_weights", property(other_weights))
+    return mock.patch.object(DirectWeights, "fetch", fetching)
 
 
 def fuse():

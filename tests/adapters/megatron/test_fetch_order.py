@@ -3,16 +3,17 @@
 import contextlib
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from foreroute.adapters.megatron.plan_execution.fetching import FetchAhead
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
-from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer import Cell, Fetch
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import DirectWeights
 from tests.adapters.megatron.executed_plans import Planned, make_plan, rows_off_plan, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell as Split
@@ -32,6 +33,25 @@ class Sent:
         return {"cell": self.cell}
 
 
+class Sending(DirectWeights):
+    """Nothing moves; `begun` has the fetches of cells with replicas."""
+
+    def __init__(self, replicated, orders):
+        super().__init__(SimpleNamespace(size=1))
+        self.begun = []
+        num_replicas_ML = np.array([[(m, n) in replicated for n in range(4)] for m in range(3)], np.int64)
+        topology = SimpleNamespace(num_ranks=1)
+        made = SimpleNamespace(topology=topology, shape=(3, 4, 1), num_replicas_ML=num_replicas_ML)
+        self._orders[3, True] = orders
+        self.begin_step(7, made, SimpleNamespace(cell=lambda m, layer: None), updating=True)
+
+    def _begin(self, cell, moves):
+        if not self._has_replicas(cell):
+            return Fetch(cell, dict)
+        self.begun.append(Sent(cell))
+        return self.begun[-1]
+
+
 @on_ranks(1)
 def test_every_visit_gets_its_own_cell():
     for seed in range(200):
@@ -43,26 +63,18 @@ def test_every_visit_gets_its_own_cell():
         for _ in range(rng.integers(3)):
             expected[rng.integers(40)] = cells[rng.integers(len(cells))]
         expected = expected[: rng.integers(41)] if rng.random() < 0.5 else expected
-        begun = []
-
-        def begin(cell, begun=begun, replicated=replicated):
-            if cell[1:] not in replicated:
-                return None
-            begun.append(Sent(cell))
-            return begun[-1]
-
         others = [visits[: rng.integers(40)], [cells[i] for i in rng.integers(len(cells), size=40)]][: rng.integers(3)]
-        fetches = FetchAhead(begin, [expected, *others])
+        weights = Sending(replicated, [expected, *others])
         for visit in visits:
-            found = fetches.visit(Cell(7, *visit))
-            assert (found and found.wait()) == ({"cell": (7, *visit)} if visit in replicated else None)
-        fetches.close()
-        assert all(sent.is_over for sent in begun), "nothing is left on its way"
-        assert fetches.num_fetches == sum(visit in replicated for visit in visits)
+            found = weights.fetch(Cell(7, *visit), {})
+            assert found.wait() == ({"cell": (7, *visit)} if visit in replicated else {})
+        weights.end_step()
+        assert all(sent.is_over for sent in weights.begun), "nothing is left on its way"
+        assert weights.num_fetches == sum(visit in replicated for visit in visits)
         if expected == visits and not others:
             first = {layer: visits.index(next(v for v in visits if v[1] == layer)) for layer in {v[1] for v in visits}}
             missed = sum(visits[place] in replicated for place in first.values())
-            assert fetches.num_fetches - fetches.num_ahead == missed, "all but those of a layer's first visit are ahead"
+            assert weights.num_fetches - weights.num_ahead == missed, "all but those of a layer's first visit are ahead"
 
 
 @on_ranks(2)

@@ -107,7 +107,7 @@ def test_wrong_counts_end_all_ranks_alike():
 
 
 def brings_other_routes():
-    """The first brings its micro-batches in another order than it announced, is told, and ends: what the other raises."""
+    """What the other raises, when the first brings micro-batches in another order than it announced, and ends."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
     first = dist.get_rank() == 0
     batches = carrying(at.batches, at.shards[::-1] if first else at.shards)

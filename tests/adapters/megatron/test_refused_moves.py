@@ -11,9 +11,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.expert_placement.layer_transfer import LayerTransfer
 from foreroute.adapters.megatron.expert_placement.parameters import expert_slots
 from foreroute.ep.transfer.peers import Exchange
+from foreroute.ep.transfer.segments import LayerTransfer
 from foreroute.errors import PlacementError, PlanError, TransferError
 from foreroute.trace import RoutedLayer
 from tests.adapters.megatron.cpu_optimizers import Trained
@@ -44,11 +44,11 @@ def of_homes(routed, chunks):
     other_LE = swapped(routed)
     uneven_LE = other_LE.copy()
     uneven_LE[1, :5] = 0
-    refused(PlanError, r"routed layer 1 has \[\d, \d\] experts on its ranks, expected 4 on each", routed, uneven_LE)
-    refused(PlanError, "homes are 0 to 3, expected ranks 0 to 1", routed, np.arange(16).reshape(2, 8) % 4)
+    refused(PlanError, r"in layer 1, rank \d is home to \d experts; expected 4 on every rank", routed, uneven_LE)
+    refused(PlanError, "an expert lives on rank 3; expected ranks from 0 to 1", routed, np.arange(16).reshape(2, 8) % 4)
     one_sided = other_LE if here() else other_LE[:1]
-    refused(PlanError, r"rank 0: homes are int16 \[1, 8\], expected integers \[2, 8\]", routed, one_sided)
-    refused(PlanError, "ranks hold different homes, by their digests", routed, np.roll(other_LE, here(), axis=1))
+    refused(PlanError, r"rank 0: got homes of dtype int16 and shape \(1, 8\)", routed, one_sided)
+    refused(PlanError, "ranks are given other homes to move experts to", routed, np.roll(other_LE, here(), axis=1))
 
 
 def of_gradients(routed, chunks):

@@ -145,7 +145,7 @@ def test_homes_that_one_rank_cannot_move_to_are_refused_on_all_ranks_and_nothing
         ("gradient", "rank 0: down_proj of routed layer 0 has a gradient; call zero_grad"),
         ("strangers", "down_proj of routed layer 0 is no parameter of the optimizer"),
         ("odd state", "rank 1: down_proj, scales of routed layer 0 has shape (17,), expected 4 rows"),
-        ("state on one rank", "ranks hold different state beside their experts"),
+        ("state on one rank", "Step the optimizer on all ranks or on none"),
     ],
 )
 def test_what_cannot_be_moved_is_refused_on_all_ranks_and_nothing_moves(workers, what, message):

@@ -17,7 +17,6 @@ from tests.ep.transfer.toy import (
     Multiplied,
     all_experts,
     begin,
-    fetch,
     largest_difference,
     make_engine,
     reference,
@@ -121,7 +120,7 @@ def fetch_those_with_replicas(rank, plan):
         begin(engine, 0, plan, updating=updating)
         for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
             if plan.num_replicas_ML[cell.micro_step, cell.layer]:
-                fetch(engine, cell, homes[cell.layer])
+                engine.fetch(cell, homes[cell.layer]).wait()
     engine.close()
     return engine.take_records()
 
@@ -146,7 +145,7 @@ def fetch_after_a_failure(rank, plan):
         patch.setattr(slot_transfers, "post", Mock(side_effect=MemoryError("no memory for messages")))
         with pytest.raises(MemoryError, match="no memory for messages"):
             engine.fetch(cell, homes[cell.layer])
-    found = engine.fetch(cell, homes[cell.layer])
+    found = engine.fetch(cell, homes[cell.layer]).wait()
     experts = served(plan.cell(cell.micro_step, cell.layer), rank)
     engine.close()
     return [(found[name][i] == weight(name, cell.layer, e)).all() for name in found for i, e in enumerate(experts)]

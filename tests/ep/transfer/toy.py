@@ -85,7 +85,10 @@ class Multiplied:
         self.returning, self.factor = returning, factor
 
     def wait(self):
-        return {name: grad * self.factor for name, grad in self.returning.wait().items()}
+        return {
+            name: {row: grad * self.factor for row, grad in of_rows.items()}
+            for name, of_rows in self.returning.wait().items()
+        }
 
 
 class _Replicas(torch.autograd.Function):
@@ -94,18 +97,18 @@ class _Replicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, cell, home, part_of, *shards):
         ctx.engine, ctx.cell, ctx.home, ctx.part_of = engine, cell, home, part_of
-        return part_of(fetch(engine, cell, home))
+        return part_of(engine.fetch(cell, home).wait())
 
     @staticmethod
     def backward(ctx, grad):
-        fetched = fetch(ctx.engine, ctx.cell, ctx.home)
+        fetched = ctx.engine.fetch(ctx.cell, ctx.home).wait()
         names = sorted(fetched)
         with torch.enable_grad():
             weights = {name: fetched[name].detach().requires_grad_() for name in names}
             part = ctx.part_of(weights)
         grads = torch.autograd.grad(part, [weights[name] for name in names], grad)
         returned = ctx.engine.send_home(ctx.cell, dict(zip(names, grads, strict=True))).wait()
-        return None, None, None, None, *(returned[name] for name in names)
+        return None, None, None, None, *(laid_out(returned[name], ctx.home[name]) for name in names)
 
 
 class _Views(torch.autograd.Function):
@@ -113,45 +116,39 @@ class _Views(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, engine, cell, home, *shards):
-        ctx.engine, ctx.cell = engine, cell
-        replicas = fetch(engine, cell, home)
-        assert replicas is not None
+        ctx.engine, ctx.cell, ctx.home = engine, cell, home
+        replicas = engine.fetch(cell, home).wait()
         return tuple(replicas[name] for name in sorted(home))
 
     @staticmethod
     def backward(ctx, *grads):
         names = sorted(SHAPES)
         returned = ctx.engine.send_home(ctx.cell, dict(zip(names, grads, strict=True))).wait()
-        return None, None, None, *(returned[name] for name in names)
+        return None, None, None, *(laid_out(returned[name], ctx.home[name]) for name in names)
 
 
-def fetch(engine, cell, home):
-    """As the layer does, which prefetches when the rows of the cell have left."""
-    replicas = engine.fetch(cell, home)
-    engine.prefetch()
-    return replicas
+def laid_out(returned, shard):
+    """What came home, as a gradient of the whole shard."""
+    grad = torch.zeros_like(shard)
+    for row, gradient in returned.items():
+        grad[row] = gradient
+    return grad
 
 
 def layer_loss(engine, plan, cell, home, rank, *, refetch=True):
-    """This rank's part of the loss of a cell, under whatever placement is in force."""
+    """This rank's part of the loss of a cell."""
     plan_cell = plan.cell(cell.micro_step, cell.layer)
-    # whether the cell is served at home is known only after a fetch; the second one is free
-    at_home = fetch(engine, cell, home) is None
     hosts = {e: [int(plan_cell.home_E[e])] for e in range(len(plan_cell.home_E))}
-    if not at_home:
-        for e, r in zip(plan_cell.expert_R.tolist(), plan_cell.rank_R.tolist(), strict=True):
-            hosts[e].append(r)
+    for e, r in zip(plan_cell.expert_R.tolist(), plan_cell.rank_R.tolist(), strict=True):
+        hosts[e].append(r)
     here = [(home, i, int(e)) for i, e in enumerate(np.flatnonzero(plan_cell.home_E == rank))]
     total = sum(_share(cell, hosts, e, rank, weights, i) for weights, i, e in here)
-    if not at_home:
-        names = sorted(home)
-        part_of = partial(_replica_part, cell, hosts, served(plan_cell, rank), rank)
-        mine = [home[name] for name in names]
-        if refetch:
-            total = total + _Replicas.apply(engine, cell, home, part_of, *mine)
-        else:
-            total = total + part_of(dict(zip(names, _Views.apply(engine, cell, home, *mine), strict=True)))
-    return total
+    names = sorted(home)
+    part_of = partial(_replica_part, cell, hosts, served(plan_cell, rank), rank)
+    mine = [home[name] for name in names]
+    if refetch:
+        return total + _Replicas.apply(engine, cell, home, part_of, *mine)
+    return total + part_of(dict(zip(names, _Views.apply(engine, cell, home, *mine), strict=True)))
 
 
 def _replica_part(cell, hosts, experts, rank, replicas):

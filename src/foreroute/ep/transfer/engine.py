@@ -20,7 +20,7 @@ from torch import Tensor
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Cell, GradientReturn, cell_of, next_cell
+from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, cell_of, next_cell
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
 from foreroute.errors import ConfigError, PlanError, TransferError
 from foreroute.files import blake2b_hex
@@ -86,10 +86,10 @@ class TransferEngine:
             self._end_batch(slots)
             slots.clear()
         self._running = None
-        # streams may still copy from host memory, which others write when this rank has signed off
+        # streams may still copy from host memory, which others write when all have come here
         self._channels.lane.synchronize()
         if self._channels.memory is not None:
-            self._channels.memory.publish(self._homes, self._options.timeout_s)
+            self._channels.memory.publish(self._homes)
         self._versions = [_versions(home) for home in self._homes]
 
     def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
@@ -111,11 +111,11 @@ class TransferEngine:
         self._step, self._updating = step, updating
         self._previous, self._current, self._running = None, None, None
 
-    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As in `ReplicaWeights`.
+    def fetch(self, cell: Cell, home: Home, *, is_recompute: bool = False) -> Fetch:
+        """As in `ReplicaWeights`. Slots keep what they hold, so that `is_recompute` makes no difference.
 
-        Views of slots, which the next filling of the slots overwrites: a backward pass that needs them later fetches
-        the cell again (as `foreroute.ep` does), or is refused by autograd.
+        What it gives are views of slots, which the next filling of the slots overwrites: a backward pass that needs
+        them later fetches the cell again (as `foreroute.ep` does), or is refused by autograd.
         """
         begun = time.monotonic()
         moves = self._moves(cell)
@@ -123,32 +123,21 @@ class TransferEngine:
         slots = self._running = self._slots.of(cell)
         was_prefetched = slots.cell == cell and slots.batch is not None
         self._begin(slots, cell)
-        self._end_batch(slots)
-        exposed_s = time.monotonic() - begun
-        self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, was_prefetched))
-        self._received_bytes = (0, 0)
         # A cell may be asked for twice, in its backward pass; the way on shows only in the last one that was another.
         if cell != self._current:
             self._previous, self._current = self._current, cell
-        return slots.replicas(moves)
+        self._prefetch()
+        begun_s = time.monotonic() - begun
 
-    def prefetch(self) -> None:
-        """As in `ReplicaWeights`; of as many cells as the options say, and only of those that replicas serve."""
-        assert self._plan is not None, "a cell runs only under a plan"
-        assert self._current is not None, "a cell has been fetched"
-        ahead, previous, current = 0, self._previous, self._current
-        # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
-        for _ in range(2 * len(self._homes)):
-            guess = next_cell(previous, current, self._plan.shape[:2], updating=self._updating)
-            if guess is None or ahead == self._options.prefetch:
-                return
-            previous, current = current, guess
-            if not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
-                continue
-            # the slots of the cell that runs are in use
-            if (slots := self._slots.of(guess)) is not self._running:
-                self._begin(slots, guess)
-                ahead += 1
+        def wait() -> dict[str, Tensor]:
+            begun = time.monotonic()
+            self._end_batch(slots)
+            exposed_s = begun_s + time.monotonic() - begun
+            self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, was_prefetched))
+            self._received_bytes = (0, 0)
+            return slots.replicas(moves)
+
+        return Fetch(cell, wait)
 
     def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
         """As in `ReplicaWeights`; peer to peer."""
@@ -169,6 +158,24 @@ class TransferEngine:
         if self._channels.memory is not None:
             self._channels.memory.close()
         self._channels = replace(self._channels, memory=None)
+
+    def _prefetch(self) -> None:
+        """Begin as many later cells as the options say, only those that replicas serve."""
+        assert self._plan is not None, "a cell runs only under a plan"
+        assert self._current is not None, "a cell has been fetched"
+        ahead, previous, current = 0, self._previous, self._current
+        # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
+        for _ in range(2 * len(self._homes)):
+            guess = next_cell(previous, current, self._plan.shape[:2], updating=self._updating)
+            if guess is None or ahead == self._options.prefetch:
+                return
+            previous, current = current, guess
+            if not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
+                continue
+            # the slots of the cell that runs are in use
+            if (slots := self._slots.of(guess)) is not self._running:
+                self._begin(slots, guess)
+                ahead += 1
 
     def _begin(self, slots: SlotSet, cell: Cell) -> None:
         """Turn slots to a cell and start what they lack of it, unless that is under way."""
@@ -209,9 +216,9 @@ class TransferEngine:
                 f"has {here[0]} layers of {sorted(here[1])} experts on {here[2]}. Plan for the model and topology here"
             )
 
-    def _require_published(self, cell: Cell, home: Mapping[str, Tensor]) -> None:
+    def _require_published(self, cell: Cell, home: Home) -> None:
         mine = self._homes[cell.layer]
-        if {name: shard.data_ptr() for name, shard in home.items()} != {n: s.data_ptr() for n, s in mine.items()}:
+        if {name: shard[0].data_ptr() for name, shard in home.items()} != {n: s.data_ptr() for n, s in mine.items()}:
             raise TransferError(
                 f"{cell} hands in {sorted(home)}, which are not the home shards of this layer that the engine was made "
                 "with; pass the same parameters, and make a new engine after replacing them"

@@ -1,24 +1,49 @@
-"""Experts that change their home between two steps: rows of parameters and of optimizer state go from rank to rank."""
+"""Experts that change their home between two steps: parameters and optimizer state go from rank to rank.
+
+There are four collective stages, and after each of them all ranks go on or none does: the new homes are compared, what
+is there is inspected, memory is taken, and segments are received into it, beside what is there. Only then is anything
+of the model written. `move_homes` is for experts that are rows of stacked parameters; what others have to do is to
+inspect their experts, and the stages are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
-import torch
+import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.moves import Moves, shard_moves
-from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
+from foreroute.ep.transfer.peers import PeerGroup, collective_errors
+from foreroute.ep.transfer.segments import HeldTensor, LayerTransfer, require_complete, segments_for
 from foreroute.errors import PlanError, TransferError
 from foreroute.files import blake2b_hex
 from foreroute.planner.homes import check_homes
 
 WHAT = "moving homes"
 """The call, for errors."""
+Done = TypeVar("Done")
+
+
+@dataclass(frozen=True, eq=False)
+class MovingRanks:
+    """The ranks between which experts can move: those with the same layers and the same cut of each expert.
+
+    Attributes:
+        peers: the ranks.
+        group: of the same, in their order, for what they say.
+        number_GD: int64 [G, D], the number among them of each expert-data-parallel rank of each expert-parallel one.
+    """
+
+    peers: PeerGroup
+    group: dist.ProcessGroup
+    number_GD: NDArray[np.int64]
 
 
 def move_homes(
@@ -47,31 +72,77 @@ def move_homes(
 
     Raises:
         PlanError: on every rank alike, when homes are not E / G experts on each rank, or ranks are given other homes.
-        TransferError: on every rank alike, when a shard has a gradient, or state that cannot be cut into experts, or
-            when ranks hold different state; nothing has moved then. When a rank is gone.
+        TransferError: on every rank alike, when a shard has a gradient, or state that cannot be cut into experts, when
+            ranks hold different state, or a rank is gone; nothing has moved then.
     """
-    after_LE = _agreed_homes(consensus, before_LE, after_LE)
-    moves_L = [shard_moves(before, after) for before, after in zip(before_LE, after_LE, strict=True)]
-    tensors_L = [_with_state(home, optimizer) for home in homes]
-    _agree(consensus, tensors_L, homes, optimizer)
-    received = 0
-    for layer, (moves, tensors) in enumerate(zip(moves_L, tensors_L, strict=True)):
-        if len(moves):
-            received += _move(peers, moves, tensors, f"moving homes of routed layer {layer}")
+    moved_LE = agree_on_homes(consensus, before_LE, after_LE, peers.size)
+    layers = np.flatnonzero((before_LE != moved_LE).any(axis=1)).tolist()
+    trained = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+    transfers = all_or_none(
+        consensus, lambda: [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained) for layer in layers]
+    )
+    ranks = MovingRanks(peers, consensus.group, np.arange(peers.size)[:, None])
+    moves = [shard_moves(before_LE[layer], moved_LE[layer]) for layer in layers]
+    received = bring(consensus, ranks, transfers, moves)
+    for transfer in transfers:
+        transfer.commit()
     return received
 
 
-def _agreed_homes(consensus: RankConsensus, before_LE: NDArray[np.integer], after_LE: ArrayLike) -> NDArray[np.integer]:
-    """The new homes, checked, the same on all ranks."""
-    homes_LE, refusal = before_LE, None
+def _inspect(
+    where: str, home: Mapping[str, Tensor], optimizer: Optimizer | None, trained: set[int] | None
+) -> LayerTransfer:
+    """The rows of a shard, and of all state that has a row for each expert."""
+    tensors = dict(home)
+    for name, shard in home.items():
+        if shard.grad is not None:
+            raise TransferError(f"{name} of {where} has a gradient; call zero_grad(set_to_none=True) first")
+        if optimizer is None or trained is None:
+            continue
+        if id(shard) not in trained:
+            raise TransferError(f"{name} of {where} is no parameter of the optimizer; pass the parameters themselves")
+        for key, value in optimizer.state.get(shard, {}).items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            if len(value) != len(shard) or not value[0].is_contiguous():
+                raise TransferError(
+                    f"{name}, {key} of {where} has shape {tuple(value.shape)}, expected {len(shard)} rows, one for "
+                    "each expert. Keep the homes, or use an optimizer with contiguous state of the parameter's shape"
+                )
+            tensors[f"{name}, {key}"] = value
+    num_rows = len(next(iter(home.values())))
+    slots = [{name: HeldTensor.of(t.detach()[row].view(-1)) for name, t in tensors.items()} for row in range(num_rows)]
+    return LayerTransfer(where, slots)
+
+
+def agree_on_homes(
+    consensus: RankConsensus,
+    before_LE: NDArray[np.integer],
+    given_LE: ArrayLike,
+    num_ranks: int,
+    objection: str | None = None,
+) -> NDArray[np.int16]:
+    """The new homes, checked, the same on all ranks. A collective call.
+
+    Args:
+        consensus: of all ranks.
+        before_LE: integers [L, E], home ranks so far.
+        given_LE: integers [L, E], home ranks from now on.
+        num_ranks: G, expert-parallel ranks.
+        objection: what else is wrong on this rank, or None.
+
+    Raises:
+        PlanError: on every rank alike, when homes are not E / G experts on each rank, or ranks are given other homes.
+    """
+    homes_LE, refusal = np.asarray(before_LE, np.int16), None
     try:
-        homes_LE = check_homes(after_LE, before_LE.shape[0], before_LE.shape[1], consensus.size)
+        homes_LE = check_homes(given_LE, before_LE.shape[0], before_LE.shape[1], num_ranks)
     except ValueError as error:  # numpy's too, for rows of other lengths
         refusal = error
-    if objections := consensus.objections(None if refusal is None else str(refusal), WHAT):
+    mine = objection if refusal is None else str(refusal)
+    if objections := consensus.objections(mine, WHAT):
         raise PlanError("homes cannot be moved: " + "; ".join(objections)) from refusal
-    both = np.stack([before_LE, homes_LE]).astype(np.int16)
-    digests = consensus.texts(blake2b_hex(both), WHAT)
+    digests = consensus.texts(blake2b_hex(np.stack([before_LE, homes_LE]).astype(np.int16)), WHAT)
     if len(set(digests)) > 1:
         listed = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
         raise PlanError(
@@ -80,81 +151,58 @@ def _agreed_homes(consensus: RankConsensus, before_LE: NDArray[np.integer], afte
     return homes_LE
 
 
-def _with_state(home: Mapping[str, Tensor], optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """The shard and all state tensors with a row for each expert."""
-    tensors = dict(home)
-    if optimizer is not None:
-        for name, shard in home.items():
-            for key, value in optimizer.state.get(shard, {}).items():
-                if isinstance(value, Tensor) and value.dim():
-                    tensors[f"{name}, {key}"] = value
-    return tensors
+def bring(
+    consensus: RankConsensus, ranks: MovingRanks | None, transfers: list[LayerTransfer], moves: list[Moves]
+) -> int:
+    """Bring everything to its rank, beside what is there. A collective call.
+
+    Args:
+        consensus: of all ranks, those between which nothing moves too.
+        ranks: between which experts move; None on a rank without a layer that changes.
+        transfers: of the layers that change, with what there is.
+        moves: of the same layers.
+
+    Returns:
+        The bytes that came from other ranks.
+
+    Raises:
+        TransferError: on every rank alike, when ranks hold different state, or one cannot receive its own.
+    """
+    said: list[Any] = [] if ranks is None else gathered([transfer.parts for transfer in transfers], ranks.group)
+
+    def prepare() -> None:
+        for number, transfer in enumerate(transfers):
+            assert ranks is not None, "layers that change have ranks that hold them"
+            of_ranks = [each[number] for each in said]
+            require_complete(of_ranks, ranks.number_GD, transfer.where)
+            transfer.segments = segments_for(ranks.peers.rank, moves[number], ranks.number_GD, of_ranks)
+            transfer.allocate(ranks.peers.rank)
+
+    def exchange() -> None:
+        # all are posted before one is waited for: a rank that fails has sent what others wait for
+        for exchange in [transfer.begin(ranks.peers) for transfer in transfers if ranks is not None]:
+            exchange.wait()
+
+    all_or_none(consensus, prepare)
+    all_or_none(consensus, exchange)
+    return sum(transfer.received for transfer in transfers)
 
 
-def _agree(
-    consensus: RankConsensus,
-    tensors_L: list[dict[str, Tensor]],
-    homes: Sequence[Mapping[str, Tensor]],
-    optimizer: Optimizer | None,
-) -> None:
-    mine = _untrained(homes, optimizer) or _objection(tensors_L, homes)
-    if objections := consensus.objections(mine, WHAT):
-        raise TransferError("homes cannot be moved: " + "; ".join(objections))
-    kinds = sorted(
-        {(n, tuple(t.shape), str(t.dtype), t.device.type) for tensors in tensors_L for n, t in tensors.items()}
-    )
-    per_layer = [sorted(tensors) for tensors in tensors_L]
-    texts = consensus.texts(f"{blake2b_hex(repr((kinds, per_layer)).encode())} {kinds}", WHAT)
-    if len(set(texts)) > 1:
-        raise TransferError(
-            "ranks hold different state beside their experts, so rows cannot be moved: "
-            + "; ".join(f"rank {rank} has {text.partition(' ')[2]}" for rank, text in enumerate(texts))
-            + ". Step the optimizer on all ranks or on none before the first move"
-        )
+def all_or_none(consensus: RankConsensus, do: Callable[[], Done]) -> Done:
+    """Do something on every rank, and raise the same `TransferError` on all of them if one could not."""
+    problem = None
+    try:
+        done = do()
+    except RuntimeError as error:  # out of memory, too
+        problem = error
+    if objections := consensus.objections(None if problem is None else str(problem), WHAT):
+        raise TransferError("homes cannot be moved, and none were: " + "; ".join(objections)) from problem
+    return done
 
 
-def _untrained(homes: Sequence[Mapping[str, Tensor]], optimizer: Optimizer | None) -> str | None:
-    if optimizer is None:
-        return None
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for layer, home in enumerate(homes):
-        for name, shard in home.items():
-            if id(shard) not in trained:
-                return (
-                    f"{name} of routed layer {layer} is no parameter of the optimizer; pass the parameters themselves"
-                )
-    return None
-
-
-def _objection(tensors_L: list[dict[str, Tensor]], homes: Sequence[Mapping[str, Tensor]]) -> str | None:
-    for layer, (tensors, home) in enumerate(zip(tensors_L, homes, strict=True)):
-        num_rows = len(next(iter(home.values())))
-        for name, tensor in tensors.items():
-            if tensor.grad is not None:
-                return f"{name} of routed layer {layer} has a gradient; call zero_grad(set_to_none=True) first"
-            if len(tensor) != num_rows:
-                return (
-                    f"{name} of routed layer {layer} has shape {tuple(tensor.shape)}, expected {num_rows} rows, one "
-                    "for each expert. Keep the homes, or use an optimizer with state of the parameter's shape"
-                )
-    return None
-
-
-@torch.no_grad()
-def _move(peers: PeerGroup, moves: Moves, tensors: dict[str, Tensor], what: str) -> int:
-    rank, is_local_V = peers.rank, moves.source_V == moves.target_V
-    arriving = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    local = moves.take(is_local_V & (moves.source_V == rank))
-    for source_row, target_row in zip(local.source_row_V.tolist(), local.target_row_V.tolist(), strict=True):
-        for name, tensor in tensors.items():
-            arriving[name][target_row] = tensor[source_row]
-    sent, taken = moves.take(~is_local_V).ends(rank)
-    post(peers, RowMoves(sent, "row"), tensors, RowMoves(taken, "row"), arriving, what).wait()
-    from_afar_V = taken["row"].astype(np.int64)
-    rows = torch.from_numpy(np.concatenate([local.target_row_V, from_afar_V]))
-    received = 0
-    for name, tensor in tensors.items():
-        there = rows.to(tensor.device)
-        tensor[there] = arriving[name][there]
-        received += len(from_afar_V) * tensor[0].numel() * tensor.element_size()
-    return received
+def gathered(mine: object, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank says, by its number in the group."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    with collective_errors(WHAT, group):
+        dist.all_gather_object(said, mine, group=group)
+    return said

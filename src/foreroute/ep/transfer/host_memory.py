@@ -1,11 +1,11 @@
 """The host path: the home shards of a node's ranks, once per version of the weights, in memory that its ranks share.
 
-A *version* is the weights between two optimizer steps. Each rank writes its shards into its own part and stamps it
-with the number of the version; readers look at the stamp before and after they read. The next version is written only
-when all ranks of the node have signed off the last one, so what is read is never half old and half new. For CUDA the
-memory is page-locked, and rows are copied by a stream of their own; those branches have run on one GPU.
+A *version* is the weights between two optimizer steps. Each rank writes its shards into its own part, between two votes
+of all ranks: none reads the last version any more, and all have written the next one. So what is read is never half old
+and half new. For CUDA the memory is page-locked, and rows are copied by a stream of their own; those branches have run
+on one GPU.
 
-    stamps [W, 2] │ shards of rank 0 │ … │ shards of rank W - 1        W ranks of the node
+    shards of rank 0 │ … │ shards of rank W - 1        W ranks of the node
 
 The memory is a file that no crash leaves behind: it loses its name as soon as everyone has opened it.
 """
@@ -15,14 +15,12 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +31,6 @@ from foreroute.plan import Topology
 DIRECTORY = Path("/dev/shm")
 ALIGNMENT = 64
 """Bytes of a cache line, so that ranks that write side by side share none; a multiple of the size of every dtype."""
-WRITTEN, SIGNED_OFF = 0, 1
-"""Columns of the stamps: the version that a rank's part holds, and the last that the rank has done reading."""
 PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every device, whichever is the current one."""
 
@@ -60,11 +56,10 @@ class HostMemory:
         *,
         directory: Path = DIRECTORY,
     ) -> None:
-        self.version = 0
         self._consensus, self._per_node = consensus, topology.ranks_per_node
         self._mine = consensus.rank % topology.ranks_per_node
         bytes_ = _map_shared(consensus, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
-        self._stamps_W2, self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
+        self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
         self._unlock: weakref.finalize[[Tensor, torch.device], HostMemory] | None = None
         device = homes[0][min(homes[0])].device
         if device.type == "cuda":
@@ -84,51 +79,22 @@ class HostMemory:
         if self._unlock is not None:
             self._unlock()
 
-    def publish(self, homes: Sequence[Mapping[str, Tensor]], timeout_s: float) -> None:
-        """Sign off the last version, wait until the node has, and write the next one.
+    def publish(self, homes: Sequence[Mapping[str, Tensor]]) -> None:
+        """Write the next version. What this rank copies of the last one must be over.
 
         Raises:
-            TransferError: on every rank alike, when a rank of a node does not sign off in time, or has written already.
+            TransferError: on every rank alike, when a rank does not follow.
         """
-        # what streams have copied since, unseen by the host, was of one version if the stamps hold still
-        read = range(self._per_node if self.version else 0)
-        stale = [objection for source in read if (objection := self.objection(source)) is not None]
-        self._stamps_W2[self._mine, SIGNED_OFF] = self.version
-        objection = stale[0] if stale else self._wait_for_readers(timeout_s)
-        self.version += 1
-        if objection is None:
-            self._write(homes)
-        _raise_objections(self._consensus, objection, "publishing the weights")
-
-    def row(self, source: int, layer: int, name: str, row: int) -> Tensor:
-        """One expert of the shard of rank `source` of this node: after use, ask `objection` whether it held."""
-        return self._shards_WL[source % self._per_node][layer][name][row]
-
-    def objection(self, source: int) -> str | None:
-        """What is wrong with the part of rank `source`, or None while it holds this version."""
-        stamp = int(self._stamps_W2[source % self._per_node, WRITTEN])
-        if stamp == self.version:
-            return None
-        return f"the shared memory of rank {source} holds version {stamp} of the weights, expected {self.version}"
-
-    def _write(self, homes: Sequence[Mapping[str, Tensor]]) -> None:
-        # no version while it is being written, so that whoever reads meanwhile sees it; nobody should, for batches
-        # begin after the vote that ends `publish`
-        self._stamps_W2[self._mine, WRITTEN] = -1
+        what = "publishing the weights"
+        _raise_objections(self._consensus, None, what)
         for layer, home in enumerate(homes):
             for name, shard in home.items():
                 self._shards_WL[self._mine][layer][name].copy_(shard.detach())
-        self._stamps_W2[self._mine, WRITTEN] = self.version
+        _raise_objections(self._consensus, None, what)
 
-    def _wait_for_readers(self, timeout_s: float) -> str | None:
-        end = time.monotonic() + timeout_s
-        while (self._stamps_W2[:, SIGNED_OFF] < self.version).any():
-            if time.monotonic() > end:
-                late = np.flatnonzero(self._stamps_W2[:, SIGNED_OFF] < self.version).tolist()
-                return f"ranks {late} of its node still read the weights of the last version after {timeout_s} s"
-            # Polled, since no message tells: 0.1 ms is short against an optimizer step. Chosen by hand.
-            time.sleep(1e-4)
-        return None
+    def row(self, source: int, layer: int, name: str, row: int) -> Tensor:
+        """One expert of the shard of rank `source` of this node, in the version that was published last."""
+        return self._shards_WL[source % self._per_node][layer][name][row]
 
 
 def _map_shared(consensus: RankConsensus, per_node: int, num_bytes: int, directory: Path) -> Tensor:
@@ -184,20 +150,12 @@ def _raise_objections(consensus: RankConsensus, mine: str | None, what: str) -> 
 
 
 def _num_bytes(homes: Sequence[Mapping[str, Tensor]], per_node: int) -> int:
-    shard_bytes = sum(_aligned(shard.numel() * shard.element_size()) for home in homes for shard in home.values())
-    return _head_bytes(per_node) + per_node * shard_bytes
+    return per_node * sum(_aligned(shard.numel() * shard.element_size()) for home in homes for shard in home.values())
 
 
-def _head_bytes(per_node: int) -> int:
-    return _aligned(8 * per_node * 2)
-
-
-def _cut(
-    bytes_: Tensor, homes: Sequence[Mapping[str, Tensor]], per_node: int
-) -> tuple[np.ndarray, list[list[dict[str, Tensor]]]]:
-    """Stamps int64 [W, 2], and shards by rank of the node and layer, as views."""
-    at, shards_WL = _head_bytes(per_node), []
-    words = bytes_[:at].view(torch.int64).numpy()
+def _cut(bytes_: Tensor, homes: Sequence[Mapping[str, Tensor]], per_node: int) -> list[list[dict[str, Tensor]]]:
+    """Shards by rank of the node and layer, as views."""
+    at, shards_WL = 0, []
     for _ in range(per_node):
         layers: list[dict[str, Tensor]] = []
         for home in homes:
@@ -207,7 +165,7 @@ def _cut(
                 layers[-1][name] = bytes_[at : at + size].view(home[name].dtype).view(home[name].shape)
                 at += _aligned(size)
         shards_WL.append(layers)
-    return words[: 2 * per_node].reshape(per_node, 2), shards_WL
+    return shards_WL
 
 
 def _aligned(num_bytes: int) -> int:

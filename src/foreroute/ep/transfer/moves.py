@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.plan.schedule import MOVE
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +35,6 @@ class Moves:
     def __len__(self) -> int:
         return len(self.expert_V)
 
-    def take(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Moves:
-        """The moves at these indices, or where the mask is True."""
-        return Moves(*(array[chosen] for array in vars(self).values()))
-
     @property
     def round_V(self) -> NDArray[np.int64]:
         """int64 [V], from 0: in a round, no rank sends two experts, and none receives two. As few rounds as can be."""
@@ -50,21 +45,6 @@ class Moves:
         num_ranks = int(max(self.source_V.max(initial=0), self.target_V.max(initial=0))) + 1
         colour_edges(self.source_V, self.target_V, np.empty((2, num_ranks, max(len(self), 1)), np.int64), round_V)
         return round_V
-
-    def ends(self, rank: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
-        """`MOVE`s that leave a rank and that arrive there, each with the row at this end, in order of round."""
-        tables = []
-        for here_V, row_V, peer_V in (
-            (self.source_V, self.source_row_V, self.target_V),
-            (self.target_V, self.target_row_V, self.source_V),
-        ):
-            v = np.flatnonzero(here_V == rank)
-            v = v[np.argsort(self.round_V[v], kind="stable")]
-            table = np.zeros(len(v), MOVE)
-            for name, column in (("number", v), ("expert", self.expert_V[v]), ("row", row_V[v]), ("peer", peer_V[v])):
-                table[name] = column
-            tables.append(table)
-        return tables[0], tables[1]
 
 
 def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> Moves:

@@ -7,7 +7,7 @@ that did not come back in the words of whoever made it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -157,7 +157,7 @@ class RowMoves(NamedTuple):
 def post(
     peers: PeerGroup,
     leaving: RowMoves,
-    sources: Mapping[str, Tensor],
+    sources: Mapping[str, Tensor] | Mapping[str, Sequence[Tensor]],
     arriving: RowMoves,
     targets: Mapping[str, Tensor],
     what: str,
@@ -167,14 +167,14 @@ def post(
     Args:
         peers: all ranks between which rows move.
         leaving: what this rank sends, in the order of posting.
-        sources: name -> [rows, ...]; each row contiguous.
+        sources: name -> [rows, ...], or a tensor for each row.
         arriving: what this rank receives, in the order of posting. A move has the same number at both ends.
         targets: name -> [rows, ...]; the same names, widths and dtypes on all ranks.
         what: the exchange in words, for errors.
     """
     names = sorted(sources)
     sends = [
-        Message(peer, number * len(names) + i, sources[name].detach()[row].contiguous())
+        Message(peer, number * len(names) + i, sources[name][row].detach().contiguous())
         for peer, number, row in _ends(leaving)
         for i, name in enumerate(names)
     ]

@@ -1,13 +1,16 @@
-"""What the expert-parallel layer asks of whoever moves its replicas, and the simplest answer: the direct path.
+"""What the expert-parallel layers ask of whoever moves their replicas, and the simplest answer: the direct path.
 
 `ReplicaWeights` is the contract, and `next_cell` the order in which cells are asked for. `DirectWeights` sends replicas
-peer to peer when they are asked for, and keeps nothing. Gradients take this path whatever way the weights came.
+peer to peer when they are asked for, or in an order that it has seen before. Gradients take this path whatever way the
+weights came.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,10 +18,13 @@ import torch
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import require_ranks
-from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
+from foreroute.ep.transfer.peers import Exchange, PeerGroup, RowMoves, post
 from foreroute.errors import TransferError
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
 from foreroute.plan.capabilities import FetchPath
+
+Home = Mapping[str, Tensor] | Mapping[str, Sequence[Tensor]]
+"""name -> [E / G, ...] or as many tensors: the home experts of a layer on this rank, in ascending order of their id."""
 
 
 class Cell(NamedTuple):
@@ -32,6 +38,21 @@ class Cell(NamedTuple):
         return f"step {self.step}, micro-step {self.micro_step}, routed layer {self.layer}"
 
 
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """The weights of the replicas of one cell, under way.
+
+    Attributes:
+        cell: which.
+        wait: gives name -> [replicas here, ...] in ascending order of slot, valid until the slots are filled again; on
+            NCCL the current stream waits for them, and the host does not. Raises `TransferError` when they cannot be
+            had.
+    """
+
+    cell: Cell
+    wait: Callable[[], dict[str, Tensor]]
+
+
 class ReplicaWeights(Protocol):
     """Brings the weights of this rank's replicas, and takes their gradients home.
 
@@ -39,29 +60,24 @@ class ReplicaWeights(Protocol):
     may be asked for any number of times (recomputation, backward): no call depends on which came before it.
     """
 
-    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of the replicas that this rank serves in a cell.
+    def fetch(self, cell: Cell, home: Home, *, is_recompute: bool = False) -> Fetch:
+        """Begin to bring the replicas that this rank serves in a cell, and behind them those of later cells.
+
+        Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
+        behind them. Nothing is waited for; what is under way already is not begun again.
 
         Args:
             cell: of the plan in force.
-            home: name -> [E / G, ...], this rank's shard of the layer; experts in ascending order of their id.
-
-        Returns:
-            name -> [replicas here, ...] in ascending order of slot, valid until the slots are filled again.
+            home: of the layer.
+            is_recompute: whether the next call for this cell is that of the backward which follows a recomputation. It
+                is given the same weights.
 
         Raises:
-            TransferError: when the weights cannot be had.
+            TransferError: when no plan of the cell is in force, or a rank is gone.
         """
         ...
 
-    def prefetch(self) -> None:
-        """Begin the transfers of the cells after the one fetched last; called when the rows of that one have left.
-
-        So what later cells need travels while experts compute, and no row waits behind it.
-        """
-        ...
-
-    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> PendingGradients:
+    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
         """Begin to return the gradients of replicas to the ranks that their experts live on.
 
         Args:
@@ -70,22 +86,6 @@ class ReplicaWeights(Protocol):
 
         Raises:
             TransferError: when a rank is gone.
-        """
-        ...
-
-
-class PendingGradients(Protocol):
-    """Gradients of replicas on their way home. All ranks wait for the same ones in the same order."""
-
-    def wait(self) -> dict[str, Tensor]:
-        """What came home.
-
-        Returns:
-            name -> [E / G, ...], to be added to the gradient of this rank's shard. The replicas of an expert are added
-            in ascending order of their rank, in float32 (float64 for gradients in float64).
-
-        Raises:
-            TransferError: when a gradient cannot be brought home.
         """
         ...
 
@@ -118,14 +118,33 @@ def next_cell(previous: Cell | None, cell: Cell, shape: tuple[int, int], *, upda
 class DirectWeights:
     """Replica weights by `batch_isend_irecv`; implements `ReplicaWeights`.
 
+    Weights are sent when they are asked for. Where cells come in the same order in every step of a kind (forward,
+    recomputation and backward, as a pipeline stage and its virtual chunks have it), `end_step` remembers the order, and
+    one cell is fetched ahead in it from then on.
+
     Args:
         peers: the ranks of the plan, in the plan's order.
+
+    Attributes:
+        num_fetches: of cells with replicas, in the step in force.
+        num_ahead: of these, that were under way when their cell was asked for.
     """
 
     def __init__(self, peers: PeerGroup) -> None:
+        self.num_fetches, self.num_ahead = 0, 0
         self._peers = peers
+        self._plan: StepPlan | None = None
         self._schedule: ExecutionSchedule | None = None
         self._step = -1
+        # by the number of micro-steps, and whether backward follows: the (micro-step, layer) of all visits of steps
+        # like that, of the last one first; two orders at most
+        self._orders: dict[tuple[int, bool], list[list[tuple[int, int]]]] = {}
+        self._kind = (0, False)
+        self._visits: list[tuple[int, int]] = []
+        self._expected: list[list[tuple[int, int]]] = []
+        self._homes: dict[int, Home] = {}
+        self._ahead: Fetch | None = None
+        self._recomputed: dict[Cell, Fetch] = {}
 
     @property
     def paths(self) -> FetchPath:
@@ -133,29 +152,96 @@ class DirectWeights:
         return "direct"
 
     def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
-        """Put a plan in force. Nothing is kept or prefetched, so `updating` makes no difference.
+        """Put a plan in force.
 
         Raises:
             PlanError: when it was made for another number of ranks.
         """
         require_ranks(plan, self._peers.size)
-        self._schedule, self._step = schedule, step
+        self._plan, self._schedule, self._step = plan, schedule, step
+        self.num_fetches, self.num_ahead = 0, 0
+        self._kind = (plan.shape[0], updating)
+        self._visits, self._expected = [], list(self._orders.get(self._kind, []))
+        self._homes, self._ahead, self._recomputed = {}, None, {}
 
-    def fetch(self, cell: Cell, home: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def end_step(self) -> None:
+        """Wait for what nobody came for, and remember the order of the step. All ranks call it."""
+        self._drop_ahead()
+        known = self._orders.setdefault(self._kind, [])
+        # a forward-only schedule may keep what backward needs, and then takes turns with updates
+        known[:] = [self._visits, *(order for order in known if order != self._visits)][:2]
+        self._homes, self._recomputed = {}, {}
+
+    def fetch(self, cell: Cell, home: Home, *, is_recompute: bool = False) -> Fetch:
         """As in `ReplicaWeights`; the tensors are new ones."""
         moves = cell_of(self._schedule, self._step, cell)
-        replicas = {name: shard.new_empty((len(moves.served), *shard.shape[1:])) for name, shard in home.items()}
-        what = f"fetching the replicas of {cell}"
-        post(self._peers, RowMoves(moves.lent, "row"), home, RowMoves(moves.served, "place"), replicas, what).wait()
-        return replicas
-
-    def prefetch(self) -> None:
-        """Nothing: weights are sent when they are asked for."""
+        if not is_recompute and (recomputed := self._recomputed.pop(cell, None)) is not None:
+            return recomputed
+        self._homes[cell.layer] = home
+        self._visit(cell)
+        fetch, was_ahead = self._ahead, True
+        if fetch is not None and fetch.cell == cell:
+            self._ahead = None
+        else:
+            fetch, was_ahead = self._begin(cell, moves), False
+        if self._has_replicas(cell):
+            self.num_fetches, self.num_ahead = self.num_fetches + 1, self.num_ahead + was_ahead
+            self._drop_ahead()  # if there is still one, the step has left its order
+        if is_recompute:
+            self._recomputed[cell] = fetch
+        if self._ahead is None and self._expected:
+            self._begin_next()
+        return fetch
 
     def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
         """As in `ReplicaWeights`."""
         moves = cell_of(self._schedule, self._step, cell)
         return GradientReturn(self._peers, moves, grads, f"returning the gradients of {cell}")
+
+    def _begin_next(self) -> None:
+        """Begin the next fetch that all orders seen before agree on, if any."""
+        order, *others = self._expected
+        for place in range(len(self._visits), len(order)):
+            if any(other[place : place + 1] != order[place : place + 1] for other in others):
+                return
+            cell = Cell(self._step, *order[place])
+            # Before its first forward, weights of a layer may still be gathered (overlap_param_gather), and groups with
+            # other plans would do that in another order.
+            if cell.layer not in self._homes:
+                return
+            if self._has_replicas(cell):
+                self._ahead = self._begin(cell, cell_of(self._schedule, self._step, cell))
+                return
+
+    def _visit(self, cell: Cell) -> None:
+        """Enter that a cell runs; what it expects follows from orders that this one has kept to so far."""
+        place = len(self._visits)
+        self._visits.append((cell.micro_step, cell.layer))
+        self._expected = [order for order in self._expected if order[place : place + 1] == self._visits[place:]]
+
+    def _begin(self, cell: Cell, moves: CellSchedule) -> Fetch:
+        some = {name: rows[0].detach() for name, rows in self._homes[cell.layer].items()}
+        replicas = {name: row.new_empty((len(moves.served), *row.shape)) for name, row in some.items()}
+        if not self._has_replicas(cell):
+            return Fetch(cell, lambda: replicas)
+        what = f"fetching the replicas of {cell}"
+        leaving, arriving = RowMoves(moves.lent, "row"), RowMoves(moves.served, "place")
+        exchange = post(self._peers, leaving, self._homes[cell.layer], arriving, replicas, what)
+        return Fetch(cell, partial(_arrived, exchange, replicas))
+
+    def _has_replicas(self, cell: Cell) -> bool:
+        assert self._plan is not None, "a cell runs only under a plan"
+        return bool(self._plan.num_replicas_ML[cell.micro_step, cell.layer])
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.wait()
+
+
+def _arrived(exchange: Exchange, replicas: dict[str, Tensor]) -> dict[str, Tensor]:
+    exchange.wait()
+    return replicas
 
 
 def cell_of(schedule: ExecutionSchedule | None, step: int, cell: Cell) -> CellSchedule:
@@ -178,7 +264,7 @@ def expert_bytes(home: Mapping[str, Tensor]) -> int:
 
 
 class GradientReturn:
-    """Implements `PendingGradients`. Making one is a collective call, which sends and does not wait.
+    """Gradients of replicas on their way home. Making one is a collective call, which sends and does not wait.
 
     Args:
         peers: all ranks of the plan.
@@ -198,7 +284,8 @@ class GradientReturn:
     ) -> None:
         begun = time.monotonic()
         # what comes home is in order of the row of the shard
-        self._replicas_of_row = np.bincount(moves.lent["row"], minlength=moves.num_home).tolist()
+        rows, replicas_of_row = np.unique(moves.lent["row"], return_counts=True)
+        self._rows, self._replicas_of_row = rows.tolist(), replicas_of_row.tolist()
         self._arrived = {name: grad.new_empty((len(moves.lent), *grad.shape[1:])) for name, grad in grads.items()}
         # kept until all has left
         self._sent = grads
@@ -208,12 +295,24 @@ class GradientReturn:
         self._record = record
         self._exposed_s = time.monotonic() - begun
 
-    def wait(self) -> dict[str, Tensor]:
-        """As in `PendingGradients`."""
+    def wait(self) -> dict[str, dict[int, Tensor]]:
+        """What came home. All ranks wait for the same ones in the same order.
+
+        Returns:
+            name -> row of this rank's shard -> the gradient to be added there, for experts that have replicas elsewhere
+            alone. Those of an expert are added in ascending order of their rank, in float32 (float64 for gradients in
+            float64).
+
+        Raises:
+            TransferError: when a gradient cannot be brought home.
+        """
         begun = time.monotonic()
         self._exchange.wait()
         self._sent = {}
-        summed = {name: segment_sums(grad, self._replicas_of_row) for name, grad in self._arrived.items()}
+        summed = {
+            name: dict(zip(self._rows, segment_sums(grad, self._replicas_of_row), strict=True))
+            for name, grad in self._arrived.items()
+        }
         if self._record is not None:
             num_bytes = sum(grad.numel() * grad.element_size() for grad in self._arrived.values())
             self._record(num_bytes, self._exposed_s + time.monotonic() - begun)
@@ -231,6 +330,9 @@ def segment_sums(rows: Tensor, lengths_S: Sequence[int]) -> Tensor:
         [S, ...] in float32, or float64 for gradients in float64; zeros for an empty segment.
     """
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if not lengths_S:
+        # of which torch cannot take the smallest
+        return wide
     lengths = torch.tensor(lengths_S, dtype=torch.int64).to(rows.device, non_blocking=True)
     # on a device, checking the lengths would wait for it
     unchecked = rows.device.type != "cpu"

@@ -6,7 +6,7 @@ Both refuse what they do not know, since a tensor that stays behind would train 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.ep.transfer.segments import HeldTensor
 from foreroute.errors import TransferError
 
 PARAMETERS = {
@@ -133,6 +134,28 @@ def optimizer_state(optimizer: Any) -> OptimizerState:
             )
         state.update(read(part))
     return state
+
+
+def held_tensors(
+    slot: Mapping[str, nn.Parameter], state: Mapping[nn.Parameter, ParameterState]
+) -> dict[str, HeldTensor]:
+    """The parameters of one expert, and what the optimizer keeps for them, by name.
+
+    Raises:
+        TransferError: when the two are not on the same device.
+    """
+    held = {}
+    for name, parameter in slot.items():
+        held[name] = HeldTensor.of(parameter.detach().view(-1))
+        kept = state.get(parameter, ParameterState({}))
+        for key, tensor in kept.tensors.items():
+            if tensor.device != parameter.device:
+                raise TransferError(
+                    f"{key} of {name} is on {tensor.device} and the parameter on {parameter.device}; bring what was "
+                    "offloaded back before homes are moved"
+                )
+            held[f"{name}, {key}"] = HeldTensor.of(tensor, kept.start, kept.whole)
+    return held
 
 
 def chained(optimizer: Any) -> list[Any]:

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
 from foreroute.adapters.megatron.plan_execution.experts import home_parameters
-from foreroute.adapters.megatron.plan_execution.fetching import Fetch, FetchAhead
 from foreroute.adapters.megatron.plan_execution.layer import CellWork, PlannedLayer, objection_to_layer
-from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas
+from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.core.passes import PassStack
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError, TraceError
 from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.counts import counts_digest
@@ -43,15 +43,12 @@ class ExecutionRanks:
 
     Attributes:
         consensus: of them.
-        peers: the same, for weights and gradients.
-        orders: by the number of micro-steps, and whether passes keep what backward needs: the (micro-step, layer) of
-            all visits of executions like that, of the last one first; two orders at most.
+        weights: of replicas, between the same ranks.
     """
 
     def __init__(self, ep_group: Any, pp_group: Any) -> None:
-        self.orders: dict[tuple[int, bool], list[list[tuple[int, int]]]] = {}
         self.consensus = RankConsensus(ep_group, member="expert-parallel rank")
-        self.peers = PeerGroup(ep_group)
+        self.weights = DirectWeights(PeerGroup(ep_group))
         staged = pp_group is not None and pp_group.size() > 1
         self._stages = RankConsensus(pp_group, member="pipeline stage") if staged else None
 
@@ -162,8 +159,7 @@ class PlanExecution:
             for site in sites
         ]
         self._home = {spec.layers.index(s.layer): home_parameters(s) for sites, _ in stage for s in sites}
-        self._fetches: FetchAhead | None = None
-        self._with_grad = False
+        self._has_begun = False
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -176,11 +172,8 @@ class PlanExecution:
             for layer in self._layers:
                 stack.enter_context(layer.in_place())
             yield
-        if self._fetches is not None:
-            self._fetches.close()
-            known = self._ranks.orders.setdefault((len(self._shards), self._with_grad), [])
-            # a forward-only schedule may keep what backward needs, and then takes turns with updates
-            known[:] = [self._fetches.visits, *(order for order in known if order != self._fetches.visits)][:2]
+        if self._has_begun:
+            self._ranks.weights.end_step()
         objection = None
         fewest = min(self._begun.values(), default=len(self._shards))
         if fewest < len(self._shards):
@@ -216,35 +209,38 @@ class PlanExecution:
             counts_GE = self._counts_MLGE[cell.micro_step, layer]
             columns = CellColumns.of(plan, counts_GE, rank, self.plan.topology.redundant_slots)
             moves = self._schedule.cell(cell.micro_step, layer) if columns.has_replicas else None
-            peers, home = self._ranks.peers, self._home[layer]
-            replicas = BorrowedReplicas(peers, cell, moves, home, fuses_gradients=fuses_gradients)
-            fetch = partial(self._fetches_of(passes).visit, cell)
+            replicas = SeparateReplicas(
+                cell,
+                self._weights_of(passes),
+                self._home[layer],
+                moves,
+                fuses_gradients=fuses_gradients,
+                is_recompute=is_recompute,
+            )
             planned_R = None if rows.is_whole else rows.routed_R
             known = self._known_M[cell.micro_step]
-            return CellWork(columns, planned_R, known, replicas, fetch, is_recompute, partial(self._note, cell))
+            note = partial(self._note, cell, is_recompute)
+            return CellWork(columns, planned_R, known, replicas, note)
 
         return begin
 
-    def _fetches_of(self, passes: PassStack) -> FetchAhead:
-        if self._fetches is None:
-            self._with_grad = passes.top.with_grad
-            expected = self._ranks.orders.get((len(self._shards), self._with_grad), [])
-            self._fetches = FetchAhead(self._begin_fetch, expected)
-        return self._fetches
-
-    def _begin_fetch(self, cell: Cell) -> Fetch | None:
-        if not self.plan.num_replicas_ML[cell.micro_step, cell.layer]:
-            return None
-        moves = self._schedule.cell(cell.micro_step, cell.layer)
-        return Fetch(self._ranks.peers, cell, moves, self._home[cell.layer])
+    def _weights_of(self, passes: PassStack) -> DirectWeights:
+        weights = self._ranks.weights
+        if not self._has_begun:
+            # orders are kept by whether passes keep what backward needs, which the first one tells
+            weights.begin_step(self._step, self.plan, self._schedule, updating=passes.top.with_grad)
+            self._has_begun = True
+        return weights
 
     @property
     def fetches(self) -> tuple[int, int]:
-        """Fetches of replicas so far, and how many of them were under way when their cell came."""
-        return (0, 0) if self._fetches is None else (self._fetches.num_fetches, self._fetches.num_ahead)
+        """Fetches of replicas, and how many of them were under way when their cell came; until the next execution."""
+        weights = self._ranks.weights
+        return (weights.num_fetches, weights.num_ahead) if self._has_begun else (0, 0)
 
-    def _note(self, cell: Cell, num_rows: int) -> None:
-        self.executed_ML[cell.micro_step, cell.layer] += num_rows
+    def _note(self, cell: Cell, is_recompute: bool, num_rows: int) -> None:
+        if not is_recompute:
+            self.executed_ML[cell.micro_step, cell.layer] += num_rows
 
 
 def whole_counts(

@@ -28,15 +28,14 @@ RunReplicas = Callable[[Sequence[Mapping[str, Tensor]], Tensor, Tensor, Sequence
 rows of each. Returns what comes out, in that order, in one tensor or several."""
 
 
-def home_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
-    """Name -> parameter, of each home expert of a layer."""
+def home_parameters(site: ChunkRouter) -> dict[str, list[nn.Parameter]]:
+    """Name -> the parameter of each home expert of a layer."""
     experts = site.block.experts
     if type(experts) is TEGroupedMLP:
-        return [
-            {name: experts.get_parameter(f"{name}{number}") for name in GROUPED_NAMES}
-            for number in range(experts.num_local_experts)
-        ]
-    return [dict(expert.named_parameters()) for expert in experts.local_experts]
+        numbers = range(experts.num_local_experts)
+        return {name: [experts.get_parameter(f"{name}{number}") for number in numbers] for name in GROUPED_NAMES}
+    names = [name for name, _ in experts.local_experts[0].named_parameters()]
+    return {name: [expert.get_parameter(name) for expert in experts.local_experts] for name in names}
 
 
 def replica_runner(experts: Any) -> RunReplicas:
@@ -138,8 +137,8 @@ def _objection_to_grouped(experts: Any) -> str | None:
 
 
 def _objection_to_parameters(site: ChunkRouter) -> str | None:
-    for weights in home_parameters(site):
-        for name, parameter in weights.items():
+    for name, parameters in home_parameters(site).items():
+        for parameter in parameters:
             if isinstance(parameter, DTensor) or hasattr(parameter, "__fsdp_param__"):
                 return (
                     f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to lend; wrap it in DDP"

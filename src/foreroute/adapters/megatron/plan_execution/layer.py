@@ -21,8 +21,7 @@ from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.columns import CellColumns
 from foreroute.adapters.megatron.plan_execution.dispatching import PlannedDispatcher
 from foreroute.adapters.megatron.plan_execution.experts import objection_to_experts, replica_runner
-from foreroute.adapters.megatron.plan_execution.fetching import Fetch
-from foreroute.adapters.megatron.plan_execution.replicas import BorrowedReplicas, Refetch
+from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.errors import PlacementError
 
 DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
@@ -51,17 +50,13 @@ class CellWork:
         planned_R: bool [R], the rows of this rank that the counts are of; None for all.
         counts_known: whether no rank has another row.
         replicas: of the cell, if any.
-        fetch: has them fetched; in cells without any too, so that the order of cells is known.
-        is_recompute: whether backward follows at once, and takes the same weights.
-        note: told the rows that the experts of this rank compute, recomputation left out.
+        note: told the rows that the experts of this rank compute.
     """
 
     columns: CellColumns
     planned_R: Tensor | None
     counts_known: bool
-    replicas: BorrowedReplicas
-    fetch: Callable[[], Fetch | None]
-    is_recompute: bool
+    replicas: SeparateReplicas
     note: Callable[[int], None]
 
 
@@ -122,23 +117,20 @@ class PlannedLayer:
         """See the `forward` of the experts module. [R, D], [S], [R]."""
         work, self._work = self._work, None
         assert work is not None, "the layer hands rows to its dispatcher first"
-        # on one communicator no weight is to stand in front of the rows, which are here or on their way
-        fetched = work.fetch()
+        # no weight is to stand in front of the rows, which are here or on their way; in cells without replicas too, so
+        # that the order of cells is known
+        replicas = work.replicas
+        replicas.fetch()
         sizes = rows_per_slot.tolist()
-        if not work.is_recompute:
-            work.note(sum(sizes))
+        work.note(sum(sizes))
         num_home = self._experts.num_local_experts
         here = sum(sizes[:num_home])
         output, bias = self._run_home(rows[:here], rows_per_slot[:num_home], probs[:here])
-        borrowed = work.replicas
-        borrowed.take(fetched)
-        served = [sizes[num_home + slot] for slot in borrowed.slots]
-        computed, token = borrowed.compute(self._run_replicas, rows[here:], probs[here:], served)
+        served = [sizes[num_home + slot] for slot in replicas.slots]
+        computed, token = replicas.compute(self._run_replicas, rows[here:], probs[here:], served)
         if computed:
             output = torch.cat([output, *computed])
-        if not work.is_recompute:
-            borrowed.release()
-        return Refetch.apply(borrowed, work.fetch, token, output), bias
+        return replicas.give_up(token, output), bias
 
 
 def objection_to_layer(site: ChunkRouter) -> str | None:

@@ -1,10 +1,11 @@
 """What one layer's experts hold on this rank, and which part of it goes where when experts change their slots.
 
-A *slot* is a position among the local experts of a rank, as Megatron calls them.
+A *slot* is a position among the home experts of a rank, which has them in ascending order of their id.
 
-An expert has several tensors: its weights, and for each of them what the optimizer keeps. Expert-data-parallel ranks
-hold the same experts: each has all weights, and all of the state or, under a distributed optimizer, a part of it that
-need not be the same from slot to slot. So what moves is a *segment*: a range of elements of one tensor of one expert.
+An expert has several tensors: its weights, and for each of them what the optimizer keeps. Expert-data-parallel ranks,
+if there are any, hold the same experts: each has all weights, and all of the state or, under a distributed optimizer, a
+part of it that need not be the same from slot to slot. So what moves is a *segment*: a range of elements of one tensor
+of one expert.
 Which segments there are is computed from what all ranks say they hold, without torch or processes; `LayerTransfer` then
 sends them. Axis letters: G expert-parallel ranks, D expert-data-parallel ranks of each.
 """
@@ -18,9 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from foreroute.adapters.megatron.expert_placement.parameters import ParameterState
 from foreroute.ep.transfer.moves import Moves
 from foreroute.ep.transfer.peers import Exchange, Message, PeerGroup
 from foreroute.errors import TransferError
@@ -187,36 +187,15 @@ class HeldTensor:
     extent: Extent
     tensor: Tensor
 
+    @classmethod
+    def of(cls, tensor: Tensor, start: int = 0, whole: int | None = None) -> HeldTensor:
+        """What is held of a tensor of `whole` elements from `start` on; all of it by default."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(Extent(start, start + len(tensor), len(tensor) if whole is None else whole, dtype), tensor)
+
     def part(self, segment: Segment) -> Tensor:
         """The elements of a segment, as a view."""
         return self.tensor[segment.start - self.extent.start : segment.stop - self.extent.start]
-
-
-def held_tensors(
-    slot: Mapping[str, nn.Parameter], state: Mapping[nn.Parameter, ParameterState]
-) -> dict[str, HeldTensor]:
-    """The parameters of one expert, and what the optimizer keeps for them, by name.
-
-    Raises:
-        TransferError: when the two are not on the same device.
-    """
-    held = {}
-    for name, parameter in slot.items():
-        held[name] = _held(parameter.detach().view(-1), 0, None)
-        kept = state.get(parameter, ParameterState({}))
-        for key, tensor in kept.tensors.items():
-            if tensor.device != parameter.device:
-                raise TransferError(
-                    f"{key} of {name} is on {tensor.device} and the parameter on {parameter.device}; bring what was "
-                    "offloaded back before homes are moved"
-                )
-            held[f"{name}, {key}"] = _held(tensor, kept.start, kept.whole)
-    return held
-
-
-def _held(tensor: Tensor, start: int, whole: int | None) -> HeldTensor:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return HeldTensor(Extent(start, start + len(tensor), len(tensor) if whole is None else whole, dtype), tensor)
 
 
 @dataclass
@@ -234,7 +213,7 @@ class LayerTransfer:
 
     where: str
     slots: Sequence[Mapping[str, HeldTensor]]
-    counts: frozenset[tuple[str, float]]
+    counts: frozenset[tuple[str, float]] = frozenset()
     segments: Sequence[Segment] = ()
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     received: int = 0

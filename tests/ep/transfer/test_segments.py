@@ -5,21 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from foreroute.adapters.megatron.expert_placement.layer_transfer import (
-    Extent,
-    LayerExtents,
-    require_complete,
-    segments_for,
-)
 from foreroute.ep.transfer.moves import shard_moves
+from foreroute.ep.transfer.segments import Extent, LayerExtents, require_complete, segments_for
 from foreroute.errors import TransferError
-from tests.adapters.megatron.forked_ranks import on_ranks
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
 
 
-@on_ranks(1)
-def test_segments():
+def test_every_part_arrives_once():
     for seed in range(60):
         check_every_part_arrives_once(np.random.default_rng(seed))
 
@@ -76,7 +69,6 @@ def memory(home_E, number_GD, of_ranks):
     return lies
 
 
-@on_ranks(1)
 def test_gaps_are_refused():
     whole, half = Extent(0, 8, 8, "float32"), Extent(0, 4, 8, "float32")
     number_GD = np.array([[0], [1]])
