@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,47 +24,7 @@ if TYPE_CHECKING:
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
     from foreroute.replay.telemetry import Telemetry
 
-P = ParamSpec("P")
-Session = TypeVar("Session")
 Found = TypeVar("Found")
-
-
-class Opening(Generic[Session]):
-    """What a `with` opens, once.
-
-    Args:
-        name: of what made it.
-        context: opens and closes the session.
-    """
-
-    def __init__(self, name: str, context: AbstractContextManager[Session]) -> None:
-        self._name = name
-        self._context = context
-        self._is_used = False
-
-    def __enter__(self) -> Session:
-        if self._is_used:
-            raise ReplayError(f"a session is opened once; call {self._name}(...) again for another one")
-        self._is_used = True
-        return self._context.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        if not self._is_used:
-            raise ReplayError(f"the session of {self._name}(...) is not open; open it by a `with` statement")
-        return self._context.__exit__(kind, error, traceback)
-
-
-def opened_once(open_session: Callable[P, Iterator[Session]]) -> Callable[P, Opening[Session]]:
-    """`contextlib.contextmanager`, whose contexts say so when they are entered a second time."""
-    make = contextmanager(open_session)
-
-    @wraps(open_session)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Opening[Session]:
-        return Opening(open_session.__name__, make(*args, **kwargs))
-
-    return call
 
 
 class RoutedModel(ABC):
@@ -130,7 +88,7 @@ class RoutedModel(ABC):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
         return session
 
-    @opened_once
+    @contextmanager
     def record(
         self,
         *,
@@ -179,7 +137,7 @@ class RoutedModel(ABC):
         with self._listening(recording):
             yield recording
 
-    @opened_once
+    @contextmanager
     def replay(
         self,
         routes: Any,
