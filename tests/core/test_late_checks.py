@@ -8,7 +8,13 @@ from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError
 
 
-class OnCuda(torch.Tensor):
+class There(torch.Tensor):
+    """Says that it is on a device that is not the CPU."""
+
+    device = torch.device("meta")
+
+
+class OnCuda(There):
     """Says that it is on a GPU."""
 
     is_cuda = True
@@ -38,8 +44,7 @@ def gpu(monkeypatch):
 
 
 def flag(*, wrong, on_gpu=False):
-    value = torch.tensor(wrong)
-    return value.as_subclass(OnCuda) if on_gpu else value
+    return torch.tensor(wrong).as_subclass(OnCuda if on_gpu else There)
 
 
 def tell():
@@ -63,19 +68,27 @@ def test_the_end_waits_once_and_tells_the_first_that_is_wrong(gpu, on_gpu):
     for number, wrong in enumerate((False, True, False)):
         checks.add(flag(wrong=wrong, on_gpu=on_gpu), lambda n=number, wrong=wrong: told.append(n) or (wrong and tell()))
     with pytest.raises(BatchMismatchError, match="another batch"):
-        checks.close()
+        checks.wait()
     assert told == [0, 1]
     assert gpu.waited == on_gpu
-    checks.close()
+    checks.wait()
     checks.add(flag(wrong=False, on_gpu=on_gpu), tell)
-    checks.close()
+    checks.wait()
+
+
+def test_on_the_cpu_nothing_waits():
+    checks = LateChecks()
+    checks.add(torch.tensor(False), tell)
+    with pytest.raises(BatchMismatchError, match="another batch"):
+        checks.add(torch.tensor(True), tell)
+    assert checks not in passes._before_step
 
 
 def test_a_batch_that_only_the_device_finds_wrong_is_no_silent_success():
     checks = LateChecks()
     checks.add(flag(wrong=True), lambda: None)
     with pytest.raises(AssertionError, match="the host finds right"):
-        checks.close()
+        checks.wait()
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -83,7 +96,7 @@ def test_an_optimizer_does_not_step_on_a_wrong_batch(wrong):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.sum().backward()
-    checks = LateChecks(of_step=True)
+    checks = LateChecks()
     for _ in range(2):
         checks.add(flag(wrong=wrong), tell)
         checks.close()
@@ -99,7 +112,7 @@ def test_an_optimizer_does_not_step_on_a_wrong_batch(wrong):
 
 def test_where_no_gradients_are_recorded_the_end_of_the_session_tells():
     """No optimizer may ever step."""
-    checks = LateChecks(of_step=True)
+    checks = LateChecks()
     checks.add(flag(wrong=True), tell)
     with torch.no_grad(), pytest.raises(BatchMismatchError, match="another batch"):
         checks.close()
@@ -110,7 +123,7 @@ def test_one_step_waits_for_the_checks_of_several_models():
     """Such as of a policy and a critic; torch walks through its hooks meanwhile."""
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad, told = torch.ones(1), []
-    every = [LateChecks(of_step=True) for _ in range(3)]
+    every = [LateChecks() for _ in range(3)]
     for number, checks in enumerate(every):
         checks.add(flag(wrong=number == 1), lambda n=number: told.append(n) or tell())
         checks.close()

@@ -66,16 +66,6 @@ def throw(error):
     raise error
 
 
-def check_a_session_is_opened_once(framework):
-    on = framework.built()
-    for session in (on.routed.replay(foreign(on.routed.spec, BATCH)), on.routed.record()):
-        refuses(ReplayError, "is not open", lambda session=session: session.__exit__(None, None, None))
-        with session:
-            on.run(BATCH)
-        refuses(ReplayError, "opened once", session.__enter__)
-        session.__exit__(None, None, None)  # closing twice changes nothing
-
-
 def check_a_session_without_a_forward_is_no_silent_no_op(framework):
     on = framework.built()
     with pytest.raises(ReplayError, match="nothing was replayed"), on.routed.replay(foreign(on.routed.spec, BATCH)):

@@ -30,7 +30,7 @@ class HandedOn:
     """
 
     def __init__(self) -> None:
-        self.checks = LateChecks(of_step=True)
+        self.checks = LateChecks()
         self._looks: dict[RouterHook, Any] = {}
         self._returned: dict[RouterHook, tuple[LayerPass, Marks]] = {}
 
@@ -75,11 +75,7 @@ class HandedOn:
 
     def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
         wrong = ~_names(output, router, now)
-        tell = partial(_tell, wrong, router.path, who)
-        if wrong.device.type == "cpu":
-            tell()
-        else:
-            self.checks.add(wrong, tell)
+        self.checks.add(wrong, partial(_tell, wrong, router.path, who))
 
 
 def _names(output: Any, router: RouterHook, now: LayerPass) -> Tensor:

@@ -327,15 +327,11 @@ class LateChecks:
     """What a device is asked about the batches of a session, or of a whole step, and the host looks at later.
 
     A batch that is on a GPU is compared with its routes there. Whoever read the answer at once would wait for all that
-    was launched before it. So the host goes on, and looks before weights change.
-
-    Args:
-        of_step: whether the end of a session in which gradients are recorded leaves the wait to the next step of any
-            optimizer of torch.
+    was launched before it. So the host goes on, and looks when the session ends, or before weights change. There is
+    nothing to wait for on the CPU, where it looks at once.
     """
 
-    def __init__(self, *, of_step: bool = False) -> None:
-        self._of_step = of_step
+    def __init__(self) -> None:
         self._wrong: Tensor | None = None
         self._answer: tuple[Tensor, torch.cuda.Event] | None = None
         self._tells: list[Callable[[], object]] = []
@@ -350,20 +346,21 @@ class LateChecks:
         Raises:
             Exception: what `tell` raises, for an earlier batch.
         """
-        if self._answer is not None:
-            self.look()
+        if wrong.device.type == "cpu":
+            _require_right(wrong, [tell])
+            return
+        self.look()
         self._wrong = wrong if self._wrong is None else self._wrong | wrong
         self._tells.append(tell)
         if wrong.is_cuda:
             self._answer = self._wrong.to("cpu", non_blocking=True), torch.cuda.Event()
             self._answer[1].record()
-        if self._of_step:
-            _watch_optimizers()
-            _before_step.add(self)
+        _watch_optimizers()
+        _before_step.add(self)
 
     def close(self) -> None:
-        """The session ends. Raises as `add`."""
-        if self._of_step and torch.is_grad_enabled():
+        """Leave the wait to the next step of any optimizer of torch, where gradients are recorded. Raises as `add`."""
+        if torch.is_grad_enabled():
             self.look()
         else:
             self.wait()
@@ -373,20 +370,23 @@ class LateChecks:
         wrong, answer, tells = self._wrong, self._answer, self._tells
         self._wrong, self._answer, self._tells = None, None, []
         _before_step.discard(self)
-        if wrong is None:
-            return
         if answer is not None:
             wrong, brought = answer
             brought.synchronize()
-        if wrong.item():
-            for tell in tells:
-                tell()
-            raise AssertionError("the device finds a batch wrong that the host finds right")
+        if wrong is not None:
+            _require_right(wrong, tells)
 
     def look(self) -> None:
         """Look at the answers if a GPU has given them. Raises as `add`."""
         if self._answer is not None and self._answer[1].query():
             self.wait()
+
+
+def _require_right(wrong: Tensor, tells: Sequence[Callable[[], object]]) -> None:
+    if wrong.item():
+        for tell in tells:
+            tell()
+        raise AssertionError("the device finds a batch wrong that the host finds right")
 
 
 def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:

@@ -113,8 +113,6 @@ class Routed:
         is_made = not isinstance(ids_BTLK, Tensor) and all(isinstance(each, TensorRows) for each in ids_BTLK)
         rows: Any = ids_BTLK if is_made else self.rows(ids_BTLK, attention_mask, weights=weights, missing=missing)  # type: ignore[arg-type]
         session = _Replaying(rows)
-        for each in rows:
-            self._checks.add(each.faults.any(), partial(_tell, each.faults))
         with self._listening(session):
             yield
         if not session.num_forwards:
@@ -122,10 +120,8 @@ class Routed:
         for number, counts in enumerate(session.counts):
             before = self._counts[number]
             self._counts[number] = counts if before is None or counts is None else before + counts
-        if rows[0].faults.device.type == "cpu":
-            self._checks.wait()
-        else:
-            self._checks.look()
+        for each in rows:
+            self._checks.add(each.faults.any(), partial(_tell, each.faults))
 
     @contextmanager
     def record(self, *, weights: bool = False) -> Iterator[TensorRecording]:

@@ -8,7 +8,7 @@ family's own code, so that no gate formula is written down here a second time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .passes import Rows
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
+FILLING = frozenset({torch.masked_fill, Tensor.masked_fill})
 SQUASHING = frozenset(
     {torch.softmax, Tensor.softmax, functional.softmax, torch.sigmoid, Tensor.sigmoid, functional.sigmoid}
 )
@@ -97,24 +98,18 @@ class LayerPass:
         own = own.long()
         if own_RK is not None:
             self.keep(own)
-        return self.forced(own), own
-
-    def forced(self, own: Tensor, pick: int | None = None) -> Tensor:
-        """int64, the ids to force, and the router's own where there is none.
-
-        Args:
-            own: int64 [R, K], or [R, 1] of one pick.
-            pick: which, where it is one of several.
-
-        Raises:
-            ReplayError: as `choose`.
-        """
         if self.ids_RK is None:
-            return own
-        ids = (self.ids_RK if pick is None else self.ids_RK[:, pick : pick + 1]).to(own.device)
+            return own, own
+        ids = self.ids_RK.to(own.device)
         if ids.shape != own.shape:
             raise self._seeing_a_part(own)
-        return torch.where(ids < 0, own, ids.long())
+        return torch.where(ids < 0, own, ids.long()), own
+
+    def of_pick(self, pick: int) -> LayerPass:
+        """What it does in one of its picks, where it makes them one after the other."""
+        at = slice(pick, pick + 1)
+        ids_R1 = None if self.ids_RK is None else self.ids_RK[:, at]
+        return replace(self, own_RK=self.own_RK[:, at], kept_RK=self.kept_RK[:, at], ids_RK=ids_R1)
 
     def keep(self, own_RK: Tensor) -> None:
         """Keep what the router picks by itself, for the recomputation. Raises as `choose`."""
@@ -191,6 +186,11 @@ class Selection:
 class SelectionMode(TorchFunctionMode):
     """Watches one call of a router that selects by top-k. Other routers have a subclass in `selection_rules`.
 
+    Routers that limit the selection to groups of experts overwrite the scores of the others, and some of them take gate
+    weights from the overwritten tensor. An expert replayed from outside the live groups would get weight zero and no
+    gradient; so the weights are gathered from the tensor before the mask. Every family masks with `masked_fill`. What
+    masks in another way is refused when a model is attached: a replayed expert must not have weight zero.
+
     Args:
         final: which top-k of the call is the final selection, from 0; None where that is not known yet.
         now: what the router does in this pass; None to look on only.
@@ -199,7 +199,6 @@ class SelectionMode(TorchFunctionMode):
         asks: whether the router is to select by itself: not in a recomputation, unless in a graph, which is one for
             both.
         seen: every selection so far, in order.
-        masked: where scores came from, if something was masked.
     """
 
     def __init__(self, final: int | None, now: LayerPass | None = None) -> None:
@@ -208,8 +207,9 @@ class SelectionMode(TorchFunctionMode):
         self.now = now
         self.asks = now is None or not now.again or torch.compiler.is_compiling()
         self.seen: list[Selection] = []
-        self.masked: MaskedScores | None = None
         self._squashed = False
+        # pairs (masked, what it was before); the tensors are held, so that identity stays meaningful
+        self._masked: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs every torch function of the router: the final top-k in our way."""
@@ -217,11 +217,17 @@ class SelectionMode(TorchFunctionMode):
         if func in TOP_K:
             return self._top_k(func, args, kwargs)
         self._squashed = self._squashed or func in SQUASHING
-        if self.masked is None:
-            if func not in MASKING:
-                return func(*args, **kwargs)
-            self.masked = MaskedScores()
-        return self.masked.run(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func in FILLING:
+            self._masked.append((result, self.before_masking(args[0])))
+        return result
+
+    def before_masking(self, scores: Tensor) -> Tensor:
+        """The tensor that `scores` was masked from, or `scores` itself."""
+        for masked, before in self._masked:
+            if masked is scores:
+                return before
+        return scores
 
     def _top_k(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "input" in kwargs:
@@ -238,7 +244,7 @@ class SelectionMode(TorchFunctionMode):
         ids_RK, own_RK = now.choose(_flat(func(scores.detach(), *args[1:], **kwargs).indices) if self.asks else None)
         self.seen.append(Selection(scores, ids_RK, own_RK, self._squashed))
         ids = ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
-        live = scores if self.masked is None else self.masked.before_masking(scores)
+        live = self.before_masking(scores) if self._masked else scores
         return torch.return_types.topk((live.gather(-1, ids), ids))
 
 
@@ -300,75 +306,3 @@ def with_gate_weights(output: Any, now: LayerPass, *, regroups: bool) -> Any:
     if not is_tuple:
         return weights
     return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-
-
-FILLING = frozenset({torch.masked_fill, Tensor.masked_fill})
-FILLING_IN_PLACE = frozenset({Tensor.masked_fill_, Tensor.__setitem__})
-CHOOSING = frozenset({torch.where, Tensor.where})
-COMBINING = frozenset(
-    {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
-)
-CONSTANT = frozenset(
-    {
-        *(torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like),
-        *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
-    }
-)
-MASKING = FILLING | FILLING_IN_PLACE | CHOOSING | COMBINING | CONSTANT
-"""What may mask scores, or begin a mask; nothing need be followed before the first of these."""
-
-
-class MaskedScores:
-    """Which scores a masked tensor was made from. Follows the tensors of one router call.
-
-    Routers that limit the selection to groups of experts overwrite the scores of the others, and some of them take gate
-    weights from the overwritten tensor. An expert replayed from outside the live groups would get weight zero and no
-    gradient; so the weights are gathered from the tensor before the mask. Upstream masks with `masked_fill`; the other
-    ways of writing the same (in place, `where`, a product with a 0/1 mask, a sum with a mask of minus infinities) are
-    known here too. What is written in yet another way is caught when a model is attached: a replayed expert must not
-    have weight zero.
-    """
-
-    def __init__(self) -> None:
-        # pairs (tensor, what it was); the tensors are held, so that identity stays meaningful
-        self._sources: list[tuple[Tensor, Tensor]] = []
-        self._constants: list[Tensor] = []
-
-    def before_masking(self, scores: Tensor) -> Tensor:
-        """The tensor that `scores` was masked from, or `scores` itself."""
-        for masked, source in self._sources:
-            if masked is scores:
-                return source
-        return scores
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function and remember what it masked."""
-        if func in FILLING_IN_PLACE and args[0].is_floating_point():
-            source = self.before_masking(args[0]).clone()
-            result = func(*args, **kwargs)
-            self._sources.insert(0, (args[0], source))
-            return result
-        result = func(*args, **kwargs)
-        if func in CONSTANT or (self._constants and self._made_of_constants(result, args)):
-            self._constants.append(result)
-        elif func in FILLING:
-            self._sources.append((result, self.before_masking(args[0])))
-        elif func in CHOOSING or func in COMBINING:
-            self._remember_operand(result, args)
-        return result
-
-    def _made_of_constants(self, result: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a float tensor was made of masks alone: zeros, ones, comparisons, indices, and views of them."""
-        if not isinstance(result, Tensor) or not result.is_floating_point():
-            return False
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        return bool(tensors) and all(self._is_constant(tensor) for tensor in tensors)
-
-    def _is_constant(self, tensor: Tensor) -> bool:
-        return not tensor.is_floating_point() or any(tensor is constant for constant in self._constants)
-
-    def _remember_operand(self, result: Tensor, args: tuple[Any, ...]) -> None:
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        live = [tensor for tensor in tensors if not self._is_constant(tensor) and tensor.shape == result.shape]
-        if len(live) == 1 and len(tensors) > 1 and all(t is live[0] or self._is_constant(t) for t in tensors):
-            self._sources.append((result, self.before_masking(live[0])))

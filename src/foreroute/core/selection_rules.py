@@ -122,10 +122,10 @@ class SparseMixerMode(SelectionMode):
         self.seen.append(Selection(self._scores, ids_RK, own_RK))
 
     def _forced(self, own_R1: Tensor) -> Tensor:
-        now, pick = self.now, len(self._picks) - self._in_band
-        if now is None:
+        if self.now is None:
             return own_R1
-        return now.forced(now.kept_RK[:, pick : pick + 1].long() if now.again else own_R1, pick)
+        pick = len(self._picks) - self._in_band
+        return self.now.of_pick(pick).choose(own_R1 if self.asks else None)[0]
 
 
 def grouped_by_expert(output: Any) -> Tensor:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.core.hooks import ModelHooks
-from foreroute.core.passes import Listener, Pass, Watch
+from foreroute.core.passes import LateChecks, Listener, Pass, Watch
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay.arguments import as_version, require_version
@@ -26,47 +24,7 @@ if TYPE_CHECKING:
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
     from foreroute.replay.telemetry import Telemetry
 
-P = ParamSpec("P")
-Session = TypeVar("Session")
 Found = TypeVar("Found")
-
-
-class Opening(Generic[Session]):
-    """What a `with` opens, once.
-
-    Args:
-        name: of what made it.
-        context: opens and closes the session.
-    """
-
-    def __init__(self, name: str, context: AbstractContextManager[Session]) -> None:
-        self._name = name
-        self._context = context
-        self._is_used = False
-
-    def __enter__(self) -> Session:
-        if self._is_used:
-            raise ReplayError(f"a session is opened once; call {self._name}(...) again for another one")
-        self._is_used = True
-        return self._context.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        if not self._is_used:
-            raise ReplayError(f"the session of {self._name}(...) is not open; open it by a `with` statement")
-        return self._context.__exit__(kind, error, traceback)
-
-
-def opened_once(open_session: Callable[P, Iterator[Session]]) -> Callable[P, Opening[Session]]:
-    """`contextlib.contextmanager`, whose contexts say so when they are entered a second time."""
-    make = contextmanager(open_session)
-
-    @wraps(open_session)
-    def call(*args: P.args, **kwargs: P.kwargs) -> Opening[Session]:
-        return Opening(open_session.__name__, make(*args, **kwargs))
-
-    return call
 
 
 class RoutedModel(ABC):
@@ -130,7 +88,7 @@ class RoutedModel(ABC):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
         return session
 
-    @opened_once
+    @contextmanager
     def record(
         self,
         *,
@@ -179,7 +137,7 @@ class RoutedModel(ABC):
         with self._listening(recording):
             yield recording
 
-    @opened_once
+    @contextmanager
     def replay(
         self,
         routes: Any,
@@ -200,8 +158,8 @@ class RoutedModel(ABC):
         or not, `backward()` may run inside or outside the context.
 
         Hugging Face: sequences are one per row, padded on either side, or several per row where `position_ids` start
-        anew at 0 (or `cu_seq_lens_q` says so). Megatron-Core: sequences of the micro-batch are padded or packed
-        (`packed_seq_params`).
+        anew at 0 (or `cu_seq_lens_q` says so). Megatron-Core: sequences of the micro-batch are padded on the
+        right, or as a layout says, or packed (`packed_seq_params`).
 
         Args:
             routes: of the sequences of the batch: a trace, as `trace.select(...)` gives it for a micro-batch. On
@@ -247,7 +205,8 @@ class RoutedModel(ABC):
         session = ReplaySession(found, policy, self._chunk_specs)
         with self._listening(session), self.replaying_now(lambda: session):
             yield session
-        session.close()
+        session.checks.wait()
+        session.require_replayed()
 
     @contextmanager
     def replaying_now(self, session: Callable[[], ReplaySession | None]) -> Iterator[None]:
@@ -289,11 +248,13 @@ class Routes(Protocol):
     def versions(self) -> tuple[int, ...]:
         """Weight versions of the routed rows, ascending."""
 
-    def of_pass(self, chunk: int, args: Any) -> PassRoutes:
-        """Those of a pass that begins. Raises `BatchMismatchError` when batch and routes do not belong together."""
+    def of_pass(self, chunk: int, args: Any, policy: Policy, checks: LateChecks) -> PassRoutes:
+        """Those of a pass that begins, replayed by this policy.
 
-    def close(self) -> None:
-        """The session ends without an error. Raises `BatchMismatchError` for what was not known before."""
+        Raises:
+            BatchMismatchError: when batch and routes do not belong together. What only the device knows of them is
+                told by `checks`.
+        """
 
 
 class ReplaySession(Listener):
@@ -304,9 +265,11 @@ class ReplaySession(Listener):
         policy: how.
         specs: of each chunk; None of one without routers.
         telemetry: where to add up what routers do, by chunk.
+        checks: what devices are asked of its batches, where other sessions ask too.
 
     Attributes:
         num_forwards: completed so far, those of each chunk counted.
+        checks: what devices are asked of its batches.
     """
 
     forces = True
@@ -317,8 +280,10 @@ class ReplaySession(Listener):
         policy: Policy,
         specs: list[RoutingSpec | None],
         telemetry: dict[int, Telemetry] | None = None,
+        checks: LateChecks | None = None,
     ) -> None:
         self.num_forwards = 0
+        self.checks = LateChecks() if checks is None else checks
         self.watch = Watch(scores=policy.telemetry)
         self.counts_executed = policy.counts == "replayed"
         self._routes = routes
@@ -332,7 +297,7 @@ class ReplaySession(Listener):
 
     def begin(self, chunk: int, args: Any) -> ReplayRows | None:
         """Find the routes of the batch."""
-        self._now, self._mask_BT = self._routes.of_pass(chunk, args), None
+        self._now, self._mask_BT = self._routes.of_pass(chunk, args, self._policy, self.checks), None
         self._drops = self._drops or self._now.drops
         return self._now.rows
 
@@ -345,14 +310,8 @@ class ReplaySession(Listener):
 
             self._telemetry.setdefault(chunk, Telemetry(spec)).add(current, rows)
 
-    def close(self) -> None:
-        """Called when the session ends without an error.
-
-        Raises:
-            BatchMismatchError: when tokens that were compared on a device are others than those of the routes.
-            ReplayError: when it was a session in name only.
-        """
-        self._routes.close()
+    def require_replayed(self) -> None:
+        """Raise `ReplayError` if it was a session in name only."""
         if not self.num_forwards:
             raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
         if self._drops and not self._mask_was_read:

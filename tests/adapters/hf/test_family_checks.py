@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foreroute.core import hooks
-from foreroute.core.selection import LayerPass, MaskedScores, SelectionMode
+from foreroute.core.selection import LayerPass, SelectionMode
 from foreroute.replay import Recording
 from tests.adapters.hf.family_checks import (
     attached_once,
@@ -87,7 +87,7 @@ def test_a_router_without_gradient_is_seen(name, unchecked, monkeypatch):
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "unlimited_ocr", "deepseek_ocr2"])
 def test_weights_from_scores_that_were_zeroed_are_seen(name, unchecked, monkeypatch):
-    monkeypatch.setattr(MaskedScores, "before_masking", lambda self, scores: scores)
+    monkeypatch.setattr(SelectionMode, "before_masking", lambda self, scores: scores)
     with pytest.raises(AssertionError):
         weights(name)
 

@@ -1,6 +1,7 @@
 """Batches on a device that counts waits of the host: rows are found there, and what is wrong is told before updates.
 
-The oracle is the same batch on the CPU, where the host looks at everything at once.
+The oracle of rows is the same batch on the CPU, where the host finds them; that of what is told is the CPU, where it is
+told at once.
 """
 
 import copy
@@ -146,7 +147,12 @@ def placed_batches():
 def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, monkeypatch):
     here = model_here()
     trace = trace_of(here.spec, missing)
-    expected = replayed(here, given_on("cpu", batch), trace, **policy)
+    seen_here = replayed(here, given_on("cpu", batch), trace, **policy)
+    with monkeypatch.context() as on_the_host:
+        on_the_host.setattr(TraceRows, "_needs_host", lambda *_: True)
+        expected = replayed(here, given_on("cpu", batch), trace, **policy)
+    assert all(map(torch.equal, seen_here[:2], expected[:2]))
+    assert seen_here[2].equals(expected[2])
     with other_device() as device:
         there, given = model_on(DEVICE), given_on(DEVICE, batch)
         seen = replayed(there, given, trace, **policy)

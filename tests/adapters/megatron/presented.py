@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters import megatron
-from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen
+from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
 from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
 
 HEAD = "mtp_head"
@@ -79,7 +79,13 @@ class MegatronModel(TorchModel):
         return tuple(f"{path}.router.weight" for path in _blocks(self.model) if path != HEAD)
 
     def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
-        """One forward over the padded batch."""
+        """One forward over the padded batch.
+
+        Raises:
+            Unsupported: when it is padded on the left, which a layout says and a trace alone does not.
+        """
+        if batch.padding == "left":
+            raise Unsupported("padding on the left is told by a layout")
         input_ids, real_BT = padded(batch, next(self.model.parameters()).device)
         positions = torch.arange(batch.width, device=input_ids.device).expand_as(input_ids)
         with torch.set_grad_enabled(grad), self._probed() as given:

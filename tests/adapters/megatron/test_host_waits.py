@@ -3,11 +3,11 @@
 import contextlib
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from foreroute.adapters.megatron import model as routed_model
 from foreroute.adapters.megatron.forward_args import Call
+from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import pack, pad
 from foreroute.replay import Policy
@@ -94,32 +94,6 @@ def a_read_put_back():
 
 
 @on_ranks(1)
-def test_the_side_of_padding_is_found_there():
-    """Where tokens alone tell it; what they say is executed, and a batch that is padded on neither side told late."""
-    real_SW = (torch.arange(on.WIDTH) < torch.tensor(SHORT)[:, None]).numpy()
-    for side in ("right", "left", "neither"):
-        with chunk(SHORT) as there, torch.no_grad():
-            unpatched = there.waits()
-            if side != "right":
-                there.given[0][1] = there.given[0][1].roll(5 if side == "left" else 2)
-            opening = there.routed.replay(there.trace)
-            session = opening.__enter__()
-            assert there.waits() == unpatched, side
-            leave = lambda opening=opening: opening.__exit__(None, None, None)  # noqa: E731
-            if side == "neither":
-                on.refuses(BatchMismatchError, "padded on the same side", leave)
-                continue
-            mask_BT = session.loss_mask_BT.values_here
-            with there.routed.record() as recording:
-                there.forward()
-            leave()
-            kept_BT = real_SW[:, ::-1] if side == "left" else real_SW
-            assert np.array_equal(mask_BT, kept_BT), side
-            executed = recording.trace().expert_ids_NLK[kept_BT.reshape(-1)]
-            assert np.array_equal(executed, there.trace.expert_ids_NLK), side
-
-
-@on_ranks(1)
 def test_packed_batches_are_read_only_where_there_is_padding_in_them():
     """Their offsets are compared with those of the trace there, and told late."""
     _, routed = on.attached()
@@ -135,14 +109,14 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
             offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
             packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
             call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
-            routes = routed.routes_of(trace, None, Policy("error", "spread", "native", False, False))
+            policy, checks = Policy("error", "spread", "native", False, False), LateChecks()
             device.reads.clear()
-            rows = routes.of_pass(0, call).rows
+            rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks).rows
             if reads is None:
-                on.refuses(LayoutError, "sequence 0 has 5 tokens", routes.close)
+                on.refuses(LayoutError, "sequence 0 has 5 tokens", checks.wait)
                 continue
             assert sum(device.reads.values()) == reads, slots
-            routes.close()
+            checks.wait()
             expected = routed.shard(trace, pack(lengths, slots=slots)).rows(routed.layers, DEVICE)
             assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 

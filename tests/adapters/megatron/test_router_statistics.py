@@ -1,8 +1,11 @@
 """Padding stays out of auxiliary losses and expert-bias counters, and the switch says whose selection they count."""
 
 import numpy as np
+import pytest
 import torch
 
+from foreroute.errors import BatchMismatchError
+from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
 
@@ -80,6 +83,22 @@ def test_expert_bias_counts_what_the_switch_says_and_no_padding():
             with torch.no_grad(), routed.replay(trace, counts=counts):
                 on.forward(built, ids, lengths=LENGTHS)
             assert torch.equal(site.module.local_tokens_per_expert, counted_E), "a forward-only pass was counted"
+
+
+@on_ranks(1)
+def test_left_padding_is_told_by_a_layout():
+    built, routed, ids, trace = on.prepared(lengths=LENGTHS)
+    wanted = on.map_of(trace, LENGTHS)
+    left = torch.stack([row.roll(on.WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
+    layout = pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH)
+    for given in ((trace, layout), (routed.shard(trace, layout),)):
+        with on.maps_given(routed) as maps, routed.replay(*given):
+            on.forward(built, left)
+        for layer, [map_BTE] in maps.items():
+            for s, length in enumerate(LENGTHS):
+                assert np.array_equal(map_BTE[s, on.WIDTH - length :], wanted[layer][s, :length])
+    with pytest.raises(BatchMismatchError, match="where it is padded on the left, give layout="), routed.replay(trace):
+        on.forward(built, left)
 
 
 def padding():

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
-from foreroute.core.attaching import require_attachable, stack_of
+from foreroute.core.attaching import require_attachable, self_check, stack_of, untouched
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
-from foreroute.core.prove import self_check, untouched
 from foreroute.core.routed import Routed
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec

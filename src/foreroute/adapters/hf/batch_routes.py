@@ -1,26 +1,208 @@
-"""Which rows of a trace a batch of a Hugging Face model takes, found on the host or on the device of the batch."""
+"""What a forward of a Hugging Face model says about its batch, and which rows of a trace that takes.
+
+Rows are found on the device of the batch, where its tokens are compared with the trace's. The host finds them where it
+must, and says what is wrong where they do not belong together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.forward_args import ForwardTokens, HostBatch, Written
+from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
-from foreroute.layout import Layout, locate_rows
+from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay import PassRoutes, Policy, TraceOnDevice, refuse_missing, to_device
+from foreroute.replay.arguments import WANTED_MASK, kept_by
 from foreroute.trace import INDEXER, RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
+
+
+class HostBatch(NamedTuple):
+    """A batch on the host.
+
+    Attributes:
+        ids_BT: int64 [B, T], its tokens.
+        mask_BT: bool [B, T], False where padded, or None when nothing is.
+        starts_BT: bool [B, T], the first token of each sequence, or None when every row holds one sequence.
+        cached_padding_B: int64 [B], cached positions that are padding, on the left.
+    """
+
+    ids_BT: NDArray[np.int64]
+    mask_BT: NDArray[np.bool_] | None
+    starts_BT: NDArray[np.bool_] | None
+    cached_padding_B: NDArray[np.int64]
+
+    @property
+    def kept_BT(self) -> NDArray[np.bool_]:
+        """Bool [B, T], False where padded."""
+        return np.ones(self.ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
+
+
+class ForwardTokens:
+    """The arguments of one forward that tell which token is where, on the device until `host` is asked for.
+
+    Args:
+        input_ids: integers [B, T].
+        mask: the attention mask, of zeros and ones [B, T' >= T], or None.
+        position_ids: integers [B, T] or [1, T], or None.
+        cumulative: offsets of packed sequences (`cu_seq_lens_q`), or None.
+        past: how many positions the key-value cache already held.
+
+    Attributes:
+        shape: (B, T).
+        num_slots: B · T.
+        device: where the tokens are.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        position_ids: Tensor | None,
+        cumulative: Tensor | None,
+        past: int,
+    ) -> None:
+        self.input_ids, self.mask, self.position_ids, self.cumulative = input_ids, mask, position_ids, cumulative
+        self.past = past
+        self.shape = (input_ids.shape[0], input_ids.shape[1])
+        self.num_slots = input_ids.shape[0] * input_ids.shape[1]
+        self.device = input_ids.device
+
+    @classmethod
+    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
+        """Find them among the arguments of a call whose parameters have these names. In a graph nothing is read.
+
+        Raises:
+            BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
+                tokens; and as `read`.
+        """
+        given = dict(zip(names, args, strict=False)) | kwargs
+        input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+        if not isinstance(input_ids, Tensor):
+            raise BatchMismatchError(
+                "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
+            )
+        if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            raise BatchMismatchError(f"input_ids are {_described(input_ids)}; expected integers [batch, tokens]")
+        if mask is not None and not isinstance(mask, Tensor):
+            raise BatchMismatchError(f"attention_mask is a {type(mask).__name__}; {WANTED_MASK}")
+        if isinstance(positions, Tensor) and positions.ndim == 1:
+            positions = positions[None]
+        if not isinstance(positions, Tensor) or positions.ndim != 2:  # three axes of image positions, which do not grow
+            positions = None
+        cumulative, cache = given.get("cu_seq_lens_q"), given.get("past_key_values")
+        if cumulative is not None:
+            _require_offsets(cumulative)
+        if cache is not None and not hasattr(cache, "get_seq_length"):
+            raise BatchMismatchError(
+                f"past_key_values is a {type(cache).__name__}; expected a cache of transformers, which says by "
+                "get_seq_length() how many positions it holds"
+            )
+        batch = cls(input_ids, mask, positions, cumulative, 0 if cache is None else cache.get_seq_length())
+        return batch if torch.compiler.is_compiling() else batch.read()
+
+    def read(self) -> ForwardTokens:
+        """The same. What only the values say is refused when they are asked for.
+
+        Raises:
+            BatchMismatchError: when the mask does not fit the tokens.
+        """
+        self.past = int(self.past)
+        if self.mask is not None:
+            _require_shape(self.mask, self.shape)
+        return self
+
+    @cached_property
+    def host(self) -> HostBatch:
+        """What was given, copied to the host, which waits for it."""
+        rows, width = self.shape
+        tokens = _to_host(self.input_ids).astype(np.int64)  # a copy: what was given may be overwritten
+        mask = starts = None
+        padding = np.zeros(rows, np.int64)
+        if self.mask is not None:
+            kept = kept_by(_to_host(self.mask[:, self.mask.shape[1] - width :]))
+            mask = None if kept.all() else kept
+            if self.past:
+                padding = (~kept_by(_to_host(self.mask[:, : self.past]))).sum(axis=1)
+        if not self.past and (self.cumulative is not None or self.position_ids is not None):
+            kept = np.ones(tokens.shape, np.bool_) if mask is None else mask
+            if self.cumulative is not None:
+                starts = starts_from_cumulative_lengths(_to_host(self.cumulative), kept)
+            elif self.position_ids is not None:
+                starts = starts_from_positions(_to_host(self.position_ids), kept)
+            if starts is not None and not (starts.sum(axis=1) > 1).any():
+                starts = None
+        return HostBatch(tokens, mask, starts, padding)
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """Those tensors that there are, by name."""
+        every = {name: getattr(self, name) for name in ("input_ids", "mask", "position_ids", "cumulative")}
+        return {name: each for name, each in every.items() if each is not None}
+
+    def may_hold(self, num_sequences: int) -> bool:
+        """Whether a batch of such shapes may hold so many sequences, one at least, and is on one device."""
+        (rows, width), positions, cumulative = self.shape, self.position_ids, self.cumulative
+        if not self.num_slots or any(each.device != self.device for each in self.given.values()):
+            return False
+        if cumulative is not None:
+            return rows == 1 and len(cumulative) > num_sequences
+        if positions is not None:
+            return positions.shape[1] == width and positions.shape[0] in (1, rows)
+        return num_sequences == rows
+
+    def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        """Where the sequences of a batch that may hold so many are, found on its device.
+
+        Returns:
+            integers [R], the tokens; bool [R], False where padded; bool [R], the first token of each sequence;
+            int64 [R], the sequence of each slot, below `num_sequences`; and bool [] each, what is wrong.
+        """
+        (rows, width), mask, wrong = self.shape, self.mask, []
+        ids_BT = self.input_ids
+        kept_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        if mask is not None:
+            mask = mask[:, mask.shape[1] - width :]
+            kept_BT = mask == 1
+            wrong.append((mask != kept_BT).any())
+        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
+        number_BT = torch.arange(rows, device=self.device)[:, None].expand(rows, width)
+        if self.cumulative is not None:
+            ends = self.cumulative.long()
+            wrong.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
+            begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
+            starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
+        elif self.position_ids is not None:
+            starts_BT = starts_BT | (kept_BT & (self.position_ids == 0))
+        if self.cumulative is not None or self.position_ids is not None:
+            are_packed = (starts_BT.sum(1) > 1).any()
+            number_R = starts_BT.reshape(-1).cumsum(0)
+            wrong.append(torch.where(are_packed, number_R[-1], rows) != num_sequences)
+            number_BT = torch.where(are_packed, number_R.view(rows, width) - 1, number_BT)
+            number_BT = number_BT.clamp(0, num_sequences - 1)
+        return ids_BT.reshape(-1), kept_BT.reshape(-1), starts_BT.reshape(-1), number_BT.reshape(-1), wrong
+
+    def kept(self) -> ForwardTokens:
+        """The batch, to be read later, when whoever gave it may have overwritten it. Of the CPU it is read at once."""
+        if self.device.type == "cpu":
+            _ = self.host
+        elif "host" not in self.__dict__:
+            if self.mask is not None:
+                self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
+            self.input_ids = self.input_ids.clone()
+            self.position_ids = None if self.position_ids is None else self.position_ids.clone()
+            self.cumulative = None if self.cumulative is None else self.cumulative.clone()
+        return self
 
 
 class TraceRows:
@@ -42,31 +224,39 @@ class TraceRows:
         self.layout = layout
         self._indexers = indexers
         self._there: TraceOnDevice | None = None
-        self._made: tuple[HostBatch | Written, Policy, PassRoutes, Callable[[LateChecks], None]] | None = None
+        self._made: MadeRows | None = None
 
-    def of_batch(self, batch: ForwardTokens, policy: Policy, checks: LateChecks) -> PassRoutes:
-        """What a batch replays. As `foreroute.replay.Routes.of_pass`.
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """See `foreroute.replay.Routes`."""
+        return self.trace.versions
 
-        That of the last batch is used again: on the CPU for an equal one, on a GPU for tensors to which nobody has
-        written since.
+    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: LateChecks) -> PassRoutes:
+        """What a batch replays. See `foreroute.replay.Routes`.
 
-        Args:
-            batch: compared with the trace, on the device where it is on one.
-            policy: how to replay.
-            checks: of the session, told what the device finds.
+        That of the last batch is used again for tensors to which nobody has written since.
         """
-        given = batch.host if batch.device.type == "cpu" else batch.written
+        if batch.past:
+            raise BatchMismatchError(
+                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
+                "without a cache"
+            )
         policy = replace(policy, telemetry=False)  # which no row depends on
-        if self._made is not None:
-            known, how, made, ask = self._made
-            if how == policy and _are_same(known, given):
-                ask(checks)
-                return made
+        made = self._made
+        if made is None or not made.are_of(batch, policy):
+            made = self._made = self._make(batch, policy)
+        if made.wrong is not None:
+            checks.add(made.wrong, partial(self.located, made.batch, policy))
+        return made.routes
+
+    def _make(self, batch: ForwardTokens, policy: Policy) -> MadeRows:
         there = self._there
         if there is None or there.device != batch.device:
             there = self._there = TraceOnDevice(self.trace, batch.device)
-        choices, ask = None, _ask_nothing
-        if batch.device.type == "cpu" or self._needs_host(batch, there, policy):
+        choices = wrong = None
+        # on the CPU a batch that is wrong is told before anybody can overwrite it
+        given, kept = Marks(batch.given.values()), batch if batch.device.type == "cpu" else batch.kept()
+        if self._needs_host(batch, there, policy):
             row_of_slot = self.located(batch, policy)
             if self._indexers is not None and INDEXER in self.trace.streams:
                 all_wanted = policy.missing == "error"
@@ -74,12 +264,9 @@ class TraceRows:
             row_R = to_device(row_of_slot, batch.device)
         else:
             row_R, wrong = self._located_there(batch, there, policy)
-            ask = partial(LateChecks.add, wrong=wrong, tell=partial(self.located, batch.kept(), policy))
-        ask(checks)
         rows = there.gather(row_R, policy, choices)
-        made = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
-        self._made = given, policy, made, ask
-        return made
+        routes = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
+        return MadeRows(kept, list(batch.given), given, policy, routes, wrong)
 
     def located(self, batch: ForwardTokens, policy: Policy) -> NDArray[np.int64]:
         """int64 [R], found on the host, which waits for the batch. Whatever is wrong with it is refused."""
@@ -126,49 +313,31 @@ class TraceRows:
         return row_R, torch.stack(wrong).any()
 
 
-class BatchRoutes:
-    """The routes of one session.
+class MadeRows(NamedTuple):
+    """What one batch replays, to be used again.
 
-    Args:
-        found: the trace, and where its rows are.
+    Attributes:
+        batch: to be read where something is wrong with it.
+        names: of the tensors that it was given.
+        given: what they were.
         policy: how to replay.
+        routes: that it replays.
+        wrong: bool [], whether they are those of another batch; None where the host has compared them.
     """
 
-    def __init__(self, found: TraceRows, policy: Policy) -> None:
-        self._found = found
-        self._policy = policy
-        self._checks = LateChecks()
+    batch: ForwardTokens
+    names: list[str]
+    given: Marks
+    policy: Policy
+    routes: PassRoutes
+    wrong: Tensor | None
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """See `foreroute.replay.Routes`."""
-        return self._found.trace.versions
-
-    def of_pass(self, chunk: int, batch: ForwardTokens) -> PassRoutes:
-        """Those of a pass that begins. See `foreroute.replay.Routes`."""
-        if batch.past:
-            raise BatchMismatchError(
-                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
-                "without a cache"
-            )
-        return self._found.of_batch(batch, self._policy, self._checks)
-
-    def close(self) -> None:
-        """Waits for the device where batches were compared there. See `foreroute.replay.Routes`."""
-        self._checks.close()
-
-
-def _are_same(known: HostBatch | Written, given: HostBatch | Written) -> bool:
-    """Whether two batches are equal, as far as that can be said without waiting for a device."""
-    if isinstance(given, HostBatch):
-        return isinstance(known, HostBatch) and known.equals(given)
-    if isinstance(known, HostBatch) or not given:  # nobody counts how often they are written to
-        return False
-    return all(a is b and n == m for (a, n), (b, m) in zip(given, known, strict=True))
-
-
-def _ask_nothing(_: LateChecks) -> None:
-    """Of a batch that was compared on the host."""
+    def are_of(self, batch: ForwardTokens, policy: Policy) -> bool:
+        """Whether a batch is the very same, as far as can be said without asking the device."""
+        tensors = list(batch.given.values())
+        # in inference mode nobody counts how often they are written to
+        is_counted = not any(tensor.is_inference() for tensor in tensors)
+        return is_counted and self.policy == policy and self.names == list(batch.given) and self.given.fit(tensors)
 
 
 def _require_whole(layout: object, trace: RoutingTrace) -> None:
@@ -185,3 +354,31 @@ def _require_whole(layout: object, trace: RoutingTrace) -> None:
         raise BatchMismatchError(
             f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
         )
+
+
+def _require_shape(mask: Tensor, shape: tuple[int, int]) -> None:
+    if mask.ndim == 4:
+        raise BatchMismatchError(
+            f"attention_mask is {tuple(mask.shape)}, an attention pattern, which does not say what is padding; "
+            f"{WANTED_MASK}. `generate` makes such a mask where the key-value cache is static, that is, has room for "
+            'the longest sequence from the start: generate with cache_implementation="dynamic", which is the default '
+            "of most models"
+        )
+    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
+        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
+
+
+def _require_offsets(cumulative: Any) -> None:
+    if not isinstance(cumulative, Tensor):
+        raise BatchMismatchError(f"cu_seq_lens_q is a {type(cumulative).__name__}; expected a tensor of integers")
+    if cumulative.ndim != 1 or cumulative.is_floating_point() or cumulative.dtype == torch.bool:
+        raise BatchMismatchError(f"cu_seq_lens_q are {_described(cumulative)}; expected integers [sequences + 1]")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _to_host(tensor: Tensor) -> NDArray[Any]:
+    host = tensor.detach().cpu()
+    return np.asarray((host.float() if host.is_floating_point() else host).numpy())

@@ -22,8 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.batch_routes import BatchRoutes, TraceRows
-from foreroute.adapters.hf.forward_args import ForwardTokens
+from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows
 from foreroute.core.find import RouterSite
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
@@ -87,18 +86,17 @@ class RoutedTransformer(RoutedModel):
             require_choices(trace, self.indexers)
         return TraceRows(trace, layout, self._found_indexers)
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> BatchRoutes:
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
         """The rows of a trace, found for each batch. See `RoutedModel`."""
-        if not isinstance(routes, TraceRows):
-            routes = self.rows(routes, layout)
-        elif layout is not None:
+        if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        if policy.gate_weights and routes.trace.gate_weights_NLK is None:
+        found = routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
+        if policy.gate_weights and found.trace.gate_weights_NLK is None:
             raise TraceContentError(
                 "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
                 "gate_weights out"
             )
-        return BatchRoutes(routes, policy)
+        return found
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""

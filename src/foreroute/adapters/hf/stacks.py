@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
@@ -14,7 +14,7 @@ from foreroute.core.attaching import attach as prove_whole
 from foreroute.core.attaching import require_attachable
 from foreroute.core.find import find_routers
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError
-from foreroute.replay.session import ReplaySession, opened_once
+from foreroute.replay.session import ReplaySession
 from foreroute.trace import LayerKind, RoutingTrace
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class RoutedStacks:
         """The parameters of all routers, those of the encoder first."""
         return [parameter for stack in self.stacks for parameter in stack.router_parameters()]
 
-    @opened_once
+    @contextmanager
     def record(self, **options: Any) -> Iterator[OfStacks[Recording]]:
         """Record both stacks in every forward of the model while the context is open.
 
@@ -88,7 +88,7 @@ class RoutedStacks:
         with ExitStack() as opened:
             yield OfStacks(*[opened.enter_context(stack.record(**options)) for stack in self.stacks])
 
-    @opened_once
+    @contextmanager
     def replay(self, traces: Sequence[RoutingTrace], **options: Any) -> Iterator[OfStacks[ReplaySession]]:
         """Force routes in both stacks in every forward of the model while the context is open.
 

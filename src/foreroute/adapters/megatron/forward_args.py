@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 
 SIDES: tuple[Side, ...] = ("right", "left")
+"""On which a recorded batch may be padded, as its mask says."""
 OTHER_ORDER = {
     "local_cp_size": "gives every micro-batch a context parallelism of its own; replay takes that of the model. Train "
     "without hybrid context parallelism",
@@ -146,11 +146,11 @@ class Call:
         )
 
 
-def find_layouts(trace: RoutingTrace, call: Call, checks: LateChecks) -> list[Layout]:
-    """Where the sequences of the trace may be in the batch of a call, when nobody said so.
+def find_layout(trace: RoutingTrace, call: Call, checks: LateChecks) -> Layout:
+    """Where the sequences of the trace are in the batch of a call, when nobody said so.
 
-    A packed batch says it itself; the host waits for that only if there is padding in it. Of a padded one tokens alone
-    tell on which side it is padded, if it is: then there is a layout for each of `SIDES`.
+    A packed batch says it itself; the host waits for that only if there is padding in it. A padded one is taken to be
+    padded on the right.
 
     Raises:
         BatchMismatchError: when the batch has other sequences, or no tokens to tell by.
@@ -159,10 +159,10 @@ def find_layouts(trace: RoutingTrace, call: Call, checks: LateChecks) -> list[La
         offsets = _slot_offsets(call)
         is_full = _numel(call.input_ids) * call.share.cp == trace.num_rows and len(offsets) == len(trace) + 1
         if not is_full:
-            return [_packed(call, trace.lengths)]
+            return _packed(call, trace.lengths)
         wrong = (offsets != to_device(trace.offsets, offsets.device)).any()
         checks.add(wrong, partial(_packed, call.kept(), trace.lengths))
-        return [pack(trace.lengths)]
+        return pack(trace.lengths)
     if call.input_ids is None:
         raise BatchMismatchError(
             "this pipeline stage is given no tokens, so that it cannot be seen where the rows of the trace are; "
@@ -175,8 +175,7 @@ def find_layouts(trace: RoutingTrace, call: Call, checks: LateChecks) -> list[La
             f"the batch has {batch} sequences of up to {width} tokens and the trace has {len(trace)} of up to "
             f"{longest}; replay trace.select(...) of the micro-batch's sequences, cut as the batch is (trace.truncated)"
         )
-    sides = SIDES[:1] if (trace.lengths == width).all() else SIDES
-    return [pad(trace.lengths, side=side, order="sbhd", to=width) for side in sides]
+    return pad(trace.lengths, side="right", order="sbhd", to=width)
 
 
 def differing(call: Call, shard: RouteShard) -> tuple[Tensor, Tensor]:
@@ -194,22 +193,21 @@ def differing(call: Call, shard: RouteShard) -> tuple[Tensor, Tensor]:
     return other_C, is_pad_C & (given_C != given_C[_first_padding(shard)])
 
 
-def require_fits(call: Call, shards: Sequence[RouteShard]) -> None:
-    """Raise `BatchMismatchError`, saying what is wrong, where the tokens of a call are those of none of these routes.
+def require_fits(call: Call, shard: RouteShard) -> None:
+    """Raise `BatchMismatchError`, saying what is wrong, where the tokens of a call are not those of routes.
 
     What routes take for padding must be masked as such or, without a mask, hold one token throughout.
     """
-    found = [[on_host(each) for each in differing(call, shard)] for shard in shards]
     assert call.input_ids is not None, "compared where there are tokens"
-    nearest = next((n for n, (other_C, _) in enumerate(found) if not other_C.any()), 0)
-    shard, (other_C, padding_C) = shards[nearest], found[nearest]
+    other_C, padding_C = (on_host(each) for each in differing(call, shard))
     tokens_C = on_host(call.input_ids)
     if other_C.any():
         slot = int(other_C.argmax())
         raise BatchMismatchError(
             f"slot {slot} of this rank (sequence first): token {int(tokens_C[slot])} in the batch, "
             f"{int(shard.tokens_C[slot])} in the trace; {int(other_C.sum())} of {len(tokens_C)} differ. Replay the "
-            "trace of this micro-batch, with its sequences in order and padded on the same side"
+            "trace of this micro-batch, with its sequences in order; where it is padded on the left, give "
+            'layout=pad(trace.lengths, side="left", order="sbhd", to=...)'
         )
     if not padding_C.any():
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import megatron.core
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.forward_args import Call, differing, find_layouts, require_fits
+from foreroute.adapters.megatron.forward_args import Call, differing, find_layout, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.plan_execution.model import PlannedModel
 from foreroute.adapters.megatron.recording import rows_over_ranks
@@ -29,7 +28,6 @@ from foreroute.replay import (
     PassRoutes,
     Policy,
     RecordedPass,
-    ReplayRows,
     ReplaySession,
     Telemetry,
     not_of_kind,
@@ -124,7 +122,7 @@ class RoutedMegatron(PlannedModel):
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
-        checks, sums = LateChecks(of_step=True), dict[int, Telemetry]()
+        checks, sums = LateChecks(), dict[int, Telemetry]()
 
         @contextmanager
         def running(model: nn.Module) -> Iterator[Replay]:
@@ -133,9 +131,8 @@ class RoutedMegatron(PlannedModel):
             with ExitStack() as stack, self.replaying_now(lambda: opened[0] if opened else None):
 
                 def replay(routes: BatchRoutes) -> ReplaySession:
-                    session = ReplaySession(
-                        self.routes_of(routes, None, policy, checks), policy, self._chunk_specs, sums
-                    )
+                    found = self.routes_of(routes, None, policy)
+                    session = ReplaySession(found, policy, self._chunk_specs, sums, checks)
                     stack.enter_context(hooks.listening(session))
                     opened.append(session)
                     return session
@@ -144,9 +141,7 @@ class RoutedMegatron(PlannedModel):
 
         return ReplayingStep(forward_step, routes_of, running, sums)
 
-    def routes_of(
-        self, routes: Any, layout: Layout | None, policy: Policy, checks: LateChecks | None = None
-    ) -> MicroBatchRoutes:
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
         if layout is not None:
             _require_layout(layout)
@@ -161,8 +156,7 @@ class RoutedMegatron(PlannedModel):
         else:
             self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
             require_weights(routes.gate_weights_NLK, wanted=policy.gate_weights)
-
-        return MicroBatchRoutes(self, routes, layout, policy, LateChecks() if checks is None else checks)
+        return MicroBatchRoutes(self, routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model. See `RoutedModel`."""
@@ -212,91 +206,57 @@ class MicroBatchRoutes:
         routed: the model.
         routes: that are replayed, in what the model was given or cut to its rank already.
         layout: where they are in the batch, or None to see it from that.
-        policy: how to replay.
-        checks: of the tokens of the batch.
     """
 
-    def __init__(
-        self,
-        routed: RoutedMegatron,
-        routes: BatchRoutes,
-        layout: Layout | None,
-        policy: Policy,
-        checks: LateChecks,
-    ) -> None:
+    def __init__(self, routed: RoutedMegatron, routes: BatchRoutes, layout: Layout | None) -> None:
         self.versions = routes.versions
         self._routed, self._routes, self._layout = routed, routes, layout
-        self._policy = policy
-        self._checks = checks
-        # one, or one for each side that the batch may be padded on
-        self._shards = [routes] if isinstance(routes, RouteShard) else []
+        self._shard = routes if isinstance(routes, RouteShard) else None
 
-    def of_pass(self, chunk: int, call: Call) -> PassRoutes:
-        """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`.
-
-        Where tokens alone tell the side of padding, the device takes the rows of one of two shards.
-        """
+    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: LateChecks) -> PassRoutes:
+        """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
         if call.inference is not None:
             raise BatchMismatchError(
                 "the forward runs with an inference context; replay whole sequences, without a key-value cache"
             )
-        shards = self._shards = self._shards or self._cut(call)
+        if self._shard is None:
+            trace, layout = self._routes, self._layout
+            assert isinstance(trace, RoutingTrace), "a shard is cut already"
+            layout = find_layout(trace, call, checks) if layout is None else layout
+            self._shard = self._routed._cut(trace, layout, policy, policy.missing)
+        shard = self._shard
         hooks, execution = self._routed.chunks[chunk], self._routed.execution
-        micro_step = execution.begin_pass(chunk, shards[0]) if execution is not None and hooks.layers else None
-        is_last = self._is_last_that_fits(call)
-        drops = bool(hooks.trunk.post_process) and any(shard.dropped_C is not None for shard in shards)
+        micro_step = execution.begin_pass(chunk, shard) if execution is not None and hooks.layers else None
+        _require_tokens(call, shard, checks)
         rows = None
         if hooks.layers:
-            how: dict[str, Any] = {"mask_padding": hooks.counts_all_ranks, "counts": self._policy.counts}
-            rows, *others = (s.rows(hooks.layers, call.device, micro_step=micro_step, **how) for s in shards)
-            if is_last is not None:
-                rows = _either(rows, others[0], is_last)
-        return PassRoutes(rows, partial(_loss_mask, shards, is_last, call), drops)
-
-    def _cut(self, call: Call) -> list[RouteShard]:
-        trace, policy = self._routes, self._policy
-        assert isinstance(trace, RoutingTrace), "a shard is cut already"
-        layouts = find_layouts(trace, call, self._checks) if self._layout is None else [self._layout]
-        return [self._routed._cut(trace, each, policy, policy.missing) for each in layouts]
-
-    def close(self) -> None:
-        """What a device was asked is looked at. See `Routes`."""
-        self._checks.close()
-
-    def _is_last_that_fits(self, call: Call) -> Tensor | None:
-        """Bool [] on the device, whether the second of two shards is meant; None of one. Other tokens are told later.
-
-        On the CPU they are refused at once.
-        """
-        tokens, shards = call.input_ids, self._shards
-        if tokens is None:
-            return None
-        if tokens.numel() != len(shards[0].tokens_C):
-            raise BatchMismatchError(
-                f"the model is given {tokens.numel()} slots on this rank and the layout has "
-                f"{len(shards[0].tokens_C)}; lay the routes out as the batch is padded or packed"
-            )
-        wrong_S = torch.stack([torch.cat(differing(call, shard)).any() for shard in shards])
-        self._checks.add(wrong_S.all(), partial(require_fits, call.kept(), shards))
-        if tokens.device.type == "cpu":
-            self._checks.wait()
-        return wrong_S[0] if len(shards) > 1 else None
+            how: dict[str, Any] = {"mask_padding": hooks.counts_all_ranks, "counts": policy.counts}
+            rows = shard.rows(hooks.layers, call.device, micro_step=micro_step, **how)
+        drops = bool(hooks.trunk.post_process) and shard.dropped_C is not None
+        return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
 
 
-def _either(first: ReplayRows, last: ReplayRows, is_last: Tensor) -> ReplayRows:
-    """The rows of one of two shards that differ in nothing else than where the rows are."""
-    pairs = {each.name: (getattr(first, each.name), getattr(last, each.name)) for each in fields(first)}
-    chosen: dict[str, Any] = {
-        name: torch.where(is_last, b, a) for name, (a, b) in pairs.items() if isinstance(a, Tensor)
-    }
-    return replace(first, **chosen)
+def _require_tokens(call: Call, shard: RouteShard, checks: LateChecks) -> None:
+    """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device.
+
+    Raises:
+        BatchMismatchError: when there are more or fewer; on the CPU, where they are others.
+    """
+    tokens = call.input_ids
+    if tokens is None:
+        return
+    if tokens.numel() != len(shard.tokens_C):
+        raise BatchMismatchError(
+            f"the model is given {tokens.numel()} slots on this rank and the layout has {len(shard.tokens_C)}; lay the "
+            "routes out as the batch is padded or packed"
+        )
+    checks.add(torch.cat(differing(call, shard)).any(), partial(require_fits, call.kept(), shard))
 
 
-def _loss_mask(shards: Sequence[RouteShard], is_last: Tensor | None, call: Call) -> Tensor:
+def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
     """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
     batch = 1 if call.input_ids is None else len(call.input_ids)
-    masks = [to_device(shard.counted_C, call.device).view(-1, batch).T for shard in shards]
-    return masks[0] if is_last is None else torch.where(is_last, masks[1], masks[0])
+    return to_device(shard.counted_C, call.device).view(-1, batch).T
 
 
 def _require_layout(layout: object) -> None:

@@ -67,7 +67,8 @@ class ReplayingStep:
             result = self._step(batches, model, *args, **kwargs)
         batches.require_one()
         if batches.session is not None:
-            batches.session.close()
+            batches.session.checks.close()
+            batches.session.require_replayed()
         return result
 
     def agreement(self, chunk: int = 0) -> LiveAgreement:
