@@ -52,23 +52,27 @@ class Raised:
 
 
 class Workers:
-    """Processes in one gloo group. `run` calls a module-level function as `function(rank, *args)` on all of them.
+    """Processes in one group. `run` calls a module-level function as `function(rank, *args)` on all of them.
 
     Args:
         num_ranks: how many.
         timeout_s: a call that takes longer fails, and ends them all.
+        backend: of the group.
+        method: by which they are started; "spawn" where they use CUDA, which imports may have touched before a fork.
     """
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = 60) -> None:
+    def __init__(
+        self, num_ranks: int, *, timeout_s: float = 60, backend: str = "gloo", method: str = "forkserver"
+    ) -> None:
         self.timeout_s = timeout_s
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context(method)
         self._folder = tempfile.TemporaryDirectory()
         rendezvous = os.path.join(self._folder.name, "store")
         self._pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, rendezvous, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, num_ranks, backend, rendezvous, there), daemon=True)
             with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
                 process.start()
             there.close()
@@ -151,7 +155,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
 
 
-def _serve(rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, backend: str, rendezvous: str, pipe: Connection) -> None:
     from datetime import timedelta
 
     import torch
@@ -161,7 +165,7 @@ def _serve(rank: int, num_ranks: int, rendezvous: str, pipe: Connection) -> None
     # what is imported by now stays: without this, every full collection walks it all
     gc.freeze()
     store = dist.FileStore(rendezvous, num_ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=START_S))
+    dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=START_S))
     pipe.send("ready")
     while True:
         try:
