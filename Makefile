@@ -69,14 +69,26 @@ config-reference: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json
 
-# what only a GPU can show, in nine minutes; with PYTHON= it takes that one, as it is, and makes no .venv
+# what only a GPU can show, in nine minutes: tests, of which one that crashes or hangs costs the others nothing, then
+# figures. With PYTHON= it takes that one, as it is, and makes no .venv
 DEVICE ?= cuda
+# in the order of their weight: what is left when time is used up is skipped
+GPU_TESTS := tests/gpu/test_families.py tests/adapters/hf/test_on_devices.py \
+	$(addprefix tests/gpu/test_,graphs.py jobs.py plans.py trainer.py megatron.py compiled.py)
+# --confcutdir: the conftest.py above it runs the documentation, with packages that a bare machine lacks
+GPU_PYTEST := -m pytest -m gpu --confcutdir tests -n 1 --max-worker-restart 20 \
+	-o faulthandler_timeout=100 -o faulthandler_exit_on_timeout=true
+define run-gpu
+ends=$$(( $$(date +%s) + 530 )); failed=0; \
+	$(1) $(GPU_PYTEST) --device $(DEVICE) --ends-at $$(( ends - 220 )) --junitxml=.pytest_cache/gpu.xml $(GPU_TESTS) || failed=1; \
+	$(1) -m benchmarks gpu --json --device $(DEVICE) --ends-at $$ends || failed=1; exit $$failed
+endef
 ifeq ($(origin PYTHON),file)
 gpu: $(READY)
-	$(BIN)/python -m benchmarks gpu --json --device $(DEVICE)
+	@$(call run-gpu,$(BIN)/python)
 else
 gpu:
-	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m benchmarks gpu --json --device $(DEVICE)
+	@export PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}; $(call run-gpu,$(PYTHON))
 endif
 
 # cells of the grid that have no result yet, two at a time, then docs/evidence.md: about three hours of one core in all

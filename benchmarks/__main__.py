@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import pkgutil
 import platform
 import subprocess
 import sys
-from datetime import date, datetime
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import benchmarks
-from benchmarks import gpu
-from benchmarks.gpu import PARTS
+from benchmarks.gpu import runner
+from benchmarks.gpu.runner import PARTS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -35,10 +35,11 @@ def main() -> None:
         "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=", ".join(PARTS)
     )
     of_gpu.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu at small sizes (default: cuda)")
-    of_gpu.add_argument("--out", type=Path, help="folder of gpu.json and gpu.html (default: a new one in runs/gpu)")
+    of_gpu.add_argument("--ends-at", type=float, default=math.inf, help="the second of the epoch at which it all ends")
     arguments = parser.parse_args()
     if arguments.name == "gpu":
-        report = {"case": "gpu", **gpu.run(arguments.parts, arguments.device, _folder(arguments.out), environment())}
+        measured = runner.run(arguments.parts, arguments.device, arguments.ends_at)
+        report = {"case": "gpu", **measured, "env": environment()}
         print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
         sys.exit(any(outcome.startswith("failed") for outcome in report["parts"].values()))
     if arguments.name == "all":
@@ -50,10 +51,6 @@ def main() -> None:
     result: dict[str, Any] = case.run(quick=arguments.quick)
     report = {"case": arguments.name, **result, "env": environment()}
     print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
-
-
-def _folder(out: Path | None) -> Path:
-    return out or Path("runs") / "gpu" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def environment() -> dict[str, str]:

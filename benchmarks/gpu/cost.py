@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.bench import Bench, Decoding
-from benchmarks.gpu.counting import profiled
+from benchmarks.gpu.counting import waits_are_seen, waits_on_cuda
+from benchmarks.gpu.figures import Figures
 from benchmarks.gpu.layers import (
     LAYER_BYTES,
     SMALL_LAYER,
@@ -28,8 +30,6 @@ from benchmarks.gpu.layers import (
     layers_that_fit,
     random_tokens,
 )
-from benchmarks.gpu.part import Part, Skipped
-from benchmarks.gpu.waits import measure_waits
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 
@@ -46,65 +46,109 @@ ACTIVATION_BYTES = 2.5e9
 """Of one layer at 8,192 tokens, for the backward."""
 SPARE_BYTES = 6e9
 MOST_LAYERS = 8
+Work = Callable[[], object]
 
 
-def run(part: Part) -> None:
+def run(figures: Figures) -> None:
     """See the module."""
     num_layers = 2
-    if part.full:
-        num_layers = layers_that_fit(part.device, 2 * LAYER_BYTES + ACTIVATION_BYTES, SPARE_BYTES, MOST_LAYERS)
-    vocabulary, shape = (VOCABULARY, (4, 2048)) if part.full else (SMALL_VOCABULARY, (2, 32))
-    model = layered_model(part.device, num_layers, vocabulary, TRUE_LAYER if part.full else SMALL_LAYER)
-    bench = Bench.of(hf.attach(model), random_tokens(part.device, vocabulary, shape))
-    part.record(layers=num_layers, tokens=bench.batch.numel(), **{f"{name}_aim": aim for name, aim in AIMS.items()})
-    with part.check("forward"):
-        _ratio(part, "forward", bench.replayed(bench.forward), bench.forward)
-        _ratio(part, "forward_a_over_a", lambda: bench.forward(), bench.forward)
-        _ratio(part, "forward_of_rows", bench.replayed_rows(bench.forward), bench.forward)
-    with part.check("forward and backward"):
-        _ratio(part, "step", bench.replayed(bench.step), bench.step)
-        _ratio(part, "step_a_over_a", lambda: bench.step(), bench.step)
-        _ratio(part, "step_of_rows", bench.replayed_rows(bench.step), bench.step)
-        _ratio(part, "step_in_a_row", _often(bench.replayed(bench.step)), _often(bench.step))
-        _ratio(part, "step_of_rows_in_a_row", _often(bench.replayed_rows(bench.step)), _often(bench.step))
-        _ratio(part, "step_recording", bench.recorded(bench.step), bench.step)
+    if figures.full:
+        num_layers = layers_that_fit(figures.device, 2 * LAYER_BYTES + ACTIVATION_BYTES, SPARE_BYTES, MOST_LAYERS)
+    vocabulary, shape = (VOCABULARY, (4, 2048)) if figures.full else (SMALL_VOCABULARY, (2, 32))
+    model = layered_model(figures.device, num_layers, vocabulary, TRUE_LAYER if figures.full else SMALL_LAYER)
+    routed = hf.attach(model)
+    batch = random_tokens(figures.device, vocabulary, shape)
+    with routed.record() as recording, torch.no_grad():
+        model(input_ids=batch, use_cache=False)
+    trace = recording.trace()
+    rows = routed.rows(trace)
+    figures.record(layers=num_layers, tokens=batch.numel(), **{f"{name}_aim": aim for name, aim in AIMS.items()})
+
+    def forward(**arguments: Any) -> None:
+        with torch.no_grad():
+            model(input_ids=batch, **{"use_cache": False, **arguments})
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        logits = model(input_ids=batch, use_cache=False).logits
+        logits.float().log_softmax(-1)[..., 0].mean().backward()
+
+    def in_session(opened: Callable[[], Any], work: Work) -> Work:
+        def inside() -> None:
+            with opened():
+                work()
+
+        return inside
+
+    replayed = partial(in_session, partial(routed.replay, trace, telemetry=True))
+    without_telemetry = partial(in_session, partial(routed.replay, trace))
+    of_rows = partial(in_session, partial(routed.replay, rows))
+    recorded = partial(in_session, routed.record)
+    ratio = partial(_ratio, figures)
+    ratio("forward", replayed(forward), forward)
+    ratio("forward_a_over_a", partial(forward), forward)
+    ratio("forward_of_rows", of_rows(forward), forward)
+    ratio("step", replayed(step), step)
+    ratio("step_a_over_a", partial(step), step)
+    ratio("step_of_rows", of_rows(step), step)
+    ratio("step_in_a_row", _often(replayed(step)), _often(step))
+    ratio("step_of_rows_in_a_row", _often(of_rows(step)), _often(step))
+    ratio("step_recording", recorded(step), step)
     model.zero_grad(set_to_none=True)
-    with part.check("prefill"):
-        _ratio(part, "prefill_recording", bench.recorded(bench.prefill), bench.prefill)
-        _ratio(part, "prefill_recording_margins", bench.recorded(bench.prefill, margins=True), bench.prefill)
-    decoding = None
-    with part.check("decode"):
-        decoding = Decoding.begin(bench.routed, vocabulary, (64, 512) if part.full else (4, 8), 16 if part.full else 2)
-        _decode(part, decoding)
-    with part.check("host synchronisations"):
-        measure_waits(part, bench, decoding)
-    with part.check("memory"):
-        _memory(part, bench)
-    with part.check("kernels, and a profile"):
-        _profile(part, bench, decoding)
+    prefill = partial(forward, use_cache=True)
+    ratio("prefill_recording", recorded(prefill), prefill)
+    ratio("prefill_recording_margins", in_session(partial(routed.record, margins=True), prefill), prefill)
+    decode, steps = _decoding(figures, model, vocabulary)
+    _decode(figures, routed, decode, recorded(decode), steps)
+    padded = partial(forward, attention_mask=torch.ones_like(batch))
+    _waits(
+        figures,
+        {
+            "replay": (replayed(forward), forward),
+            "replay_without_telemetry": (without_telemetry(forward), forward),
+            "replay_with_mask": (replayed(padded), padded),
+            "recording": (recorded(forward), forward),
+            f"recording_of_{steps}_decode_steps": (recorded(decode), decode),
+        },
+    )
+    _memory(
+        figures,
+        model,
+        {
+            "forward": (replayed(forward), forward),
+            "forward_without_telemetry": (without_telemetry(forward), forward),
+            "forward_recording": (recorded(forward), forward),
+            "step": (replayed(step), step),
+        },
+    )
+    _kernels(
+        figures,
+        forward,
+        {
+            "replay": replayed(forward),
+            "replay_without_telemetry": without_telemetry(forward),
+            "recording": recorded(forward),
+        },
+    )
 
 
-def _ratio(part: Part, name: str, candidate: Callable[[], object], baseline: Callable[[], object]) -> None:
+def _ratio(figures: Figures, name: str, candidate: Work, baseline: Work) -> None:
     """Over interleaved pairs, as many as fit a few seconds."""
 
     def clock() -> float:
-        part.synchronize()
-        return time.perf_counter() if part.full else time.thread_time()
+        figures.synchronize()
+        return time.perf_counter() if figures.full else time.thread_time()
 
     candidate()
     baseline()
-    both = part.timed(candidate) + part.timed(baseline)
-    most, seconds = (40, min(3.0, part.seconds_left / 15)) if part.full else (3, 0.2)
+    both = figures.timed(candidate) + figures.timed(baseline)
+    most, seconds = (40, min(3.0, figures.seconds_left / 15)) if figures.full else (3, 0.2)
     found = compare(candidate, baseline, pairs=max(2, min(most, int(seconds / both))), clock=clock)
-    figures: dict[str, Any] = {
-        f"{name}_ratio": round(found.ratio, 4),
-        f"{name}_ratio_quartiles": [round(found.low, 4), round(found.high, 4)],
-        f"{name}_unpatched_ms": round(found.baseline_ms, 3),
-    }
-    part.record(**figures)
+    figures.record_ratio(name, found)
+    figures.record(**{f"{name}_unpatched_ms": round(found.baseline_ms, 3)})
 
 
-def _often(work: Callable[[], object]) -> Callable[[], None]:
+def _often(work: Work) -> Work:
     def run() -> None:
         for _ in range(IN_A_ROW):
             work()
@@ -112,69 +156,110 @@ def _often(work: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def _decode(part: Part, decoding: Decoding) -> None:
-    _ratio(part, "decode_recording", decoding.recorded(), decoding.steps)
-    _ratio(part, "decode_a_over_a", lambda: decoding.steps(), decoding.steps)
-    _ratio(part, "decode_recording_and_trace", decoding.recorded(read=True), decoding.steps)
-    figures: Any = part.figures
-    added_ms = (figures["decode_recording_ratio"] - 1) * figures["decode_recording_unpatched_ms"]
-    per_layer = added_ms * 1e3 / decoding.num_steps / figures["layers"]
-    part.record(decode_sequences=len(decoding.first), decode_recording_added_per_layer_us=round(per_layer, 2))
+def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]:
+    """A few steps of decoding from prompts in the cache, and how many."""
+    shape, num_steps = ((64, 512), 16) if figures.full else ((4, 8), 2)
+    figures.record(decode_sequences=shape[0])
+    prompts = random_tokens(figures.device, vocabulary, shape)
+    with torch.no_grad():
+        output = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
+    cache, first = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+    mask = prompts.new_ones(shape[0], shape[1] + num_steps)
+
+    def decode() -> None:
+        """Ask after each token whether every sequence has ended, and take the cache back to the prompts."""
+        token = first
+        with torch.no_grad():
+            for step in range(num_steps):
+                logits = model(
+                    input_ids=token,
+                    attention_mask=mask[:, : shape[1] + step + 1],
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits
+                token = logits[:, -1].argmax(-1, keepdim=True)
+                bool((token < 0).all())
+        cache.crop(-num_steps)
+
+    return decode, num_steps
 
 
-def _memory(part: Part, bench: Bench) -> None:
-    """Peak of each over that of the unpatched model, which holds the weights too."""
-    if part.device.type != "cuda":
-        raise Skipped("only on CUDA is it known what was allocated")
+def _decode(figures: Figures, routed: hf.RoutedTransformer, decode: Work, recorded: Work, num_steps: int) -> None:
+    def read() -> None:
+        with routed.record() as recording:
+            decode()
+        recording.trace()
 
-    def peak(work: Callable[[], object]) -> int:
-        bench.routed.model.zero_grad(set_to_none=True)
-        free_memory(part.device)
-        torch.cuda.reset_peak_memory_stats(part.device)
+    _ratio(figures, "decode_recording", recorded, decode)
+    _ratio(figures, "decode_a_over_a", partial(decode), decode)
+    _ratio(figures, "decode_recording_and_trace", read, decode)
+    found = figures.found
+    added_ms = (found["decode_recording_ratio"] - 1) * found["decode_recording_unpatched_ms"]
+    figures.record(decode_recording_added_per_layer_us=round(added_ms * 1e3 / num_steps / found["layers"], 2))
+
+
+def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
+    """Of the host for the device in a session, its opening and its end, beyond those of the unpatched work.
+
+    Only a GPU is waited for; `python -m benchmarks replay` counts on a device that stands in for one.
+    """
+    if not waits_are_seen(figures.device):
+        return
+    own: list[str] = []
+    for name, (candidate, baseline) in kinds.items():
+        whole, without = waits_on_cuda(candidate), waits_on_cuda(baseline)
+        own += dict.fromkeys(f"{name}: {place}" for place in whole if place.startswith("foreroute/"))
+        figures.record(**{f"syncs_added_by_{name}": len(whole) - len(without)})
+    figures.record(syncs_added_by_replay_aim="<= 0", syncs_of_foreroute=own)
+
+
+def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -> None:
+    """Peak of each over that of the unpatched model, which holds the weights too; only CUDA knows it."""
+    if figures.device.type != "cuda":
+        return
+
+    def peak(work: Work) -> int:
+        model.zero_grad(set_to_none=True)
+        free_memory(figures.device)
+        torch.cuda.reset_peak_memory_stats(figures.device)
         work()
-        part.synchronize()
-        return torch.cuda.max_memory_allocated(part.device)
+        figures.synchronize()
+        return torch.cuda.max_memory_allocated(figures.device)
 
-    kinds: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "forward": (bench.replayed(bench.forward), bench.forward),
-        "forward_without_telemetry": (bench.replayed(bench.forward, telemetry=False), bench.forward),
-        "forward_recording": (bench.recorded(bench.forward), bench.forward),
-        "step": (bench.replayed(bench.step), bench.step),
-    }
     for name, (candidate, baseline) in kinds.items():
         unpatched = peak(baseline)
         added = peak(candidate) - unpatched
-        part.record(
+        figures.record(
             **{
                 f"{name}_peak_memory_added_mb": round(added / 1e6, 2),
                 f"{name}_peak_memory_ratio": round(1 + added / unpatched, 5),
                 f"{name}_unpatched_peak_memory_gb": round(unpatched / 1e9, 2),
             }
         )
-    bench.routed.model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
 
 
-def _profile(part: Part, bench: Bench, decoding: Decoding | None) -> None:
-    """Kernels that each adds; the tables go beside the part's file, to explain what falls short."""
-    works: dict[str, Callable[[], object]] = {
-        "unpatched": bench.forward,
-        "replay": bench.replayed(bench.forward),
-        "replay_without_telemetry": bench.replayed(bench.forward, telemetry=False),
-        "recording": bench.recorded(bench.forward),
-    }
-    if decoding is not None:
-        works |= {"decode": decoding.steps, "decode_recording": decoding.recorded()}
-    if not part.full:
-        works = {name: works[name] for name in ("unpatched", "replay")}
-    text, kernels = [], {}
-    for name, work in works.items():
-        kernels[name], tables = profiled(work, part.device)
-        text.append(f"== {name}: {kernels[name]} kernels\n{tables}")
-    part.file.with_name("cost_profile.txt").write_text("\n".join(text), encoding="utf-8")
-    if part.device.type != "cuda":
+def _kernels(figures: Figures, baseline: Work, candidates: dict[str, Work]) -> None:
+    """Those that each adds."""
+    if figures.device.type != "cuda":
         return
-    if not kernels["unpatched"]:
-        raise Skipped("the profiler saw no kernel of the device; cost_profile.txt has the host's side")
-    part.record(kernels_unpatched=kernels["unpatched"])
-    for name in ("replay", "replay_without_telemetry", "recording"):
-        part.record(**{f"kernels_added_by_{name}": kernels[name] - kernels["unpatched"]})
+    unpatched = _launched(baseline)
+    if not unpatched:
+        figures.record(kernels_reason="the profiler saw no kernel of the device")
+        return
+    figures.record(kernels_unpatched=unpatched)
+    for name, candidate in candidates.items():
+        figures.record(**{f"kernels_added_by_{name}": _launched(candidate) - unpatched})
+
+
+def _launched(work: Work) -> int:
+    """Kernels of one call."""
+    work()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    return sum(map(_is_kernel, profiler.events() or []))
+
+
+def _is_kernel(event: Any) -> bool:
+    return event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset", "gpu_"))

@@ -1,4 +1,4 @@
-"""What a piece of work asks of a GPU: kernels that it launches, and places in the code where the host waits for it."""
+"""Places in the code where the host waits for a GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 SYNCHRONIZING = "synchronizing CUDA operation"
 DATA_PATH = tuple(f"foreroute/ep/{name}" for name in ("layer.py", "compute.py", "transfer/"))
 """What runs between the rows of a step. The beginnings of steps and micro-steps, where ranks agree, are elsewhere."""
-ROWS = 30
 
 
 def waits_on_cuda(work: Callable[[], object]) -> list[str]:
@@ -34,6 +32,11 @@ def waits_on_cuda(work: Callable[[], object]) -> list[str]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return [place(each.filename, each.lineno) for each in caught if SYNCHRONIZING in str(each.message)]
+
+
+def waits_are_seen(device: torch.device) -> bool:
+    """Whether that mode sees one which is there. Otherwise it would see none elsewhere."""
+    return device.type == "cuda" and bool(waits_on_cuda(lambda: torch.ones(1, device=device).item()))
 
 
 def launch_waits(work: Callable[[], object]) -> list[str]:
@@ -57,22 +60,3 @@ def place(file: str, line: int) -> str:
     for root in ("site-packages/", "src/"):
         file = file.rpartition(root)[2] if root in file else file
     return f"{file}:{line}"
-
-
-def profiled(work: Callable[[], object], device: torch.device) -> tuple[int, str]:
-    """Kernels that one call launches (0 where the profiler sees none), and tables of what it spends its time on."""
-    on_cuda = device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
-    work()
-    with profile(activities=activities) as profiler:
-        work()
-        if on_cuda:
-            torch.cuda.synchronize(device)
-    averages = profiler.key_averages()
-    orders = ["self_cuda_time_total"] * on_cuda + ["self_cpu_time_total"]
-    tables = [f"by {order}\n{averages.table(sort_by=order, row_limit=ROWS)}" for order in orders]
-    return sum(map(_is_kernel, profiler.events() or [])), "\n".join(tables)
-
-
-def _is_kernel(event: Any) -> bool:
-    return event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset", "gpu_"))

@@ -60,11 +60,6 @@ def layered_model(
     return model.eval()
 
 
-def use_experts(model: Any, kind: str) -> None:
-    """Have the model compute its experts by another implementation of transformers from now on."""
-    model.config._experts_implementation = kind
-
-
 def layers_that_fit(device: torch.device, bytes_each: float, spare_bytes: float, most: int) -> int:
     """How many true layers fit the free memory, where each takes so much and all else takes `spare_bytes`."""
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,7 +1,8 @@
 """Plans of a step on 64 ranks: time per cell on one thread and on all cores, and what they balance.
 
 The workload is the one of `benchmarks/planner.py`: 32 micro-steps of 48 layers with 128 experts, in nodes of 8 ranks.
-The GPU has no part in it; its machine's cores have, beside which a step runs.
+The GPU has no part in it; its machine's cores have, beside which a step runs. Every number of threads must make the
+same plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu.part import Part, Skipped
+from benchmarks.gpu.figures import Figures
 from benchmarks.harness.schedule_bench import host_work
 from foreroute.costs.presets import HARDWARE
 from foreroute.ep.transfer.consensus import plan_digest
@@ -32,42 +33,32 @@ REPEATS = 5
 LEAST_TO_COMPILE_S = 12
 
 
-def run(part: Part) -> None:
+def run(figures: Figures) -> None:
     """Plan on 1, 2, 4, ... threads and on as many as there are cores."""
     workload = WORKLOADS["G64"]
-    if not part.full:
+    if not figures.full:
         workload = replace(workload, num_ranks=8, num_micro_steps=3, num_layers=5, num_experts=32)
     cores = len(os.sched_getaffinity(0))
-    threads = sorted({1, 2, 4, 8, cores} - {n for n in (2, 4, 8) if n > cores}) if part.full else [1, 2, 3]
+    threads = sorted({1, 2, 4, 8, cores} - {n for n in (2, 4, 8) if n > cores}) if figures.full else [1, 2, 3]
     topology = HARDWARE["h100"].topology(workload.num_ranks, SLOTS)
-    with part.check("compiled"):
-        small = replace(workload, num_micro_steps=1, num_layers=1).draw(seed=1)
-        part.record(compile_workload_s=round(part.timed(small.counts), 2))
-        compile_s = part.timed(lambda: _planned(small.counts(), topology, 1))
-        part.record(compile_planner_s=round(compile_s, 2))
+    small = replace(workload, num_micro_steps=1, num_layers=1).draw(seed=1)
+    figures.record(compile_workload_s=round(figures.timed(small.counts), 2))
+    figures.record(compile_planner_s=round(figures.timed(lambda: _planned(small.counts(), topology, 1)), 2))
     counts = workload.draw(seed=1, step=1).counts()
-    part.record(ranks=workload.num_ranks, layers=counts.shape[1], micro_steps=counts.shape[0], cores=cores)
-    with part.check("the same plan on every number of threads"):
-        require_equal({n: _planned(counts, topology, n) for n in threads})
-    with part.check("balanced"):
-        _balance(part, counts, topology)
-    with part.check("timed"):
-        _times(part, counts, topology, threads)
-    with part.check("every assignment is served once"):
-        verify(_planned(counts, topology, threads[-1]), counts)
-    with part.check("the same plan on every number of threads, homes planned too"):
-        if part.seconds_left < LEAST_TO_COMPILE_S and part.full:
-            raise Skipped(f"{part.seconds_left:.0f} s are left, which compiling the search for homes may take")
-        part.record(compile_homes_s=round(part.timed(lambda: _planned(small.counts(), topology, 1, MOVES)), 2))
+    figures.record(ranks=workload.num_ranks, layers=counts.shape[1], micro_steps=counts.shape[0], cores=cores)
+    require_equal({n: _planned(counts, topology, n) for n in threads})
+    _balance(figures, counts, topology)
+    _times(figures, counts, topology, threads)
+    verify(_planned(counts, topology, threads[-1]), counts)
+    if figures.seconds_left > LEAST_TO_COMPILE_S or not figures.full:
+        compiling = figures.timed(lambda: _planned(small.counts(), topology, 1, MOVES))
+        figures.record(compile_homes_s=round(compiling, 2))
         require_equal({n: _planned(counts, topology, n, MOVES) for n in threads})
-        moving = [part.timed(lambda: _planned(counts, topology, threads[-1], MOVES)) for _ in range(3)]
-        part.record(step_with_homes_all_cores_ms=round(statistics.median(moving) * 1e3, 2))
-    with part.check("host work of a cell whose schedule is at hand"):
-        work = host_work(REPEATS)
-        part.record(
-            **{f"{figure}_{name}": round(value, 4) for figure, by in work.items() for name, value in by.items()}
-        )
-        part.record(host_ms_per_cell_aim="<= 0.05", schedule_us_per_cell_aim="<= 20")
+        moving = [figures.timed(lambda: _planned(counts, topology, threads[-1], MOVES)) for _ in range(3)]
+        figures.record(step_with_homes_all_cores_ms=round(statistics.median(moving) * 1e3, 2))
+    for figure, by in host_work(REPEATS).items():
+        figures.record(**{f"{figure}_{name}": round(value, 4) for name, value in by.items()})
+    figures.record(host_ms_per_cell_aim="<= 0.05", schedule_us_per_cell_aim="<= 20")
 
 
 def require_equal(plans: dict[int, StepPlan]) -> None:
@@ -82,13 +73,13 @@ def _planned(counts: NDArray[np.int32], topology: Topology, threads: int, home_m
     return plan(counts, topology, PlanOptions(threads=threads, home_moves=home_moves))
 
 
-def _balance(part: Part, counts: NDArray[np.int32], topology: Topology) -> None:
+def _balance(figures: Figures, counts: NDArray[np.int32], topology: Topology) -> None:
     """The slowest rank over the mean: at home alone, and with replicas."""
     home_E = topology.contiguous_home_E(counts.shape[3])
     load_MLG = np.stack([counts[..., home_E == rank].sum(axis=(2, 3)) for rank in range(topology.num_ranks)], axis=-1)
     planned = _planned(counts, topology, 1)
     before, after = (most_ML / load_MLG.mean(axis=-1) for most_ML in (load_MLG.max(axis=-1), planned.max_load_ML))
-    part.record(
+    figures.record(
         imbalance_before_ratio=round(float(before.mean()), 4),
         imbalance_before_worst_ratio=round(float(before.max()), 4),
         imbalance_after_ratio=round(float(after.mean()), 4),
@@ -99,19 +90,19 @@ def _balance(part: Part, counts: NDArray[np.int32], topology: Topology) -> None:
         raise AssertionError(f"the slowest rank has {after.mean():.3f} times the mean, {before.mean():.3f} at home")
 
 
-def _times(part: Part, counts: NDArray[np.int32], topology: Topology, threads: Sequence[int]) -> None:
+def _times(figures: Figures, counts: NDArray[np.int32], topology: Topology, threads: Sequence[int]) -> None:
     """Numbers of threads in turn, so that drift of the machine meets all of them."""
     seconds: dict[int, list[float]] = {n: [] for n in threads}
     for repeat in range(REPEATS):
-        if repeat and part.seconds_left < 2 * sum(times[-1] for times in seconds.values()):
+        if repeat and figures.seconds_left < 2 * sum(times[-1] for times in seconds.values()):
             break
         for n, times in seconds.items():
-            times.append(part.timed(partial(_planned, counts, topology, n)))
+            times.append(figures.timed(partial(_planned, counts, topology, n)))
     medians = {n: statistics.median(times) for n, times in seconds.items()}
     speed_ups = [alone / most for alone, most in zip(seconds[1], seconds[threads[-1]], strict=True)]
     cells = counts.shape[0] * counts.shape[1]
-    part.record(**{f"per_cell_{n}_threads_us": round(median * 1e6 / cells, 2) for n, median in medians.items()})
-    part.record(
+    figures.record(**{f"per_cell_{n}_threads_us": round(median * 1e6 / cells, 2) for n, median in medians.items()})
+    figures.record(
         per_cell_all_cores_us=round(medians[threads[-1]] * 1e6 / cells, 2),
         step_1_thread_ms=round(medians[1] * 1e3, 2),
         step_all_cores_ms=round(medians[threads[-1]] * 1e3, 2),

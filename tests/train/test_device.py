@@ -11,14 +11,14 @@ import torch
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
 from foreroute.testing.counting_device import DEVICE, MixedDevicesError, OnDevice, other_device
-from foreroute.train import RunFolder, load_checkpoint, parse_config, ranks, train
+from foreroute.train import RunFolder, load_checkpoint, parse_config, ranks
 from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import find_device, num_started
 from foreroute.train.warm_start import warm_start
-from tests.train.small_runs import always_informative, records, same_state, small_config, small_values
+from tests.train.small_runs import always_informative, same_state, small_config, small_values
 
 FEW = {"prompts": 2, "group_size": 4, "precision": "float32"}
 WARM = {"max_steps": 2, "batch_size": 8}
@@ -78,15 +78,6 @@ def test_processes_that_found_each_other_without_nccl_are_refused():
         ranks.require_backend(torch.device("cuda", 0))
         with pytest.raises(ConfigError, match="carries no tensors of cpu"):
             ranks.require_backend(torch.device("cpu"))
-
-
-def test_a_run_says_where_it_ran_and_goes_on_elsewhere(tmp_path):
-    config = small_config(device="cpu", rl={"steps": 1}, warm_start=WARM, rollout=FEW)
-    run = train(config, tmp_path / "run")
-    further = small_config(device="auto", rl={"steps": 2}, warm_start=WARM, rollout=FEW)
-    train(further, run.path, resume=True)
-    assert [record["device"]["kind"] for record in records(run.path)] == ["cpu", "cpu"]
-    assert all(record["device"]["name"] for record in records(run.path))
 
 
 def made(config, where):

@@ -63,27 +63,38 @@ class WorkersError(AssertionError):
 
 
 class Workers:
-    """Processes in one gloo group. `run` calls a module-level function as `function(rank, *args)` on all of them.
+    """Processes in one group. `run` calls a module-level function as `function(rank, *args)` on all of them.
 
     Args:
         num_ranks: how many.
         timeout_s: a call that takes longer fails, and ends them all.
-        forked_from: the process that they are forked from; one with what `IMPORTED` names by default.
+        backend: of the group.
+        forked_from: the process that they are forked from; one with what `IMPORTED` names by default. None starts them
+            anew, for those that use CUDA, which imports may have touched before a fork.
     """
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = 60, forked_from: forkserver.ForkServer = server) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        timeout_s: float = 60,
+        backend: str = "gloo",
+        forked_from: forkserver.ForkServer | None = server,
+    ) -> None:
         self.timeout_s, self.is_closed = timeout_s, False
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context("spawn" if forked_from is None else "forkserver")
+        source = server if forked_from is None else forked_from
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, self._folder.name, there), daemon=True)
+            arguments = rank, num_ranks, backend, self._folder.name, there
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             # that process imports before it is told this one's sys.path
             with (
                 patch.dict(os.environ, environment()),
-                patch.object(forkserver, "connect_to_new_process", forked_from.connect_to_new_process),
+                patch.object(forkserver, "connect_to_new_process", source.connect_to_new_process),
             ):
                 process.start()
             there.close()
@@ -219,7 +230,7 @@ def _received(pipe: Connection) -> Any:
         return _GONE
 
 
-def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, backend: str, folder: str, pipe: Connection) -> None:
     from datetime import timedelta
 
     import torch
@@ -233,7 +244,7 @@ def _serve(rank: int, num_ranks: int, folder: str, pipe: Connection) -> None:
     # what is imported by now stays: without this, every full collection walks it all
     gc.freeze()
     store = dist.FileStore(f"{folder}/store", num_ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=START_S))
+    dist.init_process_group(backend, rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=START_S))
     pipe.send("ready")
     while True:
         try:

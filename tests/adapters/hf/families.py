@@ -292,8 +292,8 @@ def skip_in_older(why):
     pytest.skip(why)
 
 
-def build(name, *, experts="eager", dtype=torch.float32, seed=0, **overrides):
-    """The tiny model of a family, in eval mode; `overrides` replace configuration fields.
+def build(name, *, experts="eager", dtype=torch.float32, seed=0, sizes=SIZES, **overrides):
+    """The tiny model of a family, in eval mode, or one of other `sizes`; `overrides` replace configuration fields.
 
     A test that asks for a family that the installed transformers lacks is skipped.
     """
@@ -303,8 +303,8 @@ def build(name, *, experts="eager", dtype=torch.float32, seed=0, **overrides):
     model_class = getattr(module, family.model)
     config_class = model_class.config_class
     known = config_fields(config_class) | ALWAYS
-    sizes = {field: value for field, value in SIZES.items() if field in known} | family.sizes | overrides
-    config = config_class(**{field: value for field, value in sizes.items() if value is not None})
+    given = {field: value for field, value in sizes.items() if field in known} | family.sizes | overrides
+    config = config_class(**{field: value for field, value in given.items() if value is not None})
     config._experts_implementation = experts
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -322,7 +322,7 @@ def with_live_values(model):
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("tid2eid"):
-                tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, : tensor.shape[1]])
+                tensor.copy_(torch.rand(len(tensor), model.config.n_routed_experts).argsort(-1)[:, : tensor.shape[1]])
             elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.normal_(0, 0.1)
             elif name.endswith("per_expert_scale"):

@@ -320,13 +320,13 @@ def run(model):
     return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).mean()
 
 
-def foreign_routes(routed, batch=BATCH):
+def foreign_routes(routed, batch=BATCH, seed=1):
     """Random routes; a layer that looks its experts up keeps its own."""
-    trace = random_routes(routed.spec, batch)
+    trace = random_routes(routed.spec, batch, seed)
     looked_up = [layer for layer, each in enumerate(routed.spec.layers) if each.kind is LayerKind.HASH]
     if looked_up:
         with routed.record() as recording, torch.no_grad():
-            routed.model(**batch, use_cache=False)
+            routed.model(**{name: each.to(routed.model.device) for name, each in batch.items()}, use_cache=False)
         ids = trace.expert_ids_NLK.copy()
         ids[:, looked_up] = recording.trace().expert_ids_NLK[:, looked_up]
         tokens = [trace.tokens(sequence) for sequence in range(len(trace))]

@@ -1,7 +1,7 @@
 """What jobs on a GPU bring: captures, memory that CUDA graphs use again, weights that are kept elsewhere.
 
-There is no GPU here. What torch says during a capture is made up, and a compiled model writes its notes to the same
-addresses in every pass, as one in a CUDA graph does. `benchmarks/gpu` does the same on a GPU.
+Without a GPU, what torch says during a capture is made up, and a compiled model writes its notes to the same addresses
+in every pass, as one in a CUDA graph does. tests/gpu has what only a GPU shows.
 """
 
 from contextlib import contextmanager
@@ -11,11 +11,13 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.model import TransformerHooks
+from foreroute.core import hooks
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
 
 BATCH = batch_of(9, 6, 4)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -26,38 +28,66 @@ def no_graphs_left():
 
 
 @contextmanager
-def capturing():
+def capturing(device):
+    """A capture on a GPU; elsewhere what torch says during one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         yield
 
 
-def native(model):
+def native(model, device=CPU):
     with torch.no_grad():
-        return log_probs(model, BATCH)
+        return log_probs(model, {name: each.to(device) for name, each in BATCH.items()})
 
 
-@pytest.mark.parametrize(
-    ("session", "compiled"),
-    [("replay", False), ("record", False), ("replay", True), pytest.param("record", True, marks=pytest.mark.slow)],
-)
-def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, compiled):
-    model = tiny("qwen3_moe", experts="grouped_mm")
+@pytest.mark.gpu
+@pytest.mark.parametrize("session", ["replay", "replay with telemetry", "record"])
+def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, device):
+    require_refused_captures(session, device, lambda model: model)
+
+
+@pytest.mark.parametrize("session", ["replay", pytest.param("record", marks=pytest.mark.slow)])
+def test_a_capture_of_a_compiled_model_is_refused_too(session):
+    require_refused_captures(session, CPU, lambda model: torch.compile(model, backend="eager", fullgraph=True))
+
+
+def require_refused_captures(session, device, call_of):
+    model = tiny("qwen3_moe", experts="grouped_mm").to(device)
     routed = hf.attach(model)
-    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-    before = native(model)
+    call = call_of(model)
+    before = native(model, device)
     trace = random_routes(routed.spec, BATCH)
-    with routed.replay(trace) if session == "replay" else routed.record() as opened:
-        expected = native(call)
+    telemetry = session == "replay with telemetry"
+    with routed.record() if session == "record" else routed.replay(trace, telemetry=telemetry) as opened:
+        expected = native(call, device)
         named = "Qwen3MoeModel runs in a session while a CUDA graph is captured"
-        with pytest.raises(ReplayError, match=named), capturing():
-            native(call)
-        assert torch.equal(native(call), expected)
-    assert session == "replay" or len(opened.trace()) == 2 * len(trace)
-    with capturing():
-        native(model)
-    assert torch.equal(native(model), before)
+        with pytest.raises(ReplayError, match=named), capturing(device):
+            native(call, device)
+        assert torch.equal(native(call, device), expected)
+    assert session != "record" or len(opened.trace()) == 2 * len(trace)
+    if device.type == "cpu":  # outside of a session nothing is refused; a GPU captures in tests/gpu/test_graphs.py
+        with capturing(device):
+            native(model, device)
+    assert torch.equal(native(model, device), before)
+
+
+def test_a_capture_that_is_not_refused_is_seen(monkeypatch):
+    begin = hooks.ModelHooks.begin
+
+    def unguarded(model_hooks, args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            return begin(model_hooks, args)
+
+    monkeypatch.setattr(hooks.ModelHooks, "begin", unguarded)
+    with pytest.raises(pytest.fail.Exception):
+        require_refused_captures("replay", CPU, lambda model: model)
 
 
 @pytest.mark.slow
@@ -82,19 +112,20 @@ def test_notes_of_a_compiled_pass_stay_when_the_next_one_writes_over_its_memory(
     assert [recording.trace().equals(trace) for recording, trace in zip(recordings, traces, strict=True)] == [True] * 2
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("attach_first", [True, False])
-def test_weights_that_accelerate_offloads_are_attached_before_or_after(attach_first):
+def test_weights_that_accelerate_offloads_are_attached_before_or_after(attach_first, device):
     cpu_offload = pytest.importorskip("accelerate").cpu_offload
-    plain, model = hf.attach(tiny("qwen3_moe")), tiny("qwen3_moe")
+    plain, model = hf.attach(tiny("qwen3_moe").to(device)), tiny("qwen3_moe").to(device)
     routed = hf.attach(model) if attach_first else None
-    cpu_offload(model, execution_device=torch.device("cpu"))
+    cpu_offload(model, execution_device=device)
     assert model.get_input_embeddings().weight.is_meta
     routed = routed or hf.attach(model)
     trace = random_routes(routed.spec, BATCH)
     results = []
     for each in (plain, routed):
         with each.replay(trace), each.record() as recording:
-            results.append(native(each.model))
+            results.append(native(each.model, device))
         assert recording.trace().equals(trace)
     assert torch.equal(*results)
-    assert not torch.equal(native(model), results[0])
+    assert not torch.equal(native(model, device), results[0])

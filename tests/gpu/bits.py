@@ -1,0 +1,284 @@
+"""A family's model on the device: its bits without and with replay, and what its experts were really given."""
+
+import copy
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.trace import LayerKind, RoutingTrace
+from tests.adapters.hf.families import SIZES, build
+from tests.adapters.hf.family_checks import foreign_routes, ids_of, watching
+from tests.adapters.hf.model_runs import batch_of, gradients, sequences_of
+
+FAMILIES = (
+    "qwen3_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "deepseek_v2",
+    "glm4_moe",
+    "deepseek_v4",
+    "qwen2_moe",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "phimoe",
+)
+"""They differ in how they select."""
+WIDE = SIZES | {
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "initializer_range": 0.1,
+    "max_position_embeddings": 512,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
+    "moe_num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_k": 4,
+    "moe_topk": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "index_head_dim": 128,
+}
+"""For a GPU, whose kernels are chosen by sizes."""
+GATE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""Of gate weights, relative: weights are rounded to the model's dtype, renormalised in it in some families."""
+EXPERT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Of the experts' outputs against float64, relative to the greatest."""
+REPEATS = 4
+"""How often an unpatched model runs again before a difference is not put down to it."""
+
+
+@dataclass
+class Case:
+    """One family in one dtype.
+
+    Attributes:
+        family: its name.
+        dtype: of weights.
+        routed: the attached model.
+        untouched: the same model, which nobody attached.
+        on_host: the padded batch.
+        batch: the same on the device.
+        foreign: routes of the batch that the model would not take.
+    """
+
+    family: str
+    dtype: torch.dtype
+    routed: hf.RoutedTransformer
+    untouched: Any
+    on_host: dict[str, torch.Tensor]
+    batch: dict[str, torch.Tensor]
+    foreign: RoutingTrace
+
+    @classmethod
+    def of(cls, family, device, dtype, **overrides):
+        model = model_of(family, device, dtype, **overrides)
+        untouched, routed = copy.deepcopy(model), hf.attach(model)
+        on_host = batch_of(*((64, 48, 33, 64) if device.type == "cuda" else (9, 6)))
+        batch = {name: each.to(device) for name, each in on_host.items()}
+        return cls(family, dtype, routed, untouched, on_host, batch, foreign_routes(routed, on_host))
+
+    @property
+    def kept_R(self):
+        return self.on_host["attention_mask"].bool().flatten()
+
+    def use(self, experts):
+        """This implementation of the experts, in both models."""
+        for model in (self.routed.model, self.untouched):
+            model.config._experts_implementation = experts
+
+    def traced(self, ids_NLK):
+        """A trace of the batch."""
+        ends = np.cumsum(self.on_host["attention_mask"].sum(1))[:-1]
+        return RoutingTrace.from_sequences(self.routed.spec, sequences_of(self.on_host), np.split(ids_NLK, ends))
+
+
+def model_of(family, device, dtype, *, experts="grouped_mm", **overrides):
+    """In eval mode, wide on a GPU. Gradients of its attention repeat their bits, as those of fused kernels may not."""
+    sizes = WIDE if device.type == "cuda" else SIZES
+    model = build(family, experts=experts, sizes=sizes, **overrides)
+    model.set_attn_implementation("eager")
+    return model.to(device, dtype)
+
+
+def logits_of(model, batch):
+    """[B, T, V], without gradients and without padding."""
+    with torch.no_grad():
+        return model(**batch, use_cache=False).logits * batch["attention_mask"][..., None]
+
+
+def forward(model, batch):
+    """The logits without padding, and a loss in which each of them counts."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    logits = model(**batch, use_cache=False).logits * batch["attention_mask"][..., None]
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.device)
+    return logits.detach(), (logits.float() * direction).sum() / direction[..., 0].numel()
+
+
+def backward(model, done):
+    """The bits of a forward: its logits, and the gradients of its parameters by their names."""
+    logits, loss = done
+    loss.backward()
+    return {"logits": logits} | {name.replace("_orig_mod.", ""): each for name, each in gradients(model).items()}
+
+
+def step(model, batch):
+    """Forward and backward; the same random numbers every time."""
+    return backward(model, forward(model, batch))
+
+
+def differing(one, other):
+    """Names of what is not the same bit for bit."""
+    both = one.keys() & other.keys()
+    return (one.keys() ^ other.keys()) | {name for name in both if not torch.equal(one[name], other[name])}
+
+
+def distance(one, other):
+    """The norm of the difference over that of the second."""
+    one, other = one.double().cpu(), other.double().cpu()
+    return float((one - other).norm() / other.norm().clamp_min(1e-30))
+
+
+@contextmanager
+def deterministic():
+    """Kernels that add in a fixed order, where PyTorch has them: a model then repeats its bits on a GPU too."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def require_native_bits(case, run=step):
+    """Replaying its own routes, and recording them, changes no bit of logits and gradients.
+
+    Bits that the unpatched model does not repeat are held against nobody. They are compared again with deterministic
+    algorithms; where it does not repeat them there either, the test is skipped.
+    """
+    if not _unsteady(case, run):
+        return
+    with deterministic():
+        unsteady = _unsteady(case, run)
+    if unsteady:
+        pytest.skip(f"the unpatched model does not repeat its own bits here: {', '.join(sorted(unsteady))}")
+
+
+def _unsteady(case, run):
+    """What the unpatched model does not repeat; all else must be equal."""
+    model, batch = case.routed.model, case.batch
+    expected = run(case.untouched, batch)
+    unsteady = differing(expected, run(case.untouched, batch))
+    with case.routed.record() as recording:
+        recorded = run(model, batch)
+    with case.routed.replay(recording.trace()):
+        replayed = run(model, batch)
+    for what, bits in (("recorded", recorded), ("replayed", replayed)):
+        changed = differing(expected, bits)
+        for _ in range(REPEATS):
+            if changed <= unsteady:
+                break
+            unsteady |= differing(expected, run(case.untouched, batch))
+        assert changed <= unsteady, f"{what}, {sorted(changed - unsteady)} differ from the untouched model's"
+    return unsteady
+
+
+def require_obeyed(case, run=step, precision=None):
+    """Foreign routes are what the experts run, weighed by live logits. Returns the bits of the run.
+
+    The ids that the experts of each layer are given are those of the trace, and their weights those of the family's
+    formula. What the last layer's experts returned is compared with a copy of them on the host, in float64.
+
+    Args:
+        case: the model.
+        run: a forward, at least.
+        precision: in which it computes, where that is not the model's dtype.
+    """
+    with case.routed.replay(case.foreign), given_to_experts(case) as given:
+        bits = run(case.routed.model, case.batch)
+    require_given(case, *given, precision=precision)
+    return bits
+
+
+@contextmanager
+def given_to_experts(case):
+    """Calls of all routers, and of the last layer's experts: what they were given and what they returned."""
+    experts = [each for each in case.routed.model.modules() if type(each).__name__.endswith("Experts")][-1]
+    of_experts = []
+
+    def note(module, args, kwargs, output):
+        of_experts.append((module, [each.detach() for each in (*args, *kwargs.values())][:3], output.detach()))
+
+    handle = experts.register_forward_hook(note, with_kwargs=True)
+    with watching(case.family, case.routed) as calls:
+        yield calls, of_experts
+    handle.remove()
+
+
+def require_given(case, calls, of_experts, *, precision=None):
+    """What `given_to_experts` noted of one forward, or of a recomputation, where it noted no outputs."""
+    trace, kept_R, precision = case.foreign, case.kept_R, precision or case.dtype
+    assert len(calls) == trace.spec.num_layers
+    for layer, call in enumerate(calls):
+        ids_NK = ids_of(trace, layer)
+        given_RK = call.ids if call.to_experts is None else call.to_experts
+        assert torch.equal(given_RK.cpu().long()[kept_R], ids_NK), f"layer {layer} ran other experts than the trace has"
+        if call.gate.weights is not None and (precision is not torch.float32 or case.routed.model.training):
+            continue  # sparsemixer's bands have edges, on which roundings decide, and it draws numbers in training
+        ids_RK = call.ids.detach().clone()
+        ids_RK[kept_R.to(ids_RK.device)] = ids_NK.to(ids_RK)
+        with torch.no_grad():
+            expected_RK = call.expected(ids_RK).cpu()[kept_R]
+        apart = (call.weights.detach().cpu().double()[kept_R] - expected_RK).abs() / (expected_RK + 0.1)
+        assert apart.max() < GATE_TOLERANCE[precision], f"layer {layer}: gate weights are {apart.max():.2g} off"
+    for experts, (hidden_RH, _, weights_RK), output_RH in of_experts[:1]:
+        host = copy.deepcopy(experts).double().cpu()
+        host.config._experts_implementation = "eager"
+        with torch.no_grad():
+            expected = host(hidden_RH.cpu().double()[kept_R], ids_NK, weights_RK.cpu().double()[kept_R])
+        apart = float((output_RH.cpu().double()[kept_R] - expected).abs().max() / expected.abs().max())
+        assert apart < EXPERT_TOLERANCE[precision], f"what the last layer's experts returned is {apart:.2g} off"
+
+
+def require_other_outcome(case, bits):
+    """Foreign routes give other logits than native ones, and one id of the first sequence changes that one most."""
+    assert distance(replayed(case, case.foreign), logits_of(case.routed.model, case.batch)) > 1e-2
+    ids_NLK = case.foreign.expert_ids_NLK.copy()
+    picked = ids_NLK[0, -1]
+    picked[-1] = next(expert for expert in range(case.routed.spec.num_experts) if expert not in picked)
+    after = replayed(case, case.traced(ids_NLK))
+    moved = [distance(*both) for both in zip(after, bits["logits"], strict=True)]
+    assert moved[0] > max(1e-6, *moved[1:]), f"an id of sequence 0 was changed; sequences changed by {moved}"
+
+
+def replayed(case, trace):
+    with case.routed.replay(trace):
+        return logits_of(case.routed.model, case.batch)
+
+
+def require_live_routers(case, bits):
+    """Gradients reach every router but those that look their experts up, and all is finite."""
+    still = [path for path in case.routed.router_paths if not _learns(case.routed.model, path, bits)]
+    assert len(still) <= sum(layer.kind is LayerKind.HASH for layer in case.routed.spec.layers), still
+    assert all(value.isfinite().all() for value in bits.values())
+
+
+def _learns(model, path, bits):
+    names = [f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()]
+    return any(name in bits and bits[name].any() for name in names)

@@ -1,0 +1,138 @@
+"""`make gpu`: it takes a bare Python as it is, and what crashes, hangs or is late costs the others nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.gpu import runner
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+def test_a_python_that_has_no_foreroute_takes_the_checkout(tmp_path):
+    """As a machine with a GPU has it, where nothing is installed. Figures are measured though the tests fail."""
+    python = tmp_path / "python"
+    shown = f"{sys.executable} -S -c 'import foreroute; print(foreroute.__file__)'"
+    python.write_text(f'#!/bin/sh\n{shown}\necho "$@"\n[ "$2" = benchmarks ]\n')
+    python.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = ["make", "--silent", "gpu", f"PYTHON={python}", "DEVICE=cuda:1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=kept, timeout=60, check=False)
+    tests, figures = done.stdout.split(f"{ROOT / 'src' / 'foreroute' / '__init__.py'}\n")[1:]
+    assert "-m pytest -m gpu" in tests
+    assert "--device cuda:1" in tests
+    assert "-m benchmarks gpu --json --device cuda:1" in figures
+    assert done.returncode != 0
+
+
+BROKEN = """
+import os, signal, time
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_one(device): pass
+def test_crashes(device): os.kill(os.getpid(), signal.SIGSEGV)
+def test_two(device): assert 1 + 1 == 3
+def test_hangs(device): time.sleep(600)
+def test_three(device): pass
+"""
+
+
+def test_a_test_that_crashes_or_hangs_costs_the_others_nothing(tmp_path):
+    outcomes = outcomes_of(tmp_path, "-o", "faulthandler_timeout=5", "-o", "faulthandler_exit_on_timeout=true")
+    assert outcomes == {
+        "test_one": set(),
+        "test_crashes": {"error"},
+        "test_two": {"failure"},
+        "test_hangs": {"error"},
+        "test_three": set(),
+    }
+
+
+def test_what_is_left_when_time_is_used_up_is_skipped(tmp_path):
+    outcomes = outcomes_of(tmp_path, "--ends-at", str(time.time()))
+    assert set(map(frozenset, outcomes.values())) == {frozenset({"skipped"})}
+
+
+def outcomes_of(folder, *options):
+    """By test, the kinds of what the XML has on it: none where it passed."""
+    (folder / "test_broken.py").write_text(BROKEN)
+    (folder / "conftest.py").write_text("from tests.conftest import *")
+    command = [sys.executable, "-m", "pytest", "-n", "1", "--junitxml", str(folder / "gpu.xml"), "--device", "cpu"]
+    command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), *options]
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert (folder / "gpu.xml").exists(), done.stderr
+    cases = ElementTree.parse(folder / "gpu.xml").iter("testcase")
+    return {case.get("name"): {part.tag for part in case} for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cuda:99", "GPUs here; --device cpu shows that the command works"),
+        ("meta", "is not supported; expected cuda, cuda:N or cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(device, said):
+    command = [sys.executable, "-m", "pytest", "--device", device, "tests/gpu/test_graphs.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    [line] = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith(f"ERROR: --device {device}")
+    assert line.endswith(said)
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """`measured(code)`: the outcome and the figures of a part of this code."""
+
+    def of(code, seconds=60):
+        (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(PART).format(code=code))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT / "src")]))
+        return runner._measured("part", "cpu", seconds)
+
+    return of
+
+
+PART = """
+    import os, signal, sys, time, types
+
+    part = types.ModuleType("benchmarks.gpu.part")
+    def run(figures):
+        figures.record(before_ms=3.0)
+        {code}
+    part.run = run
+    sys.modules["benchmarks.gpu.part"] = part
+"""
+
+
+def test_what_a_part_found_before_it_broke_is_kept(measured, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE_S", 1)
+    monkeypatch.setattr(runner, "LEAST_S", 0)
+    found = {"before_ms": 3.0}
+    assert measured("pass") == ("passed", found)
+    assert measured("raise ValueError('broken')") == ("failed: ValueError: broken", found)
+    assert measured("import no_such_package") == ("skipped: No module named 'no_such_package'", found)
+    assert measured("os.kill(os.getpid(), signal.SIGSEGV)") == ("failed: it died of SIGSEGV", found)
+    assert measured("time.sleep(600)", 30) == ("failed: it was ended after 31 s", found)
+    assert measured("pass", -1) == ("skipped: the time of the whole run was used up", {})
+
+
+@pytest.mark.exhaustive
+def test_every_part_is_measured_on_a_cpu():
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--json", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert set(report["parts"].values()) == {"passed"}, done.stderr
+    assert done.returncode == 0
+    assert list(report["parts"]) == list(report["metrics"]) == list(runner.PARTS)
+    assert report["metrics"]["cost"]["step_ratio"] > 0

@@ -1,0 +1,105 @@
+"""`torch.compile` on the device: graphs obey every trace, and those that torch captures take the routes of a pass."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from foreroute.adapters import hf
+from tests.adapters.hf.family_checks import foreign_routes
+from tests.gpu import bits
+from tests.gpu.bits import Case, distance, logits_of, step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+NEAR = 5e-2
+"""Of logits of the eager model, in bfloat16."""
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_left():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def has_inductor(device):
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def case_of(family, device):
+    return Case.of(family, device, torch.bfloat16, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.exhaustive)])
+def test_one_graph_obeys_every_trace(family, device):
+    case = case_of(family, device)
+    eager, model = hf.attach(case.untouched), case.routed.model
+    call = torch.compile(model, backend="inductor" if has_inductor(device) else "aot_eager", fullgraph=True)
+    native = logits_of(eager.model, case.batch)
+    with eager.record() as recording, torch.no_grad():
+        eager.model(**case.batch, use_cache=False)
+    graphs = set()
+    for trace in (case.foreign, foreign_routes(eager, case.on_host, 2), recording.trace()):
+        with eager.replay(trace):
+            expected = step(eager.model, case.batch)
+        with case.routed.replay(trace), case.routed.record() as executed:
+            seen = step(call, case.batch)
+        graphs.add(counters["stats"]["unique_graphs"])
+        assert executed.trace().equals(trace), "what was executed is not the trace"
+        apart = distance(seen["logits"], expected["logits"])
+        assert apart < NEAR
+        assert distance(joined(seen), joined(expected)) < 0.1
+        assert trace is not case.foreign or distance(native, expected["logits"]) > 4 * apart
+    assert len(graphs) == 1, "another trace was compiled again"
+
+
+def joined(found):
+    """All gradients, one after the other."""
+    return torch.cat([found[name].flatten() for name in sorted(found) if name != "logits"])
+
+
+@pytest.fixture
+def reduced(device):
+    """A case, and a call whose graphs are captured by torch."""
+    if not has_inductor(device):
+        pytest.skip("it takes a GPU and triton")
+    case = case_of("qwen3_moe", device)
+    return case, torch.compile(case.routed.model, mode="reduce-overhead", fullgraph=True)
+
+
+def test_captured_forwards_take_the_routes_of_their_session(reduced):
+    """Sessions one after the other, each of several passes: one warms up, one is captured, others are replayed."""
+    case, compiled = reduced
+    routed, batch = case.routed, case.batch
+    for seed in (1, 2):
+        trace = foreign_routes(routed, case.on_host, seed)
+        expected = bits.replayed(case, trace)
+        with routed.replay(trace), routed.record() as recording:
+            seen = [logits_of(compiled, batch).clone() for _ in range(4)]
+        assert all(distance(logits, expected) < NEAR for logits in seen)
+        executed = recording.trace()
+        for number in range(len(seen)):
+            rows = range(number * len(trace), (number + 1) * len(trace))
+            assert executed.select(list(rows)).equals(trace), f"session {seed}, pass {number}: other routes recorded"
+        assert distance(logits_of(routed.model, batch), expected) > 0.1, "native logits are as near"
+
+
+def test_captured_training_steps_take_the_routes_of_their_session(reduced):
+    """Each in a session of its own with routes of its own."""
+    case, compiled = reduced
+    routed, batch = case.routed, case.batch
+    for seed in (1, 2, 3, 4):
+        trace = foreign_routes(routed, case.on_host, seed)
+        with routed.replay(trace):
+            expected = step(routed.model, batch)
+        torch.compiler.cudagraph_mark_step_begin()
+        with routed.replay(trace, telemetry=True) as session:
+            seen = copy.deepcopy(step(compiled, batch))
+            shared = session.agreement().routing.overlap_L.mean()
+        assert distance(seen["logits"], expected["logits"]) < NEAR
+        for name in (name for name in expected if name.endswith("gate.weight")):
+            assert distance(seen[name], expected[name]) < 0.2, name
+        assert 0 < shared < 1, f"step {seed}: telemetry says that {shared:.2f} of picks are the routers' own"

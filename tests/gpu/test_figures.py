@@ -1,0 +1,82 @@
+"""Figures of a GPU see what they are to see, at the sizes of a CPU."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.gpu import mismatch, planning
+from benchmarks.gpu.figures import Figures
+from foreroute.adapters import hf
+from foreroute.testing.models import round_by_shape
+
+pytestmark = pytest.mark.slow
+SHAPES = ("decode", "other_batches", "packed", "alone")
+
+
+@pytest.fixture
+def figures():
+    return Figures(torch.device("cpu"), time.monotonic() + 300)
+
+
+@pytest.fixture
+def shapes_round_otherwise(monkeypatch):
+    make = mismatch.layered_model
+    monkeypatch.setattr(mismatch, "layered_model", lambda *args: round_by_shape(make(*args)))
+
+
+@pytest.mark.usefixtures("shapes_round_otherwise")
+def test_each_shape_is_compared_without_and_with_replay(figures):
+    mismatch.run(figures)
+    found = figures.found
+    for shape in SHAPES:
+        for measured in ("differing_routers_share", "differing_tokens_share", "f2_share", "replayed_f2_share"):
+            assert 0 <= found[f"{shape}_{measured}"] <= 1
+        assert found[f"{shape}_k3_nats"] > 0
+        assert found[f"{shape}_replayed_k3_nats"] >= 0
+    # a decode rounds otherwise than a trainer, and its routes bring the trainer nearer
+    assert found["decode_differing_tokens_share"] > 0
+    assert found["decode_replayed_k3_nats"] < found["decode_k3_nats"]
+    # the same forward again is the same
+    assert found["repeat_same_bits"] is True
+    assert found["repeat_k3_nats"] == found["repeat_differing_routers_share"] == 0
+
+
+@pytest.mark.usefixtures("shapes_round_otherwise")
+def test_a_replay_that_does_nothing_is_seen(figures, monkeypatch):
+    attach = hf.attach
+
+    def attach_without_replay(model):
+        routed = attach(model)
+        routed.replay = lambda trace: nullcontext()
+        return routed
+
+    monkeypatch.setattr(hf, "attach", attach_without_replay)
+    with pytest.raises(AssertionError, match=r"decode: .* are not those it was given"):
+        mismatch.run(figures)
+
+
+def test_a_replay_that_brings_nothing_nearer_is_seen(figures, monkeypatch):
+    class Same:
+        k3 = 1.0
+
+        def f(self, threshold):
+            return 0.0
+
+    monkeypatch.setattr(mismatch, "ENOUGH_DIFFER", 0.0)
+    monkeypatch.setattr(mismatch, "_between", lambda *_: Same())
+    with pytest.raises(AssertionError, match="expected less"):
+        mismatch.run(figures)
+
+
+def test_a_plan_that_depends_on_the_number_of_threads_is_seen(figures, monkeypatch):
+    plan = planning.plan
+
+    def unsteady(counts, topology, options):
+        return plan(counts, topology, replace(options, tolerance=0.1 if options.threads == 2 else 0.02))
+
+    monkeypatch.setattr(planning, "plan", unsteady)
+    with pytest.raises(AssertionError, match="the plan on 1 threads is "):
+        planning.run(figures)

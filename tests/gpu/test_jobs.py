@@ -1,0 +1,216 @@
+"""What real jobs turn on: each works, with own routes as without replay and foreign ones obeyed, or is refused."""
+
+import copy
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.errors import AttachError, BatchMismatchError, ForerouteError, ReplayError
+from tests.adapters.hf.model_runs import experts_log
+from tests.gpu import bits
+from tests.gpu.bits import Case, backward, forward, logits_of, step
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def single(device):
+    """In float32."""
+    return Case.of("qwen3_moe", device, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def half(device):
+    """In bfloat16."""
+    return Case.of("qwen3_moe", device, torch.bfloat16)
+
+
+def in_autocast(model, batch):
+    with torch.autocast(batch["input_ids"].device.type, torch.bfloat16):
+        done = forward(model, batch)
+    return backward(model, done)
+
+
+def scaled(model, batch):
+    """A step in float16 of an optimizer that a scaler guards. Returns the new weights, and puts the old ones back."""
+    device = batch["input_ids"].device.type
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    scaler = torch.amp.GradScaler(device, init_scale=16.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast(device, torch.float16):
+        logits, loss = forward(model, batch)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert any(not torch.equal(found[name], before[name]) for name in found), "the scaler skipped the step"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+    return found | {"logits": logits}
+
+
+@pytest.mark.parametrize(("run", "precision"), [(in_autocast, torch.bfloat16), (scaled, torch.float16)])
+def test_mixed_precision(single, run, precision):
+    bits.require_native_bits(single, run)
+    bits.require_obeyed(single, run, precision)
+
+
+def inferred(model, batch):
+    with torch.inference_mode():
+        return {"logits": logits_of(model, batch)}
+
+
+def test_inference_mode_alone_and_before_a_training_step_with_telemetry(half):
+    bits.require_native_bits(half, inferred)
+    bits.require_obeyed(half, inferred)
+    routed = half.routed
+    with routed.replay(half.foreign):
+        expected = step(routed.model, half.batch)
+    with routed.replay(half.foreign, telemetry=True) as session:
+        inferred(routed.model, half.batch)
+        seen = step(routed.model, half.batch)
+    assert torch.equal(seen["logits"], expected["logits"])
+    assert session.num_forwards == 2
+    assert session.agreement().routing.differing_tokens_share > 0, "telemetry is lost"
+
+
+def test_what_is_generated_is_replayed_and_a_static_cache_is_refused(half):
+    routed, prompts = half.routed, half.batch["input_ids"][:2, :6]
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    settings["attention_mask"] = torch.ones_like(prompts)
+    with routed.record() as recording:
+        sampled = routed.model.generate(prompts, **settings)
+    with routed.replay(recording.rollout(sampled)) as session, torch.no_grad():
+        routed.model(input_ids=sampled, use_cache=False)
+    assert session.num_forwards == 1
+    with pytest.raises(BatchMismatchError, match="static"), routed.record():
+        routed.model.generate(prompts, **settings, cache_implementation="static")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flash_attention_3"])
+def test_fused_attention(half, attention):
+    """Its gradients need not repeat their bits; routing is the same affair in all."""
+    models = half.routed.model, half.untouched
+    try:
+        for model in models:
+            model.set_attn_implementation(attention)
+        logits_of(half.untouched, half.batch)
+    except (ImportError, ValueError, RuntimeError) as error:
+        pytest.skip(f"the unpatched model does not run with it here: {error}")
+    else:
+        assert {model.config._attn_implementation for model in models} == {attention}
+        require_as_plain(half, half.routed, half.routed.model)
+    finally:
+        for model in models:
+            model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("experts", ["sonicmoe", "deepgemm"])
+def test_experts_of_other_kernels(half, experts):
+    half.use(experts)
+    try:
+        step(half.untouched, half.batch)
+    except Exception as error:  # kernels may lack for any reason
+        pytest.skip(f"the unpatched model does not run with {experts} here: {error}")
+    else:
+        bits.require_native_bits(half)
+        bits.require_other_outcome(half, bits.require_obeyed(half))
+    finally:
+        half.use("grouped_mm")
+
+
+def test_a_kernel_that_does_all_of_a_block_its_router_included_is_refused(single):
+    model = copy.deepcopy(single.untouched)
+    fuse(model.model.layers[1].mlp)
+    with pytest.raises(AttachError, match="did not run, but its layer did"):
+        hf.attach(model)
+    model = copy.deepcopy(single.untouched)
+    routed = hf.attach(model)
+    fuse(model.model.layers[1].mlp)
+    for session in (routed.replay(single.foreign), routed.record()):
+        with pytest.raises(ReplayError, match=r"model\.layers\.1\.mlp\.gate selected 0 times"), session:
+            logits_of(model, single.batch)
+
+
+def fuse(block):
+    """As fused kernels of a hub do."""
+    gate, experts = block.gate, block.experts
+
+    def fused(hidden_BTH):
+        hidden_RH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
+        picked = torch.nn.functional.linear(hidden_RH, gate.weight).softmax(-1).topk(gate.top_k)
+        return experts(hidden_RH, picked.indices, picked.values).view_as(hidden_BTH)
+
+    block.forward = fused
+
+
+def test_kernels_of_the_hub_work_or_are_refused(half):
+    pytest.importorskip("kernels")
+    model = copy.deepcopy(half.untouched)
+    try:
+        model.use_kernels = True
+        logits_of(model, half.batch)
+    except Exception as error:  # there is no network, or no kernel for this device
+        pytest.skip(f"transformers cannot use them here: {type(error).__name__}: {error}")
+    with bypass_refused():
+        require_as_plain(half, hf.attach(model), model)
+
+
+def test_liger_works_or_is_refused(device):
+    pytest.importorskip("liger_kernel.transformers").apply_liger_kernel_to_qwen3_moe()
+    with bypass_refused():
+        bits.require_obeyed(Case.of("qwen3_moe", device, torch.bfloat16))
+
+
+@contextmanager
+def bypass_refused():
+    """An error of foreroute may say that replay was bypassed."""
+    try:
+        yield
+    except ForerouteError as error:
+        if "bypassed" not in str(error):
+            raise
+
+
+def require_as_plain(case, routed, call):
+    """The model under own and foreign routes is the attached plain one, to which it is equal but for where it runs."""
+    with routed.record() as recording:
+        native = logits_of(call, case.batch)
+    require_same_forward(case, routed, call, recording.trace(), native)
+    expected = bits.replayed(case, case.foreign)
+    require_same_forward(case, routed, call, case.foreign, expected)
+    assert not torch.equal(native, expected), "native and foreign routes give the same logits"
+
+
+def require_same_forward(case, routed, call, trace, expected):
+    with experts_log(routed.model) as log, routed.replay(trace):
+        logits = logits_of(call, case.batch)
+    assert len(log) == trace.spec.num_layers
+    for layer, (_, ids_RK) in enumerate(log):
+        assert np.array_equal(ids_RK.cpu()[case.kept_R].numpy(), trace.expert_ids_NLK[:, layer])
+    assert torch.equal(logits, expected)
+
+
+def check_fsdp(device):
+    """FSDP2 on one rank. Called in a process group of one."""
+    from torch.distributed.fsdp import fully_shard
+
+    case = Case.of("qwen3_moe", device, torch.float32)
+    model = copy.deepcopy(case.untouched)
+    routed = hf.attach(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    require_as_plain(case, routed, model)
+    require_as_plain(case, hf.attach(model), model)
+    with case.routed.replay(case.foreign):
+        expected = step(case.routed.model, case.batch)
+    with routed.replay(case.foreign):
+        seen = step(model, case.batch)
+    for name, gradient in expected.items():
+        whole = seen[name].full_tensor() if hasattr(seen[name], "full_tensor") else seen[name]
+        assert bits.distance(whole, gradient) < 1e-4, name

@@ -1,0 +1,269 @@
+"""Expert-parallel steps on the device, in processes of their own: on one rank, and on two ranks that share it.
+
+NCCL refuses two ranks on one card (before 2.30), so gloo carries their rows and gradients too, through the host.
+"""
+
+import os
+from contextlib import closing
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from benchmarks.gpu.counting import launch_waits, waits_are_seen, waits_on_cuda
+from benchmarks.harness.execution_bench import SIZES, Bench, drawn
+from benchmarks.harness.host_path import HostPath
+from foreroute.adapters import hf
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.host_memory import HostMemory
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.testing.ranks import Workers
+from tests.ep.planned import split_plan
+from tests.gpu.bits import FAMILIES, Case
+from tests.gpu.test_jobs import check_fsdp
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+RANKS, MICRO_STEPS = 2, 2
+TIMEOUT_S = 90
+"""Of what goes on between ranks."""
+CLOSE = 1e-4
+"""Of the largest value: sums of float32 in another order."""
+MULTI_RANK_NCCL = (2, 30)
+"""The first that lets two ranks share a card, where the environment asks for it."""
+ONE = "cpu:gloo,cuda:nccl"
+
+
+def workers(num_ranks, device, backend="gloo"):
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # there may be no other
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    if device.type == "cuda":
+        return Workers(num_ranks, timeout_s=TIMEOUT_S, backend=backend, forked_from=None)
+    return Workers(num_ranks, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def one(device):
+    """A world of one rank, on NCCL beside gloo for a GPU: `one(function, ...)` calls it there with the device."""
+    with closing(workers(1, device, ONE if device.type == "cuda" else "gloo")) as started:
+        yield lambda function, *args: started.run(on_device, function, device, *args)[0]
+
+
+def on_device(rank, function, device, *args):
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return function(device, *args)
+
+
+def test_fsdp_on_one_rank(one):
+    one(check_fsdp)
+
+
+def test_experts_without_a_token_get_no_gradient(device):
+    """Some kernels leave them as the memory was (pytorch issue 172439)."""
+    ends = torch.tensor([96, 96, 256, 256], device=device, dtype=torch.int32)
+    weight = torch.ones(len(ends), 128, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    rows = weight.new_ones(256, 128)
+    torch.full_like(weight, torch.nan)  # memory that the gradient may be given next
+    out = functional.grouped_mm(rows, weight, offs=ends)
+    out.backward(torch.ones_like(out))
+    assert (weight.grad == weight.new_tensor([96, 0, 160, 0])[:, None, None]).all()
+
+
+def check_copies(device, shift):
+    """A burst fills its slots with the experts that were asked for, and no others, from page-locked memory."""
+    row = HostMemory.row
+    with pytest.MonkeyPatch.context() as patch, HostPath.opened(device) as path:
+        if shift:
+            patch.setattr(
+                HostMemory, "row", lambda memory, source, layer, name, i: row(memory, source, layer, name, i // 2)
+            )
+        for name in path.home:
+            assert device.type == "cpu" or path.memory.row(0, 0, name, path.num_experts - 1).is_pinned(), name
+        for size in path.bursts:
+            for slots in path.slots.values():
+                slots.zero_()
+            path.copy(size)
+            for name, slots in path.slots.items():
+                wanted = torch.zeros_like(slots)
+                wanted[:size] = path.home[name][:size].flip(0)
+                wrong = (slots != wanted).flatten(1).any(1).nonzero().flatten().tolist()
+                assert not wrong, f"a burst of {size} experts: slots {wrong} of {name} hold other bytes"
+
+
+def test_experts_arrive_whole_in_their_slots(one):
+    one(check_copies, False)
+
+
+def test_a_host_path_that_fills_other_bytes_is_seen(one):
+    with pytest.raises(AssertionError, match=r"a burst of 8 experts: slots \[0, 1, 2, 3, 4, 5, 6\] of"):
+        one(check_copies, True)
+
+
+def bench_on(rank, num_ranks, device, dtype=torch.float32):
+    """The model of a rank, distributed, and its routes."""
+    model = hf.build_model("qwen3_moe", seed=0, **SIZES).to(device, dtype)
+    routed = hf.attach(model)
+    placed = hf.distribute(model, timeout_s=TIMEOUT_S)
+    return Bench.routed_anew(routed, placed, rank, num_ranks, micro_steps=MICRO_STEPS, shape=shape_on(device))
+
+
+def shape_on(device):
+    """Sequences and tokens of a micro-batch."""
+    return (4, 64) if device.type == "cuda" else (2, 12)
+
+
+def alone(num_ranks, device, dtype=torch.float32):
+    """The step of so many ranks by one process and the plain model: logits, and gradients by name."""
+    model = hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", **SIZES).to(device, dtype)
+    routed = hf.attach(model)
+    logits = []
+    for rank in range(num_ranks):
+        for batch, trace in zip(
+            *drawn(routed.spec, rank, micro_steps=MICRO_STEPS, shape=shape_on(device)), strict=True
+        ):
+            with routed.replay(trace):
+                logits.append(forward_and_backward(model, batch))
+    return logits, {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+
+
+def forward_and_backward(model, batch):
+    logits = model(input_ids=batch.to(model.device), use_cache=False).logits
+    logits.float().log_softmax(-1)[..., 0].sum().backward()
+    return logits.detach().cpu()
+
+
+def step_under(bench, step):
+    """A step under a plan with replicas: logits of this rank, and the gradients of all ranks."""
+    model, placed = bench.routed.model, bench.placed
+    plan = split_plan(step, bench.counts_MLGE, placed.home_LE)
+    placed.begin_step(step, plan, bench.counts_MLGE, bench.rows_M)
+    logits = []
+    for m, (batch, trace) in enumerate(zip(bench.batches, bench.traces, strict=True)):
+        with bench.routed.replay(trace), placed.executing(m):
+            logits.append(forward_and_backward(model, batch))
+    placed.sum_gradients()
+    # on the host, where gloo gathers them
+    grads = {name: placed.whole(each, each.grad.cpu()) for name, each in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return logits, grads
+
+
+def distance(found, expected):
+    """The largest difference of any tensor, over that tensor's largest value."""
+    pairs = list(zip(found[0], expected[0], strict=True))
+    pairs += [(found[1][name], grad) for name, grad in expected[1].items()]
+    return max(
+        float((seen.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30))
+        for seen, wanted in pairs
+    )
+
+
+def check_one_rank(device):
+    """In bfloat16 it may be as far from float32 as twice the undistributed model is."""
+    exact = alone(1, device)
+    assert distance(step_under(bench_on(0, 1, device), 0), exact) < CLOSE
+    own = distance(alone(1, device, torch.bfloat16), exact)
+    assert distance(step_under(bench_on(0, 1, device, torch.bfloat16), 0), exact) < 2 * own
+
+
+def test_one_rank_under_a_plan_is_the_undistributed_model(one):
+    one(check_one_rank)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["logits", "gradients"])
+def test_outcomes_that_differ_are_seen(kind):
+    expected = [torch.ones(3)], {"weight": torch.ones(2)}
+    assert distance(([torch.ones(3) + 1e-6], {"weight": torch.ones(2)}), expected) < CLOSE
+    wrong = [[torch.tensor([1, 1, 1.01])], {"weight": torch.tensor([1, 1.01])}]
+    found = (wrong[0], expected[1]) if kind == 0 else (expected[0], wrong[1])
+    assert distance(found, expected) == pytest.approx(1e-2, rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["gloo", ONE])
+def test_two_ranks_on_one_device_are_one_process(device, backend):
+    """With replicas by host memory, and from peer to peer; on NCCL the host waits nowhere between the rows."""
+    if backend != "gloo":
+        if device.type == "cpu":
+            pytest.skip("NCCL needs a GPU")
+        version = torch.cuda.nccl.version()
+        if version[:2] < MULTI_RANK_NCCL:
+            pytest.skip(f"NCCL {version} refuses two ranks on one card, before {MULTI_RANK_NCCL}")
+    with closing(workers(RANKS, device, backend)) as started:
+        if any(started.run(is_refused, device)):
+            pytest.skip("the card takes no second process")
+        answers = {path: started.run(on_two_ranks, device, path, backend != "gloo") for path in ("host", "direct")}
+    expected = alone(RANKS, device)
+    for path, by_rank in answers.items():
+        outcomes = [outcome for outcome, _, _ in by_rank]
+        logits = [one for found, _ in outcomes for one in found]
+        assert distance((logits, outcomes[0][1]), expected) < CLOSE
+        for _, moved, places in by_rank:
+            other = "direct" if path == "host" else "host"
+            assert moved[path] > 0
+            assert moved[other] == 0
+            assert not places
+
+
+def is_refused(rank, device):
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def on_two_ranks(rank, device, path, counts_waits):
+    """A step whose replicas come by one path: its outcome, bytes that were fetched, and places of waits."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bench, step = bench_on(rank, RANKS, device), 0
+    topology = split_plan(step, bench.counts_MLGE, bench.placed.home_LE).topology
+    options = TransferOptions(paths=path, timeout_s=TIMEOUT_S)
+    with closing(TransferEngine(bench.placed.homes, topology, options, PeerGroup(timeout_s=TIMEOUT_S))) as engine:
+        engine.publish()
+        bench.placed.use(engine)
+        outcome = step_under(bench, step)
+        fetched = [record for record in engine.take_records() if record.kind == "fetch"]
+        places = launch_waits(partial(step_under, bench, step)) if counts_waits else []
+    moved = {kind: sum(getattr(record, f"{kind}_bytes") for record in fetched) for kind in ("host", "direct")}
+    dist.barrier()
+    return outcome, moved, places
+
+
+def waits_of_a_step(device):
+    if not waits_are_seen(device):
+        return None
+    return launch_waits(partial(step_under, bench_on(0, 1, device, torch.bfloat16), 0))
+
+
+def test_a_planned_step_waits_for_the_device_nowhere_between_its_rows(one):
+    places = one(waits_of_a_step)
+    if places is None:
+        pytest.skip("no wait for a device is seen here; tests/ep/test_host_waits.py counts on a stand-in")
+    assert places == []
+
+
+def test_sessions_wait_for_the_device_nowhere(device):
+    if not waits_are_seen(device):
+        pytest.skip("no wait for a device is seen here; tests/adapters/hf/test_host_waits.py counts on a stand-in")
+    case = Case.of(FAMILIES[0], device, torch.bfloat16)
+
+    def forward():
+        with torch.no_grad():
+            case.routed.model(**case.batch, use_cache=False)
+
+    def inside(opened):
+        def run():
+            with opened():
+                forward()
+
+        return run
+
+    unpatched = len(waits_on_cuda(forward))
+    routed = case.routed
+    replay = partial(routed.replay, case.foreign)
+    for opened in (replay, partial(replay, telemetry=True), routed.record):
+        places = waits_on_cuda(inside(opened))
+        assert len(places) == unpatched, places
