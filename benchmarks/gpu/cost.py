@@ -100,17 +100,6 @@ def run(figures: Figures) -> None:
     ratio("prefill_recording_margins", in_session(partial(routed.record, margins=True), prefill), prefill)
     decode, steps = _decoding(figures, model, vocabulary)
     _decode(figures, routed, decode, recorded(decode), steps)
-    padded = partial(forward, attention_mask=torch.ones_like(batch))
-    _waits(
-        figures,
-        {
-            "replay": (replayed(forward), forward),
-            "replay_without_telemetry": (without_telemetry(forward), forward),
-            "replay_with_mask": (replayed(padded), padded),
-            "recording": (recorded(forward), forward),
-            f"recording_of_{steps}_decode_steps": (recorded(decode), decode),
-        },
-    )
     _memory(
         figures,
         model,
@@ -128,6 +117,17 @@ def run(figures: Figures) -> None:
             "replay": replayed(forward),
             "replay_without_telemetry": without_telemetry(forward),
             "recording": recorded(forward),
+        },
+    )
+    padded = partial(forward, attention_mask=torch.ones_like(batch))
+    _waits(
+        figures,
+        {
+            "replay": (replayed(forward), forward),
+            "replay_without_telemetry": (without_telemetry(forward), forward),
+            "replay_with_mask": (replayed(padded), padded),
+            "recording": (recorded(forward), forward),
+            f"recording_of_{steps}_decode_steps": (recorded(decode), decode),
         },
     )
 
@@ -202,15 +202,22 @@ def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
     """Of the host for the device in a session, its opening and its end, beyond those of the unpatched work.
 
     Only a GPU is waited for; `python -m benchmarks replay` counts on a device that stands in for one.
+
+    Raises:
+        AssertionError: when a session adds one.
     """
     if not waits_are_seen(figures.device):
         return
     own: list[str] = []
+    most = 0
     for name, (candidate, baseline) in kinds.items():
         whole, without = waits_on_cuda(candidate), waits_on_cuda(baseline)
         own += dict.fromkeys(f"{name}: {place}" for place in whole if place.startswith("foreroute/"))
         figures.record(**{f"syncs_added_by_{name}": len(whole) - len(without)})
+        most = max(most, len(whole) - len(without))
     figures.record(syncs_added_by_replay_aim="<= 0", syncs_of_foreroute=own)
+    if most > 0:
+        raise AssertionError(f"a session adds {most} waits of the host; foreroute's own are at {own}")
 
 
 def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -> None:

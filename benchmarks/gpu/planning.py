@@ -1,8 +1,8 @@
 """Plans of a step on 64 ranks: time per cell on one thread and on all cores, and what they balance.
 
 The workload is the one of `benchmarks/planner.py`: 32 micro-steps of 48 layers with 128 experts, in nodes of 8 ranks.
-The GPU has no part in it; its machine's cores have, beside which a step runs. Every number of threads must make the
-same plan.
+The GPU has no part in it; its machine's cores have, beside which a step runs. That every number of threads makes the
+same valid plan is shown by tests/planner.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu.figures import Figures
 from benchmarks.harness.schedule_bench import host_work
 from foreroute.costs.presets import HARDWARE
-from foreroute.ep.transfer.consensus import plan_digest
 from foreroute.plan import PlanOptions, StepPlan, Topology
-from foreroute.plan.checker import verify
 from foreroute.planner import plan
 from foreroute.simulate.workload import WORKLOADS
 
@@ -46,27 +43,16 @@ def run(figures: Figures) -> None:
     figures.record(compile_planner_s=round(figures.timed(lambda: _planned(small.counts(), topology, 1)), 2))
     counts = workload.draw(seed=1, step=1).counts()
     figures.record(ranks=workload.num_ranks, layers=counts.shape[1], micro_steps=counts.shape[0], cores=cores)
-    require_equal({n: _planned(counts, topology, n) for n in threads})
     _balance(figures, counts, topology)
     _times(figures, counts, topology, threads)
-    verify(_planned(counts, topology, threads[-1]), counts)
     if figures.seconds_left > LEAST_TO_COMPILE_S or not figures.full:
         compiling = figures.timed(lambda: _planned(small.counts(), topology, 1, MOVES))
         figures.record(compile_homes_s=round(compiling, 2))
-        require_equal({n: _planned(counts, topology, n, MOVES) for n in threads})
         moving = [figures.timed(lambda: _planned(counts, topology, threads[-1], MOVES)) for _ in range(3)]
         figures.record(step_with_homes_all_cores_ms=round(statistics.median(moving) * 1e3, 2))
     for figure, by in host_work(REPEATS).items():
         figures.record(**{f"{figure}_{name}": round(value, 4) for name, value in by.items()})
     figures.record(host_ms_per_cell_aim="<= 0.05", schedule_us_per_cell_aim="<= 20")
-
-
-def require_equal(plans: dict[int, StepPlan]) -> None:
-    """Raise `AssertionError` unless plans by number of threads are equal bit for bit."""
-    digests = {n: plan_digest(each) for n, each in plans.items()}
-    for (n, one), (m, other) in pairwise(digests.items()):
-        if one != other:
-            raise AssertionError(f"the plan on {n} threads is {one}, on {m} threads {other}")
 
 
 def _planned(counts: NDArray[np.int32], topology: Topology, threads: int, home_moves: int = 0) -> StepPlan:

@@ -2,12 +2,11 @@
 
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.gpu import mismatch, planning
+from benchmarks.gpu import mismatch
 from benchmarks.gpu.figures import Figures
 from foreroute.adapters import hf
 from foreroute.testing.models import round_by_shape
@@ -69,14 +68,3 @@ def test_a_replay_that_brings_nothing_nearer_is_seen(figures, monkeypatch):
     monkeypatch.setattr(mismatch, "_between", lambda *_: Same())
     with pytest.raises(AssertionError, match="expected less"):
         mismatch.run(figures)
-
-
-def test_a_plan_that_depends_on_the_number_of_threads_is_seen(figures, monkeypatch):
-    plan = planning.plan
-
-    def unsteady(counts, topology, options):
-        return plan(counts, topology, replace(options, tolerance=0.1 if options.threads == 2 else 0.02))
-
-    monkeypatch.setattr(planning, "plan", unsteady)
-    with pytest.raises(AssertionError, match="the plan on 1 threads is "):
-        planning.run(figures)

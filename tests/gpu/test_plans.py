@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from benchmarks.gpu.counting import launch_waits, waits_are_seen, waits_on_cuda
+from benchmarks.gpu.counting import launch_waits, waits_are_seen
 from benchmarks.harness.execution_bench import SIZES, Bench, drawn
 from benchmarks.harness.host_path import HostPath
 from foreroute.adapters import hf
@@ -21,7 +21,6 @@ from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.testing.ranks import Workers
 from tests.ep.planned import split_plan
-from tests.gpu.bits import FAMILIES, Case
 from tests.gpu.test_jobs import check_fsdp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -243,27 +242,3 @@ def test_a_planned_step_waits_for_the_device_nowhere_between_its_rows(one):
     if places is None:
         pytest.skip("no wait for a device is seen here; tests/ep/test_host_waits.py counts on a stand-in")
     assert places == []
-
-
-def test_sessions_wait_for_the_device_nowhere(device):
-    if not waits_are_seen(device):
-        pytest.skip("no wait for a device is seen here; tests/adapters/hf/test_host_waits.py counts on a stand-in")
-    case = Case.of(FAMILIES[0], device, torch.bfloat16)
-
-    def forward():
-        with torch.no_grad():
-            case.routed.model(**case.batch, use_cache=False)
-
-    def inside(opened):
-        def run():
-            with opened():
-                forward()
-
-        return run
-
-    unpatched = len(waits_on_cuda(forward))
-    routed = case.routed
-    replay = partial(routed.replay, case.foreign)
-    for opened in (replay, partial(replay, telemetry=True), routed.record):
-        places = waits_on_cuda(inside(opened))
-        assert len(places) == unpatched, places
