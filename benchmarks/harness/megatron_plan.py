@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
+from benchmarks.harness.executor_counts import launches, posting
 from benchmarks.harness.pairs import compare, near_one
 from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
 from foreroute import layout, planner
@@ -53,6 +54,11 @@ SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
 OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
 PLANNED = PlanOptions(tolerance=0.02, slots="shared")
+NAMES = (
+    *("planned_over_static", "predicted_planned_over_static", "static_imbalance", "attached_ratio"),
+    *("collectives_saved", "host_waits", "waits_per_layer"),
+    *("posted_behind_rows", "fetches_per_cell", "votes_per_step", "aten_over_unpatched"),
+)
 Parts = tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]
 
 
@@ -60,12 +66,12 @@ def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: b
     """Ratios of seconds, `planned_over_static` by stage and skew and `attached_ratio`, and what goes with them.
 
     Beside them `predicted_planned_over_static` by stage and skew, None where it is not asked for, `static_imbalance` by
-    skew, `collectives_saved` and `host_waits`. Ratios are medians over pairs that were run in turn, with the 95 %
+    skew, `collectives_saved` and `host_waits`, the most of these per layer and micro-step under a plan, and what one
+    rank posts, asks and launches (`Bench.counted`). Ratios are medians over pairs that were run in turn, with the 95 %
     interval of the median; None without two cores.
     """
     if len(os.sched_getaffinity(0)) < 2:
-        names = ("planned_over_static", "static_imbalance", "attached_ratio", "collectives_saved", "host_waits")
-        return dict.fromkeys((*names, "predicted_planned_over_static"))
+        return dict.fromkeys(NAMES)
     parts: Parts = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
     found, cases, others = parts
     config = processes_config(
@@ -116,6 +122,8 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str], round
         (gathers, waits), (gathers_left, waits_left) = counted.asked(False), counted.asked(True)
         found["collectives_saved"][recompute] = gathers - gathers_left
         found["host_waits"][recompute] = {"static": waits, "planned": waits_left}
+    found["waits_per_layer"] = max(waits["planned"] for waits in found["host_waits"].values())
+    found |= Bench(rank, num_ranks, SKEWS["middle"], {}).counted()
     others = []
     for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ()):
         bench.take_routes(rank, skew, (sequences, SHAPE[1]))
@@ -201,6 +209,23 @@ class Bench:
             self.step(self.steps("")[0].plan if planned else None, False)
         cells = len(self._batches) * SIZES["num_layers"]
         return gathers.call_count / cells, waits.call_count / cells
+
+    def counted(self) -> dict[str, float]:
+        """What the second of two planned steps posts and asks, and operators over those of the unpatched model."""
+        plan = self._planned(self._counts_MLGE, PLANNED)
+        self.step(plan, False)
+        layers = [module for module in self._model.modules() if type(module).__name__ == "MoELayer"]
+        with posting(layers) as posted, self._routed.execute(plan, self._counts_MLGE, self._shards):
+            begun = posted.questions
+            _run(self._model, self._routed.replaying(forward_step), self._batches)
+            asked = posted.questions - begun
+        unpatched = self.without_routes()[1]
+        return {
+            "posted_behind_rows": posted.num_behind_rows / posted.num_fetches,
+            "fetches_per_cell": posted.num_fetches / int((plan.num_replicas_ML > 0).sum()),
+            "votes_per_step": asked,
+            "aten_over_unpatched": round(launches(lambda: self.step(plan, False)) / launches(unpatched), 4),
+        }
 
 
 def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:

@@ -108,7 +108,8 @@ class Workers:
         Args:
             function: of a module that ranks can import.
             args: behind the rank.
-            dying: ranks that end without an answer, as the function has them; None is theirs.
+            dying: ranks that end without an answer, as the function has them; None is theirs. The others end behind
+                their answer, as processes that fail do, and their connections with them.
 
         Raises:
             WorkersError: with the traceback of every rank that raised, and what one that died printed last, without
@@ -126,13 +127,13 @@ class Workers:
     def _call(
         self, function: Callable[..., Any], args: tuple[Any, ...], grace_s: float, dying: Collection[int] = ()
     ) -> list[Any]:
-        self._send((function, args))
+        self._send((function, args, bool(dying)))
         answers = self._answers(self.timeout_s, grace_s, dying)
         # only now is no rank in need of a group that another gives up
-        self._send((_clear, ()))
+        self._send((_clear, (), False))
         return answers
 
-    def _send(self, order: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+    def _send(self, order: tuple[Callable[..., Any], tuple[Any, ...], bool]) -> None:
         for pipe in self._pipes:
             with suppress(OSError):  # of a process that is gone
                 pipe.send(order)
@@ -248,7 +249,7 @@ def _serve(rank: int, num_ranks: int, backend: str, folder: str, pipe: Connectio
     pipe.send("ready")
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, is_last = pipe.recv()
         except EOFError:
             return
         if function is _clear:
@@ -259,6 +260,8 @@ def _serve(rank: int, num_ranks: int, backend: str, folder: str, pipe: Connectio
         except BaseException as error:  # pytest's failures are no exceptions
             answer = Raised(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(answer)
+        if is_last:
+            return
         del answer
 
 
