@@ -65,7 +65,7 @@ def _counted(bench: Bench) -> dict[str, float]:
         bench.placed.begin_step(0, plan, bench.counts_MLGE, bench.rows_M)
     with posting(layers) as posted:
         bench.step(plan)
-    lent = int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])
+    lent = int(plan.num_replicas_ML.sum()) * expert_bytes(bench.placed.homes[0])
     model = hf.build_model("qwen3_moe", seed=0, **SIZES)
 
     def unpatched() -> None:
