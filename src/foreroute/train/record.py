@@ -189,10 +189,7 @@ def step_record(
 
 def mismatch_of(generation: Generation, result: Recomputed) -> tuple[TokenMismatch, RoutingMismatch]:
     """Compare trainer and engine: log-probs of response tokens, routes of all tokens that both routed."""
-    return (
-        token_mismatch(result.logprobs_R, generation.logprobs_R),
-        routing_mismatch(generation.trace, result.executed),
-    )
+    return token_mismatch(result.logprobs_R, generation.logprobs_R), routing_mismatch(generation.trace, result.executed)
 
 
 def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchRecord:
