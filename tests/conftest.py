@@ -36,6 +36,18 @@ def pytest_configure(config):
 
 
 @pytest.fixture
+def no_graphs_left():
+    """What `torch.compile` made before is forgotten, and what the test makes."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def unpainted(monkeypatch):
     """Painting the pictures of a page takes a second; they are made up to there, and told in words."""
     from matplotlib.figure import Figure

@@ -5,6 +5,7 @@ Each test stands behind the function that worker processes run for it.
 
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.local_models import load_local
+from foreroute.errors import ConfigError
 from foreroute.testing.models import FAMILIES, tiny
 from tests.ep.test_state_dict import home_LE
 
@@ -115,6 +117,11 @@ def saved(rank, folder, family):
     """How saving under homes of no order ends, in a good place and in bad ones, and whether it loads again."""
     placed = hf.distribute(tiny(family, seed=1), home_LE=home_LE(family, 2), timeout_s=20)
     ended = []
+    with (
+        mock.patch.object(type(placed.model), "save_pretrained", side_effect=ValueError("no room")),
+        pytest.raises(ConfigError, match=r"rank 0: .* cannot be written \(no room\); name a new folder"),
+    ):
+        hf.save_pretrained(placed, folder)
     for target in (folder.parent / "nowhere" / "model", folder, folder):
         try:
             hf.save_pretrained(placed, target)
@@ -133,7 +140,7 @@ def test_ranks_write_the_folder_of_the_whole_model(workers, tmp_path, family):
         assert ended[1] == "saved"
         assert ended[0].startswith("ConfigError: rank 0: ")
         assert "No such file" in ended[0]
-        assert ended[2].endswith("(it is there already); name a new folder")
+        assert ended[2].endswith("(it is there already); name a new folder with room for it")
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left of the refused"
     plain.save_pretrained(tmp_path / "plain")
     ours, theirs = (

@@ -12,17 +12,9 @@ from tests.adapters.hf.family_checks import foreign_routes
 from tests.gpu import bits
 from tests.gpu.bits import Case, distance, logits_of, step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.usefixtures("no_graphs_left")]
 NEAR = 5e-2
 """Of logits of the eager model, in bfloat16."""
-
-
-@pytest.fixture(autouse=True)
-def no_graphs_left():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def has_inductor(device):

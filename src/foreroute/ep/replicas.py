@@ -10,12 +10,12 @@ happens to the rows of a cell, and so backward meets them in the reverse order:
 gradients travel, backward computes the home experts and sends the gradients of rows back. The order is the same on all
 ranks, since they make the same nodes, those without a replica too.
 
-What experts are made of, and what computes them, differs between frameworks: see the methods of `Replicas` that raise
-`NotImplementedError`.
+What experts are made of, and what computes them, differs between frameworks: see the abstract methods of `Replicas`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.autograd import Function
 from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, ReplicaWeights
 
 
-class Replicas:
+class Replicas(ABC):
     """The replicas of one pass over one cell, on any rank of the group.
 
     Args:
@@ -110,26 +110,27 @@ class Replicas:
         returned, self._pending = self._pending.wait(), None
         return returned
 
+    @abstractmethod
     def parameters(self) -> list[Tensor]:
         """The parameters of the home experts."""
-        raise NotImplementedError
 
     def passed_on(self) -> list[Tensor]:
         """Views of `parameters`, if home experts compute with them, so that their gradients come to `add_home`."""
         return []
 
+    @abstractmethod
     def borrowed(self) -> list[Tensor]:
         """The weights of the replicas here, as what computes them takes them."""
-        raise NotImplementedError
 
     def untrained(self, borrowed: list[Tensor]) -> list[Tensor]:
         """Those of the borrowed weights that get no gradient."""
         return []
 
+    @abstractmethod
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """What to send home, name -> [replicas here, ...], of the gradients of `borrowed`; None where no row came."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_home(self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Add what came home to the gradients of this rank's experts.
 
@@ -140,7 +141,6 @@ class Replicas:
         Returns:
             The gradients of `parameters`, for autograd.
         """
-        raise NotImplementedError
 
 
 class BringHome(Function):

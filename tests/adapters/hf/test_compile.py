@@ -29,12 +29,7 @@ BATCH = batch_of(9, 6, 4)
 OTHER = batch_of(9, 6, 4, seed=5)
 
 
-@pytest.fixture(autouse=True)
-def no_graphs_left():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_graphs_left")
 
 
 def graphs():

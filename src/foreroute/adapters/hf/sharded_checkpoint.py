@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -118,44 +117,45 @@ def save_pretrained(placed: ExpertParallelModel, folder: str | os.PathLike[str])
         ConfigError: on every rank alike, when rank 0 cannot write it.
         TransferError: when a rank does not answer.
     """
-    target, writer = Path(folder), _Writer()
+    writer = _Writer(Path(folder))
 
     def on_first_rank(work: Callable[[], None]) -> None:
-        problem = None
+        problem: Exception | None = None
         if placed.consensus.rank == 0:
             try:
                 work()
-            except OSError as error:
-                problem = f"{target} cannot be written ({error.strerror or error}); name a new folder"
-        if objections := placed.consensus.objections(problem, f"writing {target}"):
-            raise ConfigError(objections[0])
+            except Exception as error:  # transformers and safetensors raise what they like, and all ranks end alike
+                problem = error
+                writer.close()
+        reason = None if problem is None else getattr(problem, "strerror", None) or str(problem)
+        said = None if reason is None else f"{folder} cannot be written ({reason}); name a new folder with room for it"
+        if objections := placed.consensus.objections(said, f"writing {folder}"):
+            raise ConfigError(objections[0]) from problem
 
-    try:
-        on_first_rank(partial(writer.begin, target))
-        for state in placed.state_dicts():
-            on_first_rank(partial(writer.add, placed.model, state))
-        on_first_rank(partial(writer.end, target))
-    finally:
-        writer.close()
+    on_first_rank(writer.begin)
+    for state in placed.state_dicts():
+        on_first_rank(partial(writer.add, placed.model, state))
+    on_first_rank(writer.end)
 
 
 class _Writer:
-    """Of a folder beside its place, which is put there when it is complete."""
+    """Of a folder beside its place, which is put there when it is complete. What a killed one left is replaced."""
 
-    def __init__(self) -> None:
-        self._folder: Path | None = None
+    def __init__(self, target: Path) -> None:
+        self._target, self._folder = target, target.with_name(f".{target.name}.part")
         self._file_of: dict[str, str] = {}
-        self._num_bytes = 0
+        self._num_files, self._num_bytes = 0, 0
 
-    def begin(self, target: Path) -> None:
-        if target.exists():
+    def begin(self) -> None:
+        if self._target.exists():
             raise FileExistsError(EEXIST, "it is there already")
-        self._folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        self.close()
+        self._folder.mkdir()
 
     def add(self, model: Any, state: Mapping[str, Tensor]) -> None:
         """Let transformers write a part of the weights, by the names that its files have, and take them up."""
-        assert self._folder is not None, "add comes after begin"
-        part, name = self._folder / "part", f"model-{len(set(self._file_of.values())) + 1:05}.safetensors"
+        self._num_files += 1
+        part, name = self._folder / "part", f"model-{self._num_files:05}.safetensors"
         with loading():
             model.save_pretrained(part, state_dict=dict(state), max_shard_size=MOST_BYTES)
         with safe_open(part / "model.safetensors", framework="pt") as file:
@@ -166,17 +166,13 @@ class _Writer:
             other.rename(self._folder / other.name)
         part.rmdir()
 
-    def end(self, target: Path) -> None:
-        assert self._folder is not None, "end comes after begin"
+    def end(self) -> None:
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._file_of}
         (self._folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        self._folder.chmod(0o755)  # temporary folders are their owner's alone
-        self._folder.rename(target)
-        self._folder = None
+        self._folder.rename(self._target)
 
     def close(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _is_read(name: str, here: range) -> bool:
