@@ -136,15 +136,20 @@ class Bench:
         """Forward and backward of all micro-batches; their losses by token."""
         return _step(self.model, forward_step, [{"tokens": each} for each in self.tokens])
 
-    def replayed(self, *, telemetry: bool = False, traces: list[RoutingTrace] | None = None) -> Callable[[], Losses]:
-        """The same on its own routes, or on others, which are placed here too."""
+    def shards(self, traces: list[RoutingTrace] | None = None) -> list[Any]:
+        """Its own routes as micro-batches bring them, or others."""
+        placed = [(trace, layout.pad(trace.lengths, side="right", order="sbhd")) for trace in traces or self.traces]
+        return [self.routed.shard(*each) for each in placed]
+
+    def replayed(
+        self, *, telemetry: bool = False, traces: list[RoutingTrace] | None = None, shards: list[Any] | None = None
+    ) -> Callable[[], Losses]:
+        """The same on its own routes, or on others, which are placed in the step unless they are given as `shards`."""
         forward = self.routed.replaying(forward_step, telemetry=telemetry)
 
         def run() -> Losses:
-            batches = []
-            for tokens, trace in zip(self.tokens, traces or self.traces, strict=True):
-                whole = layout.pad(trace.lengths, side="right", order="sbhd")
-                batches.append({"tokens": tokens, "routes": self.routed.shard(trace, whole)})
+            routes = self.shards(traces) if shards is None else shards
+            batches = [{"tokens": t, "routes": r} for t, r in zip(self.tokens, routes, strict=True)]
             return _step(self.model, forward, batches)
 
         return run

@@ -10,6 +10,8 @@ another. A small number means that a reader can follow the work.
     replayed_rows      the same, of rows made once, as in an update after the recompute and in later epochs
     replayed_tensors   the same of integer tensors, by `foreroute.core` alone
     planned_cell       the forward of one layer's experts in the executor, in a group of one rank
+    planned_cell_megatron
+                       the same on Megatron-Core, from the output of the router to that of the layer
     training_step      one step of the reference trainer, in one process; files of `train/` alone
 """
 
@@ -24,20 +26,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import foreroute as fr
+from benchmarks.megatron import Bench, start
 from foreroute.adapters import hf
 from foreroute.core import attach
 from foreroute.ep import BatchRows
-from foreroute.plan import Links, Topology
+from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.train import parse_config, train
 from foreroute.train.loop import Trainer
 
 PACKAGE = Path(fr.__file__).parent
 LAYERS = 4
+LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "moe_intermediate_size": 16,
@@ -133,6 +138,8 @@ def measure(folder: Path) -> dict[str, Way]:
         "replayed_tensors": way_of(replay_tensors),
         "planned_cell": planned_cell(folder),
         "training_step": training_step(folder),
+        # it stands in for a GPU in the whole process
+        "planned_cell_megatron": planned_cell_megatron(folder),
     }
 
 
@@ -148,8 +155,7 @@ def planned_cell(folder: Path) -> Way:
     rows = BatchRows.replayed(trace, ids)
     assert rows.routed_LE is not None, "they are replayed"
     counts_MLGE = rows.routed_LE[None, :, None]
-    links = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
-    topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=links)
+    topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
     plan = fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE)
     experts = routed.model.model.layers[1].mlp.experts
     ways: list[Way] = []
@@ -166,6 +172,37 @@ def planned_cell(folder: Path) -> Way:
             loss = routed.model(ids).logits.square().mean()
         loss.backward()
         placed.sum_gradients()
+    dist.destroy_process_group()
+    return ways[-1]
+
+
+def planned_cell_megatron(folder: Path) -> Way:
+    """The same in Megatron's schedule, from the first step of a layer behind its router on."""
+    start(str(folder), torch.device("cpu"))
+    bench = Bench.of({})
+    shards = bench.shards()
+    counts_MLGE = bench.routed.gather_counts(shards)
+    topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
+    plan = fr.planner.plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=bench.routed.home_LE)
+    block = bench.model.decoder.layers[1].mlp
+    ways: list[Way] = []
+
+    @contextmanager
+    def beginning(block: Any) -> Iterator[None]:
+        preprocess = block.preprocess
+
+        def begin(*args: Any) -> Any:
+            ways.append(Way())
+            sys.setprofile(ways[-1]._note)
+            return preprocess(*args)
+
+        with mock.patch.object(block, "preprocess", begin):
+            yield
+
+    block.register_forward_hook(lambda *_: sys.setprofile(None))
+    for _ in range(2):
+        with bench.routed.execute(plan, counts_MLGE, shards), beginning(block):
+            bench.replayed(shards=shards)()
     dist.destroy_process_group()
     return ways[-1]
 
@@ -202,7 +239,7 @@ def main() -> None:
         ways = measure(Path(folder))
     for name, way in ways.items():
         counts = way.counts()
-        print(f"{name:18}" + "".join(f"{what} {count:4d}  " for what, count in counts.items()))
+        print(f"{name:22}" + "".join(f"{what} {count:4d}  " for what, count in counts.items()))
         if "--way" in sys.argv:
             print(*(f"    {each}" for each in way.files), sep="\n")
     if "--json" in sys.argv:

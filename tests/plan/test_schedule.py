@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.ep.layer import expand
+from foreroute.ep.dispatch import expand
 from foreroute.errors import PlanError
 from foreroute.plan import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule_kernels import colour_edges

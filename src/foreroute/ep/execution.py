@@ -14,11 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from foreroute.core.recompute import bind
+from foreroute.ep.dispatch import CellRows, MicroStepRows, gather_counts
 from foreroute.ep.transfer import Cell, ReplicaWeights
-from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
-from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.plan import CellPlan, ExecutionSchedule, StepPlan
 from foreroute.trace import RoutingTrace, add_assignments
 
 
@@ -139,6 +139,7 @@ class Execution:
         self._recomputing = 0
         self._differs: dict[int, Tensor] = {}
         self._indices: dict[str, Tensor | None] = {}
+        self._rows: MicroStepRows | None = None
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -183,11 +184,15 @@ class Execution:
             return None
         return Cell(self.active_plan.step, self.micro_step, layer), plan, self.active_plan.weights
 
-    def schedule(self, layer: int) -> CellSchedule | None:
-        """What this rank does in a cell whose counts were known ahead; None where it depends on what is found now."""
+    def rows_of(self, layer: int, device: torch.device) -> CellRows | None:
+        """The rows of a cell whose counts were known ahead; None where they depend on what is found now."""
         if self.active_plan is None or self.exchanges:
             return None
-        return self.active_plan.schedule.cell(self.micro_step, layer)
+        if self._rows is None:
+            schedule = self.active_plan.schedule
+            cells = {each: schedule.cell(self.micro_step, each) for each in range(self.num_layers)}
+            self._rows = MicroStepRows(cells, device)
+        return self._rows[layer]
 
     def what(self, layer: int) -> str:
         """The cell in words."""
@@ -213,12 +218,10 @@ class Execution:
         if self.rows.planned_N is not None:
             planned = self._rows_in("planned", self.rows.planned_N, ids_NK.device)
         mine = torch.stack([_count(ids_NK, planned, num_experts), sent_E])
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        with collective_errors(f"the counts of {self.what(layer)}", self.group):
-            dist.all_gather(parts, mine, group=self.group)
-        planned_GE, sent_GE = torch.stack(parts, dim=1).cpu().numpy()
+        planned_GE, sent_GE = gather_counts(self.group, mine, self.what(layer))
         self._require_planned(layer, planned_GE)
-        return np.asarray(sent_GE)
+        exchanged_GE: NDArray[np.int64] = sent_GE
+        return exchanged_GE
 
     def end(self) -> RouterCheck:
         """The forward is over. What its routers did is brought to the host, which does not wait for it.

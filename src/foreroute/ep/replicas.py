@@ -39,6 +39,7 @@ class Replicas(ABC):
     Attributes:
         cell: the same.
         home: the same.
+        served: the same.
         weights: name -> [replicas here, ...] in ascending order of slot, while they are needed: in `borrow` until
             `give_up`, and in backward until gradients are sent home.
     """
@@ -49,7 +50,8 @@ class Replicas(ABC):
         self.cell = cell
         self.home = home
         self.weights: dict[str, Tensor] = {}
-        self._source, self._served, self._is_recompute = source, served, is_recompute
+        self.served = served
+        self._source, self._is_recompute = source, is_recompute
         self._fetch: Fetch | None = None
         self._pending: GradientReturn | None = None
         self._anchor: Tensor | None = None
@@ -98,13 +100,13 @@ class Replicas(ABC):
 
     def send_home(self, grads: Sequence[Tensor | None]) -> None:
         """Begin to return the gradients of `borrowed` weights. All ranks call it."""
-        if self._served:
+        if self.served:
             self._pending = self._source.send_home(self.cell, self.gradients(grads))
         self.weights = {}
 
     def wait_home(self) -> dict[str, dict[int, Tensor]]:
         """The gradients of replicas elsewhere, see `GradientReturn.wait`."""
-        if not self._served:
+        if not self.served:
             return {}
         assert self._pending is not None, "Borrow comes first, which alone is given the scalar of BringHome"
         returned, self._pending = self._pending.wait(), None

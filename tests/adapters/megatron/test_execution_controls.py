@@ -1,14 +1,13 @@
 """What the comparisons of executed plans must see: each way of getting replicas wrong is far from the static run."""
 
+import dataclasses
 import types
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
-from foreroute.adapters.megatron.plan_execution import columns
 from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution import layer as layers
 from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
@@ -66,20 +65,43 @@ def test_gradients_that_are_late_for_their_bucket():
 
 @on_ranks(2)
 def test_an_expert_that_is_looked_for_in_the_slot_of_another():
-    """After homes have moved: two experts of the first rank change their columns, in all layers."""
+    """After homes have moved: two experts of the first rank change places, in all layers."""
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2, packed=True)))
-    row_of = columns.home_row_E
+    parameters_of = executions.home_parameters
 
-    def swapped(home_E):
-        row_E = row_of(home_E)
-        first = np.flatnonzero(home_E == 0)[:2]
-        row_E[first] = row_E[first[::-1]]
-        return row_E
+    def swapped(site):
+        found = parameters_of(site)
+        experts = site.block.experts.local_experts
+        experts._modules["0"], experts._modules["1"] = experts[1], experts[0]
+        return found
 
     plain = trained(case, None, steps=1)
     assert max(furthest(trained(case, "homes", steps=1), plain).values()) == 0.0
-    with mock.patch.object(columns, "home_row_E", swapped):
+    with mock.patch.object(executions, "home_parameters", swapped):
         apart = furthest(trained(case, "homes", steps=1), plain)
+    assert apart["losses"] > SEEN, apart
+
+
+class Other:
+    """Stands for another pass of the same shape."""
+
+    def __init__(self, current):
+        self.rows = current.rows
+
+
+@on_ranks(2)
+def test_an_uploaded_index_of_another_micro_step():
+    """The rows that are sent are those of the micro-step before, on all ranks; as many as there should be."""
+    case = in_float64(ExecutionCase(Cell(ep=2, layers=2)))
+    rows_of = PlanExecution._rows_of
+
+    def of_another(self, current, micro_step, layers):
+        own, before = rows_of(self, current, micro_step, layers), rows_of(self, Other(current), micro_step - 1, layers)
+        return {layer: dataclasses.replace(own[layer], taken_R=before[layer].taken_R) for layer in layers}
+
+    plain = trained(case, None, steps=1)
+    with mock.patch.object(PlanExecution, "_rows_of", of_another):
+        apart = furthest(trained(case, "planned", steps=1), plain)
     assert apart["losses"] > SEEN, apart
 
 
@@ -88,19 +110,27 @@ def test_an_expert_that_is_looked_for_in_the_slot_of_another():
 def test_the_key_of_the_latest_forward():
     """A recomputation that takes the cell of whatever ran last, as a global variable would say. Seen on two stages."""
     case = in_float64(ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4))
-    latest = []
-    begin_pass, replayed = PlanExecution.begin_pass, executions._replayed
+    latest, rows_of = [], PlanExecution._rows_of
+    begin_pass, micro_step = PlanExecution.begin_pass, executions._micro_step
 
     def begin(self, chunk, shard):
         latest[:] = [begin_pass(self, chunk, shard)]
         return latest[0]
 
     def of_latest(passes, site):
-        rows, is_recompute, _ = replayed(passes, site)
-        return rows, is_recompute, latest[0]
+        micro_step(passes, site)
+        return latest[0]
+
+    def anew(self, *what):
+        self._rows.clear()
+        return rows_of(self, *what)
 
     plain = trained(case, None, steps=1)
-    with mock.patch.object(PlanExecution, "begin_pass", begin), mock.patch.object(executions, "_replayed", of_latest):
+    with (
+        mock.patch.object(PlanExecution, "begin_pass", begin),
+        mock.patch.object(executions, "_micro_step", of_latest),
+        mock.patch.object(PlanExecution, "_rows_of", anew),
+    ):
         apart = furthest(trained(case, "planned", steps=1), plain)
     assert apart["gradients"] > SEEN, apart
 

@@ -45,7 +45,7 @@ class Sending(DirectWeights):
         self._orders[3, True] = orders
         self.begin_step(7, made, SimpleNamespace(cell=lambda m, layer: None), updating=True)
 
-    def _begin(self, cell, moves):
+    def _begin(self, cell):
         if not self._has_replicas(cell):
             return Fetch(cell, dict)
         self.begun.append(Sent(cell))
@@ -158,7 +158,7 @@ def rows_before(log, place):
 @contextlib.contextmanager
 def told(log):
     """Writes down in which order layers begin, and rows and weights are posted."""
-    begin, all_to_all, fill = PeerGroup.begin, dist.all_to_all_single, PlannedLayer._fill_columns
+    begin, all_to_all, fill = PeerGroup.begin, dist.all_to_all_single, PlannedLayer._preprocess
 
     def beginning(peers, sends, receives, what):
         if what.startswith("fetching"):
@@ -168,6 +168,6 @@ def told(log):
     with (
         mock.patch.object(PeerGroup, "begin", beginning),
         mock.patch.object(dist, "all_to_all_single", lambda *a, **k: log.append("rows") or all_to_all(*a, **k)),
-        mock.patch.object(PlannedLayer, "_fill_columns", lambda *a: log.append("layer") or fill(*a)),
+        mock.patch.object(PlannedLayer, "_preprocess", lambda *a: log.append("layer") or fill(*a)),
     ):
         yield

@@ -1,18 +1,24 @@
 """A chunk on a device that counts the waits of the host: replay adds none, and no optimizer steps on a wrong batch."""
 
 import contextlib
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
 from foreroute.adapters.megatron import model as routed_model
 from foreroute.adapters.megatron.forward_args import Call
 from foreroute.core.passes import LateChecks
+from foreroute.ep import dispatch
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import pack, pad
+from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import plan
 from foreroute.replay import Policy
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.executed_plans import LINKS
 from tests.adapters.megatron.forked_ranks import on_ranks
 
 WHOLE, SHORT = (on.WIDTH, on.WIDTH), (on.WIDTH, on.WIDTH - 5)
@@ -225,3 +231,29 @@ def test_without_gradients_a_wrapped_step_tells_at_its_end():
         run()
         other_token(there)
         on.refuses(BatchMismatchError, "token 0 in the batch", run)
+
+
+@on_ranks(1)
+def test_a_planned_forward_waits_for_nothing():
+    """Megatron's own dispatcher waits in every layer, for the rows that its masks select; under a plan nothing does."""
+    with chunk() as there, torch.no_grad():
+        routed, shard = there.routed, there.routed.shard(there.trace, there.layout)
+        counts_MLGE = routed.gather_counts([shard])
+        topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
+        made = plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=routed.home_LE)
+        unpatched = there.waits()
+        # what Megatron's model brings to the device in every forward
+        around_layers = there.device.reads["to the device"]
+        assert unpatched > around_layers
+        for is_spoilt in (False, True):
+            spoilt = mock.patch.object(dispatch, "expand", sized_on_the_device) if is_spoilt else nullcontext()
+            with spoilt, routed.execute(made, counts_MLGE, [shard]), routed.replay(shard):
+                assert there.waits() == around_layers + is_spoilt, there.device.reads
+
+
+def sized_on_the_device(runs, device):
+    """The control: as `expand`, with a size that the device has to tell. Once for all layers."""
+    start_B, length_B = torch.from_numpy(runs).to(device, non_blocking=True).unbind(1)
+    shift_B = start_B - (length_B.cumsum(0) - length_B)
+    rows = shift_B.repeat_interleave(length_B)
+    return rows + torch.arange(len(rows), device=device)

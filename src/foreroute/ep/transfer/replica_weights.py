@@ -133,7 +133,7 @@ class DirectWeights:
     def __init__(self, peers: PeerGroup) -> None:
         self.num_fetches, self.num_ahead = 0, 0
         self._peers = peers
-        self._plan: StepPlan | None = None
+        self._num_replicas_ML = np.zeros((0, 0), np.int64)
         self._schedule: ExecutionSchedule | None = None
         self._step = -1
         # by the number of micro-steps, and whether backward follows: the (micro-step, layer) of all visits of steps
@@ -158,7 +158,7 @@ class DirectWeights:
             PlanError: when it was made for another number of ranks.
         """
         require_ranks(plan, self._peers.size)
-        self._plan, self._schedule, self._step = plan, schedule, step
+        self._num_replicas_ML, self._schedule, self._step = plan.num_replicas_ML, schedule, step
         self.num_fetches, self.num_ahead = 0, 0
         self._kind = (plan.shape[0], updating)
         self._visits, self._expected = [], list(self._orders.get(self._kind, []))
@@ -174,7 +174,7 @@ class DirectWeights:
 
     def fetch(self, cell: Cell, home: Home, *, is_recompute: bool = False) -> Fetch:
         """As in `ReplicaWeights`; the tensors are new ones."""
-        moves = cell_of(self._schedule, self._step, cell)
+        _in_force(self._schedule, self._step, cell)
         if not is_recompute and (recomputed := self._recomputed.pop(cell, None)) is not None:
             return recomputed
         self._homes[cell.layer] = home
@@ -183,7 +183,7 @@ class DirectWeights:
         if fetch is not None and fetch.cell == cell:
             self._ahead = None
         else:
-            fetch, was_ahead = self._begin(cell, moves), False
+            fetch, was_ahead = self._begin(cell), False
         if self._has_replicas(cell):
             self.num_fetches, self.num_ahead = self.num_fetches + 1, self.num_ahead + was_ahead
             self._drop_ahead()  # if there is still one, the step has left its order
@@ -210,7 +210,7 @@ class DirectWeights:
             if cell.layer not in self._homes:
                 return
             if self._has_replicas(cell):
-                self._ahead = self._begin(cell, cell_of(self._schedule, self._step, cell))
+                self._ahead = self._begin(cell)
                 return
 
     def _visit(self, cell: Cell) -> None:
@@ -219,19 +219,20 @@ class DirectWeights:
         self._visits.append((cell.micro_step, cell.layer))
         self._expected = [order for order in self._expected if order[place : place + 1] == self._visits[place:]]
 
-    def _begin(self, cell: Cell, moves: CellSchedule) -> Fetch:
+    def _begin(self, cell: Cell) -> Fetch:
         some = {name: rows[0].detach() for name, rows in self._homes[cell.layer].items()}
-        replicas = {name: row.new_empty((len(moves.served), *row.shape)) for name, row in some.items()}
         if not self._has_replicas(cell):
-            return Fetch(cell, lambda: replicas)
+            nothing = {name: row.new_empty((0, *row.shape)) for name, row in some.items()}
+            return Fetch(cell, lambda: nothing)
+        moves = cell_of(self._schedule, self._step, cell)
+        replicas = {name: row.new_empty((len(moves.served), *row.shape)) for name, row in some.items()}
         what = f"fetching the replicas of {cell}"
         leaving, arriving = RowMoves(moves.lent, "row"), RowMoves(moves.served, "place")
         exchange = post(self._peers, leaving, self._homes[cell.layer], arriving, replicas, what)
         return Fetch(cell, partial(_arrived, exchange, replicas))
 
     def _has_replicas(self, cell: Cell) -> bool:
-        assert self._plan is not None, "a cell runs only under a plan"
-        return bool(self._plan.num_replicas_ML[cell.micro_step, cell.layer])
+        return bool(self._num_replicas_ML[cell.micro_step, cell.layer])
 
     def _drop_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
@@ -250,12 +251,16 @@ def cell_of(schedule: ExecutionSchedule | None, step: int, cell: Cell) -> CellSc
     Raises:
         TransferError: when the cell is of another step, or no plan is in force.
     """
+    return _in_force(schedule, step, cell).cell(cell.micro_step, cell.layer)
+
+
+def _in_force(schedule: ExecutionSchedule | None, step: int, cell: Cell) -> ExecutionSchedule:
     if schedule is None or cell.step != step:
         in_force = "none is" if schedule is None else f"that of step {step} is"
         raise TransferError(
             f"weights of {cell} are asked for, but no plan of that step is in force, {in_force}; call begin_step first"
         )
-    return schedule.cell(cell.micro_step, cell.layer)
+    return schedule
 
 
 def expert_bytes(home: Mapping[str, Tensor]) -> int:

@@ -10,25 +10,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.plan_execution.columns import CellColumns
 from foreroute.adapters.megatron.plan_execution.experts import home_parameters
 from foreroute.adapters.megatron.plan_execution.layer import CellWork, PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.core.passes import PassStack
+from foreroute.core.passes import Pass, PassStack
+from foreroute.ep.dispatch import CellRows, MicroStepRows, gather_counts
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError, TraceError
-from foreroute.plan import ExecutionSchedule, StepPlan
+from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
 from foreroute.plan.counts import counts_digest
 from foreroute.replay import ReplayRows
 from foreroute.trace import RoutedLayer, RoutingSpec
@@ -42,11 +44,13 @@ class ExecutionRanks:
         pp_group: Megatron's, of this rank's peers in the other stages; None for one stage.
 
     Attributes:
+        group: Megatron's, of rows.
         consensus: of them.
         weights: of replicas, between the same ranks.
     """
 
     def __init__(self, ep_group: Any, pp_group: Any) -> None:
+        self.group = ep_group
         self.consensus = RankConsensus(ep_group, member="expert-parallel rank")
         self.weights = DirectWeights(PeerGroup(ep_group))
         staged = pp_group is not None and pp_group.size() > 1
@@ -136,6 +140,7 @@ class PlanExecution:
         home_LE: NDArray[np.int16],
     ) -> None:
         self.plan = plan
+        self._num_replicas_ML = plan.num_replicas_ML
         self.executed_ML = np.zeros(plan.shape[:2], np.int64)
         self._ranks, self._step, self._shards = ranks, step, list(micro_batches)
         self._counts_MLGE = counts_MLGE
@@ -153,11 +158,16 @@ class PlanExecution:
         partly = torch.tensor([not shard.is_whole for shard in self._shards], dtype=torch.int32)
         self._known_M = [not any_ for any_ in consensus.most(partly, what).tolist()]
         self._schedule = ExecutionSchedule(plan, counts_MLGE, consensus.rank)
-        self._layers = [
-            PlannedLayer(site, plan.topology.redundant_slots, self._begin(site, spec.layers.index(site.layer), passes))
-            for sites, passes in stage
-            for site in sites
-        ]
+        self._group = ranks.group
+        # by pass, for as long as something of it may run again
+        self._rows: WeakKeyDictionary[Pass, MicroStepRows] = WeakKeyDictionary()
+        self._layers = []
+        for sites, passes in stage:
+            of_chunk = [spec.layers.index(site.layer) for site in sites]
+            self._layers += [
+                PlannedLayer(site, ranks.group, self._begin(site, layer, passes, of_chunk))
+                for site, layer in zip(sites, of_chunk, strict=True)
+            ]
         self._home = {spec.layers.index(s.layer): home_parameters(s) for sites, _ in stage for s in sites}
         self._has_begun = False
 
@@ -198,17 +208,18 @@ class PlanExecution:
         self._begun[chunk] += 1
         return micro_step
 
-    def _begin(self, site: ChunkRouter, layer: int, passes: PassStack) -> Callable[[], CellWork]:
+    def _begin(
+        self, site: ChunkRouter, layer: int, passes: PassStack, of_chunk: Sequence[int]
+    ) -> Callable[[], CellWork]:
         fuses_gradients = bool(site.block.experts.config.gradient_accumulation_fusion)
 
         def begin() -> CellWork:
-            rows, is_recompute, micro_step = _replayed(passes, site)
-            cell = Cell(self._step, micro_step, layer)
-            plan = self.plan.cell(cell.micro_step, layer)
-            rank = self._ranks.consensus.rank
-            counts_GE = self._counts_MLGE[cell.micro_step, layer]
-            columns = CellColumns.of(plan, counts_GE, rank, self.plan.topology.redundant_slots)
-            moves = self._schedule.cell(cell.micro_step, layer) if columns.has_replicas else None
+            micro_step = _micro_step(passes, site)
+            cell, is_recompute = Cell(self._step, micro_step, layer), passes.is_again
+            rows = self._rows_of(passes.top, micro_step, of_chunk)[layer] if self._known_M[micro_step] else None
+            moves = None
+            if self._num_replicas_ML[micro_step, layer]:
+                moves = self._schedule.cell(micro_step, layer) if rows is None else rows.schedule
             replicas = SeparateReplicas(
                 cell,
                 self._weights_of(passes),
@@ -217,12 +228,24 @@ class PlanExecution:
                 fuses_gradients=fuses_gradients,
                 is_recompute=is_recompute,
             )
-            planned_R = None if rows.is_whole else rows.routed_R
-            known = self._known_M[cell.micro_step]
-            note = partial(self._note, cell, is_recompute)
-            return CellWork(columns, planned_R, known, replicas, note)
+            return CellWork(rows, partial(self._exchanged, cell), replicas, partial(self._note, cell, is_recompute))
 
         return begin
+
+    def _rows_of(self, current: Pass, micro_step: int, layers: Sequence[int]) -> MicroStepRows:
+        """The rows of all cells of a pass: uploaded once, for its recomputation and backward too."""
+        if current not in self._rows:
+            cells = {layer: self._schedule.cell(micro_step, layer) for layer in layers}
+            assert current.rows is not None, "it is replayed"
+            self._rows[current] = MicroStepRows(cells, current.rows.ids_LRK.device)
+        return self._rows[current]
+
+    def _exchanged(self, cell: Cell, counts_E: Tensor) -> CellRows:
+        """The rows of a cell in which some rank has rows without a route, which the plan has not counted."""
+        counts_GE = gather_counts(self._group, counts_E, str(cell))
+        plan = self.plan.cell(cell.micro_step, cell.layer)
+        found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, what=str(cell))
+        return MicroStepRows({cell.layer: found}, counts_E.device)[cell.layer]
 
     def _weights_of(self, passes: PassStack) -> DirectWeights:
         weights = self._ranks.weights
@@ -273,15 +296,15 @@ def whole_counts(
     return np.stack([columns[layer] for layer in spec.layers], axis=1)
 
 
-def _replayed(passes: PassStack, site: ChunkRouter) -> tuple[ReplayRows, bool, int]:
-    """The rows of the pass that runs, whether it is a recomputation, and its micro-step."""
-    rows = passes.top.rows if passes else None
+def _micro_step(passes: PassStack, site: ChunkRouter) -> int:
+    """That of the pass that runs."""
+    rows = None if passes.top is None else passes.top.rows
     if not isinstance(rows, ReplayRows) or rows.micro_step is None:
         raise ReplayError(
             f"the layer of {site.path} runs under a plan, and outside of a replay of planned routes; call the schedule "
             "with routed.replaying(forward_step), and bring the routes that were given to execute() in every batch"
         )
-    return rows, passes.is_again, rows.micro_step
+    return rows.micro_step
 
 
 def _raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:

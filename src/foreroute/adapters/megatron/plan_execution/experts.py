@@ -69,8 +69,6 @@ class GroupedReplicas:
     ) -> list[Tensor]:
         """See `RunReplicas`."""
         num_gemms = len(weights)
-        if not num_gemms:
-            return []
         if num_gemms not in self._of_size:
             self._of_size[num_gemms] = self._beside(num_gemms)
         named = {f"{name}{i}": weight for i, of_one in enumerate(weights) for name, weight in of_one.items()}

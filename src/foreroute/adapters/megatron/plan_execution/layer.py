@@ -1,11 +1,10 @@
-"""One MoE layer while a plan is executed: columns before its dispatcher, replicas behind it."""
+"""One MoE layer while a plan is executed: its rows go where the plan says, by the code of `foreroute.ep`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +17,18 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.plan_execution.columns import CellColumns
-from foreroute.adapters.megatron.plan_execution.dispatching import PlannedDispatcher
 from foreroute.adapters.megatron.plan_execution.experts import objection_to_experts, replica_runner
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
+from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle
 from foreroute.errors import PlacementError
 
 DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
 DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
+STEPS = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
+"""Methods of MoELayer, in the order in which it calls them behind its router."""
 REFUSED_SETTINGS = {
-    "moe_expert_capacity_factor": "its capacity counts columns as experts",
-    "moe_router_padding_for_quantization": "it adds rows to columns that no plan has counted",
+    "moe_expert_capacity_factor": "it drops assignments that the plan has counted",
+    "moe_router_padding_for_quantization": "it adds rows that no plan has counted",
     "fp8": "scaling factors belong to parameters, and a slot is none",
     "fp4": "scaling factors belong to parameters, and a slot is none",
     "moe_latent_size": "rows are projected between the layer and its dispatcher",
@@ -46,104 +46,121 @@ class CellWork:
     """What a layer is to do in one pass over a cell.
 
     Attributes:
-        columns: of the cell.
-        planned_R: bool [R], the rows of this rank that the counts are of; None for all.
-        counts_known: whether no rank has another row.
+        rows: of the cell; None where counts are exchanged first.
+        exchanged: given the assignments to each expert, int64 [E], exchanges them for the rows.
         replicas: of the cell, if any.
         note: told the rows that the experts of this rank compute.
     """
 
-    columns: CellColumns
-    planned_R: Tensor | None
-    counts_known: bool
+    rows: CellRows | None
+    exchanged: Callable[[Tensor], CellRows]
     replicas: SeparateReplicas
     note: Callable[[int], None]
 
 
 class PlannedLayer:
-    """Stands, on the instance, in a MoE layer's `preprocess` and `token_dispatcher` and in its experts' `forward`.
+    """Stands, on the instance, in the steps of a MoE layer from what its router hands on to its output.
 
     Args:
         site: the layer's router.
-        num_slots: P, redundant slots of each rank.
+        group: the expert-parallel ranks.
         begin: what the layer is to do in the pass that runs now.
     """
 
-    def __init__(self, site: ChunkRouter, num_slots: int, begin: Callable[[], CellWork]) -> None:
-        self._site = site
+    def __init__(self, site: ChunkRouter, group: Any, begin: Callable[[], CellWork]) -> None:
+        self._site, self._group, self._begin = site, group, begin
         self._block, self._experts = site.block, site.block.experts
-        self._begin = begin
-        self._dispatcher = PlannedDispatcher(self._block.token_dispatcher, num_slots)
-        # the class's own: columns stand where the permutation of moved homes does
-        self._preprocess = partial(type(self._block).preprocess, self._block)
-        self._run_home = self._experts.forward
         self._run_replicas = replica_runner(self._experts)
-        self._work: CellWork | None = None
+        # of all routed experts, descending: the larger of two stands for the one with the smaller id
+        self._descending_E = torch.arange(site.module.num_experts, 0, -1, dtype=torch.int32)
+        self._shared: Any = self._block.shared_experts if self._block.shared_expert_overlap else None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Stand there while the context is open, once."""
         with ExitStack() as stack:
-            # Megatron's dispatchers keep tensors of their last pass, whose graph leads back here: a circle through
-            # autograd, which nobody collects
-            stack.callback(self.__dict__.pop, "_dispatcher")
-            for module, name, stand_in in (
-                (self._block, "preprocess", self._fill_columns),
-                (self._block, "token_dispatcher", self._dispatcher.dispatcher),
-                (self._experts, "forward", self._run_experts),
-            ):
-                stack.callback(_restore, module.__dict__, name, dict(module.__dict__))
-                module.__dict__[name] = stand_in
+            own = (self._preprocess, self._dispatch, self._compute, self._combine, self._postprocess)
+            for name, stand_in in zip(STEPS, own, strict=True):
+                stack.callback(_restore, self._block.__dict__, name, dict(self._block.__dict__))
+                self._block.__dict__[name] = stand_in
             yield
 
-    def _fill_columns(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
-        """See `MoELayer.preprocess`. [R, E] each, and a map of bool."""
-        num_experts = self._site.module.num_experts
+    def _preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """[.., B, D], and [R, E] with a map of bool, to the rows [R, D] and their gate weights [R, K]."""
+        num_experts, top_k = self._site.module.num_experts, self._site.module.topk
         if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
             raise PlacementError(
                 f"router {self._site.path} hands on weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
                 f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. No plan "
                 "can be executed in this configuration"
             )
-        work = self._work = self._begin()
-        if work.columns.has_replicas:
+        self._work = work = self._begin()
+        if work.replicas.served:
             _finish_gathering(self._experts)
         work.replicas.announce()
-        self._dispatcher.expect(work.columns if work.counts_known else None)
-        map_RC, probs_RC = work.columns.fill(routing_map, probs, work.planned_R)
-        return self._preprocess(hidden_states, probs_RC, map_RC)
+        if self._descending_E.device != routing_map.device:
+            self._descending_E = self._descending_E.to(routing_map.device, non_blocking=True)
+        # ascending ids: the picks of a token are added up in the order in which Megatron adds them
+        ids_RK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
+        rows = work.exchanged(routing_map.sum(0)) if work.rows is None else work.rows
+        work.note(int(rows.schedule.receive_G.sum()))
+        self._sizes_S = rows.schedule.group_rows_S.tolist()
+        self._handle = DispatchHandle.of(self._group, f"tokens of {work.replicas.cell}", rows, ids_RK)
+        self._shape = hidden_states.shape
+        if self._shared is not None:
+            self._shared.pre_forward_comm(hidden_states)
+        return hidden_states.view(-1, self._shape[-1]), probs.gather(1, ids_RK)
 
-    def _run_experts(self, rows: Tensor, rows_per_slot: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See the `forward` of the experts module. [R, D], [S], [R]."""
-        work, self._work = self._work, None
-        assert work is not None, "the layer hands rows to its dispatcher first"
-        # no weight is to stand in front of the rows, which are here or on their way; in cells without replicas too, so
-        # that the order of cells is known
-        replicas = work.replicas
-        replicas.fetch()
-        sizes = rows_per_slot.tolist()
-        work.note(sum(sizes))
-        num_home = self._experts.num_local_experts
-        here = sum(sizes[:num_home])
-        output, bias = self._run_home(rows[:here], rows_per_slot[:num_home], probs[:here])
-        served = [sizes[num_home + slot] for slot in replicas.slots]
-        computed, token = replicas.compute(self._run_replicas, rows[here:], probs[here:], served)
+    def _dispatch(self, hidden_RD: Tensor, gates_RK: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows in order of their expert here, and their gate weights."""
+        rows, gates = Dispatch.apply(hidden_RD, gates_RK, self._handle)
+        # no weight is to stand in front of the rows; in cells without replicas too, so that the order of cells is known
+        self._work.replicas.fetch()
+        if self._shared is not None:
+            self._shared.linear_fc1_forward_and_act(rows)
+        return rows, gates.view(-1)
+
+    def _compute(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
+        """What home experts and replicas make of them, in the same order."""
+        replicas, num_home = self._work.replicas, self._experts.num_local_experts
+        home_S, served_S = self._sizes_S[:num_home], self._sizes_S[num_home:]
+        parts = [sum(home_S), sum(served_S)]
+        (rows, served), (gates, served_gates) = rows.split(parts), gates.split(parts)
+        output, _ = self._experts(rows, torch.tensor(home_S), gates)
+        computed, token = replicas.compute(self._run_replicas, served, served_gates, served_S)
         if computed:
             output = torch.cat([output, *computed])
-        return replicas.give_up(token, output), bias
+        return replicas.give_up(token, output), None
+
+    def _combine(self, computed: Tensor) -> Tensor:
+        """[R, D], added up over the picks of each row."""
+        output: Tensor = Combine.apply(computed, self._handle)
+        if self._shared is not None:
+            self._shared.linear_fc2_forward(output)
+            self._shared.post_forward_comm()
+        # nodes of autograd lead from them to this layer
+        del self._work, self._handle
+        return output
+
+    def _postprocess(self, output: Tensor, of_shared: Tensor | None) -> Tensor:
+        """In the shape in which it came, with what shared experts give out."""
+        output = output.view(self._shape)
+        if self._shared is not None:
+            of_shared = self._shared.get_output()
+        return output if of_shared is None else output + of_shared
 
 
 def objection_to_layer(site: ChunkRouter) -> str | None:
     """Why a plan cannot be executed in a layer, or None."""
     block, dispatcher = site.block, site.block.token_dispatcher
-    if any(getattr(type(block), name, None) is not getattr(MoELayer, name) for name in ("forward", "preprocess")):
+    if any(getattr(type(block), name, None) is not getattr(MoELayer, name) for name in ("forward", *STEPS)):
         return f"it is a {type(block).__name__} with a forward of its own, so it is not known where it dispatches"
     if type(dispatcher) not in DISPATCHERS:
         backend = getattr(block.config, "moe_flex_dispatcher_backend", None)
         on = f" on {backend}" if isinstance(dispatcher, MoEFlexTokenDispatcher) else ""
         return (
-            f"its dispatcher is a {type(dispatcher).__name__}{on}, which fills buffers of its own by expert; set "
-            "moe_token_dispatcher_type to alltoall or allgather"
+            f"its dispatcher is a {type(dispatcher).__name__}{on}, which sends rows in a way of its own, and a "
+            "plan sends them by all-to-all; set moe_token_dispatcher_type to alltoall or allgather"
         )
     return _objection_to_settings(block.config, dispatcher) or objection_to_experts(site)
 

@@ -77,8 +77,10 @@ class SeparateReplicas(Replicas):
             for weight, main_grad in zip(flat, self._fused, strict=True):
                 weight.main_grad = main_grad
         weights = [dict(zip(self.home, flat[i::num], strict=True)) for i in range(num)]
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            computed = run(weights, rows, probs, sizes)
+        computed: list[Tensor] = []
+        if num:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                computed = run(weights, rows, probs, sizes)
         if self._fuses_gradients:
             for weight in flat:
                 # Transformer Engine finds main_grad through the tensor, and would keep what is in the slot with it
