@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
 from foreroute.adapters.megatron.plan_execution import execution as executions
+from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.errors import CountsError, PlanError, ReplayError, TraceError, TransferError
 from tests.adapters.megatron.executed_plans import Planned, make_plan, trained
@@ -141,6 +142,24 @@ def test_no_rank_asks_another_on_the_host_within_a_schedule():
             at.step()
             assert len(asked) == begun > 0
         assert len(asked) == begun + 1
+
+
+@on_ranks(2)
+def test_a_router_that_does_not_do_what_was_replayed_ends_all_ranks_when_the_schedule_ends():
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
+    preprocess, rank = PlannedLayer._preprocess, dist.get_rank()
+
+    def other_experts(self, hidden_states, probs, routing_map):
+        if rank == 1:
+            probs, routing_map = probs.roll(1, 1), routing_map.roll(1, 1)
+        return preprocess(self, hidden_states, probs, routing_map)
+
+    with (
+        mock.patch.object(PlannedLayer, "_preprocess", other_experts),
+        pytest.raises(ReplayError, match="rank 1: step 1, micro-step 0, routed layer 0: the router made"),
+        at.execute(),
+    ):
+        at.step()
 
 
 def _four_times(execute, shards, batches, forward):

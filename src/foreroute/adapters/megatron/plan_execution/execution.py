@@ -161,6 +161,7 @@ class PlanExecution:
         self._group = ranks.group
         # by pass, for as long as something of it may run again
         self._rows: WeakKeyDictionary[Pass, MicroStepRows] = WeakKeyDictionary()
+        self._routed: dict[Cell, Tensor] = {}
         self._layers = []
         for sites, passes in stage:
             of_chunk = [spec.layers.index(site.layer) for site in sites]
@@ -176,7 +177,7 @@ class PlanExecution:
         """Have the layers execute it while the context is open. Leaving it is a collective call.
 
         Raises:
-            ReplayError: on every rank alike, when a micro-step was not run.
+            ReplayError: on every rank alike, when a micro-step was not run, or a router did not do what was replayed.
         """
         with ExitStack() as stack:
             for layer in self._layers:
@@ -184,7 +185,7 @@ class PlanExecution:
             yield
         if self._has_begun:
             self._ranks.weights.end_step()
-        objection = None
+        objection = self._misrouted()
         fewest = min(self._begun.values(), default=len(self._shards))
         if fewest < len(self._shards):
             objection = f"{fewest} of {len(self._shards)} planned micro-batches ran"
@@ -261,9 +262,26 @@ class PlanExecution:
         weights = self._ranks.weights
         return (weights.num_fetches, weights.num_ahead) if self._has_begun else (0, 0)
 
-    def _note(self, cell: Cell, is_recompute: bool, num_rows: int) -> None:
-        if not is_recompute:
-            self.executed_ML[cell.micro_step, cell.layer] += num_rows
+    def _note(self, cell: Cell, is_recompute: bool, num_rows: int, counts_E: Tensor) -> None:
+        if is_recompute:
+            return
+        self.executed_ML[cell.micro_step, cell.layer] += num_rows
+        if self._known_M[cell.micro_step]:
+            self._routed[cell] = counts_E
+
+    def _misrouted(self) -> str | None:
+        """Which router did not do what was known ahead, in words, or None. Waits for the device."""
+        if not self._routed:
+            return None
+        for cell, found_E in zip(self._routed, torch.stack(list(self._routed.values())).cpu().numpy(), strict=True):
+            planned_E = self._counts_MLGE[cell.micro_step, cell.layer, self._ranks.consensus.rank]
+            if (found_E != planned_E).any():
+                expert = int((found_E != planned_E).argmax())
+                return (
+                    f"{cell}: the router made {found_E[expert]} assignments to expert {expert}, {planned_E[expert]} "
+                    "were planned and replayed, so rows went astray"
+                )
+        return None
 
 
 def whole_counts(

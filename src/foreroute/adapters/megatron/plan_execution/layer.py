@@ -49,13 +49,13 @@ class CellWork:
         rows: of the cell; None where counts are exchanged first.
         exchanged: given the assignments to each expert, int64 [E], exchanges them for the rows.
         replicas: of the cell, if any.
-        note: told the rows that the experts of this rank compute.
+        note: told the rows that the experts of this rank compute, and the assignments that its router made, int64 [E].
     """
 
     rows: CellRows | None
     exchanged: Callable[[Tensor], CellRows]
     replicas: SeparateReplicas
-    note: Callable[[int], None]
+    note: Callable[[int, Tensor], None]
 
 
 class PlannedLayer:
@@ -71,8 +71,8 @@ class PlannedLayer:
         self._site, self._group, self._begin = site, group, begin
         self._block, self._experts = site.block, site.block.experts
         self._run_replicas = replica_runner(self._experts)
-        # of all routed experts, descending: the larger of two stands for the one with the smaller id
-        self._descending_E = torch.arange(site.module.num_experts, 0, -1, dtype=torch.int32)
+        # E to 1, so that the larger of two stands for the expert with the smaller id; made where the model runs
+        self._descending_E = torch.empty(0)
         self._shared: Any = self._block.shared_experts if self._block.shared_expert_overlap else None
 
     @contextmanager
@@ -98,12 +98,13 @@ class PlannedLayer:
         if work.replicas.served:
             _finish_gathering(self._experts)
         work.replicas.announce()
-        if self._descending_E.device != routing_map.device:
-            self._descending_E = self._descending_E.to(routing_map.device, non_blocking=True)
+        if len(self._descending_E) != num_experts:
+            self._descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
         # ascending ids: the picks of a token are added up in the order in which Megatron adds them
         ids_RK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
-        rows = work.exchanged(routing_map.sum(0)) if work.rows is None else work.rows
-        work.note(int(rows.schedule.receive_G.sum()))
+        counts_E = routing_map.sum(0)
+        rows = work.exchanged(counts_E) if work.rows is None else work.rows
+        work.note(int(rows.schedule.receive_G.sum()), counts_E)
         self._sizes_S = rows.schedule.group_rows_S.tolist()
         self._handle = DispatchHandle.of(self._group, f"tokens of {work.replicas.cell}", rows, ids_RK)
         self._shape = hidden_states.shape

@@ -97,7 +97,8 @@ class PlannedModel(RoutedModel):
                 the rank alone whose forward brings other routes than `micro_batches`; the others end with it.
             PlacementError: on every rank alike, when a layer cannot execute a plan.
             TraceError: on every rank alike, when one hands in what `shard` did not make.
-            ReplayError: on every rank alike, when a planned micro-batch was not run, or a plan is executed already.
+            ReplayError: on every rank alike, when a planned micro-batch was not run, a router did not do what was
+                replayed, or a plan is executed already.
             TransferError: when a rank does not answer.
         """
         self._require_no_execution("another one begins")
