@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -203,7 +203,8 @@ class RoutedModel(ABC):
         if weight_version is not None:
             require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self._chunk_specs)
-        with self._listening(session), self.replaying_now(lambda: session):
+        counting = self._counting() if counts == "replayed" else nullcontext()
+        with self._listening(session), self.replaying_now(lambda: session), counting:
             yield session
         session.checks.wait()
         session.require_replayed()
@@ -218,6 +219,10 @@ class RoutedModel(ABC):
             yield
         finally:
             self._session = None
+
+    def _counting(self) -> AbstractContextManager[None]:
+        """What is open beside a session for losses behind the trunk to count what was executed; nothing by default."""
+        return nullcontext()
 
     @contextmanager
     def _listening(self, listener: Listener) -> Iterator[None]:
@@ -272,8 +277,6 @@ class ReplaySession(Listener):
         checks: what devices are asked of its batches.
     """
 
-    forces = True
-
     def __init__(
         self,
         routes: Routes,
@@ -284,8 +287,7 @@ class ReplaySession(Listener):
     ) -> None:
         self.num_forwards = 0
         self.checks = LateChecks() if checks is None else checks
-        self.watch = Watch(scores=policy.telemetry)
-        self.counts_executed = policy.counts == "replayed"
+        self.watch = Watch(routes=True, scores=policy.telemetry)
         self._routes = routes
         self._policy = policy
         self._specs = specs
