@@ -52,7 +52,7 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
         seen = probe(model, candidates)
         spec, trunk = spec_of(model, seen.routers, kind), seen.trunk_of(seen.routers)
         indexers = find_indexers(model, trunk)
-        hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
+        hooks = TransformerHooks(trunk, seen.routers, spec, indexers)
         self_check(Routed(model, [hooks]))
         routed = RoutedTransformer(model, spec, hooks)
         if indexers is not None:

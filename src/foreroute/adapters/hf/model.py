@@ -11,8 +11,8 @@ the routes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -102,14 +102,14 @@ class RoutedTransformer(RoutedModel):
         return [_rows_of_pass(recorded, self._of_trunk.found_indexers) for recorded in passes[0]]
 
     def _counting(self) -> AbstractContextManager[None]:
-        return self._of_trunk.counting()
+        """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
+        return overridden(self.model, "forward", self._of_trunk.run_model)
 
 
 class TransformerHooks(TrunkHooks):
     """The hooks of one model.
 
     Args:
-        model: the whole model, whose forward may go on to losses after the trunk's.
         trunk: the module whose forward is one pass.
         routers: in layer order.
         spec: of the model.
@@ -121,7 +121,6 @@ class TransformerHooks(TrunkHooks):
 
     def __init__(
         self,
-        model: nn.Module,
         trunk: nn.Module,
         routers: Sequence[SelectingRouter],
         spec: RoutingSpec,
@@ -130,7 +129,6 @@ class TransformerHooks(TrunkHooks):
         self.found_indexers = indexers
         super().__init__(0, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
-        self._model = model
         self._number = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -149,26 +147,17 @@ class TransformerHooks(TrunkHooks):
             current.num_expected += len(self.others)
         return self.found_indexers.passes(current, len(self.routers))
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Show the losses of the model the executed selection. Opened inside a session: it may be the trunk itself."""
-        with overridden(self._model, "forward", self._run_model):
-            self._counts_executed = True
-            try:
-                yield
-            finally:
-                self._counts_executed = False
-
-    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the whole model, of which the trunk is a part, and show its losses the executed selection."""
         spec = self.spec
         counts = ExecutedCounts(lambda: self.executed, None if spec.sizes else (spec.num_experts, spec.top_k))
-        self.executed = None
+        self.executed, self._counts_executed = None, True
         try:
             with counts:
                 result = forward(*args, **kwargs)
             counts.require_counted(has_loss=isinstance(getattr(result, "aux_loss", None), Tensor))
         finally:
-            self.executed = None
+            self.executed, self._counts_executed = None, False
         return result
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +172,7 @@ class TransformerHooks(TrunkHooks):
         return self.run_pass(partial(ForwardTokens.of_call, self.names, args, kwargs), call)
 
     def _keeping_executed(self, call: Callable[[], Any]) -> Any:
+        """Run the trunk in its pass, and keep what that executed for `run_model`."""
         result = call()
         self.executed = self.passes.top.executed_LRK
         return result
