@@ -41,7 +41,7 @@ def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
 def unchecked(monkeypatch):
     """The good adapter under the broken one trusts the model: its self-check is a third of a run of the kit."""
     attaching = importlib.import_module("foreroute.adapters.hf.attaching")
-    monkeypatch.setattr(attaching, "self_check", lambda routed, sites: None)
+    monkeypatch.setattr(attaching, "self_check", lambda routed: None)
     monkeypatch.setattr(attaching, "check_indexers", lambda routed, indexers: None)
 
 

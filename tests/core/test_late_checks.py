@@ -35,6 +35,12 @@ class Event:
         Event.waited += 1
 
 
+@pytest.fixture(autouse=True)
+def of_this_test(monkeypatch):
+    """What other tests have asked is not waited for here."""
+    monkeypatch.setattr(passes, "_before_step", set())
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(Event, "done", False)

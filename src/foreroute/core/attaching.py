@@ -5,7 +5,7 @@ Replay is proven by three small forwards: of the model as it is, on its own rout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from . import recompute
 from .errors import AttachError, ReplayError
-from .find import RouterSite, find_routers, hidden, probe
-from .hooks import is_hooked, overridden
+from .find import find_routers, hidden, probe
+from .handed_on import hands_on, tensors_of
+from .hooks import SelectingRouter, is_hooked, overridden
 from .routed import Routed, TrunkHooks
 
 PLAIN = (bool, int, float, str, Tensor, type(None))
@@ -39,14 +40,13 @@ def attach(model: nn.Module) -> Routed:
     candidates = find_routers(model)
     with untouched(model):
         seen = probe(model, candidates)
-        by_stack: dict[str, list[RouterSite]] = {}
-        for site in seen.sites:
-            by_stack.setdefault(stack_of(site), []).append(site)
+        by_stack: dict[str, list[SelectingRouter]] = {}
+        for router in seen.routers:
+            by_stack.setdefault(stack_of(router), []).append(router)
         stacks = [
-            TrunkHooks(number, seen.trunk_of(sites), seen.hooks_of(sites))
-            for number, sites in enumerate(by_stack.values())
+            TrunkHooks(number, seen.trunk_of(routers), routers) for number, routers in enumerate(by_stack.values())
         ]
-        self_check(Routed(model, stacks), list(by_stack.values()))
+        self_check(Routed(model, stacks))
     return Routed(model, stacks)
 
 
@@ -61,12 +61,12 @@ def require_attachable(model: object) -> None:
     recompute.prove()
 
 
-def stack_of(site: RouterSite) -> str:
+def stack_of(router: SelectingRouter) -> str:
     """Whether a router is in an encoder or a decoder, which are given different tokens; empty where a model has one."""
-    return next((part for part in site.path.split(".") if part in ("encoder", "decoder")), "")
+    return next((part for part in router.path.split(".") if part in ("encoder", "decoder")), "")
 
 
-def self_check(routed: Routed, sites: Sequence[Sequence[RouterSite]]) -> None:
+def self_check(routed: Routed) -> None:
     """Run the model three times: as it is, on its own routes, and on other routes.
 
     Replay must be invisible on a model's own routes and obeyed on others. The check looks at what the routers hand on
@@ -74,17 +74,13 @@ def self_check(routed: Routed, sites: Sequence[Sequence[RouterSite]]) -> None:
     taken from scores that were zeroed outside the router's own choice, and experts that are fed by a router which was
     not found.
 
-    Args:
-        routed: the model.
-        sites: its routers, by stack.
-
     Raises:
         AttachError: when replay changes what it should not, or does not change what it should.
     """
     try:
         own = _check_own_routes(routed)
         if any(router.top_k < router.num_experts for stack in routed.stacks for router in stack.routers):
-            _check_other_routes(routed, sites, [_others(*each) for each in zip(routed.stacks, sites, own, strict=True)])
+            _check_other_routes(routed, [_others(*each) for each in zip(routed.stacks, own, strict=True)])
     except ReplayError as error:
         raise AttachError(f"self-check failed: {error}") from error
 
@@ -108,43 +104,42 @@ def _check_own_routes(routed: Routed) -> list[Tensor]:
     return own
 
 
-def _others(stack: Any, sites: Sequence[RouterSite], own_BTLK: Tensor) -> Tensor:
+def _others(stack: TrunkHooks, own_BTLK: Tensor) -> Tensor:
     """Each id moved to the next real expert; those of a lookup stay."""
     other = own_BTLK.clone()
-    for layer, (router, site) in enumerate(zip(stack.routers, sites, strict=True)):
-        if not site.rule.is_lookup and router.top_k < router.num_experts:
-            num_real = router.num_experts - site.rule.num_skip_classes
+    for layer, router in enumerate(stack.routers):
+        if not router.rule.is_lookup and router.top_k < router.num_experts:
+            num_real = router.num_experts - router.rule.num_skip_classes
             # not in the narrow type of ids, which may lack E itself
             other[:, :, layer, : router.top_k] = (own_BTLK[:, :, layer, : router.top_k].long() + 1) % num_real
     return other
 
 
-def _check_other_routes(routed: Routed, sites: Sequence[Sequence[RouterSite]], other: list[Tensor]) -> None:
-    handed_on: dict[str, Any] = {}
+def _check_other_routes(routed: Routed, other: list[Tensor]) -> None:
+    handed_on: dict[SelectingRouter, Any] = {}
 
-    def note(path: str, selecting: Any, *args: Any, **kwargs: Any) -> Any:
-        handed_on[path] = selecting(*args, **kwargs)
-        return handed_on[path]
+    def note(router: SelectingRouter, selecting: Any, *args: Any, **kwargs: Any) -> Any:
+        handed_on[router] = selecting(*args, **kwargs)
+        return handed_on[router]
 
     with ExitStack() as stack:
         stack.enter_context(routed.replay(other))
-        for site in (site for of_stack in sites for site in of_stack):
-            stack.enter_context(overridden(*site.selecting, partial(note, site.path)))
+        for router in (router for hooks in routed.stacks for router in hooks.routers):
+            stack.enter_context(overridden(*router.selecting, partial(note, router)))
         experts = stack.enter_context(_ids_given_to_experts(routed.model))
         hidden(routed.model)
     forced: list[Tensor] = []
-    for hooks, of_stack, ids_BTLK in zip(routed.stacks, sites, other, strict=True):
-        for layer, (router, site) in enumerate(zip(hooks.routers, of_stack, strict=True)):
-            forced_NK = ids_BTLK[0, :, layer, : router.top_k].long().cpu()
-            forced.append(forced_NK)
-            name = f"router {site.path} ({type(site.module).__name__})"
-            output = handed_on[site.path]
-            if not _obeyed(site, output, forced_NK, router.num_experts):
+    for hooks, ids_BTLK in zip(routed.stacks, other, strict=True):
+        for layer, router in enumerate(hooks.routers):
+            forced_NK = ids_BTLK[0, :, layer, : router.top_k].long()
+            forced.append(forced_NK.cpu())
+            name = f"router {router.path} ({type(router.module).__name__})"
+            if not hands_on(handed_on[router], router, forced_NK, may_drop=False):
                 raise AttachError(
                     f"self-check failed: {name} was told to pick other experts and its selection was not obeyed; this "
                     "family needs an adapter of its own"
                 )
-            if not _all_weighted(output, forced_NK, router.num_experts):
+            if not _all_weighted(handed_on[router], forced_NK, router.num_experts):
                 raise AttachError(
                     f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was "
                     "told to pick, as if its scores had been masked first; this family needs an adapter of its own"
@@ -157,31 +152,12 @@ def _check_other_routes(routed: Routed, sites: Sequence[Sequence[RouterSite]], o
             )
 
 
-def _obeyed(site: RouterSite, output: Any, forced_NK: Tensor, num_experts: int) -> bool:
-    """Whether what a router hands on says the forced ids: as ids, as one-hot rows, or as gates over all experts."""
-    if site.rule.read_back is not None:
-        return torch.equal(site.rule.read_back(output).cpu(), forced_NK.sort(dim=-1).values)
-    wanted_NE = torch.zeros(len(forced_NK), num_experts, dtype=torch.bool).scatter(-1, forced_NK, True)
-    for part in _tensors(output):
-        if not part.is_floating_point() and part.numel() == forced_NK.numel():
-            if torch.equal(part.reshape(forced_NK.shape).long(), forced_NK):
-                return True
-        elif part.numel() == wanted_NE.numel() and torch.equal(part.reshape(wanted_NE.shape) != 0, wanted_NE):
-            return True
-    return False
-
-
 def _all_weighted(output: Any, forced_NK: Tensor, num_experts: int) -> bool:
     """Whether no gate weight, where the router hands on one per pick, is zero or infinite."""
     if forced_NK.shape[-1] == num_experts:
         return True
-    weights = [part for part in _tensors(output) if part.is_floating_point() and part.numel() == forced_NK.numel()]
+    weights = [part for part in tensors_of(output) if part.is_floating_point() and part.numel() == forced_NK.numel()]
     return all(bool(((part != 0) & part.isfinite()).all()) for part in weights)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    parts = output if isinstance(output, tuple | list) else [output]
-    return [part.detach().cpu() for part in parts if isinstance(part, Tensor)]
 
 
 @contextmanager

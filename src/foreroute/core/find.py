@@ -10,16 +10,15 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .errors import AttachError
 from .hooks import SelectingRouter, overridden
-from .selection import Selection, SelectionRule
+from .selection import Selection
 from .selection_rules import REFUSED, RULES, TOP_K_RULE
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
@@ -31,41 +30,7 @@ ATTENTION = re.compile(r"attn|attention")
 PROBE_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class RouterSite:
-    """One router of a model.
-
-    Attributes:
-        path: dotted name inside the model.
-        module: the router.
-        rule: how it selects.
-        selecting: the module and the name of its method in which the selection is made.
-    """
-
-    path: str
-    module: nn.Module
-    rule: SelectionRule
-    selecting: tuple[nn.Module, str]
-
-    @property
-    def layer_path(self) -> str:
-        """The dotted name of the numbered layer that the router is in."""
-        parts = self.path.split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-        return ".".join(parts[: number + 1])
-
-    @property
-    def layer_name(self) -> tuple[str, bool]:
-        """The same, and whether the router is in the attention block, which counts as a layer of its own."""
-        return self.layer_path, bool(ATTENTION.search(self.path))
-
-    @property
-    def may_be_another_gate(self) -> bool:
-        """Whether the class name alone does not say that this is a router: forget gates and the like."""
-        return bool(PERHAPS_A_ROUTER.search(type(self.module).__name__))
-
-
-def find_routers(model: nn.Module) -> list[RouterSite]:
+def find_routers(model: nn.Module) -> list[SelectingRouter]:
     """Every module that may be a router, in the order of the modules.
 
     Raises:
@@ -75,43 +40,54 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
         reason = REFUSED.get(type(module).__name__)
         if reason:
             raise AttachError(f"{path} ({type(module).__name__}) cannot be replayed: {reason}")
-    sites = [
-        _site(model, path, module)
+    candidates = [
+        _candidate(model, path, module)
         for path, module in model.named_modules()
         if ROUTER_CLASS.search(type(module).__name__) and not NOT_A_ROUTER.search(type(module).__name__)
     ]
-    if not sites:
+    if not candidates:
         raise AttachError(
             f"{type(model).__name__} has no router: no module's class name ends in Router, Gating or Gate. "
             "Attach a Mixture-of-Experts model whose routers are modules of their own"
         )
-    return sites
+    return candidates
 
 
-def _site(model: nn.Module, path: str, module: nn.Module) -> RouterSite:
-    rule = RULES.get(type(module).__name__, TOP_K_RULE)
-    selecting = (module, "forward")
+def _candidate(model: nn.Module, path: str, module: nn.Module) -> SelectingRouter:
     parent = model.get_submodule(path.rpartition(".")[0])
-    if hasattr(parent, IN_PARENT):
-        selecting = (parent, IN_PARENT)
-    return RouterSite(path, module, rule, selecting)
+    selecting = (parent, IN_PARENT) if hasattr(parent, IN_PARENT) else (module, "forward")
+    return SelectingRouter(path, module, selecting, RULES.get(type(module).__name__, TOP_K_RULE))
 
 
-@dataclass(frozen=True)
-class Probe:
+def _layer_path(router: SelectingRouter) -> str:
+    """The dotted name of the numbered layer that a router is in."""
+    parts = router.path.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: number + 1])
+
+
+def _layer_name(router: SelectingRouter) -> tuple[str, bool]:
+    """The same, and whether the router is in the attention block, which counts as a layer of its own."""
+    return _layer_path(router), bool(ATTENTION.search(router.path))
+
+
+def _may_be_another_gate(router: SelectingRouter) -> bool:
+    """Whether the class name alone does not say that this is a router: forget gates and the like."""
+    return bool(PERHAPS_A_ROUTER.search(type(router.module).__name__))
+
+
+class Probe(NamedTuple):
     """What one forward showed.
 
     Attributes:
-        sites: the routers that selected, in the order in which they did.
-        seen: every selection of each.
+        routers: that selected, in the order in which they did.
         given_tokens: modules that were handed tokens, outermost first.
     """
 
-    sites: list[RouterSite]
-    seen: list[list[Selection]]
+    routers: list[SelectingRouter]
     given_tokens: list[nn.Module]
 
-    def trunk_of(self, sites: Sequence[RouterSite]) -> nn.Module:
+    def trunk_of(self, routers: Sequence[SelectingRouter]) -> nn.Module:
         """The innermost module that was handed the tokens and contains these routers; its forward is one pass.
 
         Raises:
@@ -119,96 +95,84 @@ class Probe:
         """
         for module in reversed(self.given_tokens):
             inside = set(module.modules())
-            if all(site.selecting[0] in inside for site in sites):
+            if all(router.selecting[0] in inside for router in routers):
                 return module
         raise AttachError(
-            f"no module that contains the routers ({sites[0].path}, ...) takes input_ids; attach the part of the model "
-            "that is given the tokens"
+            f"no module that contains the routers ({routers[0].path}, ...) takes input_ids; attach the part of the "
+            "model that is given the tokens"
         )
 
-    def hooks_of(self, sites: Sequence[RouterSite]) -> list[SelectingRouter]:
-        """The hooks on these routers.
 
-        Raises:
-            AttachError: when one does not select row by row.
-        """
-        hooks = []
-        for site in sites:
-            selections = self.seen[self.sites.index(site)]
-            final = selections[-1]
-            if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
-                raise AttachError(
-                    f"router {site.path} selects on scores of shape {tuple(final.scores_RE.shape)}; expected a row for "
-                    f"each of {PROBE_TOKENS} tokens"
-                )
-            shape = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
-            hooks.append(SelectingRouter(site.path, site.rule, site.selecting, *shape, len(selections) - 1))
-        return hooks
-
-
-def probe(model: nn.Module, candidates: list[RouterSite]) -> Probe:
-    """Run the model on a few tokens and watch the candidates.
+def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Probe:
+    """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
     gates that select nothing.
 
     Raises:
-        AttachError: when the forward fails, no router runs, a router runs without selecting or for several layers, or a
-            layer runs past its router.
+        AttachError: when the forward fails, no router runs, a router runs without selecting, for several layers or not
+            row by row, or a layer runs past its router.
     """
-    seen: dict[str, list[Selection]] = {}
+    seen: dict[SelectingRouter, list[Selection]] = {}
     given_tokens: list[nn.Module] = []
     entered: set[str] = set()
 
-    def watch(site: RouterSite, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        with site.rule.mode(final=None) as mode:
+    def watch(router: SelectingRouter, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with router.rule.mode(final=None) as mode:
             result = forward(*args, **kwargs)
-        if mode.seen and seen.get(site.path):
-            raise AttachError(_selected_twice(model, site))
-        seen.setdefault(site.path, []).extend(mode.seen)
+        if mode.seen and seen.get(router):
+            raise AttachError(_selected_twice(model, router))
+        seen.setdefault(router, []).extend(mode.seen)
         return result
 
     with ExitStack() as stack:
-        for site in candidates:
-            stack.enter_context(overridden(*site.selecting, partial(watch, site)))
+        for router in candidates:
+            stack.enter_context(overridden(*router.selecting, partial(watch, router)))
         for module in _common_ancestors(model, candidates):
             stack.enter_context(_noting_tokens(module, given_tokens))
-        for path in {site.layer_path for site in candidates}:
+        for path in set(map(_layer_path, candidates)):
             enter = partial(_note_entry, entered, path)
             stack.callback(model.get_submodule(path).register_forward_pre_hook(enter).remove)
         _forward_once(model)
-    for site in candidates:
-        if seen.get(site.path) == [] and not site.may_be_another_gate:
+    for router in candidates:
+        if seen.get(router) == [] and not _may_be_another_gate(router):
             raise AttachError(
-                f"router {site.path} ({type(site.module).__name__}) made no top-k selection; how it selects is not "
+                f"router {router.path} ({type(router.module).__name__}) made no top-k selection; how it selects is not "
                 "known, so replay would have no effect"
             )
-    _refuse_bypassed(candidates, {path for path, selections in seen.items() if selections}, entered)
-    by_path = {site.path: site for site in candidates}
-    sites = [by_path[path] for path, selections in seen.items() if selections]
-    if not sites:
+    routers = [router for router, selections in seen.items() if selections]
+    _refuse_bypassed(candidates, routers, entered)
+    if not routers:
         raise AttachError(f"no router of {type(model).__name__} selected anything in a forward on text")
-    return Probe(sites, [seen[site.path] for site in sites], given_tokens)
+    for router in routers:
+        final = seen[router][-1]
+        if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
+            raise AttachError(
+                f"router {router.path} selects on scores of shape {tuple(final.scores_RE.shape)}; expected a row for "
+                f"each of {PROBE_TOKENS} tokens"
+            )
+        router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
+        router.final = len(seen[router]) - 1
+    return Probe(routers, given_tokens)
 
 
-def _selected_twice(model: nn.Module, site: RouterSite) -> str:
-    places = [path for path, module in model.named_modules(remove_duplicate=False) if module is site.module]
+def _selected_twice(model: nn.Module, router: SelectingRouter) -> str:
+    places = [path for path, module in model.named_modules(remove_duplicate=False) if module is router.module]
     return (
-        f"the router at {', '.join(places)} ({type(site.module).__name__}) selected twice in one forward, as if layers "
-        "shared it; a trace has one row of routes for each layer. Give each layer a router of its own"
+        f"the router at {', '.join(places)} ({type(router.module).__name__}) selected twice in one forward, as if "
+        "layers shared it; a trace has one row of routes for each layer. Give each layer a router of its own"
     )
 
 
-def _refuse_bypassed(candidates: list[RouterSite], selected: set[str], entered: set[str]) -> None:
-    active = [site for site in candidates if site.path in selected]
-    routed_layers = {site.layer_name for site in active}
-    router_classes = {type(site.module) for site in active}
-    for site in candidates:
-        bypassed = site.layer_path in entered and site.layer_name not in routed_layers
-        if bypassed and (not site.may_be_another_gate or type(site.module) in router_classes):
+def _refuse_bypassed(candidates: list[SelectingRouter], routers: Sequence[SelectingRouter], entered: set[str]) -> None:
+    routed_layers = set(map(_layer_name, routers))
+    router_classes = {type(router.module) for router in routers}
+    for router in candidates:
+        bypassed = _layer_path(router) in entered and _layer_name(router) not in routed_layers
+        if bypassed and (not _may_be_another_gate(router) or type(router.module) in router_classes):
             raise AttachError(
-                f"router {site.path} ({type(site.module).__name__}) did not run, but its layer did: a fused kernel or "
-                "another branch bypassed it, and replay would have no effect there"
+                f"router {router.path} ({type(router.module).__name__}) did not run, but its layer did: a fused kernel "
+                "or another branch bypassed it, and replay would have no effect there"
             )
 
 
@@ -249,11 +213,11 @@ def _forward_once(model: nn.Module) -> None:
         ) from error
 
 
-def _common_ancestors(model: nn.Module, sites: list[RouterSite]) -> list[nn.Module]:
+def _common_ancestors(model: nn.Module, routers: list[SelectingRouter]) -> list[nn.Module]:
     """Modules around at least one router, outermost first; those around all are found once it is known which run."""
     paths = {"": model}
-    for site in sites:
-        parts = site.path.split(".")
+    for router in routers:
+        parts = router.path.split(".")
         for depth in range(1, len(parts)):
             path = ".".join(parts[:depth])
             paths[path] = model.get_submodule(path)

@@ -59,14 +59,14 @@ class HandedOn:
             self._looks[router] = module.register_forward_hook(partial(self._look, router))
         in_order: Any = module._forward_hooks  # says that it is a dict, and is an OrderedDict
         in_order.move_to_end(self._looks[router].id)
-        self._returned[router] = now, Marks(_tensors(result))
+        self._returned[router] = now, Marks(tensors_of(result))
 
     def _look(self, router: RouterHook, module: nn.Module, _: Any, output: Any) -> None:
         """The last hook on a router."""
         now, returned = self._returned.pop(router, (None, None))
         if now is None or returned is None:  # it runs again
             return
-        parts = _tensors(output)
+        parts = tensors_of(output)
         if returned.fit(parts) and not any(part.is_inference() for part in parts):
             return
         hooks = [hook for number, hook in module._forward_hooks.items() if number != self._looks[router].id]
@@ -74,26 +74,34 @@ class HandedOn:
         self._compare(router, now, output, f"a forward hook ({names or 'one on all modules'})")
 
     def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
-        wrong = ~_names(output, router, now)
+        own_RK, forced_RK = now.own_RK, now.ids_RK
+        ids_RK = own_RK if forced_RK is None else torch.where(forced_RK < 0, own_RK, forced_RK)
+        wrong = ~hands_on(output, router, ids_RK.long(), may_drop=True)
         self.checks.add(wrong, partial(_tell, wrong, router.path, who))
 
 
-def _names(output: Any, router: RouterHook, now: LayerPass) -> Tensor:
-    """Bool [], whether an output holds the experts of a pass: as ids, or as rows [E] with no other expert in them."""
-    own_RK, forced_RK = now.own_RK.long(), now.ids_RK
-    ids_RK = own_RK if forced_RK is None else torch.where(forced_RK < 0, own_RK, forced_RK.long())
+def hands_on(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:
+    """Bool [], whether what a router returned says these ids: as they are, or as rows [E] that are not 0 at them.
+
+    Args:
+        output: what it returned.
+        router: which.
+        ids_RK: int64 [R, K].
+        may_drop: whether rows may lack some of the experts, as they do over a capacity, but not all.
+    """
     if router.read_back is not None:
         read_RK = router.read_back(output).to(ids_RK.device)
         return (read_RK == ids_RK.sort(-1).values).all()
     selected_RE = torch.zeros(len(ids_RK), router.num_experts, dtype=torch.bool, device=ids_RK.device)
     selected_RE.scatter_(-1, ids_RK, True)
     found = torch.zeros((), dtype=torch.bool, device=ids_RK.device)
-    for part in _tensors(output):
+    for part in tensors_of(output):
         if not part.is_floating_point() and part.numel() == ids_RK.numel():
-            found |= (part.reshape(ids_RK.shape) == ids_RK).all()
-        elif part.numel() == selected_RE.numel():  # rows or picks may be dropped over the capacity of an expert
-            is_on_RE = part.reshape(selected_RE.shape) != 0
-            found |= is_on_RE.any() & ~(is_on_RE & ~selected_RE).any()
+            found |= (part.reshape(ids_RK.shape).to(ids_RK.device) == ids_RK).all()
+        elif part.numel() == selected_RE.numel():
+            is_on_RE = part.reshape(selected_RE.shape).to(ids_RK.device) != 0
+            wrong_RE = is_on_RE & ~selected_RE if may_drop else is_on_RE != selected_RE
+            found |= is_on_RE.any() & ~wrong_RE.any()
     return found
 
 
@@ -105,6 +113,7 @@ def _tell(wrong: Tensor, path: str, who: str) -> None:
         )
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def tensors_of(output: Any) -> list[Tensor]:
+    """Those that a router returned."""
     parts = output if isinstance(output, tuple | list) else [output]
     return [part for part in parts if isinstance(part, Tensor)]

@@ -17,8 +17,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -133,29 +134,24 @@ class RouterHook(SelectionHook):
 
 
 class SelectingRouter(RouterHook):
-    """A router whose selection is seen in its own forward.
+    """A router whose selection is seen in its own forward, and has been seen there once (`find.probe`).
 
     Args:
         path: dotted name inside the model.
-        rule: how it selects.
+        module: the router.
         selecting: the module and the name of its method in which the selection is made.
-        num_experts: E.
-        top_k: its number of picks.
-        final: which top-k of its forward is its selection.
+        rule: how it selects.
+
+    Attributes:
+        num_experts, top_k: E and K; 0 before the probe.
+        final: which top-k of its forward is its selection; likewise.
     """
 
-    def __init__(
-        self,
-        path: str,
-        rule: SelectionRule,
-        selecting: tuple[nn.Module, str],
-        num_experts: int,
-        top_k: int,
-        final: int,
-    ) -> None:
-        super().__init__(path, selecting, num_experts, top_k)
+    def __init__(self, path: str, module: nn.Module, selecting: tuple[nn.Module, str], rule: SelectionRule) -> None:
+        super().__init__(path, selecting, num_experts=0, top_k=0)
+        self.module = module
         self.rule = rule
-        self.final = final
+        self.final = 0
         self.read_back = rule.read_back
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -192,14 +188,9 @@ class ModelHooks(ABC):
         others: other modules that select, where the framework can record and replay them.
 
     Attributes:
-        watch: what any listener wants to keep.
+        watch: what any listener wants.
         id_dtype: of ids on the device, signed.
-        is_forcing: whether one gives routes.
-        counts_executed: whether losses after the routers are to count the executed selection.
-        executed: the ids [L, R, K] of the last pass, where losses after the trunk may ask for them.
     """
-
-    keeps_executed: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -216,9 +207,6 @@ class ModelHooks(ABC):
         self.every: list[SelectionHook] = [*routers, *others]
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
         self.watch = Watch()
-        self.is_forcing = False
-        self.counts_executed = False
-        self.executed: Tensor | None = None
         self.passes = PassStack(self.every)
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
@@ -241,10 +229,6 @@ class ModelHooks(ABC):
     def session_contexts(self) -> Iterable[AbstractContextManager[Any]]:
         """What is open while a session is, routers aside: the forward of the trunk `overridden` by `run_pass`."""
 
-    def counting(self) -> AbstractContextManager[Any]:
-        """What is open beside while losses after the routers are to count the executed selection."""
-        return nullcontext()
-
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
         """What each of the other modules does in a pass, and in its recomputation; says whether they must."""
         return ()
@@ -256,16 +240,10 @@ class ModelHooks(ABC):
         Raises:
             ReplayError: when another thread has a session open, or this model was attached once more and that has.
         """
-        with (
-            self.sessions.held("opens a session on a model"),
-            self.hooked([self, *self.every]),
-            ExitStack() as counting,
-        ):
+        with self.sessions.held("opens a session on a model"), self.hooked([self, *self.every]):
             self.listeners.append(listener)
             self._heed_listeners()
             try:
-                if listener.counts_executed:
-                    counting.enter_context(self.counting())  # around those on the trunk, which may be the whole model
                 yield
             finally:
                 self.listeners.remove(listener)
@@ -278,14 +256,8 @@ class ModelHooks(ABC):
             handed_on.checks.close()
 
     def _heed_listeners(self) -> None:
-        scores = weights = others = caches = self.is_forcing = self.counts_executed = False
-        for listener in self.listeners:
-            watch = listener.watch
-            scores, weights = scores or watch.scores, weights or watch.weights
-            others, caches = others or watch.others, caches or watch.caches
-            self.is_forcing = self.is_forcing or listener.forces
-            self.counts_executed = self.counts_executed or listener.counts_executed
-        self.watch = Watch(scores, weights, others, caches)
+        wanted = zip(Watch(), *map(attrgetter("watch"), self.listeners), strict=True)
+        self.watch = Watch(*map(any, wanted))
 
     @contextmanager
     def hooked(self, hooks: Sequence[Any]) -> Iterator[None]:
@@ -359,8 +331,6 @@ class ModelHooks(ABC):
                     "the session was closed in the middle of a forward; close it when the model has returned"
                 )
             self.require_each_once(current)
-            if self.keeps_executed and self.counts_executed:
-                self.executed = current.executed_LRK
         for listener in listeners:
             listener.end(self.chunk, args, current)
         return result

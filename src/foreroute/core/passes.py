@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,17 +45,18 @@ class Rows:
     weights_LRK: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Watch:
-    """What to keep of a pass, beside what routers picked by themselves.
+class Watch(NamedTuple):
+    """What a session wants of passes, beside what routers picked by themselves.
 
     Attributes:
+        routes: whether it gives the routes to force.
         scores: of their picks, and the best score that they left out.
         weights: the gate weights that they handed on. Not in a compiled graph.
         others: what other modules that select handed on. Not in a compiled graph.
         caches: whether key-value caches hold the same rows from forward to forward. Not in a compiled graph.
     """
 
+    routes: bool = False
     scores: bool = False
     weights: bool = False
     others: bool = False
@@ -293,13 +294,9 @@ class Listener:
 
     Attributes:
         watch: what its passes keep.
-        forces: whether `begin` gives routes.
-        counts_executed: whether losses after the routers are to count the executed selection.
     """
 
     watch = Watch()
-    forces = False
-    counts_executed = False
 
     def begin(self, chunk: int, args: Any) -> Rows | None:
         """A pass of a chunk begins. Returns the routes to force on it, or None."""

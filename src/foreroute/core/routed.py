@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from .caches import FollowedCache
 from .errors import ReplayError
-from .hooks import ModelHooks, RouterHook, SelectionHook, overridden
+from .hooks import ModelHooks, SelectingRouter, SelectionHook, overridden
 from .passes import LateChecks, Listener, Pass, Rows, Watch, is_in
 
 Missing = Literal["native", "error"]
@@ -147,7 +147,7 @@ class Routed:
     def _listening(self, listener: Listener) -> Iterator[None]:
         with ExitStack() as opened:
             for stack in self.stacks:
-                if listener.forces and stack.is_forcing:
+                if listener.watch.routes and stack.watch.routes:
                     raise ReplayError("this model is already replaying; close that session before opening another")
                 opened.enter_context(stack.listening(listener))
             yield
@@ -188,7 +188,7 @@ class TrunkHooks(ModelHooks):
     Args:
         chunk: which stack of the model this is.
         trunk: the module whose forward is one pass.
-        routers: in the order in which they run.
+        routers: as the probe saw them, in the order in which they run.
         others: other modules that select.
 
     Attributes:
@@ -196,8 +196,10 @@ class TrunkHooks(ModelHooks):
         limits_2L: int64 [2, L], E and K of each.
     """
 
+    routers: Sequence[SelectingRouter]
+
     def __init__(
-        self, chunk: int, trunk: nn.Module, routers: Sequence[RouterHook], others: Sequence[SelectionHook] = ()
+        self, chunk: int, trunk: nn.Module, routers: Sequence[SelectingRouter], others: Sequence[SelectionHook] = ()
     ) -> None:
         modules = {trunk, *(hook.selecting[0] for hook in [*routers, *others])}
         super().__init__(chunk, trunk, routers, list(modules), others)
@@ -346,7 +348,7 @@ class TensorRows(NamedTuple):
 class _Replaying(Listener):
     """One open `replay()`, which forces these rows."""
 
-    forces = True
+    watch = Watch(routes=True)
 
     def __init__(self, rows: Sequence[TensorRows]) -> None:
         self.num_forwards = 0

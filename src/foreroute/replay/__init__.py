@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         masked_logprobs,
         masked_logprobs_of_logits,
     )
-    from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes, added_up
+    from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes, WithTelemetry
     from foreroute.replay.telemetry import Telemetry
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
     "Routes",
     "Telemetry",
     "TraceOnDevice",
-    "added_up",
+    "WithTelemetry",
     "is_faithful",
     "kept_by",
     "masked_entropy_of_logits",
@@ -65,7 +65,7 @@ __all__ = [
 _FILE_OF = dict.fromkeys(("WANTED_MASK", "kept_by", "not_of_kind", "require_version"), "arguments")
 _FILE_OF |= dict.fromkeys(("IndexerPass", "IndexerRows", "Places", "require_choices"), "indexers")
 _FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), "recording")
-_FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes", "added_up"), "session")
+_FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes", "WithTelemetry"), "session")
 _FILE_OF |= dict.fromkeys((name for name in __all__ if name.startswith("masked_")), "sampling_masks")
 _FILE_OF["Telemetry"] = "telemetry"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -203,7 +203,8 @@ class RoutedModel(ABC):
         if weight_version is not None:
             require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self._chunk_specs)
-        with self._listening(session), self.replaying_now(lambda: session):
+        counting = self._counting() if counts == "replayed" else nullcontext()
+        with self._listening(session), self.replaying_now(lambda: session), counting:
             yield session
         session.checks.wait()
         session.require_replayed()
@@ -218,6 +219,10 @@ class RoutedModel(ABC):
             yield
         finally:
             self._session = None
+
+    def _counting(self) -> AbstractContextManager[None]:
+        """What is open beside a session for losses behind the trunk to count what was executed; nothing by default."""
+        return nullcontext()
 
     @contextmanager
     def _listening(self, listener: Listener) -> Iterator[None]:
@@ -257,7 +262,40 @@ class Routes(Protocol):
         """
 
 
-class ReplaySession(Listener):
+class WithTelemetry:
+    """What telemetry says of one session, or of all micro-batches of a wrapped forward step."""
+
+    _telemetry: dict[int, Telemetry]
+    """What routers do, added up by chunk."""
+
+    def agreement(self, chunk: int = 0) -> LiveAgreement:
+        """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
+
+        Waits for the device, once. Rows and layers are those of this rank; join ranks that share rows with `+`.
+        Recomputation in backward is not counted again.
+
+        Raises:
+            ReplayError: without `telemetry=True`, or before the first forward.
+        """
+        return self._added_up(chunk, lambda telemetry: telemetry.agreement())
+
+    def expert_counts_LE(self, chunk: int = 0) -> NDArray[np.int64]:
+        """int64 [L, E], tokens of this rank that each expert was picked for, by the session's `counts`; no padding.
+
+        Raises:
+            ReplayError: without `telemetry=True`, or before the first forward.
+        """
+        return self._added_up(chunk, lambda telemetry: telemetry.counts_LE)
+
+    def _added_up(self, chunk: int, figure: Callable[[Telemetry], Found | None]) -> Found:
+        kept = self._telemetry.get(chunk)
+        found = None if kept is None else figure(kept)
+        if found is None:
+            raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
+        return found
+
+
+class ReplaySession(Listener, WithTelemetry):
     """What `RoutedModel.replay` yields.
 
     Args:
@@ -272,8 +310,6 @@ class ReplaySession(Listener):
         checks: what devices are asked of its batches.
     """
 
-    forces = True
-
     def __init__(
         self,
         routes: Routes,
@@ -284,12 +320,11 @@ class ReplaySession(Listener):
     ) -> None:
         self.num_forwards = 0
         self.checks = LateChecks() if checks is None else checks
-        self.watch = Watch(scores=policy.telemetry)
-        self.counts_executed = policy.counts == "replayed"
+        self.watch = Watch(routes=True, scores=policy.telemetry)
         self._routes = routes
+        self._telemetry = {} if telemetry is None else telemetry
         self._policy = policy
         self._specs = specs
-        self._telemetry = {} if telemetry is None else telemetry
         self._now: PassRoutes | None = None
         self._mask_BT: Tensor | None = None
         self._drops = False
@@ -337,31 +372,3 @@ class ReplaySession(Listener):
         if self._mask_BT is None:
             self._mask_BT = self._now.loss_mask()
         return self._mask_BT
-
-    def agreement(self, chunk: int = 0) -> LiveAgreement:
-        """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
-
-        Waits for the device, once. Rows and layers are those of this rank; join ranks that share rows with `+`.
-        Recomputation in backward is not counted again.
-
-        Raises:
-            ReplayError: without `telemetry=True`, or before the first forward.
-        """
-        return added_up(self._telemetry, chunk, lambda telemetry: telemetry.agreement())
-
-    def expert_counts_LE(self, chunk: int = 0) -> NDArray[np.int64]:
-        """int64 [L, E], tokens of this rank that each expert was picked for, by the session's `counts`; no padding.
-
-        Raises:
-            ReplayError: without `telemetry=True`, or before the first forward.
-        """
-        return added_up(self._telemetry, chunk, lambda telemetry: telemetry.counts_LE)
-
-
-def added_up(telemetry: dict[int, Telemetry], chunk: int, figure: Callable[[Telemetry], Found | None]) -> Found:
-    """A figure of the telemetry of a chunk. Raises `ReplayError` if there is none."""
-    kept = telemetry.get(chunk)
-    found = None if kept is None else figure(kept)
-    if found is None:
-        raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
-    return found

@@ -33,7 +33,7 @@ def of_its_own():
 def unchecked(monkeypatch):
     """Attach trusts the model, so that the checks have to find out."""
     attaching = importlib.import_module("foreroute.adapters.hf.attaching")
-    monkeypatch.setattr(attaching, "self_check", lambda routed, sites: None)
+    monkeypatch.setattr(attaching, "self_check", lambda routed: None)
 
 
 def changed_ids(monkeypatch, change):

@@ -10,7 +10,8 @@ from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import require_attachable, self_check, stack_of, untouched
-from foreroute.core.find import ATTENTION, PROBE_TOKENS, Probe, RouterSite, find_routers, hidden, probe
+from foreroute.core.find import ATTENTION, PROBE_TOKENS, find_routers, hidden, probe
+from foreroute.core.hooks import SelectingRouter
 from foreroute.core.routed import Routed
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
@@ -45,30 +46,30 @@ def attach(model: nn.Module) -> RoutedTransformer:
     return attached(model, candidates, LayerKind.DECODER)
 
 
-def attached(model: nn.Module, candidates: list[RouterSite], kind: LayerKind) -> RoutedTransformer:
+def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKind) -> RoutedTransformer:
     """A model with routers in one stack, proven. Raises as `attach`."""
     with untouched(model):
         seen = probe(model, candidates)
-        spec, trunk = spec_of(model, seen, kind), seen.trunk_of(seen.sites)
+        spec, trunk = spec_of(model, seen.routers, kind), seen.trunk_of(seen.routers)
         indexers = find_indexers(model, trunk)
-        hooks = TransformerHooks(model, trunk, seen.hooks_of(seen.sites), spec, indexers)
-        self_check(Routed(model, [hooks]), [seen.sites])
-        routed = RoutedTransformer(model, spec, seen.sites, hooks)
+        hooks = TransformerHooks(trunk, seen.routers, spec, indexers)
+        self_check(Routed(model, [hooks]))
+        routed = RoutedTransformer(model, spec, hooks)
         if indexers is not None:
             check_indexers(routed, indexers)
     return routed
 
 
-def spec_of(model: nn.Module, seen: Probe, kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:
+def spec_of(model: nn.Module, routers: list[SelectingRouter], kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:
     """The routing facts that a forward showed, of layers of this kind where they are of no special one.
 
     Raises:
-        AttachError: when routers do not select row by row, or share a layer.
+        AttachError: when routers share a layer.
     """
-    sizes = [(hook.num_experts, hook.top_k) for hook in seen.hooks_of(seen.sites)]
-    layers = [layer_of(site.path, kind, is_lookup=site.rule.is_lookup) for site in seen.sites]
+    sizes = [(router.num_experts, router.top_k) for router in routers]
+    layers = [layer_of(router.path, kind, is_lookup=router.rule.is_lookup) for router in routers]
     if len(set(layers)) != len(layers):
-        twice = [site.path for site, layer in zip(seen.sites, layers, strict=True) if layers.count(layer) > 1]
+        twice = [router.path for router, layer in zip(routers, layers, strict=True) if layers.count(layer) > 1]
         raise AttachError(
             f"{type(model).__name__} routes more than once in one decoder layer ({', '.join(twice[:2])}); a trace "
             "names each layer once"
@@ -86,9 +87,9 @@ def layer_of(path: str, kind: LayerKind = LayerKind.DECODER, *, is_lookup: bool 
     return RoutedLayer(numbers[0], LayerKind.HASH if is_lookup else kind)
 
 
-def num_stacks(candidates: list[RouterSite]) -> int:
+def num_stacks(candidates: list[SelectingRouter]) -> int:
     """How many there are, encoder and decoder, in which routers are; 0 where a model makes no such difference."""
-    return len({stack_of(site) for site in candidates} - {""})
+    return len(set(map(stack_of, candidates)) - {""})
 
 
 def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:

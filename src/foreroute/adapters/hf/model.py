@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows
-from foreroute.core.find import RouterSite
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
 from foreroute.core.routed import TrunkHooks
@@ -46,20 +45,20 @@ class RoutedTransformer(RoutedModel):
         model: the model that was attached.
     """
 
-    def __init__(self, model: nn.Module, spec: RoutingSpec, sites: list[RouterSite], hooks: TransformerHooks) -> None:
+    def __init__(self, model: nn.Module, spec: RoutingSpec, hooks: TransformerHooks) -> None:
         super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
-        self._sites = sites
-        self._found_indexers = hooks.found_indexers
+        self._of_trunk = hooks
 
     @property
     def indexers(self) -> IndexerSpec | None:
         """What the indexers of its sparse attention may choose; None where it has none that is known."""
-        return None if self._found_indexers is None else self._found_indexers.spec
+        found = self._of_trunk.found_indexers
+        return None if found is None else found.spec
 
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
-        return [parameter for site in self._sites for parameter in site.module.parameters()]
+        return [parameter for router in self._of_trunk.routers for parameter in router.module.parameters()]
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
@@ -77,14 +76,14 @@ class RoutedTransformer(RoutedModel):
         if not isinstance(trace, RoutingTrace):
             raise not_of_kind("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
         self.spec.require_same(trace.spec, what="the trace")
-        for position, site in enumerate(self._sites):
-            if site.rule.is_lookup:
-                require_looked_up(trace, position, site.module)
+        for position, router in enumerate(self._of_trunk.routers):
+            if router.rule.is_lookup:
+                require_looked_up(trace, position, router.module)
         if INDEXER in trace.streams:
             from foreroute.replay import require_choices
 
             require_choices(trace, self.indexers)
-        return TraceRows(trace, layout, self._found_indexers)
+        return TraceRows(trace, layout, self._of_trunk.found_indexers)
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
         """The rows of a trace, found for each batch. See `RoutedModel`."""
@@ -100,26 +99,28 @@ class RoutedTransformer(RoutedModel):
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
-        return [_rows_of_pass(recorded, self._found_indexers) for recorded in passes[0]]
+        return [_rows_of_pass(recorded, self._of_trunk.found_indexers) for recorded in passes[0]]
+
+    def _counting(self) -> AbstractContextManager[None]:
+        """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
+        return overridden(self.model, "forward", self._of_trunk.run_model)
 
 
 class TransformerHooks(TrunkHooks):
     """The hooks of one model.
 
     Args:
-        model: the whole model, whose forward may go on to losses after the trunk's.
         trunk: the module whose forward is one pass.
         routers: in layer order.
         spec: of the model.
         indexers: of the model, if it has any.
-    """
 
-    routers: Sequence[SelectingRouter]
-    keeps_executed = True
+    Attributes:
+        executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
+    """
 
     def __init__(
         self,
-        model: nn.Module,
         trunk: nn.Module,
         routers: Sequence[SelectingRouter],
         spec: RoutingSpec,
@@ -128,11 +129,12 @@ class TransformerHooks(TrunkHooks):
         self.found_indexers = indexers
         super().__init__(0, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
-        self._model = model
         self._number = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
+        self._counts_executed = False
+        self.executed: Tensor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -145,20 +147,17 @@ class TransformerHooks(TrunkHooks):
             current.num_expected += len(self.others)
         return self.found_indexers.passes(current, len(self.routers))
 
-    def counting(self) -> AbstractContextManager[None]:
-        """The whole model, to whose losses the executed selection is shown. See `ModelHooks`."""
-        return overridden(self._model, "forward", self._run_model)
-
-    def _run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the whole model, of which the trunk is a part, and show its losses the executed selection."""
         spec = self.spec
         counts = ExecutedCounts(lambda: self.executed, None if spec.sizes else (spec.num_experts, spec.top_k))
-        self.executed = None
+        self.executed, self._counts_executed = None, True
         try:
             with counts:
                 result = forward(*args, **kwargs)
             counts.require_counted(has_loss=isinstance(getattr(result, "aux_loss", None), Tensor))
         finally:
-            self.executed = None
+            self.executed, self._counts_executed = None, False
         return result
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -166,9 +165,17 @@ class TransformerHooks(TrunkHooks):
             batch = ForwardTokens.of_call(self.names, args, kwargs)
             return self._run_trunk_in_graph(batch, forward, args, kwargs)
         call = partial(forward, *args, **kwargs)
+        if self._counts_executed:
+            call = partial(self._keeping_executed, call)
         if self.watch.caches:
             call = self.along_cache(call, args, kwargs)
         return self.run_pass(partial(ForwardTokens.of_call, self.names, args, kwargs), call)
+
+    def _keeping_executed(self, call: Callable[[], Any]) -> Any:
+        """Run the trunk in its pass, and keep what that executed for `run_model`."""
+        result = call()
+        self.executed = self.passes.top.executed_LRK
+        return result
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
@@ -192,11 +199,11 @@ class TransformerHooks(TrunkHooks):
             batch.cumulative,
             batch.past,
         )
-        rows = Rows(ids_LRK) if self.is_forcing else None
+        rows = Rows(ids_LRK) if self.watch.routes else None
         current = self.open_pass(rows, batch.num_slots, batch.device)
         with self.passes.on_top(current):
             result = forward(*args, **kwargs)
-        self.executed = current.executed_LRK if self.counts_executed else None
+        self.executed = current.executed_LRK if self._counts_executed else None
         scores = [] if current.scores is None else current.scores.tensors()
         graph_ops.end_pass(self._number, self._ledger, current.calls_L, [current.own_LRK, *scores])
         return result
@@ -233,7 +240,7 @@ class TransformerHooks(TrunkHooks):
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
-        return [self.spec.num_layers, num_slots if self.is_forcing else 0, self.spec.top_k], self.id_dtype
+        return [self.spec.num_layers, num_slots if self.watch.routes else 0, self.spec.top_k], self.id_dtype
 
 
 def heeds_indexers(current: Pass) -> bool:

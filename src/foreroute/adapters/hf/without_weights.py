@@ -80,7 +80,8 @@ def structure_of(path: Path) -> Structure:
             with suppress(ValueError):  # a family without a choice refuses to be given one
                 model.set_experts_implementation("eager")
             seen = probe(model, find_routers(model))
-            spec, indexers = spec_of(model, seen), find_indexers(model, seen.trunk_of(seen.sites))
+            spec = spec_of(model, seen.routers)
+            indexers = find_indexers(model, seen.trunk_of(seen.routers))
     except Exception as error:  # transformers raises what its classes raise
         reason = why(error.__cause__ or error) if isinstance(error, AttachError) else why(error)
         raise ConfigError(

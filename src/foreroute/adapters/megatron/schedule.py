@@ -7,14 +7,11 @@ from contextlib import AbstractContextManager
 from functools import update_wrapper
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import BatchMismatchError, ReplayError
-from foreroute.mismatch import LiveAgreement
-from foreroute.replay import ReplaySession, Telemetry, added_up
+from foreroute.replay import ReplaySession, Telemetry, WithTelemetry
 from foreroute.trace import RoutingTrace
 
 BatchRoutes = RoutingTrace | RouteShard
@@ -27,7 +24,7 @@ def routes_in(batch: Any) -> BatchRoutes | None:
     return batch.get("routes") if isinstance(batch, Mapping) else getattr(batch, "routes", None)
 
 
-class ReplayingStep:
+class ReplayingStep(WithTelemetry):
     """A forward step as `get_forward_backward_func()` takes it. Made by `RoutedMegatron.replaying`.
 
     Args:
@@ -70,14 +67,6 @@ class ReplayingStep:
             batches.session.checks.close()
             batches.session.require_replayed()
         return result
-
-    def agreement(self, chunk: int = 0) -> LiveAgreement:
-        """As `ReplaySession.agreement`, over all micro-batches so far. Raises `ReplayError` likewise."""
-        return added_up(self._telemetry, chunk, Telemetry.agreement)
-
-    def expert_counts_LE(self, chunk: int = 0) -> NDArray[np.int64]:
-        """As `ReplaySession.expert_counts_LE`, over all micro-batches so far. Raises `ReplayError` likewise."""
-        return added_up(self._telemetry, chunk, lambda telemetry: telemetry.counts_LE)
 
 
 class WatchedBatches:
