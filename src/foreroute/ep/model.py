@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foreroute.ep.agreement import agree_on_rows, agree_on_step, share_plan
+from foreroute.ep.agreement import agree_on_rows, agree_on_step, objection_to_number, raise_alike, share_plan
 from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack, RouterCheck
 from foreroute.ep.layer import ExpertLayer
@@ -25,7 +25,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
-from foreroute.errors import CountsError, InputError, PlacementError, PlanError, shown
+from foreroute.errors import CountsError, InputError, PlacementError, PlanError, ReplayError, shown
 from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.trace import RoutingTrace
@@ -181,12 +181,13 @@ class ExpertParallelModel:
         Raises:
             PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
                 tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, the rows of one rank are not
-                those planned, or as in `sum_gradients`.
+            CountsError: on every rank alike, when the plan was made for other counts, or the rows of one rank are not
+                those planned.
+            ReplayError: on every rank alike, when routers did otherwise than was known ahead, as in `sum_gradients`.
             TransferError: when a rank does not answer.
         """
         self._active = None
-        self._require_routed()
+        self._require_routed(f"beginning step {step}")
         counts_MLGE = self._read(step, plan, planned)
         agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
         rows_M = [BatchRows()] * plan.shape[0] if micro_batches is None else micro_batches
@@ -267,12 +268,11 @@ class ExpertParallelModel:
             yield execution
         self._unseen.append(execution.end())
 
-    def _require_routed(self) -> None:
-        """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead; once."""
+    def _require_routed(self, what: str, unrun: str | None = None) -> None:
+        """Raise `ReplayError` on every rank alike, when routers of one did otherwise than was known ahead; once."""
         unseen, self._unseen = self._unseen, []
         misrouted = next(filter(None, (each.misrouted() for each in unseen)), None)
-        if objections := self.consensus.objections(misrouted, "comparing routes with those known ahead"):
-            raise CountsError("; ".join(objections))
+        raise_alike(self.consensus, ReplayError, misrouted or unrun, what)
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
@@ -280,10 +280,14 @@ class ExpertParallelModel:
         Those of sharded ones are added up in the backward.
 
         Raises:
-            CountsError: on every rank alike, when the routers of one did otherwise than was known ahead, in any forward
-                since the last call.
+            ReplayError: on every rank alike, when one has not run all micro-steps of the plan in force, or its routers
+                did otherwise than was known ahead, in any forward since the last call.
         """
-        self._require_routed()
+        unrun, what = None, "adding up gradients"
+        if self._active is not None:
+            unrun = objection_to_number(self._next_micro_step, self._active.plan.shape[0])
+            what = f"ending step {self._active.step}"
+        self._require_routed(what, unrun)
         sum_gradients(self.dense_parameters(), self.group, self.consensus.group)
 
     def clip_gradients(self, max_norm: float) -> Tensor:

@@ -23,13 +23,19 @@ from foreroute.adapters.megatron.plan_execution.layer import CellWork, PlannedLa
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.core.passes import PassStack
+from foreroute.ep.agreement import (
+    objection_to_counts,
+    objection_to_micro_batches,
+    objection_to_number,
+    objection_to_plan,
+    raise_alike,
+)
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError, TraceError
 from foreroute.plan import ExecutionSchedule, StepPlan
-from foreroute.plan.counts import counts_digest
 from foreroute.replay import ReplayRows
 from foreroute.trace import RoutedLayer, RoutingSpec
 
@@ -60,7 +66,7 @@ class ExecutionRanks:
         if self._stages is not None:
             # the other ranks of the group hear of it below, and through them their own stages
             mine = "; ".join(self._stages.objections(mine, what)) or None
-        _raise_alike(self.consensus, error, mine, what)
+        raise_alike(self.consensus, error, mine, what)
 
     def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
         """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
@@ -77,7 +83,7 @@ class ExecutionRanks:
                     f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
                 )
             # the other ranks of the group may be in pipelines that agree
-            _raise_alike(self.consensus, PlanError, mine, what)
+            raise_alike(self.consensus, PlanError, mine, what)
         agree_on_plan(self.consensus, step, plan, "megatron")
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
@@ -145,10 +151,13 @@ class PlanExecution:
         what = f"agreeing on the plan of step {step}"
         ranks.agree_on_plan(step, plan, what)
         ranks.raise_alike(PlacementError, _objection_to_layers(stage), what)
-        ranks.raise_alike(PlanError, _objection_to_plan(plan, len(self._shards), spec, home_LE), what)
+        ranks.raise_alike(CountsError, objection_to_number(len(self._shards), plan.shape[0]), what)
+        ranks.raise_alike(PlanError, objection_to_plan(plan, home_LE), what)
         ranks.raise_alike(TraceError, _objection_to_shards(self._shards), what)
         layers = [spec.layers.index(site.layer) for sites, _ in stage for site in sites]
-        mine = _objection_to_counts(plan, counts_MLGE, self._shards, layers, consensus.rank)
+        mine = objection_to_counts(plan, counts_MLGE) or objection_to_micro_batches(
+            [shard.counts_LE for shard in self._shards], counts_MLGE[:, layers, consensus.rank], layers
+        )
         ranks.raise_alike(CountsError, mine, what)
         partly = torch.tensor([not shard.is_whole for shard in self._shards], dtype=torch.int32)
         self._known_M = [not any_ for any_ in consensus.most(partly, what).tolist()]
@@ -174,10 +183,8 @@ class PlanExecution:
             yield
         if self._has_begun:
             self._ranks.weights.end_step()
-        objection = None
         fewest = min(self._begun.values(), default=len(self._shards))
-        if fewest < len(self._shards):
-            objection = f"{fewest} of {len(self._shards)} planned micro-batches ran"
+        objection = objection_to_number(fewest, len(self._shards))
         self._ranks.raise_alike(ReplayError, objection, f"ending step {self._step}")
 
     def begin_pass(self, chunk: int, shard: RouteShard) -> int:
@@ -284,11 +291,6 @@ def _replayed(passes: PassStack, site: ChunkRouter) -> tuple[ReplayRows, bool, i
     return rows, passes.is_again, rows.micro_step
 
 
-def _raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:
-    if objections := consensus.objections(mine, what):
-        raise error(f"{what}: " + "; ".join(objections))
-
-
 def _objection_to_shards(micro_batches: Sequence[object]) -> str | None:
     for number, each in enumerate(micro_batches):
         if not isinstance(each, RouteShard):
@@ -300,44 +302,4 @@ def _objection_to_layers(stage: Sequence[tuple[Sequence[ChunkRouter], PassStack]
     for site in (site for sites, _ in stage for site in sites):
         if reason := objection_to_layer(site):
             return f"the layer of {site.path} cannot execute a plan: {reason}"
-    return None
-
-
-def _objection_to_plan(
-    plan: StepPlan, num_micro_batches: int, spec: RoutingSpec, home_LE: NDArray[np.int16]
-) -> str | None:
-    expected = (num_micro_batches, spec.num_layers, spec.num_experts)
-    if plan.shape != expected:
-        return f"the plan is for (micro-batches, layers, experts) = {plan.shape}, expected {expected}"
-    if not np.array_equal(plan.home_LE, home_LE):
-        layer, expert = np.argwhere(plan.home_LE != home_LE)[0].tolist()
-        return (
-            f"expert {expert} of routed layer {layer} lives on rank {home_LE[layer, expert]}, and on rank "
-            f"{plan.home_LE[layer, expert]} by the plan; call routed.move_homes(plan.home_LE, optimizer) first"
-        )
-    return None
-
-
-def _objection_to_counts(
-    plan: StepPlan,
-    counts_MLGE: NDArray[np.integer],
-    shards: Sequence[RouteShard],
-    layers: Sequence[int],
-    rank: int,
-) -> str | None:
-    expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != expected or counts_MLGE.dtype.kind not in "iu":
-        return f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}, expected integers {list(expected)}"
-    found = counts_digest(counts_MLGE)
-    if found != plan.counts_digest:
-        return f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
-    for micro_step, shard in enumerate(shards):
-        differs = np.argwhere(shard.counts_LE != counts_MLGE[micro_step, layers, rank])
-        if len(differs):
-            row, expert = differs[0].tolist()
-            return (
-                f"micro-batch {micro_step} makes {shard.counts_LE[row, expert]} assignments to expert {expert} of "
-                f"routed layer {layers[row]}, {counts_MLGE[micro_step, layers[row], rank, expert]} were planned; hand "
-                "in the micro-batches that were counted, in the same order"
-            )
     return None
