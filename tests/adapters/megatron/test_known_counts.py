@@ -81,7 +81,7 @@ def test_wrong_counts_end_all_ranks_alike():
         (CountsError, "micro-batch 0 brings other routes", lambda: execute(backwards)),
         (CountsError, "rank 0: micro-batch 0 makes", lambda: execute(shards, announced=backwards if first else shards)),
         (CountsError, "counts have digest", lambda: execute(shards, counts=counts_MLGE + first)),
-        (CountsError, r"expected integers \[3, 2, 2, 8\]", lambda: execute(shards, counts=counts_MLGE[:, :1])),
+        (CountsError, r"the plan is for integers \[3, 2, 2, 8\]", lambda: execute(shards, counts=counts_MLGE[:, :1])),
         (CountsError, "ranks have other micro-batches", lambda: routed.gather_counts(shards[: 3 - first])),
         (PlanError, "ranks hold different plans", lambda: execute(shards, plan=other if first else at.plan)),
         (CountsError, "2 of 3 planned micro-batches are here", lambda: execute(shards[:2], announced=shards[:2])),
