@@ -60,7 +60,7 @@ def _measured(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
 def _counted(bench: Bench) -> dict[str, float]:
     """What a planned step with weights from peer to peer posts and asks, and operators over the unpatched model's."""
     plan = bench.plan(PlanOptions())
-    layers = [layer.shards.module for layer in bench.placed.layers]
+    layers = [layer.module for layer in bench.placed.layers]
     with posting(layers) as begun:
         bench.placed.begin_step(0, plan, bench.counts_MLGE, bench.rows_M)
     with posting(layers) as posted:

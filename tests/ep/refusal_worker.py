@@ -1,5 +1,6 @@
 """What worker processes do that must end in an error on all of them."""
 
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -304,14 +305,24 @@ def rows_of_another_batch(s):
     s.forward()
 
 
-@refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")
+@refused(EXECUTED, "PlacementError", "a rank holds only the experts that live on it; save it with torch.distributed")
 def state_of_a_shard(s):
-    s.placed.model.state_dict()
+    torch.save(s.placed.model.state_dict(), io.BytesIO())
 
 
-@refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")
-def state_into_a_shard(s):
-    s.placed.model.load_state_dict(s.placed.state_dict())
+@refused(EXECUTED, "PlacementError", "would see only the experts that live on this rank")
+def arithmetic_on_a_shard(s):
+    s.placed.model.state_dict()["model.layers.0.mlp.experts.down_proj"] + 1
+
+
+@refused(EXECUTED, "PlacementError", "is of other experts than live here")
+def state_of_other_homes(s):
+    state, home_LE = s.placed.model.state_dict(), s.placed.home_LE
+    s.placed.move_homes(np.roll(home_LE, 1, axis=1))
+    try:
+        s.placed.model.load_state_dict(state)
+    finally:
+        s.placed.move_homes(home_LE)
 
 
 @refused(EXECUTED, "PlacementError", "down_proj has 4 experts, expected all 8 in order of their ids")

@@ -101,8 +101,8 @@ def clipped(rank):
     worst = 0.0
     for name, parameter in plain.named_parameters():
         grad = model.get_parameter(name).grad
-        shards = placed.shards_of(model.get_parameter(name))
-        whole = grad if shards is None else shards.gather(grad)
+        layer = placed.layer_of(model.get_parameter(name))
+        whole = grad if layer is None else layer.gather(grad)
         worst = max(worst, float((whole - parameter.grad).norm() / parameter.grad.norm()))
     return norms, worst
 
@@ -220,8 +220,8 @@ def two_groups(rank):
     worst = 0.0
     for name, parameter in plain.named_parameters():
         own = model.get_parameter(name)
-        shards = placed.shards_of(own)
-        grad = own.grad if shards is None else shards.gather(own.grad)
+        layer = placed.layer_of(own)
+        grad = own.grad if layer is None else layer.gather(own.grad)
         worst = max(worst, float((grad - parameter.grad).norm() / parameter.grad.norm()))
     return worst
 

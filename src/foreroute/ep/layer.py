@@ -10,41 +10,63 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreroute.ep.compute import StackedReplicas, row_multiple, run_experts
-from foreroute.ep.execution import Execution
-from foreroute.ep.shards import ExpertShards
+from foreroute.ep.execution import CellRows, Execution
+from foreroute.ep.shards import LogicalExperts
 from foreroute.ep.transfer.peers import collective_errors
-from foreroute.errors import CountsError
-from foreroute.plan import CellPlan, CellSchedule
+from foreroute.errors import PlacementError
 
 
 class ExpertLayer:
-    """Stands in for the forward of an experts module.
+    """One experts module, of which this rank keeps its home experts, and what stands in for its forward.
+
+    This rank's experts are in ascending order of their id. Logical order is that of expert ids, whatever rank they live
+    on: row e of a full tensor is expert e.
+
+    The state dict of the module, and so of every module around it, holds `LogicalExperts` for each parameter.
 
     Args:
         number: position of the layer among the routed layers.
         path: of the module in the model, for errors.
-        shards: this rank's experts.
+        module: of whose parameters `keep_rows` has left this rank's.
+        home_E: int16 [E], the rank that every expert lives on.
         group: the ranks.
         in_force: gives the execution in force when the layer is called.
     """
 
     def __init__(
-        self, number: int, path: str, shards: ExpertShards, group: dist.ProcessGroup, in_force: Callable[[], Execution]
+        self,
+        number: int,
+        path: str,
+        module: nn.Module,
+        home_E: NDArray[np.int16],
+        group: dist.ProcessGroup,
+        in_force: Callable[[], Execution],
     ) -> None:
         self.number = number
         self.path = path
-        self.shards = shards
+        self.module = module
+        self.home_E = home_E
+        self._names = tuple(name for name, _ in module.named_parameters(recurse=False))
         self._group = group
         self._in_force = in_force
+        # torch marks what it is given, and a method cannot be
+        module.register_state_dict_post_hook(partial(self._give_logical))
+        module.register_load_state_dict_pre_hook(self._take_own)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank holds, name -> [E / G, ...]."""
+        return {name: self.module.get_parameter(name) for name in self._names}
 
     def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Send every row to its experts, wherever they are served, and add up what comes back.
@@ -58,40 +80,23 @@ class ExpertLayer:
             [N, D].
 
         Raises:
-            CountsError: when counts are exchanged and are not those of the plan; on every rank alike.
-            PlanError: when a plan gives replicas more than there is; on every rank alike.
+            ReplayError, CountsError, PlanError: as `Execution.begin_cell`.
             TransferError: when a rank or its weights cannot be reached.
         """
-        execution = self._in_force()
-        execution.begin_layer(self.number, self.path)
-        self._require_rows(execution, len(ids_NK))
+        execution, shards = self._in_force(), self.parameters
         ids_NK = ids_NK.to(torch.int64)
-        home_E = self.shards.home_E
-        planned = execution.cell(self.number)
-        replicas = None
-        shards = self.shards.parameters
+        rows = execution.begin_cell(self.number, self.path, ids_NK, self.home_E, row_multiple(shards))
+        served, replicas = execution.served(self.number), None
         experts: Mapping[str, Tensor] = shards
-        if planned is not None:
-            cell, _, weights = planned
-            replicas = StackedReplicas(cell, weights, shards, is_recompute=execution.is_recomputing)
+        if served is not None:
+            replicas = StackedReplicas(*served, shards, is_recompute=execution.is_recomputing)
             experts = dict(zip(shards, replicas.announce(), strict=True))
-        counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
-        rows = execution.schedule(self.number)
-        if rows is None:
-            rows = CellSchedule.of(
-                CellPlan.homes_only(home_E, len(counts_GE)) if planned is None else planned[1],
-                counts_GE,
-                dist.get_rank(self._group),
-                row_multiple=row_multiple(self.shards.tensors),
-                what=execution.what(self.number),
-            )
         handle = DispatchHandle.of(
-            self._group, f"tokens of {execution.what(self.number)}", rows, ids_NK, execution.sent_rows(ids_NK.device)
+            self._group, execution.names[self.number], rows, ids_NK, execution.sent_assignments(ids_NK)
         )
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
         if replicas is not None:
             replicas.fetch()
-        execution.end_layer(self.number, sum(handle.receive_G))
         summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, experts, replicas), handle)
         return summed.to(hidden_ND.dtype)
 
@@ -99,7 +104,7 @@ class ExpertLayer:
         self,
         grouped: Tensor,
         gates: Tensor,
-        rows: CellSchedule,
+        rows: CellRows,
         experts: Mapping[str, Tensor],
         replicas: StackedReplicas | None,
     ) -> Tensor:
@@ -108,29 +113,67 @@ class ExpertLayer:
         Args:
             grouped: [rows computed, D].
             gates: [rows computed, 1].
-            rows: of each group.
+            rows: of the cell.
             experts: name -> [E / G, ...], home experts.
             replicas: of the cell, on any rank; None where it has none, so that homes serve all.
         """
-        module: Any = self.shards.module
-        sizes_S, num_home = rows.group_rows_S.tolist(), rows.num_home
-        num_home_rows = sum(sizes_S[:num_home])
+        module: Any = self.module
         # a norm of what experts give out forgets its scale: gate weights come after it
         norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
         scale = gates if norm is None else torch.ones_like(gates)
-        computed = run_experts(module, experts, grouped[:num_home_rows], scale[:num_home_rows], sizes_S[:num_home])
-        if replicas is not None:
-            served = replicas.compute(module, grouped[num_home_rows:], scale[num_home_rows:], sizes_S[num_home:])
-            computed = torch.cat([computed, served])
+        if replicas is None:
+            computed = run_experts(module, experts, grouped, scale, rows.home)
+        else:
+            parts = [sum(rows.home.sizes_S), sum(rows.replicas.sizes_S)]
+            (at_home, lent), (scale, lent_scale) = grouped.split(parts), scale.split(parts)
+            computed = run_experts(module, experts, at_home, scale, rows.home)
+            computed = torch.cat([computed, replicas.compute(module, lent, lent_scale, rows.replicas)])
         return computed if norm is None else norm(computed) * gates
 
-    def _require_rows(self, execution: Execution, num_rows: int) -> None:
-        for mask_N in (execution.rows.planned_N, execution.rows.sent_N):
-            if mask_N is not None and len(mask_N) != num_rows:
-                raise CountsError(
-                    f"{self.path} is given {num_rows} rows, BatchRows tells of {len(mask_N)}; make it from the batch "
-                    "that the model is called with, padding included"
-                )
+    def own_rows(self, full: Tensor) -> Tensor:
+        """[E, ...] in logical order to a new [E / G, ...], the rows that live here."""
+        return full.detach().index_select(0, torch.from_numpy(self._here()).to(full.device))
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[E / G, ...] on every rank to a new [E, ...] in logical order, on every rank. A collective call."""
+        num_ranks = dist.get_world_size(self._group)
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(num_ranks)]
+        with collective_errors("gathering experts", self._group):
+            dist.all_gather(parts, local.detach().contiguous(), group=self._group)
+        held = torch.from_numpy(np.argsort(self.home_E, kind="stable")).to(local.device)
+        full = torch.empty((len(held), *local.shape[1:]), dtype=local.dtype, device=local.device)
+        full[held] = torch.cat(parts)
+        return full
+
+    def logical(self, local: Tensor) -> LogicalExperts:
+        """[E / G, ...] as this rank's part of [E, ...] in logical order, of which it is the memory; nothing is sent."""
+        return LogicalExperts(local.detach(), self._here(), len(self.home_E))
+
+    def _here(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.home_E == dist.get_rank(self._group))
+
+    def _give_logical(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in self._names:
+            state[prefix + name] = self.logical(state[prefix + name])
+
+    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Cut what is given whole to this rank's rows, and take back what `_give_logical` has given."""
+        for name in self._names:
+            given = state.get(prefix + name)
+            if isinstance(given, LogicalExperts):
+                if not np.array_equal(given.experts, self._here()):
+                    raise PlacementError(
+                        f"{self.path}.{name} is of other experts than live here; take state_dict() anew after homes "
+                        "have moved, and load the checkpoint into it"
+                    )
+                state[prefix + name] = given.local
+            elif isinstance(given, Tensor):
+                if len(given) != len(self.home_E):
+                    raise PlacementError(
+                        f"{self.path}.{name} has {len(given)} experts, expected all {len(self.home_E)} in order of "
+                        "their ids; load what state_dict() of the placed model, or of the model before, gives"
+                    )
+                state[prefix + name] = self.own_rows(given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,91 +182,96 @@ class DispatchHandle:
 
     Attributes:
         group: the ranks.
-        what: the call in words, for errors.
-        send_G, receive_G: rows to and from every rank.
+        what: the cell in words, for errors.
+        rows: of the cell.
         token_R: int64 [rows sent], the token of each.
         assignment_R: int64 [rows sent], its number among the N x K assignments.
         sent_row_A: int64 [N x K], the row that each assignment is sent as; one past the last where it is not sent.
-        grouped_R: int64 [rows computed], the received row of each, in order of group; one past the last for padding.
-        returned_R: int64 [rows received], the computed row of each.
         top_k: K.
     """
 
     group: dist.ProcessGroup
     what: str
-    send_G: list[int]
-    receive_G: list[int]
+    rows: CellRows
     token_R: Tensor
     assignment_R: Tensor
     sent_row_A: Tensor
-    grouped_R: Tensor
-    returned_R: Tensor
     top_k: int
 
     @classmethod
     def of(
-        cls, group: dist.ProcessGroup, what: str, rows: CellSchedule, ids_NK: Tensor, sent_N: Tensor | None
+        cls, group: dist.ProcessGroup, what: str, rows: CellRows, ids_NK: Tensor, sent_A: Tensor | None
     ) -> DispatchHandle:
         """Turn every rank's share of every expert into tokens.
 
         Args:
             group: the ranks.
-            what: the call in words.
+            what: the cell in words.
             rows: how many go where.
             ids_NK: int64 [N, K], the expert of each assignment.
-            sent_N: int64 [tokens sent], ascending; None for all N.
+            sent_A: int64, which assignments are sent, ascending; None for all.
         """
-        device, top_k = ids_NK.device, ids_NK.shape[1]
-        ids_RK = ids_NK if sent_N is None else ids_NK.index_select(0, sent_N)
-        by_expert = ids_RK.reshape(-1).argsort(stable=True)
-        sent_R = by_expert.index_select(0, expand(rows.taken, device))
-        token_R = sent_R // top_k if sent_N is None else sent_N.index_select(0, sent_R // top_k)
-        assignment_R = token_R * top_k + sent_R % top_k
-        sent_row_A = torch.full((ids_NK.numel(),), len(sent_R), dtype=torch.int64, device=device)
-        sent_row_A[assignment_R] = torch.arange(len(sent_R), device=device)
-        send_G, receive_G = rows.send_G.tolist(), rows.receive_G.tolist()
-        # padding lies beyond what is received
-        grouped_R = expand(rows.grouped, device).clamp(max=sum(receive_G))
-        returned_R = expand(rows.returned, device)
-        return cls(group, what, send_G, receive_G, token_R, assignment_R, sent_row_A, grouped_R, returned_R, top_k)
+        ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
+        by_expert = (ids_A if sent_A is None else ids_A.index_select(0, sent_A)).argsort(stable=True)
+        assignment_R = by_expert.index_select(0, rows.taken_R)
+        if sent_A is not None:
+            assignment_R = sent_A.index_select(0, assignment_R)
+        num_sent = len(assignment_R)
+        sent_row_A = torch.full_like(ids_A, num_sent)
+        sent_row_A[assignment_R] = torch.arange(num_sent, device=ids_A.device)
+        return cls(group, what, rows, assignment_R // top_k, assignment_R, sent_row_A, top_k)
 
     def to_experts(self, hidden_ND: Tensor, gates_NK: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens and their gate weights to [rows computed, D] and [rows computed, 1]; zeros for padding."""
-        gates_R1 = None if gates_NK is None else gates_NK.reshape(-1, 1).index_select(0, self.assignment_R)
-        rows, gates = self._exchange(hidden_ND, self.token_R, gates_R1, self.send_G, self.receive_G)
-        return _taken(rows, gates, self.grouped_R)
+        rows, gates = self.rows, None if gates_NK is None else gates_NK.reshape(-1, 1)
+        arrived, beside = self._exchange(hidden_ND, self.token_R, gates, self.assignment_R, rows.send_G, rows.receive_G)
+        beside = None if beside is None else beside.index_select(0, rows.grouped_R)
+        return arrived.index_select(0, rows.grouped_R), beside
 
     def to_tokens(self, rows_RD: Tensor, gates_R1: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Computed rows to [N, D], added up over the picks of a token in their order, and what is beside them to
         [N, K]; zeros for what was not sent.
         """
-        gates_R1 = None if gates_R1 is None else gates_R1.index_select(0, self.returned_R)
-        arrived = self._exchange(rows_RD, self.returned_R, gates_R1, self.receive_G, self.send_G)
-        picks, gates = _taken(*arrived, self.sent_row_A)
-        gates_NK = None if gates is None else gates.view(-1, self.top_k)
-        return picks.view(-1, self.top_k, picks.shape[1]).sum(dim=1), gates_NK
+        rows, chosen = self.rows, self.rows.returned_R
+        arrived, beside = self._exchange(rows_RD, chosen, gates_R1, chosen, rows.receive_G, rows.send_G)
+        if beside is not None:
+            beside = beside.index_select(0, self.sent_row_A).view(-1, self.top_k)
+        picks = arrived.index_select(0, self.sent_row_A)
+        return picks.view(-1, self.top_k, picks.shape[1]).sum(dim=1), beside
 
     def _exchange(
-        self, rows: Tensor, chosen: Tensor, beside: Tensor | None, send_G: list[int], receive_G: list[int]
+        self,
+        rows: Tensor,
+        chosen: Tensor,
+        beside: Tensor | None,
+        chosen_beside: Tensor,
+        send_G: list[int],
+        receive_G: list[int],
     ) -> tuple[Tensor, Tensor | None]:
-        """The chosen rows, and one number beside each, from all ranks; and one more of zeros.
+        """The chosen rows, and one number beside each, from all ranks; and rows of zeros behind them.
 
-        From the last one is taken what was not sent, and what pads a group. Both travel in one message: the number lies
-        in front of the row, in as many columns as hold it.
+        From these is taken what was not sent, and what pads a group. Both travel in one message: the number lies in
+        front of the row, in as many columns as hold it.
         """
-        width = rows.shape[1]
-        front = 0 if beside is None else -(-beside.element_size() // rows.element_size())
-        packed = rows.new_empty(len(chosen), front + width + (-width % front if front else 0))
-        torch.index_select(rows, 0, chosen, out=packed[:, front : front + width])
-        if beside is not None:
-            packed[:, :front].view(beside.dtype)[:, :1] = beside
-        total = sum(receive_G)
-        arrived = rows.new_empty(total + 1, packed.shape[1])
-        arrived[total] = 0
-        with collective_errors(self.what, self.group):
-            dist.all_to_all_single(arrived[:total], packed, receive_G, send_G, group=self.group)
-        numbers = None if beside is None else arrived[:, :front].view(beside.dtype)[:, :1]
-        return arrived[:, front : front + width], numbers
+        total, width = sum(receive_G), rows.shape[1]
+        if beside is None:
+            packed = rows.index_select(0, chosen)
+        else:
+            front = -(-beside.element_size() // rows.element_size())
+            columns = [front, width, -width % front]
+            packed = rows.new_empty(len(chosen), sum(columns))
+            numbers, values, _ = packed.split(columns, dim=1)
+            torch.index_select(rows, 0, chosen, out=values)
+            torch.index_select(beside, 0, chosen_beside, out=_as_numbers(numbers, beside.dtype))
+        whole = rows.new_empty(total + self.rows.num_zeros, packed.shape[1])
+        arrived, zeros = whole.split([total, self.rows.num_zeros])
+        zeros.zero_()
+        with collective_errors(f"tokens of {self.what}", self.group):
+            dist.all_to_all_single(arrived, packed, receive_G, send_G, group=self.group)
+        if beside is None:
+            return whole, None
+        numbers, values, _ = whole.split(columns, dim=1)
+        return values, _as_numbers(numbers, beside.dtype)
 
 
 class Dispatch(torch.autograd.Function):
@@ -259,14 +307,6 @@ class Combine(torch.autograd.Function):
         return handle.to_experts(grads[0], None)[0], None
 
 
-def _taken(rows: Tensor, beside: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-    return rows.index_select(0, chosen), None if beside is None else beside.index_select(0, chosen)
-
-
-def expand(runs: NDArray[np.int64], device: torch.device) -> Tensor:
-    """int64, the index of every row of every run of a `CellSchedule`; the device is not waited for."""
-    total = int(runs[:, 1].sum())
-    start_B, length_B = torch.from_numpy(runs).to(device, non_blocking=True).unbind(1)
-    # Within a run, index and place in the result rise together: their difference is one number per run.
-    shift_B = start_B - (length_B.cumsum(0) - length_B)
-    return shift_B.repeat_interleave(length_B, output_size=total) + torch.arange(total, device=device)
+def _as_numbers(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """One number of each row, of the dtype that its first columns hold."""
+    return columns if columns.dtype == dtype else columns.view(dtype)[:, :1]
