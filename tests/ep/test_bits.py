@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.ep import compute
-from foreroute.ep.execution import Groups
+from foreroute.ep.dispatch import Groups
 from tests.ep import training_worker
 from tests.ep.training import MICRO_STEPS, Case
 

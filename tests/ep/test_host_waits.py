@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows, execution
+from foreroute.ep import BatchRows, dispatch
 from foreroute.errors import ReplayError
 from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
@@ -28,7 +28,7 @@ def waits_of_a_cell(rank, is_spoilt):
     placed.begin_step(0, static_plan(counts_MLGE), counts_MLGE, [rows])
     layer = placed.layers[0]
     ids_NK = torch.from_numpy(trace.expert_ids_NLK[:, 0].astype(np.int64))
-    with other_device() as device, torch.no_grad(), patch.object(execution, "expand", SPOILT[is_spoilt]):
+    with other_device() as device, torch.no_grad(), patch.object(dispatch, "expand", SPOILT[is_spoilt]):
         layer.module.to(DEVICE)
         given = [each.to(DEVICE) for each in (torch.ones(16, 32), ids_NK, torch.ones(16, routed.spec.top_k))]
         device.reads.clear()
@@ -45,7 +45,7 @@ def waiting(segments, sizes, device):
     return (rows + torch.arange(len(rows), device=device)).split(list(sizes))
 
 
-SPOILT = {False: execution.expand, True: waiting}
+SPOILT = {False: dispatch.expand, True: waiting}
 
 
 @pytest.mark.parametrize("is_spoilt", [False, True])

@@ -7,8 +7,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from foreroute.adapters import hf
+from foreroute.testing.memory import peak_of
 from foreroute.testing.models import tiny
-from tests.ep.test_pretrained import LARGE, peak_of
+from tests.ep.test_pretrained import LARGE
 from tests.ep.transfer.plans import random_homes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -81,16 +82,16 @@ def test_what_four_ranks_save_two_load_bit_for_bit(workers, tmp_path, family, dt
 def shares(rank, folder):
     """By how much memory grows at most while a share is saved and loaded, over the share."""
     placed = hf.distribute_pretrained(folder, timeout_s=60)
-    share, largest = (f(p.nbytes for p in placed.model.parameters()) for f in (sum, max))
+    share = sum(parameter.nbytes for parameter in placed.model.parameters())
     state = placed.checkpoint_state()
     for _ in range(2):  # what is imported and allocated once
         _, saving = peak_of(lambda: dcp.save(state, checkpoint_id=folder / "dcp"))
         _, loading = peak_of(lambda: dcp.load(state, checkpoint_id=folder / "dcp"))
         dist.barrier()
-    return saving / share, loading / share, largest / share
+    return saving / share, loading / share
 
 
 def test_no_rank_holds_more_than_a_tensor_beside_its_share(workers, tmp_path):
     hf.build_model("qwen3_moe", seed=0, **LARGE).save_pretrained(tmp_path)
     for figures in workers(4).run(shares, tmp_path):
-        assert max(figures) < 1, figures
+        assert max(figures) < 0.3, "one tensor is 0.22 of a share here, and the whole model would be 4"

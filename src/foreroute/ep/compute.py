@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foreroute.ep.execution import Groups
+from foreroute.ep.dispatch import Groups
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.replica_weights import segment_sums
 from foreroute.errors import AttachError
@@ -154,29 +154,20 @@ class AddBias(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(bias if again is None else None, gates)
         ctx.groups, ctx.again = groups, again
-        return _biased(rows, bias, gates, groups)
+        added = _of_group(bias, groups)
+        return (rows + (added if gates is None else added * gates)).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bias, gates = ctx.saved_tensors
         bias = bias if ctx.again is None else ctx.again()
         grad, groups = grads[0], ctx.groups
-        bias_grad = _bias_grad(grad, bias, gates, groups) if ctx.needs_input_grad[1] else None
-        gate_grad = _bias_gate_grad(grad, bias, gates, groups) if ctx.needs_input_grad[2] else None
+        bias_grad = gate_grad = None
+        if ctx.needs_input_grad[1]:
+            bias_grad = segment_sums(grad if gates is None else grad * gates, groups.sizes_S).to(bias.dtype)
+        if ctx.needs_input_grad[2]:
+            gate_grad = (grad * _of_group(bias, groups)).sum(dim=1, keepdim=True).to(gates.dtype)
         return grad, bias_grad, gate_grad, None, None
-
-
-def _biased(rows: Tensor, bias: Tensor, gates: Tensor | None, groups: Groups) -> Tensor:
-    added = _of_group(bias, groups)
-    return (rows + (added if gates is None else added * gates)).to(rows.dtype)
-
-
-def _bias_grad(grad: Tensor, bias: Tensor, gates: Tensor | None, groups: Groups) -> Tensor:
-    return segment_sums(grad if gates is None else grad * gates, groups.sizes_S).to(bias.dtype)
-
-
-def _bias_gate_grad(grad: Tensor, bias: Tensor, gates: Tensor, groups: Groups) -> Tensor:
-    return (grad * _of_group(bias, groups)).sum(dim=1, keepdim=True).to(gates.dtype)
 
 
 def _of_group(bias: Tensor, groups: Groups) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from foreroute.core.recompute import bind
+from foreroute.ep.dispatch import CellRows, rows_on
 from foreroute.ep.transfer import Cell, ReplicaWeights
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import CountsError, ReplayError
@@ -113,73 +114,6 @@ class ActivePlan:
     exchanges_M: Sequence[bool]
 
 
-class Groups(NamedTuple):
-    """Rows in order of their group, each of which is computed with one expert's weights.
-
-    Attributes:
-        sizes_S: rows of every group.
-        ends_S: int32 [S], on the device, the first row behind each.
-    """
-
-    sizes_S: list[int]
-    ends_S: Tensor
-
-
-class CellRows(NamedTuple):
-    """Where the rows of one cell go on this rank.
-
-    Attributes:
-        send_G, receive_G: rows to and from every rank.
-        home, replicas: what is computed by the experts that live here, and by the replicas here.
-        taken_R: int64 [rows sent], of the assignments sorted by expert, in the order of sending.
-        grouped_R: int64 [rows computed], the received row of each; those from the number of received rows on are zeros.
-        returned_R: int64 [rows received], the computed row of each.
-        num_zeros: rows of zeros that lie behind those received.
-    """
-
-    send_G: list[int]
-    receive_G: list[int]
-    home: Groups
-    replicas: Groups
-    taken_R: Tensor
-    grouped_R: Tensor
-    returned_R: Tensor
-    num_zeros: int
-
-
-def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
-    """The rows of several cells, whose indices are made together on the device, which is not waited for."""
-    segments = [runs for cell in schedules for runs in (cell.taken, cell.grouped, cell.returned)]
-    sizes = [int(runs[:, 1].sum()) for runs in segments]
-    indices = iter(expand(segments, sizes, device))
-    group_rows = [part for cell in schedules for part in np.split(cell.group_rows_S, [cell.num_home])]
-    ends = joined_to_device([part.cumsum(dtype=np.int32) for part in group_rows], device)
-    groups = map(Groups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))
-    found = []
-    for cell in schedules:
-        receive_G = cell.receive_G.tolist()
-        is_padding = cell.grouped[:, 0] >= sum(receive_G)
-        num_zeros = max(1, int(cell.grouped[is_padding, 1].max(initial=0)))
-        found.append(
-            CellRows(
-                *(cell.send_G.tolist(), receive_G, next(groups), next(groups)),
-                *(next(indices), next(indices), next(indices), num_zeros),
-            )
-        )
-    return found
-
-
-def expand(segments: Sequence[NDArray[np.int64]], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """int64, the index of every row of the segments of a `CellSchedule`, for each array of them."""
-    total = sum(sizes)
-    start_B, length_B = joined_to_device(segments, device).unbind(1)
-    # Within a segment, index and place in the result rise together: their difference is one number per segment.
-    shift_B = start_B - (length_B.cumsum(0) - length_B)
-    every = shift_B.repeat_interleave(length_B, output_size=total) + torch.arange(total, device=device)
-    parts: tuple[Tensor, ...] = every.split(list(sizes))
-    return parts
-
-
 class Execution:
     """What `ExpertParallelModel.executing` yields, and what is in force outside of it.
 
@@ -222,15 +156,6 @@ class Execution:
         if self._is_known:
             assert active_plan.counts_MLGE is not None, "counts that are known ahead are those of a plan"
             self._announced_LE = active_plan.counts_MLGE[micro_step, :, dist.get_rank(group)].astype(np.int64)
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """A part of the forward runs again, in backward."""
-        before, self.is_recomputing = self.is_recomputing, True
-        try:
-            yield
-        finally:
-            self.is_recomputing = before
 
     def begin_cell(
         self, layer: int, path: str, ids_NK: Tensor, home_E: NDArray[np.int16], row_multiple: int
@@ -411,8 +336,12 @@ class ExecutionStack:
     @contextmanager
     def recomputing(self, execution: Execution, ran: Sequence[Any] = ()) -> Iterator[None]:
         """Put one back in force while a part of its forward runs again."""
-        with self.on_top(execution), execution.recomputing():
-            yield
+        before, execution.is_recomputing = execution.is_recomputing, True
+        try:
+            with self.on_top(execution):
+                yield
+        finally:
+            execution.is_recomputing = before
 
     @contextmanager
     def on_top(self, execution: Execution) -> Iterator[None]:

@@ -1,15 +1,8 @@
-"""One routed layer, expert-parallel: its rows are sent to the ranks that serve them, computed there, and sent back.
-
-`DispatchHandle` turns a `CellSchedule`, which is arithmetic on counts, into tokens. `Dispatch` sends rows to the ranks
-that serve them and `Combine` brings results back and adds them up: each is the other's transpose, so that neither keeps
-a row. Gate weights travel with the rows and are applied where an expert computes. Applied at the source, what comes
-back would have to be kept for their gradient, K rows of D for each token.
-"""
+"""One routed layer, expert-parallel: its rows are sent to the ranks that serve them, computed there, and sent back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.ep.compute import StackedReplicas, row_multiple, run_experts
-from foreroute.ep.execution import CellRows, Execution
+from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle
+from foreroute.ep.execution import Execution
 from foreroute.ep.shards import LogicalExperts
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlacementError
@@ -174,139 +168,3 @@ class ExpertLayer:
                         "their ids; load what state_dict() of the placed model, or of the model before, gives"
                     )
                 state[prefix + name] = self.own_rows(given)
-
-
-@dataclass(frozen=True, eq=False)
-class DispatchHandle:
-    """Where the rows of one call go.
-
-    Attributes:
-        group: the ranks.
-        what: the cell in words, for errors.
-        rows: of the cell.
-        token_R: int64 [rows sent], the token of each.
-        assignment_R: int64 [rows sent], its number among the N x K assignments.
-        sent_row_A: int64 [N x K], the row that each assignment is sent as; one past the last where it is not sent.
-        top_k: K.
-    """
-
-    group: dist.ProcessGroup
-    what: str
-    rows: CellRows
-    token_R: Tensor
-    assignment_R: Tensor
-    sent_row_A: Tensor
-    top_k: int
-
-    @classmethod
-    def of(
-        cls, group: dist.ProcessGroup, what: str, rows: CellRows, ids_NK: Tensor, sent_A: Tensor | None
-    ) -> DispatchHandle:
-        """Turn every rank's share of every expert into tokens.
-
-        Args:
-            group: the ranks.
-            what: the cell in words.
-            rows: how many go where.
-            ids_NK: int64 [N, K], the expert of each assignment.
-            sent_A: int64, which assignments are sent, ascending; None for all.
-        """
-        ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
-        by_expert = (ids_A if sent_A is None else ids_A.index_select(0, sent_A)).argsort(stable=True)
-        assignment_R = by_expert.index_select(0, rows.taken_R)
-        if sent_A is not None:
-            assignment_R = sent_A.index_select(0, assignment_R)
-        num_sent = len(assignment_R)
-        sent_row_A = torch.full_like(ids_A, num_sent)
-        sent_row_A[assignment_R] = torch.arange(num_sent, device=ids_A.device)
-        return cls(group, what, rows, assignment_R // top_k, assignment_R, sent_row_A, top_k)
-
-    def to_experts(self, hidden_ND: Tensor, gates_NK: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens and their gate weights to [rows computed, D] and [rows computed, 1]; zeros for padding."""
-        rows, gates = self.rows, None if gates_NK is None else gates_NK.reshape(-1, 1)
-        arrived, beside = self._exchange(hidden_ND, self.token_R, gates, self.assignment_R, rows.send_G, rows.receive_G)
-        beside = None if beside is None else beside.index_select(0, rows.grouped_R)
-        return arrived.index_select(0, rows.grouped_R), beside
-
-    def to_tokens(self, rows_RD: Tensor, gates_R1: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Computed rows to [N, D], added up over the picks of a token in their order, and what is beside them to
-        [N, K]; zeros for what was not sent.
-        """
-        rows, chosen = self.rows, self.rows.returned_R
-        arrived, beside = self._exchange(rows_RD, chosen, gates_R1, chosen, rows.receive_G, rows.send_G)
-        if beside is not None:
-            beside = beside.index_select(0, self.sent_row_A).view(-1, self.top_k)
-        picks = arrived.index_select(0, self.sent_row_A)
-        return picks.view(-1, self.top_k, picks.shape[1]).sum(dim=1), beside
-
-    def _exchange(
-        self,
-        rows: Tensor,
-        chosen: Tensor,
-        beside: Tensor | None,
-        chosen_beside: Tensor,
-        send_G: list[int],
-        receive_G: list[int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """The chosen rows, and one number beside each, from all ranks; and rows of zeros behind them.
-
-        From these is taken what was not sent, and what pads a group. Both travel in one message: the number lies in
-        front of the row, in as many columns as hold it.
-        """
-        total, width = sum(receive_G), rows.shape[1]
-        if beside is None:
-            packed = rows.index_select(0, chosen)
-        else:
-            front = -(-beside.element_size() // rows.element_size())
-            columns = [front, width, -width % front]
-            packed = rows.new_empty(len(chosen), sum(columns))
-            numbers, values, _ = packed.split(columns, dim=1)
-            torch.index_select(rows, 0, chosen, out=values)
-            torch.index_select(beside, 0, chosen_beside, out=_as_numbers(numbers, beside.dtype))
-        whole = rows.new_empty(total + self.rows.num_zeros, packed.shape[1])
-        arrived, zeros = whole.split([total, self.rows.num_zeros])
-        zeros.zero_()
-        with collective_errors(f"tokens of {self.what}", self.group):
-            dist.all_to_all_single(arrived, packed, receive_G, send_G, group=self.group)
-        if beside is None:
-            return whole, None
-        numbers, values, _ = whole.split(columns, dim=1)
-        return values, _as_numbers(numbers, beside.dtype)
-
-
-class Dispatch(torch.autograd.Function):
-    """`Dispatch.apply(hidden_ND, gates_NK, handle)`: rows in order of group [R, D], and their gate weights [R, 1].
-
-    A token's gradients are added over its picks in their order, so that the sum does not depend on where they went.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, gates_NK: Tensor, handle: DispatchHandle) -> tuple[Tensor, Tensor]:
-        ctx.handle = handle
-        rows, gates = handle.to_experts(hidden_ND, gates_NK)
-        assert gates is not None, "as many come as are sent"
-        return rows, gates
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        handle: DispatchHandle = ctx.handle
-        return *handle.to_tokens(grads[0], grads[1]), None
-
-
-class Combine(torch.autograd.Function):
-    """`Combine.apply(computed_RD, handle)`: results to their source and added up, [N, D]; zeros for rows not sent."""
-
-    @staticmethod
-    def forward(ctx: Any, computed_RD: Tensor, handle: DispatchHandle) -> Tensor:
-        ctx.handle = handle
-        return handle.to_tokens(computed_RD, None)[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        handle: DispatchHandle = ctx.handle
-        return handle.to_experts(grads[0], None)[0], None
-
-
-def _as_numbers(columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """One number of each row, of the dtype that its first columns hold."""
-    return columns if columns.dtype == dtype else columns.view(dtype)[:, :1]
