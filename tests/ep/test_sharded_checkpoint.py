@@ -91,7 +91,7 @@ def shares(rank, folder):
     return saving / share, loading / share
 
 
-def test_no_rank_holds_more_than_a_tensor_beside_its_share(workers, tmp_path):
+def test_no_rank_holds_more_than_some_tensors_beside_its_share(workers, tmp_path):
     hf.build_model("qwen3_moe", seed=0, **LARGE).save_pretrained(tmp_path)
     for figures in workers(4).run(shares, tmp_path):
-        assert max(figures) < 0.3, "one tensor is 0.22 of a share here, and the whole model would be 4"
+        assert max(figures) < 0.8, "bytes of a file and the tensor in them, 0.22 each; the whole model would be 4"

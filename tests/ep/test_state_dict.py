@@ -162,9 +162,9 @@ def frozen_experts(rank):
             grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
             continue
         placed = hf.distribute(model, timeout_s=20)
-        counts_MLGE = all_counts(routed, case, rank, 0)
+        counts_MLGE = all_counts(routed, case, rank, 0)[:1]
         plan = split_plan(3, counts_MLGE, placed.home_LE)
-        placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
+        placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0)[:1])
         with replaying(routed, case, rank, 0, 0), placed.executing(0):
             log_probs(model, batch(rank, 0, 0)).sum().backward()
         placed.sum_gradients()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,14 @@ MMAP_THRESHOLD, SMALLEST_MAPPED = -3, 1 << 16
 def peak_of(work: Callable[[], Result]) -> tuple[Result, int]:
     """What `work` returns, and by how many bytes the memory of this process grew at most while it ran.
 
-    Freed memory that malloc would keep is given back at once from here on, so that what is counted is held. Pages of
-    mapped files are left out, which the system can drop at any time.
+    Freed memory that malloc would keep is given back at once from here on, and garbage is collected before, so that
+    what is counted is what the work holds. Pages of mapped files are left out, which the system can drop at any time.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, SMALLEST_MAPPED)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
+        libc.mallopt(MMAP_THRESHOLD, SMALLEST_MAPPED)
+        gc.collect()
+        libc.malloc_trim(0)
     before, most, over = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
