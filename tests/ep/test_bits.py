@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.ep import compute
-from foreroute.ep.dispatch import Groups
+from foreroute.ep.dispatch import RowGroups
 from tests.ep import training_worker
 from tests.ep.training import MICRO_STEPS, Case
 
@@ -126,7 +126,7 @@ def in_tiles(rank, multiple, cases):
 
 
 def groups_of(size):
-    return Groups([size], torch.tensor([size], dtype=torch.int32))
+    return RowGroups([size], torch.tensor([size], dtype=torch.int32))
 
 
 def _by_tiles(rows, weight, groups):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foreroute.ep.dispatch import Groups
+from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.replica_weights import segment_sums
 from foreroute.errors import AttachError
@@ -39,7 +39,7 @@ def run_experts(
     weights: Mapping[str, Tensor],
     rows_RD: Tensor,
     gates_R1: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     replicas: Replicas | None = None,
 ) -> Tensor:
     """Up, gate and down projection of every group with its own weights, times the gate weight of each row.
@@ -115,7 +115,7 @@ def _grouped_linear(
     name: str,
     rows: Tensor,
     gates_R1: Tensor | None,
-    groups: Groups,
+    groups: RowGroups,
     replicas: Replicas | None,
 ) -> Tensor:
     """Apply one projection to rows that are weighted already; gate weights, where given, weight the bias alone."""
@@ -149,7 +149,7 @@ class AddBias(torch.autograd.Function):
         rows: Tensor,
         bias: Tensor,
         gates: Tensor | None,
-        groups: Groups,
+        groups: RowGroups,
         again: Callable[[], Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(bias if again is None else None, gates)
@@ -170,20 +170,20 @@ class AddBias(torch.autograd.Function):
         return grad, bias_grad, gate_grad, None, None
 
 
-def _of_group(bias: Tensor, groups: Groups) -> Tensor:
+def _of_group(bias: Tensor, groups: RowGroups) -> Tensor:
     """[S, D] to [R, D], that of every row's group."""
     sizes = torch.tensor(groups.sizes_S).to(bias.device, non_blocking=True)
     return bias.repeat_interleave(sizes, dim=0, output_size=sum(groups.sizes_S))
 
 
-def _grouped_mm(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+def _grouped_mm(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     if rows.dtype == torch.float64:  # which grouped_mm lacks
         parts = zip(rows.split(groups.sizes_S), weight.unbind(0), strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
     return functional.grouped_mm(rows, weight, offs=groups.ends_S)
 
 
-def _grouped_outer(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
+def _grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
     """Sums over the rows of every group, [S, columns of left, columns of right]."""
     if left.dtype == torch.float64:
         sizes = groups.sizes_S
@@ -200,7 +200,7 @@ class StackedReplicas(Replicas):
 
     home: Mapping[str, Tensor]
 
-    def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, groups: Groups) -> Tensor:
+    def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, groups: RowGroups) -> Tensor:
         """`run_experts` by the replicas here; [R, D]. All ranks call it, those without a replica too.
 
         Autograd keeps what it keeps of home experts, and no weight: backward asks for those once more, since their
@@ -265,7 +265,7 @@ class BorrowedProduct(torch.autograd.Function):
         weight: Tensor,
         again: Callable[[], Tensor],
         is_transposed: bool,
-        groups: Groups,
+        groups: RowGroups,
     ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.again, ctx.is_transposed, ctx.groups = again, is_transposed, groups

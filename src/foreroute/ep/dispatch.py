@@ -23,7 +23,7 @@ from foreroute.plan import CellSchedule
 from foreroute.replay.rows import joined_to_device
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """Rows in order of their group, each of which is computed with one expert's weights.
 
     Attributes:
@@ -49,8 +49,8 @@ class CellRows(NamedTuple):
 
     send_G: list[int]
     receive_G: list[int]
-    home: Groups
-    replicas: Groups
+    home: RowGroups
+    replicas: RowGroups
     taken_R: Tensor
     grouped_R: Tensor
     returned_R: Tensor
@@ -64,7 +64,7 @@ def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[Cel
     indices = iter(expand(segments, sizes, device))
     group_rows = [part for cell in schedules for part in np.split(cell.group_rows_S, [cell.num_home])]
     ends = joined_to_device([part.cumsum(dtype=np.int32) for part in group_rows], device)
-    groups = map(Groups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))
+    groups = map(RowGroups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))
     found = []
     for cell in schedules:
         receive_G = cell.receive_G.tolist()
