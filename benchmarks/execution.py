@@ -8,8 +8,10 @@ work is done by the same cores; overlap is not measured. What a GPU has of it is
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from benchmarks.harness.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
-from benchmarks.harness.executor_counts import launches, posting
+from benchmarks.harness.executor_counts import distribute_peak_over_share, launches, posting, waits_per_layer
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
@@ -34,6 +36,9 @@ WORST = (
     *("fetches_per_cell", "votes_per_step", "aten_over_unpatched", "gradient_bytes_over_lent_rows"),
 )
 
+LARGE: dict[str, Any] = SIZES | {"num_hidden_layers": 6, "hidden_size": 512, "moe_intermediate_size": 512}
+"""Of experts of 3 MB, whose weights are nearly all that the model has."""
+
 
 def run(*, quick: bool) -> dict[str, Any]:
     """The figures of rank 0 on 2 and on 4 processes."""
@@ -42,8 +47,12 @@ def run(*, quick: bool) -> dict[str, Any]:
     worst = {name: max(figures[name] for figures in by_ranks.values()) for name in WORST} | {
         "posted_behind_rows": min(figures["posted_behind_rows"] for figures in by_ranks.values())
     }
+    with tempfile.TemporaryDirectory() as folder:
+        hf.build_model("qwen3_moe", seed=0, **LARGE).save_pretrained(folder)
+        peak = in_processes(distribute_peak_over_share, 4, Path(folder))
     return {
         "metrics": worst
+        | {"waits_per_layer": in_processes(waits_per_layer, 1), "distribute_peak_over_share": round(peak, 2)}
         | {"by_ranks": by_ranks}
         | host_work(15 if quick else 50)
         | (step_seconds(2, ["high"], predicts=False) if quick else step_seconds(30)),
@@ -60,7 +69,7 @@ def _measured(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
 def _counted(bench: Bench) -> dict[str, float]:
     """What a planned step with weights from peer to peer posts and asks, and operators over the unpatched model's."""
     plan = bench.plan(PlanOptions())
-    layers = [layer.shards.module for layer in bench.placed.layers]
+    layers = [layer.module for layer in bench.placed.layers]
     with posting(layers) as begun:
         bench.placed.begin_step(0, plan, bench.counts_MLGE, bench.rows_M)
     with posting(layers) as posted:

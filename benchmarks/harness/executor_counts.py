@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness.execution_bench import PATIENCE_S, SIZES, Bench
 from benchmarks.harness.launch_path import Launches
+from foreroute.adapters import hf
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.plan import PlanOptions
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.testing.memory import peak_of
 
 QUESTIONS = ("objections", "most", "gather", "from_first", "texts")
 """Methods of `RankConsensus`, each of which asks all ranks on the host."""
@@ -90,3 +97,37 @@ def launches(work: Callable[[], object]) -> int:
     with counting:
         work()
     return counting.number
+
+
+def waits_per_layer(rank: int, num_ranks: int) -> float:
+    """Waits of the host in forward and backward of a planned micro-step beyond the unpatched model's, by layer.
+
+    On a device that stands in for a GPU, of sequences with their last token, in a group of one rank: no backend sends
+    what is on that device to others.
+    """
+    bench = Bench.of(rank, num_ranks)
+    bench.placed.begin_step(0, bench.plan(PlanOptions()), bench.counts_MLGE, bench.rows_M)
+    unpatched = hf.build_model("qwen3_moe", seed=0, **SIZES)
+    with other_device() as device:
+        batch = bench.batches[0].to(DEVICE)
+
+        def waits(model: Any) -> int:
+            device.reads.clear()
+            model(input_ids=batch, use_cache=False).logits.log_softmax(-1)[..., 0].mean().backward()
+            return device.reads.total()
+
+        before = waits(unpatched.to(DEVICE))
+        model = bench.routed.model.to(DEVICE)
+        with bench.routed.replay(bench.traces[0]), bench.placed.executing(0):
+            found = waits(model)
+    return (found - before) / len(bench.placed.layers)
+
+
+def distribute_peak_over_share(rank: int, num_ranks: int, folder: Path) -> float:
+    """The most memory that loading a folder takes on any rank, over what this rank holds afterwards."""
+    hf.distribute_pretrained(folder, timeout_s=PATIENCE_S)  # what is imported and allocated once
+    placed, most = peak_of(lambda: hf.distribute_pretrained(folder, timeout_s=PATIENCE_S))
+    share = sum(parameter.nbytes for parameter in placed.model.parameters())
+    ratio = torch.tensor([most / share])
+    dist.all_reduce(ratio, dist.ReduceOp.MAX)
+    return float(ratio)

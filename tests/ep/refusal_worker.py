@@ -1,5 +1,6 @@
 """What worker processes do that must end in an error on all of them."""
 
+import io
 import os
 import warnings
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def a_number_for_traces_on_one_rank(s):
     s.placed.begin_step(0, s.plan, 5 if s.rank else s.counts_MLGE)
 
 
-@refused(EXECUTED, "PlanError", "by the plan; move homes first")
+@refused(EXECUTED, "PlanError", "by the plan; call move_homes")
 def other_homes(s):
     home_LE = np.roll(s.placed.home_LE, 1, axis=1)
     s.begin(static_plan(s.counts_MLGE, home_LE))
@@ -165,7 +166,7 @@ def other_counts_on_one_rank(s):
     s.begin(counts_MLGE=s.counts_MLGE + s.rank)
 
 
-@refused(EXECUTED, "CountsError", "counts are [1, 3, 2, 8], the plan is for [2, 3, 2, 8]")
+@refused(EXECUTED, "CountsError", "counts are int64 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]")
 def counts_of_another_shape(s):
     s.begin(counts_MLGE=s.counts_MLGE[:1])
 
@@ -191,12 +192,12 @@ def no_plan(s):
     s.forward()
 
 
-@refused(EXECUTED, "CountsError", "rank 1: its rows of micro-step 0 make")
+@refused(EXECUTED, "CountsError", "rank 1: micro-batch 0 makes")
 def another_micro_batch_on_one_rank(s):
     s.begin(rows=s.rows[:: -1 if s.rank else 1])
 
 
-@refused(EXECUTED, "CountsError", "rank 1: it brings 1 micro-batches, the plan is for 2")
+@refused(EXECUTED, "CountsError", "rank 1: 1 of 2 planned micro-batches are here")
 def fewer_micro_batches_on_one_rank(s):
     s.begin(rows=s.rows[s.rank :])
 
@@ -233,6 +234,13 @@ def more_micro_steps_than_planned(s):
         pass
 
 
+@refused(EXECUTED, "ReplayError", "ending step 0: rank 0: 1 of 2 planned micro-batches are here", is_late=True)
+def fewer_micro_steps_than_planned(s):
+    s.begin()
+    s.forward()
+    s.placed.sum_gradients()
+
+
 @refused(EXECUTED, "CountsError", "step 0, micro-step 0, routed layer 0: rank")
 def live_routes_of_other_counts(s):
     s.begin(rows=live_rows(s))
@@ -250,7 +258,7 @@ def live_rows(s):
     return [BatchRows(planned_N=real_N, sent_N=real_N) for real_N in masks]
 
 
-@refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
+@refused(EXECUTED, "ReplayError", "routers made other assignments than", is_late=True)
 def routers_free_though_routes_were_announced(s):
     s.begin()
     s.forward(replay=False)
@@ -258,7 +266,7 @@ def routers_free_though_routes_were_announced(s):
     s.placed.sum_gradients()
 
 
-@refused(EXECUTED, "CountsError", "routers made other assignments than", is_late=True)
+@refused(EXECUTED, "ReplayError", "routers made other assignments than", is_late=True)
 def and_another_step_begins(s):
     s.begin()
     s.forward(replay=False)
@@ -297,14 +305,24 @@ def rows_of_another_batch(s):
     s.forward()
 
 
-@refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")
+@refused(EXECUTED, "PlacementError", "a rank holds only the experts that live on it; save it with torch.distributed")
 def state_of_a_shard(s):
-    s.placed.model.state_dict()
+    torch.save(s.placed.model.state_dict(), io.BytesIO())
 
 
-@refused(EXECUTED, "PlacementError", "holds only the experts that live on this rank")
-def state_into_a_shard(s):
-    s.placed.model.load_state_dict(s.placed.state_dict())
+@refused(EXECUTED, "PlacementError", "would see only the experts that live on this rank")
+def arithmetic_on_a_shard(s):
+    s.placed.model.state_dict()["model.layers.0.mlp.experts.down_proj"] + 1
+
+
+@refused(EXECUTED, "PlacementError", "is of other experts than live here")
+def state_of_other_homes(s):
+    state, home_LE = s.placed.model.state_dict(), s.placed.home_LE
+    s.placed.move_homes(np.roll(home_LE, 1, axis=1))
+    try:
+        s.placed.model.load_state_dict(state)
+    finally:
+        s.placed.move_homes(home_LE)
 
 
 @refused(EXECUTED, "PlacementError", "down_proj has 4 experts, expected all 8 in order of their ids")

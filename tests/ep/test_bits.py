@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foreroute.ep import compute
+from foreroute.ep.dispatch import RowGroups
 from tests.ep import training_worker
 from tests.ep.training import MICRO_STEPS, Case
 
@@ -95,10 +96,10 @@ def test_this_processor_gives_a_row_the_same_bits_in_every_group_of_whole_tiles(
         weight = torch.randn(1, inner, width, generator=generator).to(dtype)
         weight = weight.transpose(1, 2) if is_transposed else weight.reshape(1, width, inner)
         tile = compute.row_multiple({"down_proj": weight})
-        whole = compute._grouped_mm(rows, weight, [most])
+        whole = compute._grouped_mm(rows, weight, groups_of(most))
         for n in range(tile, most, tile):
-            assert torch.equal(compute._grouped_mm(rows[:n], weight, [n]), whole[:n]), (width, n)
-            assert torch.equal(compute._grouped_mm(rows[-n:], weight, [n]), whole[-n:]), (width, n)
+            assert torch.equal(compute._grouped_mm(rows[:n], weight, groups_of(n)), whole[:n]), (width, n)
+            assert torch.equal(compute._grouped_mm(rows[-n:], weight, groups_of(n)), whole[-n:]), (width, n)
 
 
 TILE = 16
@@ -124,10 +125,14 @@ def in_tiles(rank, multiple, cases):
         return [training_worker.train(rank, case) for case in cases]
 
 
-def _by_tiles(rows, weight, group_rows_S):
+def groups_of(size):
+    return RowGroups([size], torch.tensor([size], dtype=torch.int32))
+
+
+def _by_tiles(rows, weight, groups):
     """Sums of leftover rows are in float64, and so rounded otherwise."""
     parts = []
-    for group, matrix in zip(rows.split(list(group_rows_S)), weight.unbind(0), strict=True):
+    for group, matrix in zip(rows.split(groups.sizes_S), weight.unbind(0), strict=True):
         whole, left = group.split([len(group) - len(group) % TILE, len(group) % TILE])
         parts += [whole @ matrix, (left.double() @ matrix.double()).to(rows.dtype)]
     return torch.cat(parts)

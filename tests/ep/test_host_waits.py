@@ -9,6 +9,7 @@ import torch
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows, dispatch
 from foreroute.errors import ReplayError
+from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.ep.planned import static_plan
@@ -28,7 +29,7 @@ def waits_of_a_cell(rank, is_spoilt):
     layer = placed.layers[0]
     ids_NK = torch.from_numpy(trace.expert_ids_NLK[:, 0].astype(np.int64))
     with other_device() as device, torch.no_grad(), patch.object(dispatch, "expand", SPOILT[is_spoilt]):
-        layer.shards.module.to(DEVICE)
+        layer.module.to(DEVICE)
         given = [each.to(DEVICE) for each in (torch.ones(16, 32), ids_NK, torch.ones(16, routed.spec.top_k))]
         device.reads.clear()
         with pytest.raises(ReplayError, match="layer 1 was not executed"), placed.executing(0):
@@ -36,12 +37,12 @@ def waits_of_a_cell(rank, is_spoilt):
     return dict(device.reads)
 
 
-def waiting(runs, device):
+def waiting(segments, sizes, device):
     """As `expand`, with a size that the device has to tell."""
-    start_B, length_B = torch.from_numpy(runs).to(device, non_blocking=True).unbind(1)
+    start_B, length_B = joined_to_device(segments, device).unbind(1)
     shift_B = start_B - (length_B.cumsum(0) - length_B)
     rows = shift_B.repeat_interleave(length_B)
-    return rows + torch.arange(len(rows), device=device)
+    return (rows + torch.arange(len(rows), device=device)).split(list(sizes))
 
 
 SPOILT = {False: dispatch.expand, True: waiting}
@@ -49,6 +50,6 @@ SPOILT = {False: dispatch.expand, True: waiting}
 
 @pytest.mark.parametrize("is_spoilt", [False, True])
 def test_a_planned_cell_waits_for_nothing(workers, is_spoilt):
-    """The control waits for the size that `expand` knows, once for all cells of the micro-step."""
+    """The control waits once, for the size that `expand` knows."""
     (reads,) = workers(1).run(waits_of_a_cell, is_spoilt)
     assert sum(reads.values()) == (1 if is_spoilt else 0), reads

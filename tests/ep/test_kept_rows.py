@@ -50,7 +50,7 @@ def kept_and_rows(rank, case):
         counting_kept(model.parameters()) as kept,
     ):
         training_worker.log_probs(model, training_worker.batch(rank, 0, 0)).sum().backward()
-    cells = [execution.rows_of(layer, torch.device("cpu")).schedule for layer in range(len(placed.layers))]
+    cells = [execution.active_plan.schedule.cell(0, layer) for layer in range(len(placed.layers))]
     rows = [(int(c.group_rows_S[: c.num_home].sum()), int(c.group_rows_S[c.num_home :].sum())) for c in cells]
     return kept, rows, int(rows_M[0].sent_N.sum()) * routed.spec.top_k
 

@@ -50,7 +50,7 @@ def compare(rank, family):
     with placed.executing(0):
         for layer, whole in zip(placed.layers, inputs, strict=True):
             mine = [tensor.detach().chunk(RANKS)[rank].requires_grad_(tensor.requires_grad) for tensor in whole]
-            out = layer.shards.module(*mine)
+            out = layer.module(*mine)
             (out * out).sum().backward()
             true = plain.get_submodule(layer.path)(*whole)
             (true * true).sum().backward()
@@ -60,8 +60,8 @@ def compare(rank, family):
                     found[name] = (part.grad, all_of_it.grad.chunk(RANKS)[rank])
             placed.sum_gradients()
             for name, parameter in plain.get_submodule(layer.path).named_parameters():
-                grad = layer.shards.module.get_parameter(name).grad
-                found[name] = (layer.shards.gather(grad) if WEIGHT.fullmatch(name) else grad, parameter.grad)
+                grad = layer.module.get_parameter(name).grad
+                found[name] = (layer.gather(grad) if WEIGHT.fullmatch(name) else grad, parameter.grad)
             for name, (here, there) in found.items():
                 errors[name] = max(errors.get(name, 0.0), float((here - there).norm() / there.norm()))
             for parameter in placed.dense_parameters():

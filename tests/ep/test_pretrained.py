@@ -3,8 +3,6 @@
 Each test stands behind the function that worker processes run for it.
 """
 
-import threading
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from foreroute.adapters import hf
 from foreroute.adapters.hf.local_models import load_local
 from foreroute.errors import ConfigError
+from foreroute.testing.memory import peak_of
 from foreroute.testing.models import FAMILIES, tiny
 from tests.ep.test_state_dict import home_LE
 
@@ -45,29 +44,6 @@ def test_what_is_loaded_is_what_is_distributed(workers, tmp_path, family):
     assert workers(2).run(loaded, tmp_path, family) == [(True, True)] * 2
 
 
-def anonymous_bytes():
-    """Memory of this process that no file backs: pages of mapped files can be dropped at any time."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
-def peak_of(work):
-    """What `work` returns, and by how many bytes memory grew at most while it ran."""
-    before, most, over = anonymous_bytes(), [0], threading.Event()
-
-    def watch():
-        while not over.wait(0.001):
-            most[0] = max(most[0], anonymous_bytes())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        return work(), max(most[0], anonymous_bytes()) - before
-    finally:
-        over.set()
-        watching.join()
-
-
 def peak(rank, folder):
     """Of loading, over the bytes of what this rank holds afterwards; and of the whole model over the same."""
     hf.distribute_pretrained(folder, timeout_s=60)  # what is imported and allocated once
@@ -81,7 +57,7 @@ def peak(rank, folder):
 def test_no_rank_holds_more_than_its_share(workers, tmp_path):
     hf.build_model("qwen3_moe", seed=0, **LARGE).save_pretrained(tmp_path)
     for own, whole in workers(SPREAD_OVER).run(peak, tmp_path):
-        assert own < 2, "a share, a block of it that is converted, and what malloc keeps of freed memory"
+        assert own < 1.3, "a share, and a tensor of it, here 0.22, that is put together from those of single experts"
         assert whole > 3, "the measure sees a model that is loaded whole"
 
 

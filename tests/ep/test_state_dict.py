@@ -101,8 +101,8 @@ def clipped(rank):
     worst = 0.0
     for name, parameter in plain.named_parameters():
         grad = model.get_parameter(name).grad
-        shards = placed.shards_of(model.get_parameter(name))
-        whole = grad if shards is None else shards.gather(grad)
+        layer = placed.layer_of(model.get_parameter(name))
+        whole = grad if layer is None else layer.gather(grad)
         worst = max(worst, float((whole - parameter.grad).norm() / parameter.grad.norm()))
     return norms, worst
 
@@ -162,9 +162,9 @@ def frozen_experts(rank):
             grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
             continue
         placed = hf.distribute(model, timeout_s=20)
-        counts_MLGE = all_counts(routed, case, rank, 0)
+        counts_MLGE = all_counts(routed, case, rank, 0)[:1]
         plan = split_plan(3, counts_MLGE, placed.home_LE)
-        placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
+        placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0)[:1])
         with replaying(routed, case, rank, 0, 0), placed.executing(0):
             log_probs(model, batch(rank, 0, 0)).sum().backward()
         placed.sum_gradients()
@@ -220,8 +220,8 @@ def two_groups(rank):
     worst = 0.0
     for name, parameter in plain.named_parameters():
         own = model.get_parameter(name)
-        shards = placed.shards_of(own)
-        grad = own.grad if shards is None else shards.gather(own.grad)
+        layer = placed.layer_of(own)
+        grad = own.grad if layer is None else layer.gather(own.grad)
         worst = max(worst, float((grad - parameter.grad).norm() / parameter.grad.norm()))
     return worst
 

@@ -50,12 +50,12 @@ class Load:
 @contextmanager
 def counting_rows(placed):
     """How many rows the experts of each layer are given, at home and as replicas; padding is all zeros."""
-    number = {id(layer.shards.module): layer.number for layer in placed.layers}
+    number = {id(layer.module): layer.number for layer in placed.layers}
     computed_L = [0] * len(number)
 
-    def counting(module, weights, rows_RD, gates_R1, group_rows_S, replicas=None):
+    def counting(module, weights, rows_RD, gates_R1, groups, replicas=None):
         computed_L[number[id(module)]] += int(rows_RD.detach().any(dim=1).sum())
-        return run_experts(module, weights, rows_RD, gates_R1, group_rows_S, replicas)
+        return run_experts(module, weights, rows_RD, gates_R1, groups, replicas)
 
     with patch.object(layer, "run_experts", counting), patch.object(compute, "run_experts", counting):
         yield computed_L
@@ -195,6 +195,6 @@ def whole_gradients(placed):
     for name, parameter in placed.model.named_parameters():
         if parameter.grad is None:
             continue
-        shards = placed.shards_of(parameter)
-        grads[name] = parameter.grad.clone() if shards is None else shards.gather(parameter.grad)
+        home = placed.layer_of(parameter)
+        grads[name] = parameter.grad.clone() if home is None else home.gather(parameter.grad)
     return grads

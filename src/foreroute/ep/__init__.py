@@ -8,6 +8,5 @@ where their experts are served and gets the results back. Models of a framework 
 from foreroute.ep.execution import BatchRows, Execution
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.model import ExpertParallelModel
-from foreroute.ep.shards import ExpertShards
 
-__all__ = ["BatchRows", "Execution", "ExpertLayer", "ExpertParallelModel", "ExpertShards"]
+__all__ = ["BatchRows", "Execution", "ExpertLayer", "ExpertParallelModel"]

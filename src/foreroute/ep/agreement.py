@@ -66,10 +66,10 @@ def agree_on_step(
     """
     agree_on_plan(consensus, step, plan)
     what = f"agreeing on the homes of step {step}"
-    if objections := consensus.objections(_objection_to_plan(plan, home_LE), what):
-        raise PlanError("; ".join(objections))
-    if objections := consensus.objections(_objection_to_counts(plan, counts_MLGE), "comparing the counts of the plan"):
-        raise CountsError("; ".join(objections))
+    objection = objection_to_plan(plan, home_LE)
+    raise_alike(consensus, PlanError, objection, what)
+    objection = None if counts_MLGE is None else objection_to_counts(plan, counts_MLGE)
+    raise_alike(consensus, CountsError, objection, "comparing the counts of the plan")
 
 
 def agree_on_rows(
@@ -95,14 +95,40 @@ def agree_on_rows(
         TransferError: when a rank does not answer.
     """
     what = "comparing rows with those of the plan"
-    if objections := consensus.objections(_objection_to_rows(plan, counts_MLGE, rows_M, consensus.rank), what):
-        raise CountsError("; ".join(objections))
+    raise_alike(consensus, CountsError, _objection_to_rows(plan, counts_MLGE, rows_M, consensus.rank), what)
     has_counts = counts_MLGE is not None
     unknown = [not (has_counts and rows.routed_LE is not None and rows.all_planned) for rows in rows_M]
     return [bool(any_) for any_ in consensus.most(torch.tensor(unknown, dtype=torch.int32), what).tolist()]
 
 
-def _objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None:
+def raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:
+    """Raise on every rank, when one of them objects. A collective call."""
+    if objections := consensus.objections(mine, what):
+        raise error(f"{what}: " + "; ".join(objections))
+
+
+def _objection_to_rows(
+    plan: StepPlan, counts_MLGE: NDArray[np.integer] | None, rows_M: Sequence[BatchRows], rank: int
+) -> str | None:
+    if not isinstance(rows_M, Sequence) or not all(isinstance(rows, BatchRows) for rows in rows_M):
+        return f"its micro-batches are {shown(rows_M)}; expected a list of BatchRows"
+    if objection := objection_to_number(len(rows_M), plan.shape[0]):
+        return objection
+    if counts_MLGE is None:
+        return None
+    found_MLE = [rows.routed_LE for rows in rows_M]
+    return objection_to_micro_batches(found_MLE, counts_MLGE[:, :, rank], range(plan.shape[1]))
+
+
+def objection_to_number(num_micro_batches: int, num_planned: int) -> str | None:
+    """What says that this rank brings, or has run, other micro-batches than were planned."""
+    if num_micro_batches == num_planned:
+        return None
+    return f"{num_micro_batches} of {num_planned} planned micro-batches are here; bring and run each of them once"
+
+
+def objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None:
+    """What keeps a plan from being executed where experts live, int16 [L, E]."""
     if plan.shape[1:] != home_LE.shape:
         return (
             f"the plan is for {plan.shape[1]} routed layers of {plan.shape[2]} experts, the model has "
@@ -111,44 +137,46 @@ def _objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None
     if (plan.home_LE != home_LE).any():
         layer, expert = np.argwhere(plan.home_LE != home_LE)[0].tolist()
         return (
-            f"routed layer {layer}: expert {expert} lives on rank {home_LE[layer, expert]}, and on rank "
-            f"{plan.home_LE[layer, expert]} by the plan; move homes first"
+            f"expert {expert} of routed layer {layer} lives on rank {home_LE[layer, expert]}, and on rank "
+            f"{plan.home_LE[layer, expert]} by the plan; call move_homes(plan.home_LE, optimizer) first"
         )
     return None
 
 
-def _objection_to_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer] | None) -> str | None:
-    if counts_MLGE is None:
-        return None
+def objection_to_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> str | None:
+    """What says that counts, integers [M, L, G, E], are not those that the plan was made for."""
     expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != expected:
-        return f"counts are {list(counts_MLGE.shape)}, the plan is for {list(expected)}"
+    if counts_MLGE.shape != expected or counts_MLGE.dtype.kind not in "iu":
+        return f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}, the plan is for integers {list(expected)}"
     found = counts_digest(counts_MLGE)
     if found != plan.counts_digest:
         return f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
     return None
 
 
-def _objection_to_rows(
-    plan: StepPlan, counts_MLGE: NDArray[np.integer] | None, rows_M: Sequence[BatchRows], rank: int
+def objection_to_micro_batches(
+    found_MLE: Sequence[NDArray[np.integer] | None], planned_MLE: NDArray[np.integer], layers: Sequence[int]
 ) -> str | None:
-    if not isinstance(rows_M, Sequence) or not all(isinstance(rows, BatchRows) for rows in rows_M):
-        return f"its micro-batches are {shown(rows_M)}; expected a list of BatchRows"
-    if len(rows_M) != plan.shape[0]:
-        return f"it brings {len(rows_M)} micro-batches, the plan is for {plan.shape[0]}"
-    for micro_step, rows in enumerate(rows_M):
-        if counts_MLGE is None or rows.routed_LE is None:
+    """What says that the micro-batches of this rank are not those that were counted.
+
+    Args:
+        found_MLE: of each, integers [L, E], its assignments; None where they are not known.
+        planned_MLE: integers [M, L, E].
+        layers: which routed layers of the model these are.
+    """
+    for micro_step, (found_LE, planned_LE) in enumerate(zip(found_MLE, planned_MLE, strict=True)):
+        if found_LE is None:
             continue
-        planned_LE = counts_MLGE[micro_step, :, rank]
-        if rows.routed_LE.shape != planned_LE.shape:
+        if found_LE.shape != planned_LE.shape:
             return (
-                f"rows are routed to {list(rows.routed_LE.shape)} layers and experts, expected {list(planned_LE.shape)}"
+                f"micro-batch {micro_step} is routed to {list(found_LE.shape)} layers and experts, expected "
+                f"{list(planned_LE.shape)}"
             )
-        if (rows.routed_LE != planned_LE).any():
-            layer, expert = np.argwhere(rows.routed_LE != planned_LE)[0].tolist()
+        if (found_LE != planned_LE).any():
+            layer, expert = np.argwhere(found_LE != planned_LE)[0].tolist()
             return (
-                f"its rows of micro-step {micro_step} make {rows.routed_LE[layer, expert]} assignments to expert "
-                f"{expert} of routed layer {layer}, {planned_LE[layer, expert]} were planned; bring the micro-batches "
-                "of the plan"
+                f"micro-batch {micro_step} makes {found_LE[layer, expert]} assignments to expert {expert} of "
+                f"routed layer {layers[layer]}, {planned_LE[layer, expert]} were planned; hand in the micro-batches "
+                "that were counted, in the same order"
             )
     return None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.replica_weights import segment_sums
 from foreroute.errors import AttachError
@@ -38,7 +39,7 @@ def run_experts(
     weights: Mapping[str, Tensor],
     rows_RD: Tensor,
     gates_R1: Tensor,
-    group_rows_S: Sequence[int],
+    groups: RowGroups,
     replicas: Replicas | None = None,
 ) -> Tensor:
     """Up, gate and down projection of every group with its own weights, times the gate weight of each row.
@@ -52,16 +53,16 @@ def run_experts(
         weights: name -> [S, ...], as the module's own parameters are laid out, one row per group.
         rows_RD: [R, D], in order of group.
         gates_R1: [R, 1], their gate weights.
-        group_rows_S: rows of each group.
+        groups: of the rows.
         replicas: whose weights they are, which are not kept for backward; None for those of home experts.
 
     Returns:
         [R, D'].
     """
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = _grouped_linear(module, weights, up, rows_RD, None, group_rows_S, replicas)
+    hidden = _grouped_linear(module, weights, up, rows_RD, None, groups, replicas)
     weighted = Activate.apply(hidden, gates_R1, module._apply_gate if module.has_gate else module.act_fn)
-    return _grouped_linear(module, weights, "down_proj", weighted, gates_R1, group_rows_S, replicas)
+    return _grouped_linear(module, weights, "down_proj", weighted, gates_R1, groups, replicas)
 
 
 def require_grouped_mm() -> None:
@@ -114,20 +115,20 @@ def _grouped_linear(
     name: str,
     rows: Tensor,
     gates_R1: Tensor | None,
-    group_rows_S: Sequence[int],
+    groups: RowGroups,
     replicas: Replicas | None,
 ) -> Tensor:
     """Apply one projection to rows that are weighted already; gate weights, where given, weight the bias alone."""
     bias, weight = f"{name}_bias", weights[name]
     rows = rows.to(weight.dtype)
     if replicas is None:
-        out = _grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), group_rows_S)
+        out = _grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), groups)
     else:
-        out = BorrowedProduct.apply(rows, weight, partial(_again, replicas, name), module.is_transposed, group_rows_S)
+        out = BorrowedProduct.apply(rows, weight, partial(_again, replicas, name), module.is_transposed, groups)
     if not module.has_bias:
         return out
     bias_again = None if replicas is None else partial(_again, replicas, bias)
-    biased: Tensor = AddBias.apply(out, weights[bias], gates_R1, group_rows_S, bias_again)
+    biased: Tensor = AddBias.apply(out, weights[bias], gates_R1, groups, bias_again)
     return biased
 
 
@@ -137,7 +138,7 @@ def _again(replicas: Replicas, name: str) -> Tensor:
 
 
 class AddBias(torch.autograd.Function):
-    """`AddBias.apply(rows_RD, bias_SD, gates_R1, group_rows_S, again)`: rows plus the bias of their group.
+    """`AddBias.apply(rows_RD, bias_SD, gates_R1, groups, again)`: rows plus the bias of their group.
 
     The bias is weighted where there are gate weights. Keeps no row, and no bias where `again` gives it in backward.
     """
@@ -148,59 +149,46 @@ class AddBias(torch.autograd.Function):
         rows: Tensor,
         bias: Tensor,
         gates: Tensor | None,
-        group_rows_S: Sequence[int],
+        groups: RowGroups,
         again: Callable[[], Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(bias if again is None else None, gates)
-        ctx.group_rows_S, ctx.again = group_rows_S, again
-        return _biased(rows, bias, gates, group_rows_S)
+        ctx.groups, ctx.again = groups, again
+        added = _of_group(bias, groups)
+        return (rows + (added if gates is None else added * gates)).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bias, gates = ctx.saved_tensors
         bias = bias if ctx.again is None else ctx.again()
-        grad, sizes = grads[0], ctx.group_rows_S
-        bias_grad = _bias_grad(grad, bias, gates, sizes) if ctx.needs_input_grad[1] else None
-        gate_grad = _bias_gate_grad(grad, bias, gates, sizes) if ctx.needs_input_grad[2] else None
+        grad, groups = grads[0], ctx.groups
+        bias_grad = gate_grad = None
+        if ctx.needs_input_grad[1]:
+            bias_grad = segment_sums(grad if gates is None else grad * gates, groups.sizes_S).to(bias.dtype)
+        if ctx.needs_input_grad[2]:
+            gate_grad = (grad * _of_group(bias, groups)).sum(dim=1, keepdim=True).to(gates.dtype)
         return grad, bias_grad, gate_grad, None, None
 
 
-def _biased(rows: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
-    added = _of_group(bias, group_rows_S)
-    return (rows + (added if gates is None else added * gates)).to(rows.dtype)
-
-
-def _bias_grad(grad: Tensor, bias: Tensor, gates: Tensor | None, group_rows_S: Sequence[int]) -> Tensor:
-    return segment_sums(grad if gates is None else grad * gates, group_rows_S).to(bias.dtype)
-
-
-def _bias_gate_grad(grad: Tensor, bias: Tensor, gates: Tensor, group_rows_S: Sequence[int]) -> Tensor:
-    return (grad * _of_group(bias, group_rows_S)).sum(dim=1, keepdim=True).to(gates.dtype)
-
-
-def _of_group(bias: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+def _of_group(bias: Tensor, groups: RowGroups) -> Tensor:
     """[S, D] to [R, D], that of every row's group."""
-    sizes = torch.tensor(group_rows_S).to(bias.device, non_blocking=True)
-    return bias.repeat_interleave(sizes, dim=0, output_size=sum(group_rows_S))
+    sizes = torch.tensor(groups.sizes_S).to(bias.device, non_blocking=True)
+    return bias.repeat_interleave(sizes, dim=0, output_size=sum(groups.sizes_S))
 
 
-def _grouped_mm(rows: Tensor, weight: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+def _grouped_mm(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     if rows.dtype == torch.float64:  # which grouped_mm lacks
-        parts = zip(rows.split(list(group_rows_S)), weight.unbind(0), strict=True)
+        parts = zip(rows.split(groups.sizes_S), weight.unbind(0), strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
-    return functional.grouped_mm(rows, weight, offs=_ends(rows, group_rows_S))
+    return functional.grouped_mm(rows, weight, offs=groups.ends_S)
 
 
-def _grouped_outer(left: Tensor, right: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+def _grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
     """Sums over the rows of every group, [S, columns of left, columns of right]."""
     if left.dtype == torch.float64:
-        sizes = list(group_rows_S)
+        sizes = groups.sizes_S
         return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
-    return functional.grouped_mm(left.transpose(0, 1), right, offs=_ends(left, group_rows_S))
-
-
-def _ends(rows: Tensor, group_rows_S: Sequence[int]) -> Tensor:
-    return torch.tensor(group_rows_S).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
+    return functional.grouped_mm(left.transpose(0, 1), right, offs=groups.ends_S)
 
 
 class StackedReplicas(Replicas):
@@ -212,16 +200,16 @@ class StackedReplicas(Replicas):
 
     home: Mapping[str, Tensor]
 
-    def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, group_rows_S: Sequence[int]) -> Tensor:
+    def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, groups: RowGroups) -> Tensor:
         """`run_experts` by the replicas here; [R, D]. All ranks call it, those without a replica too.
 
         Autograd keeps what it keeps of home experts, and no weight: backward asks for those once more, since their
         slots may have served other cells.
         """
         token, borrowed = self.borrow()
-        if group_rows_S:
+        if groups.sizes_S:
             weights = dict(zip(self.home, borrowed, strict=True))
-            out = run_experts(module, weights, rows_RD, gates_R1, group_rows_S, self)
+            out = run_experts(module, weights, rows_RD, gates_R1, groups, self)
         else:
             out = rows_RD.to(next(iter(self.home.values())).dtype)
         return self.give_up(token, out)
@@ -265,7 +253,7 @@ class StackedReplicas(Replicas):
 
 
 class BorrowedProduct(torch.autograd.Function):
-    """`BorrowedProduct.apply(rows_RD, weight, again, is_transposed, group_rows_S)`: rows times their group's matrix.
+    """`BorrowedProduct.apply(rows_RD, weight, again, is_transposed, groups)`: rows times their group's matrix.
 
     The matrices are [S, ...] as the parameter is laid out. Keeps the rows; in backward, `again` gives the weight.
     """
@@ -277,11 +265,11 @@ class BorrowedProduct(torch.autograd.Function):
         weight: Tensor,
         again: Callable[[], Tensor],
         is_transposed: bool,
-        group_rows_S: Sequence[int],
+        groups: RowGroups,
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.again, ctx.is_transposed, ctx.group_rows_S = again, is_transposed, group_rows_S
-        return _grouped_mm(rows, weight if is_transposed else weight.transpose(-2, -1), group_rows_S)
+        ctx.again, ctx.is_transposed, ctx.groups = again, is_transposed, groups
+        return _grouped_mm(rows, weight if is_transposed else weight.transpose(-2, -1), groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -289,6 +277,6 @@ class BorrowedProduct(torch.autograd.Function):
         grad, weight, weight_grad = grads[0], ctx.again(), None
         if ctx.needs_input_grad[1]:
             left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
-            weight_grad = _grouped_outer(left, right, ctx.group_rows_S)
-        row_grad = _grouped_mm(grad, weight.transpose(-2, -1) if ctx.is_transposed else weight, ctx.group_rows_S)
+            weight_grad = _grouped_outer(left, right, ctx.groups)
+        row_grad = _grouped_mm(grad, weight.transpose(-2, -1) if ctx.is_transposed else weight, ctx.groups)
         return row_grad, weight_grad, None, None, None

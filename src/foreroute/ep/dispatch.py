@@ -1,17 +1,16 @@
-"""Rows on their way: sent to the ranks that serve them, put in order of group, and brought back to their tokens.
+"""The rows of a cell on their way: to the ranks that serve them, and back.
 
-`MicroStepRows` has the index of every row of every cell of a micro-step on the device: segments of all its schedules go
-up in one copy, and are made into rows there at once. `Dispatch` sends rows to the ranks that serve them and `Combine`
-brings results back and adds them up: each is the other's transpose, so that neither keeps a row. Gate weights travel
-with the rows and are applied where an expert computes. Applied at the source, what comes back would have to be kept for
-their gradient, K rows of D for each token.
+`rows_on` brings `CellSchedule`s, which are arithmetic on counts, to the device; `DispatchHandle` turns one into tokens.
+`Dispatch` sends rows to the ranks that serve them and `Combine` brings results back and adds them up: each is the
+other's transpose, so that neither keeps a row. Gate weights travel with the rows and are applied where an expert
+computes. Applied at the source, what comes back would have to be kept for their gradient, K rows of D for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,49 +20,74 @@ from torch import Tensor
 
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.plan import CellSchedule
-from foreroute.replay import to_device
+from foreroute.replay.rows import joined_to_device
 
 
-@dataclass(frozen=True, eq=False)
-class CellRows:
-    """The rows of one rank in one cell, on the device: int64, one number for each row of the segments of a schedule.
+class RowGroups(NamedTuple):
+    """Rows in order of their group, each of which is computed with one expert's weights.
 
     Attributes:
-        schedule: of the cell.
-        taken_R: [rows sent], the place of each among this rank's assignments sorted by expert.
-        grouped_R: [rows computed], the received row of each; one past the last for padding.
-        returned_R: [rows received], the computed row of each.
+        sizes_S: rows of every group.
+        ends_S: int32 [S], on the device, the first row behind each.
     """
 
-    schedule: CellSchedule
+    sizes_S: list[int]
+    ends_S: Tensor
+
+
+class CellRows(NamedTuple):
+    """Where the rows of one cell go on this rank.
+
+    Attributes:
+        send_G, receive_G: rows to and from every rank.
+        home, replicas: what is computed by the experts that live here, and by the replicas here.
+        taken_R: int64 [rows sent], of the assignments sorted by expert, in the order of sending.
+        grouped_R: int64 [rows computed], the received row of each; those from the number of received rows on are zeros.
+        returned_R: int64 [rows received], the computed row of each.
+        num_zeros: rows of zeros that lie behind those received.
+    """
+
+    send_G: list[int]
+    receive_G: list[int]
+    home: RowGroups
+    replicas: RowGroups
     taken_R: Tensor
     grouped_R: Tensor
     returned_R: Tensor
+    num_zeros: int
 
 
-class MicroStepRows:
-    """The rows of all cells of a micro-step, by layer.
+def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
+    """The rows of several cells, whose indices are made together on the device, which is not waited for."""
+    segments = [runs for cell in schedules for runs in (cell.taken, cell.grouped, cell.returned)]
+    sizes = [int(runs[:, 1].sum()) for runs in segments]
+    indices = iter(expand(segments, sizes, device))
+    group_rows = [part for cell in schedules for part in np.split(cell.group_rows_S, [cell.num_home])]
+    ends = joined_to_device([part.cumsum(dtype=np.int32) for part in group_rows], device)
+    groups = map(RowGroups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))
+    found = []
+    for cell in schedules:
+        receive_G = cell.receive_G.tolist()
+        is_padding = cell.grouped[:, 0] >= sum(receive_G)
+        num_zeros = max(1, int(cell.grouped[is_padding, 1].max(initial=0)))
+        found.append(
+            CellRows(
+                *(cell.send_G.tolist(), receive_G, next(groups), next(groups)),
+                *(next(indices), next(indices), next(indices), num_zeros),
+            )
+        )
+    return found
 
-    Args:
-        cells: layer -> what this rank does.
-        device: that they are uploaded to; it is not waited for.
-    """
 
-    def __init__(self, cells: Mapping[int, CellSchedule], device: torch.device) -> None:
-        segments = [part for cell in cells.values() for part in (cell.taken, cell.grouped, cell.returned)]
-        rows = expand(np.concatenate(segments), device)
-        parts = iter(rows.split([int(part[:, 1].sum()) for part in segments]))
-        self._cells: dict[int, CellRows] = {}
-        for layer, cell in cells.items():
-            taken_R, grouped_R, returned_R = next(parts), next(parts), next(parts)
-            received = int(cell.receive_G.sum())
-            if len(grouped_R) > received:
-                # padding lies beyond what is received
-                grouped_R = grouped_R.clamp(max=received)
-            self._cells[layer] = CellRows(cell, taken_R, grouped_R, returned_R)
-
-    def __getitem__(self, layer: int) -> CellRows:
-        return self._cells[layer]
+def expand(segments: Sequence[NDArray[np.int64]], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """int64, the index of every row of the segments of a `CellSchedule`, for each array of them."""
+    total = sum(sizes)
+    start_B, length_B = joined_to_device(segments, device).unbind(1)
+    # Within a segment, index and place in the result rise together: their difference is one number per segment.
+    shift_B = start_B - (length_B.cumsum(0) - length_B)
+    every = shift_B.repeat_interleave(length_B, output_size=total) + torch.arange(total, device=device)
+    parts: tuple[Tensor, ...] = every.split(list(sizes))
+    return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,103 +96,96 @@ class DispatchHandle:
 
     Attributes:
         group: the ranks.
-        what: the call in words, for errors.
-        send_G, receive_G: rows to and from every rank.
+        what: the cell in words, for errors.
+        rows: of the cell.
         token_R: int64 [rows sent], the token of each.
         assignment_R: int64 [rows sent], its number among the N x K assignments.
         sent_row_A: int64 [N x K], the row that each assignment is sent as; one past the last where it is not sent.
-        grouped_R: int64 [rows computed], the received row of each, in order of group; one past the last for padding.
-        returned_R: int64 [rows received], the computed row of each.
         top_k: K.
     """
 
     group: dist.ProcessGroup
     what: str
-    send_G: list[int]
-    receive_G: list[int]
+    rows: CellRows
     token_R: Tensor
     assignment_R: Tensor
     sent_row_A: Tensor
-    grouped_R: Tensor
-    returned_R: Tensor
     top_k: int
 
     @classmethod
     def of(
-        cls, group: dist.ProcessGroup, what: str, rows: CellRows, ids_NK: Tensor, sent_N: Tensor | None = None
+        cls, group: dist.ProcessGroup, what: str, rows: CellRows, ids_NK: Tensor, sent_A: Tensor | None
     ) -> DispatchHandle:
         """Turn every rank's share of every expert into tokens.
 
         Args:
             group: the ranks.
-            what: the call in words.
-            rows: of the cell.
+            what: the cell in words.
+            rows: how many go where.
             ids_NK: int64 [N, K], the expert of each assignment.
-            sent_N: int64 [tokens sent], ascending; None for all N.
+            sent_A: int64, which assignments are sent, ascending; None for all.
         """
-        top_k = ids_NK.shape[1]
-        ids_RK = ids_NK if sent_N is None else ids_NK.index_select(0, sent_N)
-        assignment_R = ids_RK.reshape(-1).argsort(stable=True).index_select(0, rows.taken_R)
-        token_R = assignment_R // top_k
-        if sent_N is not None:
-            token_R = sent_N.index_select(0, token_R)
-            assignment_R = token_R * top_k + assignment_R % top_k
+        ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
+        by_expert = (ids_A if sent_A is None else ids_A.index_select(0, sent_A)).argsort(stable=True)
+        assignment_R = by_expert.index_select(0, rows.taken_R)
+        if sent_A is not None:
+            assignment_R = sent_A.index_select(0, assignment_R)
         num_sent = len(assignment_R)
-        sent_row_A = torch.full((ids_NK.numel(),), num_sent, dtype=torch.int64, device=ids_NK.device)
-        sent_row_A.index_copy_(0, assignment_R, torch.arange(num_sent, device=ids_NK.device))
-        return cls(
-            group,
-            what,
-            send_G=rows.schedule.send_G.tolist(),
-            receive_G=rows.schedule.receive_G.tolist(),
-            token_R=token_R,
-            assignment_R=assignment_R,
-            sent_row_A=sent_row_A,
-            grouped_R=rows.grouped_R,
-            returned_R=rows.returned_R,
-            top_k=top_k,
-        )
+        sent_row_A = torch.full_like(ids_A, num_sent)
+        sent_row_A[assignment_R] = torch.arange(num_sent, device=ids_A.device)
+        return cls(group, what, rows, assignment_R // top_k, assignment_R, sent_row_A, top_k)
 
     def to_experts(self, hidden_ND: Tensor, gates_NK: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Tokens and their gate weights to [rows computed, D] and [rows computed, 1]; zeros for padding."""
-        gates_R1 = None if gates_NK is None else gates_NK.reshape(-1, 1).index_select(0, self.assignment_R)
-        rows, gates = self._exchange(hidden_ND, self.token_R, gates_R1, self.send_G, self.receive_G)
-        return _taken(rows, gates, self.grouped_R)
+        rows, gates = self.rows, None if gates_NK is None else gates_NK.reshape(-1, 1)
+        arrived, beside = self._exchange(hidden_ND, self.token_R, gates, self.assignment_R, rows.send_G, rows.receive_G)
+        beside = None if beside is None else beside.index_select(0, rows.grouped_R)
+        return arrived.index_select(0, rows.grouped_R), beside
 
     def to_tokens(self, rows_RD: Tensor, gates_R1: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Computed rows to [N, D], added up over the picks of a token in their order, and what is beside them to
         [N, K]; zeros for what was not sent.
         """
-        gates_R1 = None if gates_R1 is None else gates_R1.index_select(0, self.returned_R)
-        arrived = self._exchange(rows_RD, self.returned_R, gates_R1, self.receive_G, self.send_G)
-        picks, gates = _taken(*arrived, self.sent_row_A)
-        gates_NK = None if gates is None else gates.view(-1, self.top_k)
-        return picks.view(-1, self.top_k, picks.shape[1]).sum(dim=1), gates_NK
+        rows, chosen = self.rows, self.rows.returned_R
+        arrived, beside = self._exchange(rows_RD, chosen, gates_R1, chosen, rows.receive_G, rows.send_G)
+        if beside is not None:
+            beside = beside.index_select(0, self.sent_row_A).view(-1, self.top_k)
+        picks = arrived.index_select(0, self.sent_row_A)
+        return picks.view(-1, self.top_k, picks.shape[1]).sum(dim=1), beside
 
     def _exchange(
-        self, rows: Tensor, chosen: Tensor, beside: Tensor | None, send_G: list[int], receive_G: list[int]
+        self,
+        rows: Tensor,
+        chosen: Tensor,
+        beside: Tensor | None,
+        chosen_beside: Tensor,
+        send_G: list[int],
+        receive_G: list[int],
     ) -> tuple[Tensor, Tensor | None]:
-        """The chosen rows, and one number beside each, from all ranks; and one more of zeros.
+        """The chosen rows, and one number beside each, from all ranks; and rows of zeros behind them.
 
-        From the last one is taken what was not sent, and what pads a group. Both travel in one message: the number lies
-        in front of the row, in as many columns as hold it.
+        From these is taken what was not sent, and what pads a group. Both travel in one message: the number lies in
+        front of the row, in as many columns as hold it.
         """
-        width = rows.shape[1]
-        front = 0 if beside is None else -(-beside.element_size() // rows.element_size())
+        total, width = sum(receive_G), rows.shape[1]
         if beside is None:
             packed = rows.index_select(0, chosen)
         else:
-            packed = rows.new_empty(len(chosen), front + width + -width % front)
-            torch.index_select(rows, 0, chosen, out=packed[:, front : front + width])
-            packed[:, :front].view(beside.dtype)[:, :1] = beside
-        total = sum(receive_G)
-        arrived = rows.new_empty(total + 1, packed.shape[1])
-        arrived[total].zero_()
-        with collective_errors(self.what, self.group):
-            dist.all_to_all_single(arrived[:total], packed, receive_G, send_G, group=self.group)
+            front = -(-beside.element_size() // rows.element_size())
+            columns = [front, width, -width % front]
+            packed = rows.new_empty(len(chosen), sum(columns))
+            numbers, values, _ = packed.split(columns, dim=1)
+            torch.index_select(rows, 0, chosen, out=values)
+            torch.index_select(beside, 0, chosen_beside, out=_as_numbers(numbers, beside.dtype))
+        whole = rows.new_empty(total + self.rows.num_zeros, packed.shape[1])
+        arrived, zeros = whole.split([total, self.rows.num_zeros])
+        zeros.zero_()
+        with collective_errors(f"tokens of {self.what}", self.group):
+            dist.all_to_all_single(arrived, packed, receive_G, send_G, group=self.group)
         if beside is None:
-            return arrived, None
-        return arrived[:, front : front + width], arrived[:, :front].view(beside.dtype)[:, :1]
+            return whole, None
+        numbers, values, _ = whole.split(columns, dim=1)
+        return values, _as_numbers(numbers, beside.dtype)
 
 
 class Dispatch(torch.autograd.Function):
@@ -217,14 +234,6 @@ def gather_counts(group: dist.ProcessGroup, mine: Tensor, what: str) -> NDArray[
     return found
 
 
-def _taken(rows: Tensor, beside: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor | None]:
-    return rows.index_select(0, chosen), None if beside is None else beside.index_select(0, chosen)
-
-
-def expand(runs: NDArray[np.int64], device: torch.device) -> Tensor:
-    """int64, the index of every row of every run of a `CellSchedule`; the device is not waited for."""
-    total = int(runs[:, 1].sum())
-    start_B, length_B = to_device(runs, device).unbind(1)
-    # Within a run, index and place in the result rise together: their difference is one number per run.
-    shift_B = start_B - (length_B.cumsum(0) - length_B)
-    return shift_B.repeat_interleave(length_B, output_size=total) + torch.arange(total, device=device)
+def _as_numbers(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """One number of each row, of the dtype that its first columns hold."""
+    return columns if columns.dtype == dtype else columns.view(dtype)[:, :1]

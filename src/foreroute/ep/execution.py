@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from foreroute.core.recompute import bind
-from foreroute.ep.dispatch import CellRows, MicroStepRows, gather_counts
+from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
 from foreroute.ep.transfer import Cell, ReplicaWeights
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
-from foreroute.plan import CellPlan, ExecutionSchedule, StepPlan
+from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.replay.rows import joined_to_device
 from foreroute.trace import RoutingTrace, add_assignments
 
 
@@ -112,150 +113,180 @@ class ActivePlan:
     exchanges_M: Sequence[bool]
 
 
-@dataclass(eq=False)
 class Execution:
     """What `ExpertParallelModel.executing` yields, and what is in force outside of it.
 
-    Attributes:
+    Args:
         group: the ranks.
         num_layers: L.
-        rows: of this rank's micro-batch.
         active_plan: the plan in force; None for live routing with every expert at its home.
         micro_step: of the plan.
-        exchanges: whether counts are exchanged in every cell.
+
+    Attributes:
+        rows: of this rank's micro-batch.
+        active_plan, micro_step: the same.
+        is_recomputing: whether what runs now has run before.
+        names: the cells in words.
         executed_L: int64 [L], assignments that this rank has computed in each layer; recomputation does not count.
     """
 
-    group: dist.ProcessGroup
-    num_layers: int
-    rows: BatchRows = field(default_factory=BatchRows)
-    active_plan: ActivePlan | None = None
-    micro_step: int = 0
-    exchanges: bool = True
-
-    def __post_init__(self) -> None:
-        self.executed_L = np.zeros(self.num_layers, np.int64)
-        self._runs_L = [0] * self.num_layers
-        self._recomputing = 0
-        self._differs: dict[int, Tensor] = {}
+    def __init__(
+        self, group: dist.ProcessGroup, num_layers: int, active_plan: ActivePlan | None = None, micro_step: int = 0
+    ) -> None:
+        self._group = group
+        self.active_plan, self.micro_step = active_plan, micro_step
+        self.is_recomputing = False
+        self.executed_L = np.zeros(num_layers, np.int64)
+        self._runs_L = [0] * num_layers
+        self._device_rows: list[CellRows] | None = None
         self._indices: dict[str, Tensor | None] = {}
-        self._rows: MicroStepRows | None = None
+        self._found_LE: Tensor | None = None
+        self._announced_LE: NDArray[np.int64] | None = None
+        self._differs: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._is_known = False
+        if active_plan is None:
+            self.rows = BatchRows()
+            self.names = [f"routed layer {layer}" for layer in range(num_layers)]
+            return
+        self.rows = active_plan.rows_M[micro_step]
+        self.names = [str(Cell(active_plan.step, micro_step, layer)) for layer in range(num_layers)]
+        self._is_known = not active_plan.exchanges_M[micro_step]
+        self._has_replicas_L = active_plan.plan.num_replicas_ML[micro_step] > 0
+        if self._is_known:
+            assert active_plan.counts_MLGE is not None, "counts that are known ahead are those of a plan"
+            self._announced_LE = active_plan.counts_MLGE[micro_step, :, dist.get_rank(group)].astype(np.int64)
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """A part of the forward runs again, in backward."""
-        self._recomputing += 1
-        try:
-            yield
-        finally:
-            self._recomputing -= 1
-
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether what runs now has run before."""
-        return self._recomputing > 0
-
-    def begin_layer(self, layer: int, path: str) -> None:
+    def begin_cell(
+        self, layer: int, path: str, ids_NK: Tensor, home_E: NDArray[np.int16], row_multiple: int
+    ) -> CellRows:
         """A layer runs.
+
+        Args:
+            layer: position among the routed layers.
+            path: of its module, for errors.
+            ids_NK: int64 [N, K], the expert of each assignment.
+            home_E: int16 [E], the rank that every expert lives on.
+            row_multiple: the rows of a group are padded to a multiple of this.
+
+        Returns:
+            Its rows.
 
         Raises:
             ReplayError: when it has run in this execution already.
+            CountsError: when the rows are not those announced; or counts are exchanged and are not those of the plan,
+                on every rank alike.
+            PlanError: when a plan gives replicas more than there is; on every rank alike.
         """
+        self._require_rows(path, len(ids_NK))
+        sent_A = self.sent_assignments(ids_NK)
+        if not self._is_known:
+            counts_GE = self._exchanged_counts(layer, ids_NK, sent_A, len(home_E))
+            rank, name = dist.get_rank(self._group), self.names[layer]
+            cell = CellPlan.homes_only(home_E, len(counts_GE))
+            if self.active_plan is not None and self._has_replicas_L[layer]:
+                cell = self.active_plan.plan.cell(self.micro_step, layer)
+            schedule = CellSchedule.of(cell, counts_GE, rank, row_multiple=row_multiple, what=name)
+            (rows,) = rows_on(ids_NK.device, [schedule])
+        else:
+            rows = self._known_rows(ids_NK.device)[layer]
         if self.is_recomputing:
-            return
+            return rows
         self._runs_L[layer] += 1
         if self.active_plan is not None and self._runs_L[layer] > 1:
             raise ReplayError(
-                f"{path} runs a second time in {self.what(layer)}; a plan has one cell for each layer and micro-step: "
+                f"{path} runs a second time in {self.names[layer]}; a plan has one cell for each layer and micro-step: "
                 "open executing() anew for every forward"
             )
+        self.executed_L[layer] += sum(rows.receive_G)
+        if self._is_known:
+            self._note_found(layer, ids_NK, sent_A, len(home_E))
+        return rows
 
-    def end_layer(self, layer: int, num_rows: int) -> None:
-        """A layer has received this many assignments."""
-        if not self.is_recomputing:
-            self.executed_L[layer] += num_rows
-
-    def cell(self, layer: int) -> tuple[Cell, CellPlan, ReplicaWeights] | None:
-        """A cell with its plan, and where its replicas come from; None where it has none on any rank."""
-        if self.active_plan is None:
+    def served(self, layer: int) -> tuple[Cell, ReplicaWeights] | None:
+        """A cell that has replicas on any rank, and where they come from; None for one that has none."""
+        if self.active_plan is None or not self._has_replicas_L[layer]:
             return None
-        plan = self.active_plan.plan.cell(self.micro_step, layer)
-        if not len(plan.expert_R):
-            return None
-        return Cell(self.active_plan.step, self.micro_step, layer), plan, self.active_plan.weights
+        return Cell(self.active_plan.step, self.micro_step, layer), self.active_plan.weights
 
-    def rows_of(self, layer: int, device: torch.device) -> CellRows | None:
-        """The rows of a cell whose counts were known ahead; None where they depend on what is found now."""
-        if self.active_plan is None or self.exchanges:
-            return None
-        if self._rows is None:
-            schedule = self.active_plan.schedule
-            cells = {each: schedule.cell(self.micro_step, each) for each in range(self.num_layers)}
-            self._rows = MicroStepRows(cells, device)
-        return self._rows[layer]
+    def sent_assignments(self, ids_NK: Tensor) -> Tensor | None:
+        """int64, which of the N x K assignments experts compute, in their order; None for all."""
+        return self._assignments("sent", self.rows.sent_N, ids_NK)
 
-    def what(self, layer: int) -> str:
-        """The cell in words."""
-        if self.active_plan is None:
-            return f"routed layer {layer}"
-        return str(Cell(self.active_plan.step, self.micro_step, layer))
-
-    def sent_rows(self, device: torch.device) -> Tensor | None:
-        """int64, the rows that experts compute; None for all."""
-        return self._rows_in("sent", self.rows.sent_N, device)
-
-    def counts_GE(self, layer: int, ids_NK: Tensor, num_experts: int) -> NDArray[np.int64]:
-        """int64 [G, E], assignments of every rank to every expert, in a layer that runs now.
-
-        Raises:
-            CountsError: when counts are exchanged and are not those of the plan; on every rank alike.
-        """
-        sent = self.sent_rows(ids_NK.device)
-        sent_E = _count(ids_NK, sent, num_experts)
-        if not self.exchanges:
-            return self._known_counts_GE(layer, sent_E)
-        planned = sent
-        if self.rows.planned_N is not None:
-            planned = self._rows_in("planned", self.rows.planned_N, ids_NK.device)
-        mine = torch.stack([_count(ids_NK, planned, num_experts), sent_E])
-        planned_GE, sent_GE = gather_counts(self.group, mine, self.what(layer))
-        self._require_planned(layer, planned_GE)
-        exchanged_GE: NDArray[np.int64] = sent_GE
-        return exchanged_GE
-
-    def end(self) -> RouterCheck:
+    def end(self) -> None:
         """The forward is over. What its routers did is brought to the host, which does not wait for it.
 
         Raises:
             ReplayError: when a layer did not run. Every rank finds the same: rows of one that runs wait for the others.
         """
-        for layer, runs in enumerate(self._runs_L):
+        for name, runs in zip(self.names, self._runs_L, strict=True):
             if not runs:
-                raise ReplayError(
-                    f"{self.what(layer)} was not executed: no forward of the model ran, or it bypassed the layer"
-                )
-        layers, brought = [self.what(layer) for layer in self._differs], None
-        differing = torch.stack(list(self._differs.values())) if layers else torch.zeros(0, dtype=torch.bool)
-        on_host = differing.to("cpu", non_blocking=True)
-        if differing.is_cuda:
+                raise ReplayError(f"{name} was not executed: no forward of the model ran, or it bypassed the layer")
+        if self._found_LE is None or self._announced_LE is None:
+            return
+        announced_LE = joined_to_device([self._announced_LE], self._found_LE.device)
+        differs_L = (self._found_LE != announced_LE).any(dim=1)
+        brought = None
+        on_host_L = differs_L.to("cpu", non_blocking=True)
+        if differs_L.is_cuda:
             brought = torch.cuda.Event()
             brought.record()
-        return RouterCheck(layers, on_host, brought)
+        self._differs = on_host_L, brought
 
-    def _rows_in(self, name: str, mask_N: NDArray[np.bool_] | None, device: torch.device) -> Tensor | None:
+    def misrouted(self) -> str | None:
+        """Which layer's routers did not do what was known ahead, in words, or None. Waits for the forward's end."""
+        if self._differs is None:
+            return None
+        differs_L, brought = self._differs
+        if brought is not None:
+            brought.synchronize()
+        for name, differs in zip(self.names, differs_L.tolist(), strict=True):
+            if differs:
+                return f"{name}: routers made other assignments than BatchRows.routed_LE, so rows went astray"
+        return None
+
+    def _require_rows(self, path: str, num_rows: int) -> None:
+        for mask_N in (self.rows.planned_N, self.rows.sent_N):
+            if mask_N is not None and len(mask_N) != num_rows:
+                raise CountsError(
+                    f"{path} is given {num_rows} rows, BatchRows tells of {len(mask_N)}; make it from the batch "
+                    "that the model is called with, padding included"
+                )
+
+    def _assignments(self, name: str, mask_N: NDArray[np.bool_] | None, ids_NK: Tensor) -> Tensor | None:
         if name not in self._indices:
-            chosen_N = None if mask_N is None or mask_N.all() else np.flatnonzero(mask_N)
-            self._indices[name] = None if chosen_N is None else torch.from_numpy(chosen_N).to(device, non_blocking=True)
+            self._indices[name] = None
+            if mask_N is not None and not mask_N.all():
+                chosen = np.flatnonzero(np.repeat(mask_N, ids_NK.shape[1]))
+                self._indices[name] = joined_to_device([chosen], ids_NK.device)
         return self._indices[name]
 
-    def _known_counts_GE(self, layer: int, sent_E: Tensor) -> NDArray[np.int64]:
-        counts_MLGE = None if self.active_plan is None else self.active_plan.counts_MLGE
-        assert counts_MLGE is not None, "counts that are known ahead are those of a plan"
-        counts_GE: NDArray[np.int64] = counts_MLGE[self.micro_step, layer].astype(np.int64)
-        announced_E = torch.from_numpy(counts_GE[dist.get_rank(self.group)])
-        # looked at before weights change, so that the device is not waited for
-        self._differs[layer] = (sent_E != announced_E.to(sent_E.device, non_blocking=True)).any()
-        return counts_GE
+    def _known_rows(self, device: torch.device) -> list[CellRows]:
+        """Of all cells of the micro-step."""
+        if self._device_rows is None:
+            active = self.active_plan
+            assert active is not None, "counts that are known ahead are those of a plan"
+            cells = [active.schedule.cell(self.micro_step, layer) for layer in range(len(self.names))]
+            self._device_rows = rows_on(device, cells)
+        return self._device_rows
+
+    def _note_found(self, layer: int, ids_NK: Tensor, sent_A: Tensor | None, num_experts: int) -> None:
+        """What routers did, looked at before weights change, so that the device is not waited for."""
+        if self._found_LE is None:
+            self._found_LE = torch.zeros(len(self.names), num_experts, dtype=torch.int64, device=ids_NK.device)
+            self._ones_A = ids_NK.new_ones(ids_NK.numel() if sent_A is None else len(sent_A))
+        self._found_LE[layer].index_add_(0, _chosen(ids_NK, sent_A), self._ones_A)
+
+    def _exchanged_counts(
+        self, layer: int, ids_NK: Tensor, sent_A: Tensor | None, num_experts: int
+    ) -> NDArray[np.int64]:
+        """int64 [G, E], assignments of every rank to every expert."""
+        planned_A = sent_A
+        if self.rows.planned_N is not None:
+            planned_A = self._assignments("planned", self.rows.planned_N, ids_NK)
+        mine = torch.stack([_count(_chosen(ids_NK, each), num_experts) for each in (planned_A, sent_A)])
+        planned_GE, sent_GE = gather_counts(self._group, mine, self.names[layer])
+        self._require_planned(layer, planned_GE)
+        return np.asarray(sent_GE)
 
     def _require_planned(self, layer: int, found_GE: NDArray[np.int64]) -> None:
         if self.active_plan is None:
@@ -265,7 +296,7 @@ class Execution:
             if (found_GE != planned_GE).any():
                 rank, expert = np.argwhere(found_GE != planned_GE)[0].tolist()
                 raise CountsError(
-                    f"{self.what(layer)}: rank {rank} routes {found_GE[rank, expert]} assignments to expert {expert}, "
+                    f"{self.names[layer]}: rank {rank} routes {found_GE[rank, expert]} assignments to expert {expert}, "
                     f"the plan was made for {planned_GE[rank, expert]}. Execute the micro-batches that were planned"
                 )
             return
@@ -273,33 +304,9 @@ class Execution:
         planned = int(self.active_plan.plan.max_load_ML[self.micro_step, layer])
         if found != planned:
             raise CountsError(
-                f"{self.what(layer)}: the slowest rank has {found} assignments, {planned} by the plan, which was made "
+                f"{self.names[layer]}: the slowest rank has {found} assignments, {planned} by the plan, which was made "
                 "for other counts. Execute the micro-batches that were planned"
             )
-
-
-@dataclass(frozen=True, eq=False)
-class RouterCheck:
-    """What the routers of one forward did, to be looked at later.
-
-    Attributes:
-        layers: in words, those whose routes were known ahead.
-        differing: bool, on the host, whether each made other assignments.
-        brought: after it, they are there; None where nothing is under way.
-    """
-
-    layers: Sequence[str]
-    differing: Tensor
-    brought: torch.cuda.Event | None
-
-    def misrouted(self) -> str | None:
-        """Which layer's routers did not do what was known ahead, in words, or None. Waits for the forward's end."""
-        if self.brought is not None:
-            self.brought.synchronize()
-        for layer, differs in zip(self.layers, self.differing.tolist(), strict=True):
-            if differs:
-                return f"{layer}: routers made other assignments than BatchRows.routed_LE, so rows went astray"
-        return None
 
 
 class ExecutionStack:
@@ -325,8 +332,12 @@ class ExecutionStack:
     @contextmanager
     def recomputing(self, execution: Execution, ran: Sequence[Any] = ()) -> Iterator[None]:
         """Put one back in force while a part of its forward runs again."""
-        with self.on_top(execution), execution.recomputing():
-            yield
+        before, execution.is_recomputing = execution.is_recomputing, True
+        try:
+            with self.on_top(execution):
+                yield
+        finally:
+            execution.is_recomputing = before
 
     @contextmanager
     def on_top(self, execution: Execution) -> Iterator[None]:
@@ -338,7 +349,11 @@ class ExecutionStack:
             self._stack.pop()
 
 
-def _count(ids_NK: Tensor, rows: Tensor | None, num_experts: int) -> Tensor:
-    """int64 [E], assignments of these rows."""
-    ids = (ids_NK if rows is None else ids_NK.index_select(0, rows)).reshape(-1)
+def _chosen(ids_NK: Tensor, assignments: Tensor | None) -> Tensor:
+    every = ids_NK.reshape(-1)
+    return every if assignments is None else every.index_select(0, assignments)
+
+
+def _count(ids: Tensor, num_experts: int) -> Tensor:
+    """int64 [E]."""
     return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))

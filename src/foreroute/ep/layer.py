@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from foreroute.ep.compute import StackedReplicas, row_multiple, run_experts
-from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle, MicroStepRows
+from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle
 from foreroute.ep.execution import Execution
-from foreroute.ep.shards import ExpertShards
-from foreroute.errors import CountsError
-from foreroute.plan import CellPlan, CellSchedule
+from foreroute.ep.shards import LogicalExperts
+from foreroute.ep.transfer.peers import collective_errors
+from foreroute.errors import PlacementError
 
 
 class ExpertLayer:
-    """Stands in for the forward of an experts module.
+    """One experts module, of which this rank keeps its home experts, and what stands in for its forward.
+
+    This rank's experts are in ascending order of their id. Logical order is that of expert ids, whatever rank they live
+    on: row e of a full tensor is expert e.
+
+    The state dict of the module, and so of every module around it, holds `LogicalExperts` for each parameter.
 
     Args:
         number: position of the layer among the routed layers.
         path: of the module in the model, for errors.
-        shards: this rank's experts.
+        module: of whose parameters `keep_rows` has left this rank's.
+        home_E: int16 [E], the rank that every expert lives on.
         group: the ranks.
         in_force: gives the execution in force when the layer is called.
     """
 
     def __init__(
-        self, number: int, path: str, shards: ExpertShards, group: dist.ProcessGroup, in_force: Callable[[], Execution]
+        self,
+        number: int,
+        path: str,
+        module: nn.Module,
+        home_E: NDArray[np.int16],
+        group: dist.ProcessGroup,
+        in_force: Callable[[], Execution],
     ) -> None:
         self.number = number
         self.path = path
-        self.shards = shards
+        self.module = module
+        self.home_E = home_E
+        self._names = tuple(name for name, _ in module.named_parameters(recurse=False))
         self._group = group
         self._in_force = in_force
+        # torch marks what it is given, and a method cannot be
+        module.register_state_dict_post_hook(partial(self._give_logical))
+        module.register_load_state_dict_pre_hook(self._take_own)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What this rank holds, name -> [E / G, ...]."""
+        return {name: self.module.get_parameter(name) for name in self._names}
 
     def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Send every row to its experts, wherever they are served, and add up what comes back.
@@ -49,49 +74,31 @@ class ExpertLayer:
             [N, D].
 
         Raises:
-            CountsError: when counts are exchanged and are not those of the plan; on every rank alike.
-            PlanError: when a plan gives replicas more than there is; on every rank alike.
+            ReplayError, CountsError, PlanError: as `Execution.begin_cell`.
             TransferError: when a rank or its weights cannot be reached.
         """
-        execution = self._in_force()
-        execution.begin_layer(self.number, self.path)
-        self._require_rows(execution, len(ids_NK))
+        execution, shards = self._in_force(), self.parameters
         ids_NK = ids_NK.to(torch.int64)
-        home_E = self.shards.home_E
-        planned = execution.cell(self.number)
-        replicas = None
-        shards = self.shards.parameters
+        rows = execution.begin_cell(self.number, self.path, ids_NK, self.home_E, row_multiple(shards))
+        served, replicas = execution.served(self.number), None
         experts: Mapping[str, Tensor] = shards
-        if planned is not None:
-            cell, _, weights = planned
-            replicas = StackedReplicas(cell, weights, shards, is_recompute=execution.is_recomputing)
+        if served is not None:
+            replicas = StackedReplicas(*served, shards, is_recompute=execution.is_recomputing)
             experts = dict(zip(shards, replicas.announce(), strict=True))
-        counts_GE = execution.counts_GE(self.number, ids_NK, len(home_E))
-        rows = execution.rows_of(self.number, ids_NK.device)
-        if rows is None:
-            found = CellSchedule.of(
-                CellPlan.homes_only(home_E, len(counts_GE)) if planned is None else planned[1],
-                counts_GE,
-                dist.get_rank(self._group),
-                row_multiple=row_multiple(self.shards.tensors),
-                what=execution.what(self.number),
-            )
-            rows = MicroStepRows({self.number: found}, ids_NK.device)[self.number]
         handle = DispatchHandle.of(
-            self._group, f"tokens of {execution.what(self.number)}", rows, ids_NK, execution.sent_rows(ids_NK.device)
+            self._group, execution.names[self.number], rows, ids_NK, execution.sent_assignments(ids_NK)
         )
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
         if replicas is not None:
             replicas.fetch()
-        execution.end_layer(self.number, sum(handle.receive_G))
-        summed: Tensor = Combine.apply(self._compute(grouped, gates, rows.schedule, experts, replicas), handle)
+        summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, experts, replicas), handle)
         return summed.to(hidden_ND.dtype)
 
     def _compute(
         self,
         grouped: Tensor,
         gates: Tensor,
-        rows: CellSchedule,
+        rows: CellRows,
         experts: Mapping[str, Tensor],
         replicas: StackedReplicas | None,
     ) -> Tensor:
@@ -100,26 +107,64 @@ class ExpertLayer:
         Args:
             grouped: [rows computed, D].
             gates: [rows computed, 1].
-            rows: of each group.
+            rows: of the cell.
             experts: name -> [E / G, ...], home experts.
             replicas: of the cell, on any rank; None where it has none, so that homes serve all.
         """
-        module: Any = self.shards.module
-        sizes_S, num_home = rows.group_rows_S.tolist(), rows.num_home
-        num_home_rows = sum(sizes_S[:num_home])
+        module: Any = self.module
         # a norm of what experts give out forgets its scale: gate weights come after it
         norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
         scale = gates if norm is None else torch.ones_like(gates)
-        computed = run_experts(module, experts, grouped[:num_home_rows], scale[:num_home_rows], sizes_S[:num_home])
-        if replicas is not None:
-            served = replicas.compute(module, grouped[num_home_rows:], scale[num_home_rows:], sizes_S[num_home:])
-            computed = torch.cat([computed, served])
+        if replicas is None:
+            computed = run_experts(module, experts, grouped, scale, rows.home)
+        else:
+            parts = [sum(rows.home.sizes_S), sum(rows.replicas.sizes_S)]
+            (at_home, lent), (scale, lent_scale) = grouped.split(parts), scale.split(parts)
+            computed = run_experts(module, experts, at_home, scale, rows.home)
+            computed = torch.cat([computed, replicas.compute(module, lent, lent_scale, rows.replicas)])
         return computed if norm is None else norm(computed) * gates
 
-    def _require_rows(self, execution: Execution, num_rows: int) -> None:
-        for mask_N in (execution.rows.planned_N, execution.rows.sent_N):
-            if mask_N is not None and len(mask_N) != num_rows:
-                raise CountsError(
-                    f"{self.path} is given {num_rows} rows, BatchRows tells of {len(mask_N)}; make it from the batch "
-                    "that the model is called with, padding included"
-                )
+    def own_rows(self, full: Tensor) -> Tensor:
+        """[E, ...] in logical order to a new [E / G, ...], the rows that live here."""
+        return full.detach().index_select(0, torch.from_numpy(self._here()).to(full.device))
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[E / G, ...] on every rank to a new [E, ...] in logical order, on every rank. A collective call."""
+        num_ranks = dist.get_world_size(self._group)
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(num_ranks)]
+        with collective_errors("gathering experts", self._group):
+            dist.all_gather(parts, local.detach().contiguous(), group=self._group)
+        held = torch.from_numpy(np.argsort(self.home_E, kind="stable")).to(local.device)
+        full = torch.empty((len(held), *local.shape[1:]), dtype=local.dtype, device=local.device)
+        full[held] = torch.cat(parts)
+        return full
+
+    def logical(self, local: Tensor) -> LogicalExperts:
+        """[E / G, ...] as this rank's part of [E, ...] in logical order, of which it is the memory; nothing is sent."""
+        return LogicalExperts(local.detach(), self._here(), len(self.home_E))
+
+    def _here(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.home_E == dist.get_rank(self._group))
+
+    def _give_logical(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in self._names:
+            state[prefix + name] = self.logical(state[prefix + name])
+
+    def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Cut what is given whole to this rank's rows, and take back what `_give_logical` has given."""
+        for name in self._names:
+            given = state.get(prefix + name)
+            if isinstance(given, LogicalExperts):
+                if not np.array_equal(given.experts, self._here()):
+                    raise PlacementError(
+                        f"{self.path}.{name} is of other experts than live here; take state_dict() anew after homes "
+                        "have moved, and load the checkpoint into it"
+                    )
+                state[prefix + name] = given.local
+            elif isinstance(given, Tensor):
+                if len(given) != len(self.home_E):
+                    raise PlacementError(
+                        f"{self.path}.{name} has {len(given)} experts, expected all {len(self.home_E)} in order of "
+                        "their ids; load what state_dict() of the placed model, or of the model before, gives"
+                    )
+                state[prefix + name] = self.own_rows(given)

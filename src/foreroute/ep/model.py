@@ -5,27 +5,28 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from foreroute.ep.agreement import agree_on_rows, agree_on_step, share_plan
+from foreroute.ep.agreement import agree_on_rows, agree_on_step, objection_to_number, raise_alike, share_plan
 from foreroute.ep.compute import row_multiple
-from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack, RouterCheck
+from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
-from foreroute.ep.shards import ExpertShards, clip_gradients, cut_alike, shard_dense, sum_gradients
+from foreroute.ep.shards import clip_gradients, cut_alike, shard_dense, sum_gradients
 from foreroute.ep.transfer import ReplicaWeights
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
-from foreroute.errors import CountsError, InputError, PlacementError, PlanError, shown
+from foreroute.errors import CountsError, InputError, PlanError, ReplayError, shown
 from foreroute.plan import ExecutionSchedule, StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.trace import RoutingTrace
@@ -60,7 +61,8 @@ class ExpertParallelModel:
     Attributes:
         model: the model, with this rank's home experts as parameters.
         layers: its routed layers.
-        consensus: of the ranks.
+        group: the ranks.
+        consensus: of them.
     """
 
     def __init__(
@@ -68,34 +70,31 @@ class ExpertParallelModel:
         model: nn.Module,
         layers: list[ExpertLayer],
         executions: ExecutionStack,
+        group: dist.ProcessGroup,
         consensus: RankConsensus,
         peers: PeerGroup,
     ) -> None:
         self.model = model
         self.layers = layers
+        self.group = group
         self.consensus = consensus
         self._executions = executions
         self._peers = peers
         self._weights: StepWeights = DirectWeights(peers)
         self._active: ActivePlan | None = None
         # what routers did, still to be looked at
-        self._unseen: list[RouterCheck] = []
+        self._unseen: list[Execution] = []
         self._next_micro_step = 0
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks."""
-        return self._executions.top.group
 
     @property
     def home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the rank that every expert lives on."""
-        return np.stack([layer.shards.home_E for layer in self.layers])
+        return np.stack([layer.home_E for layer in self.layers])
 
     @property
     def homes(self) -> list[dict[str, nn.Parameter]]:
         """Per routed layer, name -> [E / G, ...], this rank's experts: what a `TransferEngine` is made with."""
-        return [layer.shards.parameters for layer in self.layers]
+        return [layer.parameters for layer in self.layers]
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Those that differ from rank to rank: this rank's experts."""
@@ -181,12 +180,13 @@ class ExpertParallelModel:
         Raises:
             PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
                 tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, the rows of one rank are not
-                those planned, or as in `sum_gradients`.
+            CountsError: on every rank alike, when the plan was made for other counts, or the rows of one rank are not
+                those planned.
+            ReplayError: on every rank alike, when routers did otherwise than was known ahead, as in `sum_gradients`.
             TransferError: when a rank does not answer.
         """
         self._active = None
-        self._require_routed()
+        self._require_routed(f"beginning step {step}")
         counts_MLGE = self._read(step, plan, planned)
         agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
         rows_M = [BatchRows()] * plan.shape[0] if micro_batches is None else micro_batches
@@ -202,7 +202,7 @@ class ExpertParallelModel:
             plan,
             counts_MLGE,
             self.consensus.rank,
-            row_multiple_L=[row_multiple(layer.shards.tensors) for layer in self.layers],
+            row_multiple_L=[row_multiple(layer.parameters) for layer in self.layers],
             paths=self._weights.paths,
         )
         self._weights.begin_step(step, plan, schedule, updating=updating)
@@ -261,18 +261,17 @@ class ExpertParallelModel:
                 "each once, in their order, and call begin_step(...) to begin anew"
             )
         self._next_micro_step += 1
-        rows, exchanges = active.rows_M[micro_step], active.exchanges_M[micro_step]
-        execution = Execution(self.group, len(self.layers), rows, active, micro_step, exchanges)
+        execution = Execution(self.group, len(self.layers), active, micro_step)
         with self._executions.on_top(execution):
             yield execution
-        self._unseen.append(execution.end())
+        execution.end()
+        self._unseen.append(execution)
 
-    def _require_routed(self) -> None:
-        """Raise `CountsError` on every rank alike, when routers of one did otherwise than was known ahead; once."""
+    def _require_routed(self, what: str, unrun: str | None = None) -> None:
+        """Raise `ReplayError` on every rank alike, when routers of one did otherwise than was known ahead; once."""
         unseen, self._unseen = self._unseen, []
         misrouted = next(filter(None, (each.misrouted() for each in unseen)), None)
-        if objections := self.consensus.objections(misrouted, "comparing routes with those known ahead"):
-            raise CountsError("; ".join(objections))
+        raise_alike(self.consensus, ReplayError, misrouted or unrun, what)
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
@@ -280,10 +279,14 @@ class ExpertParallelModel:
         Those of sharded ones are added up in the backward.
 
         Raises:
-            CountsError: on every rank alike, when the routers of one did otherwise than was known ahead, in any forward
-                since the last call.
+            ReplayError: on every rank alike, when one has not run all micro-steps of the plan in force, or its routers
+                did otherwise than was known ahead, in any forward since the last call.
         """
-        self._require_routed()
+        unrun, what = None, "adding up gradients"
+        if self._active is not None:
+            unrun = objection_to_number(self._next_micro_step, self._active.plan.shape[0])
+            what = f"ending step {self._active.step}"
+        self._require_routed(what, unrun)
         sum_gradients(self.dense_parameters(), self.group, self.consensus.group)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -310,20 +313,20 @@ class ExpertParallelModel:
         homes: list[Mapping[str, Tensor]] = [dict(home) for home in self.homes]
         received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer)
         for layer, home_E in zip(self.layers, np.array(home_LE, np.int16), strict=True):
-            layer.shards.home_E = home_E
+            layer.home_E = home_E
         self._active = None
         return received
 
-    def shards_of(self, parameter: Tensor) -> ExpertShards | None:
-        """Where a parameter, or its optimizer state, is one of experts: what cuts and gathers tensors like it."""
-        return next(
-            (layer.shards for layer in self.layers for own in layer.shards.parameters.values() if own is parameter),
-            None,
-        )
+    def layer_of(self, parameter: Tensor) -> ExpertLayer | None:
+        """The layer of whose experts a parameter is: what cuts and gathers tensors like it."""
+        return next((layer for layer in self.layers for own in layer.parameters.values() if own is parameter), None)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights of the whole model, experts in logical order, on every rank. A collective call."""
-        return {name: self.whole(tensor, tensor) for name, tensor in self._own_state().items()}
+        """The weights of the whole model, experts in logical order, on every rank. A collective call.
+
+        For a model that one rank can hold. `model.state_dict()` is the sharded one.
+        """
+        return {name: tensor for state in self.state_dicts() for name, tensor in state.items()}
 
     def state_dicts(self) -> Iterator[dict[str, Tensor]]:
         """The same in parts, a block of the model at a time: one block is whole at once. A collective call."""
@@ -342,40 +345,51 @@ class ExpertParallelModel:
             RuntimeError: when names or shapes are not the model's, as in `torch.nn.Module.load_state_dict`.
         """
         own = self._own_state()
-        local = {}
-        for name, tensor in state.items():
-            shards = self.shards_of(own[name]) if name in own else None
-            if shards is not None and len(tensor) != len(shards.home_E):
-                raise PlacementError(
-                    f"{name} has {len(tensor)} experts, expected all {len(shards.home_E)} in order of their ids; load "
-                    "what ExpertParallelModel.state_dict() or the model before it was distributed gives"
-                )
-            local[name] = self.own(own[name], tensor) if name in own else tensor
-        with _states_allowed(self.layers):
-            self.model.load_state_dict(local)
+        dense = {
+            name: cut_alike(state[name], it) for name, it in own.items() if name in state and isinstance(it, DTensor)
+        }
+        self.model.load_state_dict({**state, **dense})
+
+    def checkpoint_state(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """What `torch.distributed.checkpoint` saves of this rank, and loads in place. A collective call.
+
+        No rank holds more than its share. What is loaded may have been saved on any number of ranks with any homes.
+
+        Args:
+            optimizer: of the model. One without state makes its first step, on zero gradients and at a learning rate of
+                0, so that there is state to load into.
+
+        Returns:
+            "model" with every parameter and buffer by its name, and "optimizer" with its state by the same names;
+            experts in logical order. Learning rates and such are the caller's.
+        """
+        state: dict[str, Any] = {"model": self.model.state_dict()}
+        if optimizer is not None:
+            parameters = dict(self.model.named_parameters())
+            found: Any = get_optimizer_state_dict(self.model, optimizer)["state"]
+            state["optimizer"] = {
+                name: {key: self._logical(parameters[name], value) for key, value in values.items()}
+                for name, values in found.items()
+            }
+        return state
+
+    def _logical(self, parameter: Tensor, value: Any) -> Any:
+        layer = self.layer_of(parameter)
+        return value if layer is None or value.shape != parameter.shape else layer.logical(value)
 
     def _own_state(self) -> dict[str, Tensor]:
-        with _states_allowed(self.layers):
-            return self.model.state_dict(keep_vars=True)
+        """Every tensor as this rank holds it."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        return {name: parameters.get(name, tensor) for name, tensor in self.model.state_dict(keep_vars=True).items()}
 
     def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """A tensor that is spread as a parameter is, its optimizer state for one, whole. A collective call."""
-        shards = self.shards_of(parameter)
-        if shards is not None:
-            return shards.gather(tensor)
+        if layer := self.layer_of(parameter):
+            return layer.gather(tensor)
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def own(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """What this rank has of a whole tensor, if it is spread as a parameter is."""
-        shards = self.shards_of(parameter)
-        if shards is not None:
-            return shards.local(tensor)
+        if layer := self.layer_of(parameter):
+            return layer.own_rows(tensor)
         return cut_alike(tensor, parameter) if isinstance(parameter, DTensor) else tensor
-
-
-@contextmanager
-def _states_allowed(layers: list[ExpertLayer]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(layer.shards.state_allowed())
-        yield

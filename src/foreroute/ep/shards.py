@@ -7,8 +7,7 @@ parameters are added up over all ranks, and the norm of all gradients is that of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -17,81 +16,70 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlacementError
 
+WHOLE_OR_SHARDED = (
+    "save it with torch.distributed.checkpoint, or take state_dict() of the placed model, which is whole on every rank"
+)
 
-class ExpertShards:
-    """One experts module, of which this rank keeps its home experts, in ascending order of their id.
 
-    Logical order is that of expert ids, whatever rank they live on: row e of a full tensor is expert e.
+class LogicalExperts(Tensor):
+    """Some rows of a tensor [E, ...] in order of the experts' ids, of which this rank has these alone.
+
+    `torch.distributed.checkpoint` saves and loads it on any number of ranks, wherever experts live, and it is saved as
+    any other tensor of its shape. Nothing else can be done with it.
 
     Args:
-        module: the experts module, of whose parameters `keep_rows` has left this rank's.
-        names: of the parameters with an expert axis in front.
-        home_E: int16 [E], the rank that every expert lives on.
-        group: the ranks.
+        local: [rows here, ...], whose memory it is.
+        experts: int64 [rows here], ascending.
+        num_experts: E.
+
+    Attributes:
+        local, experts: the same.
     """
 
-    def __init__(
-        self, module: nn.Module, names: tuple[str, ...], home_E: NDArray[np.int16], group: dist.ProcessGroup
-    ) -> None:
-        self.module = module
-        self.names = names
-        self.home_E = home_E
-        self._group = group
-        self._state_is_allowed = False
-        module.register_state_dict_pre_hook(self._refuse_state)
-        module.register_load_state_dict_pre_hook(self._refuse_state)
+    local: Tensor
+    experts: NDArray[np.int64]
+    _parts: LocalShardsWrapper
 
-    @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank holds, name -> [E / G, ...]."""
-        return {name: self.module.get_parameter(name) for name in self.names}
+    @staticmethod
+    def __new__(cls, local: Tensor, experts: NDArray[np.int64], num_experts: int) -> LogicalExperts:
+        shape = num_experts, *local.shape[1:]
+        made: LogicalExperts = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        begins = [0, *(np.flatnonzero(np.diff(experts) != 1) + 1).tolist()]
+        offsets = [(int(experts[begin]), *[0] * (local.dim() - 1)) for begin in begins]
+        made.local, made.experts = local, experts
+        made._parts = LocalShardsWrapper(list(local.tensor_split(begins[1:])), offsets)
+        return made
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The same, without gradients."""
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise PlacementError(f"{func} would see only the experts that live on this rank; {WHOLE_OR_SHARDED}")
 
-    def local(self, full: Tensor) -> Tensor:
-        """[E, ...] in logical order to a new [E / G, ...], the rows that live here."""
-        here = torch.from_numpy(np.flatnonzero(self.home_E == dist.get_rank(self._group)))
-        return full.detach().index_select(0, here.to(full.device))
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlacementError(f"a rank holds only the experts that live on it; {WHOLE_OR_SHARDED}")
 
-    def gather(self, local: Tensor) -> Tensor:
-        """[E / G, ...] on every rank to a new [E, ...] in logical order, on every rank. A collective call."""
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self._size)]
-        with collective_errors("gathering experts", self._group):
-            dist.all_gather(parts, local.detach().contiguous(), group=self._group)
-        held = torch.from_numpy(np.argsort(self.home_E, kind="stable")).to(local.device)
-        full = torch.empty((len(held), *local.shape[1:]), dtype=local.dtype, device=local.device)
-        full[held] = torch.cat(parts)
-        return full
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LogicalExperts({list(self.shape)}, here {self.experts.tolist()})"
 
-    @contextmanager
-    def state_allowed(self) -> Iterator[None]:
-        """Let `state_dict` and `load_state_dict` of the model through, which see this rank's rows."""
-        self._state_is_allowed = True
-        try:
-            yield
-        finally:
-            self._state_is_allowed = False
+    def __create_write_items__(self, name: str, whole: Any) -> list[WriteItem]:
+        return self._parts.__create_write_items__(name, whole)
 
-    def _refuse_state(self, module: nn.Module, *_: Any) -> None:
-        if not self._state_is_allowed:
-            raise PlacementError(
-                f"{type(module).__name__} holds only the experts that live on this rank, in an order of its own; use "
-                "state_dict() and load_state_dict() of the placed model, which all ranks call"
-            )
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._parts.__create_chunk_list__()
 
-    @property
-    def _size(self) -> int:
-        return dist.get_world_size(self._group)
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self._parts.__get_tensor_shard__(index)
 
 
 def keep_rows(module: nn.Module, experts: NDArray[np.integer]) -> None:

@@ -1,6 +1,5 @@
 """What the comparisons of executed plans must see: each way of getting replicas wrong is far from the static run."""
 
-import dataclasses
 import types
 from functools import partial
 from unittest import mock
@@ -97,7 +96,7 @@ def test_an_uploaded_index_of_another_micro_step():
 
     def of_another(self, current, micro_step, layers):
         own, before = rows_of(self, current, micro_step, layers), rows_of(self, Other(current), micro_step - 1, layers)
-        return {layer: dataclasses.replace(own[layer], taken_R=before[layer].taken_R) for layer in layers}
+        return {layer: own[layer]._replace(taken_R=before[layer].taken_R) for layer in layers}
 
     plain = trained(case, None, steps=1)
     with mock.patch.object(PlanExecution, "_rows_of", of_another):

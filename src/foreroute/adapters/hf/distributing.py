@@ -20,7 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from foreroute.adapters.hf.sharded_checkpoint import ShardedCheckpoint
 from foreroute.core.hooks import is_hooked
-from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel, ExpertShards
+from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel
 from foreroute.ep.compute import require_grouped_mm
 from foreroute.ep.execution import ExecutionStack
 from foreroute.ep.shards import keep_rows
@@ -140,15 +140,13 @@ def _placed(
     ExpertsInterface.register(NAME, _run_stand_in)
     layers = []
     for number, (path, module) in enumerate(sites):
-        names = tuple(name for name, _ in module.named_parameters(recurse=False))
-        shards = ExpertShards(module, names, homes_LE[number], ranks)
-        layers.append(ExpertLayer(number, path, shards, ranks, executions.in_force))
+        layers.append(ExpertLayer(number, path, module, homes_LE[number], ranks, executions.in_force))
         module.__dict__[STAND_IN] = layers[-1]
         # a configuration of its own: other modules, and other models made from this one, keep theirs
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = NAME
         module.config = config
-    return ExpertParallelModel(model, layers, executions, consensus, peers)
+    return ExpertParallelModel(model, layers, executions, ranks, consensus, peers)
 
 
 def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:

@@ -24,14 +24,20 @@ from foreroute.adapters.megatron.plan_execution.layer import CellWork, PlannedLa
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.core.passes import Pass, PassStack
-from foreroute.ep.dispatch import CellRows, MicroStepRows, gather_counts
+from foreroute.ep.agreement import (
+    objection_to_counts,
+    objection_to_micro_batches,
+    objection_to_number,
+    objection_to_plan,
+    raise_alike,
+)
+from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError, TraceError
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
-from foreroute.plan.counts import counts_digest
 from foreroute.replay import ReplayRows
 from foreroute.trace import RoutedLayer, RoutingSpec
 
@@ -64,7 +70,7 @@ class ExecutionRanks:
         if self._stages is not None:
             # the other ranks of the group hear of it below, and through them their own stages
             mine = "; ".join(self._stages.objections(mine, what)) or None
-        _raise_alike(self.consensus, error, mine, what)
+        raise_alike(self.consensus, error, mine, what)
 
     def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
         """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
@@ -81,7 +87,7 @@ class ExecutionRanks:
                     f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
                 )
             # the other ranks of the group may be in pipelines that agree
-            _raise_alike(self.consensus, PlanError, mine, what)
+            raise_alike(self.consensus, PlanError, mine, what)
         agree_on_plan(self.consensus, step, plan, "megatron")
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
@@ -150,17 +156,20 @@ class PlanExecution:
         what = f"agreeing on the plan of step {step}"
         ranks.agree_on_plan(step, plan, what)
         ranks.raise_alike(PlacementError, _objection_to_layers(stage), what)
-        ranks.raise_alike(PlanError, _objection_to_plan(plan, len(self._shards), spec, home_LE), what)
+        ranks.raise_alike(CountsError, objection_to_number(len(self._shards), plan.shape[0]), what)
+        ranks.raise_alike(PlanError, objection_to_plan(plan, home_LE), what)
         ranks.raise_alike(TraceError, _objection_to_shards(self._shards), what)
         layers = [spec.layers.index(site.layer) for sites, _ in stage for site in sites]
-        mine = _objection_to_counts(plan, counts_MLGE, self._shards, layers, consensus.rank)
+        mine = objection_to_counts(plan, counts_MLGE) or objection_to_micro_batches(
+            [shard.counts_LE for shard in self._shards], counts_MLGE[:, layers, consensus.rank], layers
+        )
         ranks.raise_alike(CountsError, mine, what)
         partly = torch.tensor([not shard.is_whole for shard in self._shards], dtype=torch.int32)
         self._known_M = [not any_ for any_ in consensus.most(partly, what).tolist()]
         self._schedule = ExecutionSchedule(plan, counts_MLGE, consensus.rank)
         self._group = ranks.group
         # by pass, for as long as something of it may run again
-        self._rows: WeakKeyDictionary[Pass, MicroStepRows] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[Pass, dict[int, CellRows]] = WeakKeyDictionary()
         self._routed: dict[Cell, Tensor] = {}
         self._layers = []
         for sites, passes in stage:
@@ -185,10 +194,8 @@ class PlanExecution:
             yield
         if self._has_begun:
             self._ranks.weights.end_step()
-        objection = self._misrouted()
         fewest = min(self._begun.values(), default=len(self._shards))
-        if fewest < len(self._shards):
-            objection = f"{fewest} of {len(self._shards)} planned micro-batches ran"
+        objection = objection_to_number(fewest, len(self._shards)) or self._misrouted()
         self._ranks.raise_alike(ReplayError, objection, f"ending step {self._step}")
 
     def begin_pass(self, chunk: int, shard: RouteShard) -> int:
@@ -218,9 +225,7 @@ class PlanExecution:
             micro_step = _micro_step(passes, site)
             cell, is_recompute = Cell(self._step, micro_step, layer), passes.is_again
             rows = self._rows_of(passes.top, micro_step, of_chunk)[layer] if self._known_M[micro_step] else None
-            moves = None
-            if self._num_replicas_ML[micro_step, layer]:
-                moves = self._schedule.cell(micro_step, layer) if rows is None else rows.schedule
+            moves = self._schedule.cell(micro_step, layer) if self._num_replicas_ML[micro_step, layer] else None
             replicas = SeparateReplicas(
                 cell,
                 self._weights_of(passes),
@@ -233,12 +238,12 @@ class PlanExecution:
 
         return begin
 
-    def _rows_of(self, current: Pass, micro_step: int, layers: Sequence[int]) -> MicroStepRows:
+    def _rows_of(self, current: Pass, micro_step: int, layers: Sequence[int]) -> dict[int, CellRows]:
         """The rows of all cells of a pass: uploaded once, for its recomputation and backward too."""
         if current not in self._rows:
-            cells = {layer: self._schedule.cell(micro_step, layer) for layer in layers}
+            cells = [self._schedule.cell(micro_step, layer) for layer in layers]
             assert current.rows is not None, "it is replayed"
-            self._rows[current] = MicroStepRows(cells, current.rows.ids_LRK.device)
+            self._rows[current] = dict(zip(layers, rows_on(current.rows.ids_LRK.device, cells), strict=True))
         return self._rows[current]
 
     def _exchanged(self, cell: Cell, counts_E: Tensor) -> CellRows:
@@ -246,7 +251,8 @@ class PlanExecution:
         counts_GE = gather_counts(self._group, counts_E, str(cell))
         plan = self.plan.cell(cell.micro_step, cell.layer)
         found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, what=str(cell))
-        return MicroStepRows({cell.layer: found}, counts_E.device)[cell.layer]
+        (rows,) = rows_on(counts_E.device, [found])
+        return rows
 
     def _weights_of(self, passes: PassStack) -> DirectWeights:
         weights = self._ranks.weights
@@ -325,11 +331,6 @@ def _micro_step(passes: PassStack, site: ChunkRouter) -> int:
     return rows.micro_step
 
 
-def _raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:
-    if objections := consensus.objections(mine, what):
-        raise error(f"{what}: " + "; ".join(objections))
-
-
 def _objection_to_shards(micro_batches: Sequence[object]) -> str | None:
     for number, each in enumerate(micro_batches):
         if not isinstance(each, RouteShard):
@@ -341,44 +342,4 @@ def _objection_to_layers(stage: Sequence[tuple[Sequence[ChunkRouter], PassStack]
     for site in (site for sites, _ in stage for site in sites):
         if reason := objection_to_layer(site):
             return f"the layer of {site.path} cannot execute a plan: {reason}"
-    return None
-
-
-def _objection_to_plan(
-    plan: StepPlan, num_micro_batches: int, spec: RoutingSpec, home_LE: NDArray[np.int16]
-) -> str | None:
-    expected = (num_micro_batches, spec.num_layers, spec.num_experts)
-    if plan.shape != expected:
-        return f"the plan is for (micro-batches, layers, experts) = {plan.shape}, expected {expected}"
-    if not np.array_equal(plan.home_LE, home_LE):
-        layer, expert = np.argwhere(plan.home_LE != home_LE)[0].tolist()
-        return (
-            f"expert {expert} of routed layer {layer} lives on rank {home_LE[layer, expert]}, and on rank "
-            f"{plan.home_LE[layer, expert]} by the plan; call routed.move_homes(plan.home_LE, optimizer) first"
-        )
-    return None
-
-
-def _objection_to_counts(
-    plan: StepPlan,
-    counts_MLGE: NDArray[np.integer],
-    shards: Sequence[RouteShard],
-    layers: Sequence[int],
-    rank: int,
-) -> str | None:
-    expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != expected or counts_MLGE.dtype.kind not in "iu":
-        return f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}, expected integers {list(expected)}"
-    found = counts_digest(counts_MLGE)
-    if found != plan.counts_digest:
-        return f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
-    for micro_step, shard in enumerate(shards):
-        differs = np.argwhere(shard.counts_LE != counts_MLGE[micro_step, layers, rank])
-        if len(differs):
-            row, expert = differs[0].tolist()
-            return (
-                f"micro-batch {micro_step} makes {shard.counts_LE[row, expert]} assignments to expert {expert} of "
-                f"routed layer {layers[row]}, {counts_MLGE[micro_step, layers[row], rank, expert]} were planned; hand "
-                "in the micro-batches that were counted, in the same order"
-            )
     return None

@@ -104,9 +104,8 @@ class PlannedLayer:
         ids_RK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
         counts_E = routing_map.sum(0)
         rows = work.exchanged(counts_E) if work.rows is None else work.rows
-        work.note(int(rows.schedule.receive_G.sum()), counts_E)
-        self._sizes_S = rows.schedule.group_rows_S.tolist()
-        self._handle = DispatchHandle.of(self._group, f"tokens of {work.replicas.cell}", rows, ids_RK)
+        work.note(sum(rows.receive_G), counts_E)
+        self._handle = DispatchHandle.of(self._group, str(work.replicas.cell), rows, ids_RK, None)
         self._shape = hidden_states.shape
         if self._shared is not None:
             self._shared.pre_forward_comm(hidden_states)
@@ -123,8 +122,8 @@ class PlannedLayer:
 
     def _compute(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         """What home experts and replicas make of them, in the same order."""
-        replicas, num_home = self._work.replicas, self._experts.num_local_experts
-        home_S, served_S = self._sizes_S[:num_home], self._sizes_S[num_home:]
+        replicas, groups = self._work.replicas, self._handle.rows
+        home_S, served_S = groups.home.sizes_S, groups.replicas.sizes_S
         parts = [sum(home_S), sum(served_S)]
         (rows, served), (gates, served_gates) = rows.split(parts), gates.split(parts)
         output, _ = self._experts(rows, torch.tensor(home_S), gates)
