@@ -99,9 +99,10 @@ def test_what_is_installed_is_warned_of_once(require):
 
 @pytest.mark.parametrize(
     ("door", "package"),
-    [("adapters.hf", "torch"), ("adapters.megatron", "megatron-core"),
+    [("adapters.hf", "torch"),
      *(pytest.param(*each, marks=pytest.mark.slow) for each in
-       (("adapters.hf", "transformers"), ("trainers.trl", "trl"), ("trainers.verl.fsdp", "verl")))],
+       (("adapters.hf", "transformers"), ("adapters.megatron", "megatron-core"), ("trainers.trl", "trl"),
+        ("trainers.verl.fsdp", "verl")))],
 )  # fmt: skip
 def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(door, package):
     """The peer at hand has nothing but a name and an old version."""

@@ -145,7 +145,7 @@ FORMS = {"nemo-gym": (check_gym, expect_gym), "skycap": (check_skycap, expect_sk
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.exhaustive)], ids=str)
 def test_scripted_rollouts_come_back(tmp_path, form, seeds):
     write_and_read, expect_all = FORMS[form]
     for seed in seeds:

@@ -57,6 +57,7 @@ def test_a_run_without_the_libraries_of_its_page_is_whole(tmp_path, monkeypatch)
     assert not (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unpainted")
 def test_a_small_demo_runs_to_its_table_and_page(tmp_path, monkeypatch):
     values = demo_values()

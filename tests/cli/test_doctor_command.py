@@ -104,6 +104,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
     result = doctor("--model", run)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -189,6 +189,7 @@ model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
 """
 
 
+@pytest.mark.slow
 def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
     fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
     (tmp_path / "run.toml").write_text('name = "light"')

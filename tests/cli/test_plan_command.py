@@ -166,6 +166,7 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message)
     assert not list(files.glob("plan.*")), "nothing is written"
 
 
+@pytest.mark.slow
 def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
     (tmp_path / "two.toml").write_text(TOML.replace("num_ranks = 4", "num_ranks = 2"))
     save_counts(np.ones((1, 2, 2, 8), np.int64), tmp_path / "counts.safetensors")

@@ -100,6 +100,7 @@ def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code,
     assert (result.returncode, result.stderr) == (code, message)
 
 
+@pytest.mark.slow
 def test_letters_that_standard_output_lacks_are_escaped(tmp_path):
     fr.save(random_trace(0).with_provenance(writer="\N{LATIN SMALL LETTER E WITH ACUTE}"), tmp_path / "trace")
     result = shell("PYTHONIOENCODING=ascii @ inspect trace", tmp_path)

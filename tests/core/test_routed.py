@@ -198,6 +198,7 @@ def test_gate_weights_are_forced_as_constants():
     assert not model.model.layers[0].mlp.gate.weight.grad.any()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_replayed_with_a_break_in_its_graph():
     model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2)
     routed = attach(model)
@@ -336,6 +337,7 @@ def test_a_model_without_routers_is_refused():
         attach(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_the_folder_can_be_taken_as_it_stands(tmp_path):
     """Copied under another name, it imports torch and nothing of ours, and torch when a name is asked for."""
     shutil.copytree(Path(fr.__file__).parent / "core", tmp_path / "foreroute_core")
@@ -352,6 +354,7 @@ assert issubclass(foreroute_core.AttachError, foreroute_core.ForerouteError)
     assert ended.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said"),
     [

@@ -67,6 +67,7 @@ def test_one_trainer_at_a_time(tmp_path, model):
     WeightsFolder(tmp_path, ModelWriter(model)).put({})
 
 
+@pytest.mark.slow
 def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
     script = (
         "import os, sys, pathlib\n"

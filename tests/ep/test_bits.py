@@ -29,11 +29,11 @@ SPLIT = [
 
 
 def on_models(cases):
-    """Give all cases on two ranks; in slow tests the first on four, by night the others and eight ranks."""
+    """Give all cases on two ranks, the last two in slow tests, as is the first on four; by night all others."""
     for number, each in enumerate(cases):
         for family, ranks in MODELS:
-            is_sample = number == 0 and ranks == 4
-            marks = () if ranks == 2 else pytest.mark.slow if is_sample else pytest.mark.exhaustive
+            is_at_once, is_sample = ranks == 2 and number < len(cases) - 2, ranks == 2 or (number == 0 and ranks == 4)
+            marks = () if is_at_once else pytest.mark.slow if is_sample else pytest.mark.exhaustive
             case = replace(each, family=family, ranks=ranks)
             yield pytest.param(case, marks=marks, id=case.id)
 
@@ -106,6 +106,7 @@ TILE = 16
 """Rows that a stand-in for a GEMM computes together. A processor whose own GEMM needs no rule shows it too."""
 
 
+@pytest.mark.slow
 def test_kernels_that_compute_leftover_rows_otherwise_are_given_none(workers):
     """The control gives them some, which changes bits."""
     cases = [Case("qwen3_moe", 2, plan=plan) for plan in ("static", "shuffled", 1)]

@@ -54,6 +54,7 @@ def peak(rank, folder):
     return most / share, whole / share
 
 
+@pytest.mark.slow
 def test_no_rank_holds_more_than_its_share(workers, tmp_path):
     hf.build_model("qwen3_moe", seed=0, **LARGE).save_pretrained(tmp_path)
     for own, whole in workers(SPREAD_OVER).run(peak, tmp_path):

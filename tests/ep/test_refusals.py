@@ -50,6 +50,7 @@ def test_what_is_installed_is_what_experts_are_computed_with():
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, LEAST_TORCH.split(".")))
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
     group = Workers(2, timeout_s=120)
     try:
@@ -61,6 +62,7 @@ def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
     assert "the counts of routed layer 2: rank 0 waited" in left.message
 
 
+@pytest.mark.slow
 def test_a_rank_that_begins_another_micro_step_ends_the_others():
     """It alone can know, since no rank asks another while a step runs."""
     group = Workers(2, timeout_s=120)

@@ -132,7 +132,7 @@ def test_training_is_that_of_one_process(workers, case):
     assert len(outcomes[0]["loads"]) == (0 if case.plan is None else STEPS * MICRO_STEPS)
 
 
-@pytest.mark.parametrize("weights", ["lost", "doubled"])
+@pytest.mark.parametrize("weights", ["lost", pytest.param("doubled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family", [QWEN, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (GPT, DEEPSEEK))]
 )

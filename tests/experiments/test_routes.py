@@ -123,6 +123,7 @@ def test_what_kinds_explain():
     assert kind_share(mixed, rng.permutation(kind_S)) < 0.3 < kind_share(mixed, kind_S)
 
 
+@pytest.mark.slow
 def test_generators_take_the_place_of_traces():
     spec = spec_of(num_experts=16, top_k=4, num_layers=2)
     traces = [synthetic_trace(spec, [40 + n for n in range(64)], seed=seed) for seed in range(2)]

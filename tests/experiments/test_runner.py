@@ -37,6 +37,7 @@ def gone(process):
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.slow
 def test_a_killed_runner_goes_on_where_it_was(tmp_path):
     results = tmp_path / "results.jsonl"
     runner = subprocess.Popen([sys.executable, "-m", cell_worker.__name__, str(tmp_path)], env=environment())

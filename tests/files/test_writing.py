@@ -128,6 +128,7 @@ for number in range(20):
     assert len(list(tmp_path.iterdir())) == 40
 
 
+@pytest.mark.slow
 def test_several_writers_that_replace_one_file_leave_a_whole_one_and_nothing_else(tmp_path):
     code = """
 time.sleep(max(0, float(sys.argv[3]) - time.time()))

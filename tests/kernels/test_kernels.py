@@ -41,6 +41,7 @@ def scaled(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_kernel_is_kept_and_numba_does_not_see_a_constant_change(scaled, tmp_path):
     """The second is what make is for."""
     assert scaled(3) == (6, 0)

@@ -13,13 +13,17 @@ from tests.layout.canary import canary_capacity, canary_trace
 from tests.layout.layout_cases import draw_case
 from tests.traces import spec_of
 
-SEEDS, SHARDS = range(240), 4
-"""Among the first of these is each form with each side, and each of them with each number of ranks."""
+SEEDS, SHARDS = range(120), 4
+"""Each form is among these with each side; with those of the slow tests, with each number of ranks too."""
 
 
 @pytest.mark.parametrize(
     "seeds",
-    [SEEDS, *(pytest.param(range(240 + n, 2400, SHARDS), marks=pytest.mark.exhaustive) for n in range(SHARDS))],
+    [
+        SEEDS,
+        pytest.param(range(120, 240), marks=pytest.mark.slow),
+        *(pytest.param(range(240 + n, 2400, SHARDS), marks=pytest.mark.exhaustive) for n in range(SHARDS)),
+    ],
 )
 def test_every_rank_gets_the_rows_of_the_oracle_and_gives_them_back_in_packed_order(seeds):
     num_collected = 0

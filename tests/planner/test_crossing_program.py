@@ -39,7 +39,7 @@ def brute_force(assignment, counts_GE, most):
     return best
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 2, 3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 4))])
 def test_against_all_splits(seed):
     rng = np.random.default_rng(seed)
     expert_H = np.array([0, 1, 2, 3, 0, 1], np.int32)
@@ -62,6 +62,7 @@ def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not():
     assert gaps[1] > 0.02
 
 
+@pytest.mark.slow
 def test_the_best_split_of_a_plan_is_that_of_each_of_its_cells():
     rng = np.random.default_rng(0)
     counts = rng.integers(0, 30, (2, 3, 4, 8))

@@ -141,6 +141,7 @@ def _best_seconds(counts_GE, home_E, topology, costs):
     return best
 
 
+@pytest.mark.slow
 def test_near_the_best_of_all_sets_of_replicas():
     """Loads are left free here (tolerance), so that the choice of replicas alone is judged."""
     gaps, gains = [], []

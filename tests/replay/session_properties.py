@@ -1,5 +1,8 @@
 """The table of what is true of sessions of any framework's models: functions that take a kind of `Subject`."""
 
+import re
+from inspect import getsource
+
 from tests.replay import (
     sessions_arguments,
     sessions_gate_weights,
@@ -24,3 +27,28 @@ PROPERTIES = {
     for name, check in vars(module).items()
     if name.startswith("check_")
 }
+OF_ALL = re.compile(r"framework\.(gates|recomputations)(\[1:\])?[^\w\[]")
+OVER_VARIANTS = [name for name, check in PROPERTIES.items() if OF_ALL.search(getsource(check))]
+"""Those that are asked of all kinds of gate, or of all ways of recomputing."""
+SHARE = 3
+
+
+def at_once(framework, name):
+    """The framework with the usual variant and a third of the others, which is another for each property."""
+    if name not in OVER_VARIANTS:
+        return framework
+    return _with_variants(framework, lambda number: (number + list(PROPERTIES).index(name)) % SHARE == 0)
+
+
+def the_rest(framework, name):
+    """The framework with the usual variant and those that `at_once` leaves out."""
+    return _with_variants(framework, lambda number: (number + list(PROPERTIES).index(name)) % SHARE != 0)
+
+
+def _with_variants(framework, is_in):
+    def some(variants):
+        usual, *others = variants
+        return [usual, *(each for number, each in enumerate(others) if is_in(number))]
+
+    chosen = {"gates": some(framework.gates), "recomputations": some(framework.recomputations)}
+    return type(framework.__name__, (framework,), chosen)

@@ -56,8 +56,15 @@ def read(form, folder, made):
     return read_nemo_gym(path, model=scripted.SPEC, weight_version=0)
 
 
-@pytest.mark.parametrize("form", ["skycap", "nemo-gym"])
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("form", "seed"),
+    [
+        ("nemo-gym", SEEDS[0]),
+        ("skycap", SEEDS[1]),
+        pytest.param("skycap", SEEDS[0], marks=pytest.mark.slow),
+        pytest.param("nemo-gym", SEEDS[1], marks=pytest.mark.slow),
+    ],
+)
 def test_the_gradient_is_that_of_the_sampled_tokens(tmp_path, model, form, seed):
     made = scripted.script(seed)
     for call in made:

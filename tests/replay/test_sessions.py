@@ -1,27 +1,46 @@
-"""Every property of sessions, of models of every framework."""
+"""Every property of sessions, of models of every framework.
+
+A property that holds for every kind of gate or every way of recomputing activations is asked of the usual one and of a
+few others at once, of which each property has its own; in slow tests of the rest.
+"""
 
 import pytest
 
 from tests.adapters.hf.session_subject import HuggingFaceSubject
 from tests.adapters.megatron.forked_ranks import run
-from tests.replay.session_properties import PROPERTIES
+from tests.replay.session_properties import OVER_VARIANTS, PROPERTIES, at_once, the_rest
+
+IN_PARTS = [
+    *(pytest.param(name, at_once, id=name) for name in PROPERTIES),
+    *(pytest.param(name, the_rest, id=f"{name}, the rest", marks=pytest.mark.slow) for name in OVER_VARIANTS),
+]
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_of_transformers(name):
-    PROPERTIES[name](HuggingFaceSubject)
+@pytest.mark.parametrize(("name", "part"), IN_PARTS)
+def test_of_transformers(name, part):
+    PROPERTIES[name](part(HuggingFaceSubject, name))
 
 
 @pytest.fixture(scope="module")
 def failures(request):
-    """By name, the traceback of each property that does not hold of Megatron-Core; all are asked in one process."""
+    """By name and part, the traceback of each property that does not hold of Megatron-Core; asked in one process."""
     asked = [item for item in request.session.items if item.path == request.path and "failures" in item.fixturenames]
-    names = [item.callspec.params["name"] for item in asked]
-    [failed] = run("session_subject.failures", names, timeout=400)
+    [failed] = run("session_subject.failures", [tuple(item.callspec.params.values()) for item in asked], timeout=400)
     return failed
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_of_megatron(name, failures):
-    if name in failures:
-        pytest.fail(failures[name], pytrace=False)
+@pytest.mark.parametrize(("name", "part"), IN_PARTS)
+def test_of_megatron(name, part, failures):
+    if (name, part) in failures:
+        pytest.fail(failures[name, part], pytrace=False)
+
+
+@pytest.mark.parametrize("variants", ["gates", "recomputations"])
+def test_every_variant_is_in_a_part(variants):
+    every = list("uabcdefghijk")
+    framework = type("Framework", (), {"gates": every, "recomputations": every})
+    parts = {name: [getattr(part(framework, name), variants) for part in (at_once, the_rest)] for name in OVER_VARIANTS}
+    for first, rest in parts.values():
+        assert first[0] == rest[0] == every[0], "what others are compared with"
+        assert sorted(first[1:] + rest[1:]) == sorted(every[1:])
+    assert {each for first, _ in parts.values() for each in first} == set(every)

@@ -17,11 +17,13 @@ LIGHT = (
     "records:record_targets",
 )
 HEAVY = "runs:run_targets"
-INPUTS = 23_000 if NIGHT else 60
+INPUTS = 23_000 if NIGHT else 40
 """For each unit of weight, of which there are 44 in all: a million by night."""
 CHANGES = 10**9 if NIGHT else 200
 """Bits and cuts of a file, at most."""
 WITH_CHECKSUM = (*LIGHT[2:], HEAVY)
+SLOW = (LIGHT[3], HEAVY)
+"""Of files of seven encodings, and of those with checkpoints in them."""
 
 
 def seen(tally):
@@ -56,7 +58,9 @@ def test_every_kind_of_defect_is_seen():
     }
 
 
-@pytest.mark.parametrize("group", [*WITH_CHECKSUM[:-1], pytest.param(HEAVY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "group", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in WITH_CHECKSUM]
+)
 def test_every_bit_and_every_cut_of_a_file_with_a_checksum_counts(tmp_path, group):
     """A flipped bit is refused or changes nothing, and is nearly always refused; a cut always is."""
     for target in load_group(f"tests.robustness.{group}", tmp_path):

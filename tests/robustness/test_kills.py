@@ -11,7 +11,7 @@ from tests.robustness.kills import Tally, verbs
 
 pytestmark = pytest.mark.slow
 STEPS, KILLS = (
-    (24, {"convert": 30, "plan": 30, "report": 30, "run": 105}) if NIGHT else (4, {"convert": 1, "plan": 1, "run": 2})
+    (24, {"convert": 30, "plan": 30, "report": 30, "run": 105}) if NIGHT else (4, {"convert": 1, "plan": 1, "run": 1})
 )
 """Steps of a run, and kills by verb: 200 by night, with those of runs that are started anew and of reports."""
 

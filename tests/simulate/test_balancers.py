@@ -18,6 +18,8 @@ from foreroute.simulate.eplb import eplb_placement
 from tests.plan.random_plans import LINKS
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
+# numba compiles a kernel of its own for this one, which takes longer than all tests of the others
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "laer" else ()) for name in BALANCERS]
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 
 REFILLED = ("llep",)
@@ -46,13 +48,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"case{case['seed']}")
 def test_assignments_are_valid(name, case):
     check(problem(**case), name)
 
 
-@pytest.mark.parametrize("name", BALANCERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_empty_cells_and_one_hot_expert(name):
     empty = problem(0)
     counts = np.zeros_like(empty.counts_MLGE)

@@ -44,7 +44,11 @@ def count(cell, counts_GE):
     return loads_G, away, int(counts_GE.sum())
 
 
-@pytest.mark.parametrize("name", [*BALANCERS, "a plan"])
+@pytest.mark.parametrize(
+    "name",
+    # whose kernel takes numba longer than all others
+    [pytest.param(name, marks=pytest.mark.slow if name == "laer" else ()) for name in [*BALANCERS, "a plan"]],
+)
 def test_figures_by_hand(name):
     given = problem()
     if name == "a plan":

@@ -124,6 +124,7 @@ def execute(rank):
     return counts_MLGE, home_LE, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name):
     counts_MLGE, home_LE, found = executed[0]

@@ -201,6 +201,7 @@ def test_bytes_are_those_that_arrived(metered, request):
     assert arrived[0] + arrived[1] <= EXPERT_BYTES * record["replicas"]
 
 
+@pytest.mark.slow
 def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
     """Recompute waits for its own plan; that of the update is made meanwhile."""
     plan_s, forward_s = 0.5, 1.0

@@ -26,7 +26,7 @@ WAYS = {
 
 @pytest.mark.parametrize(
     "parallel",
-    [pytest.param(way, id=name, marks=pytest.mark.slow if n > 1 else ()) for n, (name, way) in enumerate(WAYS.items())],
+    [pytest.param(way, id=name, marks=pytest.mark.slow if n else ()) for n, (name, way) in enumerate(WAYS.items())],
 )
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
@@ -37,6 +37,7 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
             assert execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rl",
     [
@@ -52,6 +53,7 @@ def test_means_over_sequences_corrections_and_gate_weights_are_those_of_one_proc
         assert (0 < record["importance"]["cut_share"] < 1) == ("correction" in rl)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_its_homes_again(workers, tmp_path):
     """So it plans, and adds, as the one that was not interrupted."""
     config = config_of(2, home_moves=4)
@@ -150,6 +152,7 @@ def planned(workers):
     return workers(2).run(parallel_steps, config_of(2, mini_steps=2), STEPS)[0]
 
 
+@pytest.mark.slow
 def test_plans_change_the_load_and_nothing_that_is_learned(workers, planned):
     at_home, *_ = workers(2).run(parallel_steps, config_of(2, mini_steps=2, redundant_slots=0), STEPS)
     for ours, theirs in zip(planned.records, at_home.records, strict=True):
@@ -193,6 +196,7 @@ def same_numbers(ours, truth):
         np.testing.assert_allclose(ours, truth, **EXACT)
 
 
+@pytest.mark.slow
 def test_sharded_dense_parameters_learn_what_replicated_ones_learn(workers, planned):
     config = config_of(2, mini_steps=2, dense="fsdp2")
     checkpointed = config.model.model_copy(update={"gradient_checkpointing": True})

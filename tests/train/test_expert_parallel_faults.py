@@ -162,6 +162,7 @@ def die_in_update(rank, config, folder):
         run(rank, config, folder)
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers, tmp_path):
     folder, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
@@ -195,6 +196,7 @@ def test_ranks_end_together(workers, tmp_path):
     assert load_checkpoint(path_of(tmp_path / "run", 2))["step"] == 2
 
 
+@pytest.mark.slow
 def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     config = run_config(2, rl={"steps": 1})
     outcomes = workers(2).outcomes(run_unlike, config, tmp_path / "run")

@@ -41,6 +41,7 @@ def without_choices(generation):
     return replace(generation, trace=generation.trace.without_streams("indexer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dense", ["replicated", pytest.param("fsdp2", marks=pytest.mark.exhaustive)])
 def test_two_ranks_learn_what_one_process_learns_with_the_choices(workers, dense):
     sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}

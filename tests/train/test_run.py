@@ -61,6 +61,7 @@ def same_run(one, other):
     assert same_state(load_checkpoint(one.last_checkpoint()), load_checkpoint(other.last_checkpoint()))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(whole, tmp_path):
     seen = []
     watcher = Watcher(on_warm_start=lambda step, loss: seen.append(step), should_stop=lambda: len(seen) == 3)

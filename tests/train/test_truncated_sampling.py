@@ -120,6 +120,7 @@ def doctored(trainer, generation):
     return [finding.sentence for finding in diagnosis.findings if finding.topic == "masks"], diagnosis.measures
 
 
+@pytest.mark.slow
 def test_the_doctor_scores_on_the_sets_and_names_what_does_not_fit(monkeypatch):
     trainer, experience = rolled_out({"top_p": 0.7}, monkeypatch)
     monkeypatch.setattr("foreroute.doctor.examine.run_conformance", lambda *args, **kwargs: None)

@@ -198,6 +198,7 @@ def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     assert graphs() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("telemetry", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
     """Also in the middle, and in another place in each batch."""
@@ -232,6 +233,7 @@ def test_a_compiled_forward_checks_its_batch():
     step(routed, compiled, 1)
 
 
+@pytest.mark.slow
 def test_a_router_bypassed_in_a_compiled_forward_is_named():
     model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2)
     routed = hf.attach(model)
@@ -274,6 +276,7 @@ class ByHand(torch.nn.Module):
             return getattr(self.layer, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "use_reentrant"),
     [(compile_each_layer, True), pytest.param(replace_each_layer, False, marks=pytest.mark.exhaustive)],

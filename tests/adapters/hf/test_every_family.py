@@ -38,8 +38,10 @@ AT_ONCE = [
     "zaya",
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
-BY_NIGHT = [checkpointing, backends, configuration]
-"""Of the others: these take most of the time, and find what families alike have alike."""
+LONG = [checkpointing, backends, configuration]
+"""These take most of the time, and find what families alike have alike."""
+LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
+"""Families of which these are no slow tests; those of families that are not among `AT_ONCE` run by night."""
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
 
@@ -55,7 +57,9 @@ def test_every_family_of_transformers_is_here():
 
 
 def marks_of(name, check):
-    return () if name in AT_ONCE else pytest.mark.exhaustive if check in BY_NIGHT else pytest.mark.slow
+    if name not in AT_ONCE:
+        return pytest.mark.exhaustive if check in LONG else pytest.mark.slow
+    return pytest.mark.slow if check in LONG and name not in LONG_AT_ONCE else ()
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def leave_out_a_rank(rank, which):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked():
     assert on_two_ranks(leave_out_a_rank, (0,)) == ["of the ranks, some replayed 0 forwards and others 1"] * 2
     assert on_two_ranks(leave_out_a_rank, (0, 1)) == [None, None]

@@ -169,6 +169,7 @@ def test_a_rollout_is_recorded_along_its_cache_and_compared():
     assert found.overlap_L.tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_obedient_too():
     model = uneven(experts="grouped_mm")
     routed = hf.attach(model)

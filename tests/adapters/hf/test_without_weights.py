@@ -86,7 +86,7 @@ def test_hash_layers_are_told_from_routers(tmp_path):
     ("name", "layers", "experts", "picks"),
     [
         ("qwen3_vl_moe", range(24), 60, 4),
-        ("ernie4_5_vl_moe", range(1, 28), 64, 6),
+        pytest.param("ernie4_5_vl_moe", range(1, 28), 64, 6, marks=pytest.mark.slow),
         pytest.param("kimi_k25", range(3, 61), 256, 8, marks=pytest.mark.exhaustive),
     ],
 )
@@ -145,6 +145,7 @@ def test_code_and_weights_of_a_folder_are_not_touched(tmp_path):
     assert structure_of(tmp_path / "config.json").spec.num_layers == 3
 
 
+@pytest.mark.slow
 def test_without_transformers_the_extra_is_named(tmp_path):
     written(tmp_path, build("qwen3_moe"))
     code = (

@@ -32,14 +32,14 @@ BY_HAND = {
 """recomputation: (Megatron's own, the kind of checkpoint around each layer)."""
 
 
-def failures(names):
-    """By name, the traceback of each property that does not hold."""
+def failures(asked):
+    """By name and part, the traceback of each property that does not hold."""
     failed = {}
-    for name in names:
+    for name, part in asked:
         try:
-            PROPERTIES[name](MegatronSubject)
+            PROPERTIES[name](part(MegatronSubject, name))
         except (Exception, pytest.fail.Exception):
-            failed[name] = traceback.format_exc()
+            failed[name, part] = traceback.format_exc()
     return failed
 
 

@@ -1,6 +1,7 @@
 """One trace, two frameworks, the same weights: both compute what is written down in float64."""
 
 import numpy as np
+import pytest
 import torch
 
 from foreroute.adapters import hf, megatron
@@ -45,6 +46,7 @@ def test_foreign_routes_are_followed_by_both():
         both.require_as_written(trace, both.by_transformers, both.by_megatron)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_other_routes_are_seen():
     """The control: each framework under another trace is far from what is written down for this one."""
@@ -56,6 +58,7 @@ def test_other_routes_are_seen():
         on.refuses(AssertionError, "float32", lambda run=run: both.require_as_written(trace, lambda _: run(other)))
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_gradients_of_routers_agree():
     both = Both()
@@ -72,6 +75,7 @@ def test_gradients_of_routers_agree():
             assert (seen - wanted[layer]).abs().max() < 1e-4 * size, f"router {layer}"
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_gate_weights_of_one_are_replayed_by_the_other():
     both = Both()

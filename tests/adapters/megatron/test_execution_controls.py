@@ -62,6 +62,7 @@ def test_gradients_that_are_late_for_their_bucket():
         assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_an_expert_that_is_looked_for_in_the_slot_of_another():
     """After homes have moved: two experts of the first rank change places, in all layers."""

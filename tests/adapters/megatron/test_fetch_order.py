@@ -77,6 +77,7 @@ def test_every_visit_gets_its_own_cell():
             assert weights.num_fetches - weights.num_ahead == missed, "all but those of a layer's first visit are ahead"
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_steps_after_the_first_fetch_ahead():
     require_fetches_ahead(
@@ -115,6 +116,7 @@ def test_forward_only_and_updates_take_turns():
             assert number == 0 or fetches - ahead <= len(at.routed.layers) + 1, (number, forward_only, fetches, ahead)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_steps_of_other_numbers_of_micro_batches():
     """Each begins as if none had been before: the order of a longer one has cells that a shorter one has not."""

@@ -24,11 +24,13 @@ def test_what_a_check_breaks_is_whole_in_the_next():
         assert run("forked_ranks_worker.leaves_marks") == [((False,) * 3, (True,) * 3)]
 
 
+@pytest.mark.slow
 def test_what_a_rank_raises_is_reported_while_the_others_wait_for_it():
     with pytest.raises(WorkersError, match=r"rank 1 of 2 raised(.|\n)*did not like it"):
         run("forked_ranks_worker.raises_on_rank_one", ranks=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_reported_with_its_stack():
     with pytest.raises(WorkersError, match=r"ranks \[0, 1\] of 2 did not answer(.|\n)*in hangs_on_rank_one"):
         run("forked_ranks_worker.hangs_on_rank_one", ranks=2, timeout=3)

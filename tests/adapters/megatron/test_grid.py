@@ -39,15 +39,10 @@ def test_every_pair_of_values_is_in_the_sample():
         assert found == wanted, (one, other)
 
 
-SHAPES_AT_ONCE = (
-    "a short first stage",
-    "dense first, on two stages",
-    "short first virtual stages",
-    "multi-token prediction on the last stage",
-)
+SHAPES_AT_ONCE = ("dense first, on two stages",)
 SHAPES_BY_NIGHT = ("experts over four ranks", "multi-token prediction", "short last virtual stages, dense first")
-SCORES_AT_ONCE = ("softmax before top-k", "sigmoid with expert bias", "limited to groups")
-"""Without the mark `slow`: what names layers, and what makes gates, in another way each."""
+SCORES_AT_ONCE = ("limited to groups",)
+"""Without the mark `slow`: the most that a name of a layer, and a gate, are made of."""
 
 
 def all_of(names, at_once, by_night=()):

@@ -39,6 +39,7 @@ def test_losses_weights_state_and_routes_are_equal_bit_for_bit(ranks, case):
     run("home_move_checks.check_cases", [case], ranks=ranks)
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_what_stays_behind():
     run("home_move_checks.check_the_comparison_sees", ranks=2)
 
@@ -78,6 +79,7 @@ def count(routes):
     return np.stack([np.bincount(ids_NLK[:, i].ravel(), minlength=EXPERTS) for i in range(2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "cell", "ranks"),
     [
@@ -95,7 +97,7 @@ def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ra
 @pytest.mark.parametrize(
     ("cell", "kind", "ranks"),
     [
-        (Cell(ep=2, layers=2), "float32", 2),
+        pytest.param(Cell(ep=2, layers=2), "float32", 2, marks=pytest.mark.slow),
         pytest.param(
             *(Cell(ep=2, tp=2, layers=2, dispatcher="allgather"), "master weights", 2), marks=pytest.mark.exhaustive
         ),
@@ -119,12 +121,14 @@ def test_so_they_are_with_keys_for_each_expert():
     run("home_checkpoint_checks.check_round_trips", Cell(ep=2, layers=2), "float32", more, ranks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", pytest.param("distributed", marks=pytest.mark.exhaustive)])
 def test_the_comparison_of_checkpoints_sees_slots_that_are_taken_for_experts(kind):
     cell = Cell(ep=2, layers=2)
     run("home_checkpoint_checks.check_slots_that_are_taken_for_experts_are_seen", cell, kind, ranks=2)
 
 
+@pytest.mark.slow
 def test_other_formats_of_checkpoints_are_refused_while_experts_are_away():
     run("home_checkpoint_checks.check_other_formats_are_refused", Cell(ep=2, layers=2), ranks=2)
 

@@ -16,6 +16,7 @@ from foreroute.layout import pack, pad
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from foreroute.replay import Policy
+from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.executed_plans import LINKS
@@ -251,9 +252,9 @@ def test_a_planned_forward_waits_for_nothing():
                 assert there.waits() == around_layers + is_spoilt, there.device.reads
 
 
-def sized_on_the_device(runs, device):
+def sized_on_the_device(segments, sizes, device):
     """The control: as `expand`, with a size that the device has to tell. Once for all layers."""
-    start_B, length_B = torch.from_numpy(runs).to(device, non_blocking=True).unbind(1)
+    start_B, length_B = joined_to_device(segments, device).unbind(1)
     shift_B = start_B - (length_B.cumsum(0) - length_B)
     rows = shift_B.repeat_interleave(length_B)
-    return rows + torch.arange(len(rows), device=device)
+    return (rows + torch.arange(len(rows), device=device)).split(list(sizes))

@@ -59,6 +59,7 @@ def counted(case, planned):
     return gathers.call_count + ours.call_count, waits.call_count
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_wrong_counts_end_all_ranks_alike():
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")

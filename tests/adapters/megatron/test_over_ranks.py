@@ -22,7 +22,7 @@ def marked(slow, exhaustive=()):
     return [pytest.param(cell, marks=marks.get(number, ())) for number, cell in enumerate(CELLS)]
 
 
-@pytest.mark.parametrize("cell", marked(slow=(1, 2, 5)), ids=str)
+@pytest.mark.parametrize("cell", marked(slow=(1, 2, 3, 4, 5)), ids=str)
 def test_a_recording_is_put_together_on_every_rank(cell):
     rows = run("over_ranks_checks.check_recording", cell, ranks=2)
     assert rows[0] == rows[1] > 0

@@ -41,9 +41,9 @@ def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name, 
     "name",
     [
         pytest.param("grouped", marks=pytest.mark.slow),
-        "grouped, fused",
+        pytest.param("grouped, fused", marks=pytest.mark.slow),
         pytest.param("grouped, distributed", marks=pytest.mark.exhaustive),
-        pytest.param("grouped, fused, distributed", marks=pytest.mark.slow),
+        pytest.param("grouped, fused, distributed", marks=pytest.mark.exhaustive),
         pytest.param("grouped, fused, virtual stages", marks=pytest.mark.exhaustive),
     ],
 )
@@ -59,7 +59,7 @@ def test_layers_of_every_shape_are_executed():
 @pytest.mark.parametrize(
     "case",
     [
-        ExecutionCase(Cell(ep=2, layers=2, packed=True, recompute="selective")),
+        pytest.param(ExecutionCase(Cell(ep=2, layers=2, packed=True, recompute="selective")), marks=pytest.mark.slow),
         pytest.param(
             ExecutionCase(Cell(ep=2, layers=2, packed=True), 4, "distributed", OVERLAP), marks=pytest.mark.slow
         ),
@@ -85,11 +85,12 @@ def test_every_pair_of_values_is_in_the_sample():
         assert kinds != {"static"}
 
 
-@pytest.mark.parametrize("rows", ["padding_is", "rows_without_a_route_are"])
+@pytest.mark.parametrize("rows", ["padding_is", pytest.param("rows_without_a_route_are", marks=pytest.mark.slow)])
 def test_rows_that_nothing_depends_on_are_spread_by_the_plan(rows):
     run(f"plan_execution_checks.check_{rows}_spread_by_the_plan", ranks=2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_brings_other_routes_ends_the_others():
     """It alone can know, since no rank asks another within a schedule."""
     gone, other = run("test_known_counts.brings_other_routes", ranks=2, dying={0})
@@ -101,10 +102,10 @@ def test_a_rank_that_brings_other_routes_ends_the_others():
     "check",
     [
         pytest.param("check_gradients_lose_nothing_on_their_way_home", marks=pytest.mark.slow),
-        "check_a_model_that_nothing_wraps",
+        pytest.param("check_a_model_that_nothing_wraps", marks=pytest.mark.slow),
         "check_checkpoints_do_not_see_replicas",
-        "check_nothing_fetched_is_kept_for_backward",
-        "check_nothing_of_executions_piles_up",
+        pytest.param("check_nothing_fetched_is_kept_for_backward", marks=pytest.mark.slow),
+        pytest.param("check_nothing_of_executions_piles_up", marks=pytest.mark.slow),
     ],
 )
 def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):

@@ -24,6 +24,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_losses_without_padding_are_megatrons_own_given_a_padding_mask():
     """Native routes, and padding left to the model: to the last bit what Megatron does with its mask."""

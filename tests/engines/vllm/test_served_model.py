@@ -62,6 +62,7 @@ def tensors(folder):
     return found
 
 
+@pytest.mark.slow
 def test_an_engine_samples_and_decodes_without_a_model_of_transformers(routed, folder, fake_settings, tmp_path):
     arguments = [fake_settings().python, folder, tmp_path / "trace.safetensors"]
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *map(str, arguments)]

@@ -65,6 +65,7 @@ def train(rank, plan, fault):
     return max(apart, largest_difference(plan, homes, rank, everything)), group.happened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slow sender", "slow receiver"])
 def test_a_late_transfer_is_waited_for(workers, kind):
     fault = Fault(kind, 1, "replicas of step 0, micro-step 1, routed layer 1")
@@ -112,7 +113,7 @@ def test_nothing_is_written_while_another_rank_still_reads(workers):
 @pytest.mark.parametrize(
     ("kind", "paths"),
     [
-        ("killed", "direct"),
+        pytest.param("killed", "direct", marks=pytest.mark.slow),
         pytest.param("raises", "host", marks=pytest.mark.slow),
         pytest.param("killed", "host", marks=pytest.mark.exhaustive),
         pytest.param("raises", "direct", marks=pytest.mark.exhaustive),

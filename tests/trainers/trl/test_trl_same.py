@@ -39,6 +39,7 @@ def test_without_replay_training_is_trls_own_to_the_last_bit(folder, plain):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder, plain):
     """Routes of `generate`, token by token over a cache, in float32: hardly a route differs, and so hardly a loss."""
     replayed = trained(folder)

@@ -154,6 +154,7 @@ def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, m
                 make(folder, replay=replay, **mode, **settings)
 
 
+@pytest.mark.slow
 def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_vllm(folder, monkeypatch):
     """The stand-in samples in bfloat16: what is left of the mismatch is rounding."""
     k3 = {}

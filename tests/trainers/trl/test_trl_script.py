@@ -47,6 +47,7 @@ def test_trl_alone_runs_the_script_before(folder, monkeypatch):
     assert not logged(trainer, "mismatch/k3")
 
 
+@pytest.mark.exhaustive
 def test_the_script_with_a_tool_calls_it_and_replays_every_turn(folder, monkeypatch):
     trainer = run("grpo_tools.py", folder, monkeypatch)
     assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
