@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -182,7 +183,7 @@ def _passes(figures: Figures) -> None:
 
     def passing(known: bool) -> Callable[[], None]:
         def run() -> None:
-            placed.begin_step(0, plan, counts_MLGE if known else None, [rows])
+            placed.begin_step(0, plan, counts_MLGE, [rows if known else replace(rows, routed_LE=None)])
             with routed.replay(trace), placed.executing(0):
                 begun = time.perf_counter()
                 logits = model(input_ids=batch.to(figures.device), use_cache=False).logits

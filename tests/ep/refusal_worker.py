@@ -95,8 +95,8 @@ class Situation:
     def rows(self):
         return all_rows(self.routed, CASE, self.rank, 0)
 
-    def begin(self, plan=None, counts_MLGE="planned", rows=None):
-        counts_MLGE = self.counts_MLGE if isinstance(counts_MLGE, str) else counts_MLGE
+    def begin(self, plan=None, counts_MLGE=None, rows=None):
+        counts_MLGE = self.counts_MLGE if counts_MLGE is None else counts_MLGE
         self.placed.begin_step(0, plan or self.plan, counts_MLGE, rows or self.rows)
 
     def forward(self, micro_step=0, *, replay=True):
@@ -122,7 +122,7 @@ def right(s):
 
 @refused(EXECUTED, "PlanError", "the plan is for 4 ranks, and 2 are here")
 def other_world_size(s):
-    s.begin(random_plan(0, ranks=4, slots=0, shuffled=False), None)
+    s.begin(random_plan(0, ranks=4, slots=0, shuffled=False))
 
 
 @refused(EXECUTED, "PlanError", "ranks hold different plans")
@@ -244,12 +244,6 @@ def fewer_micro_steps_than_planned(s):
 @refused(EXECUTED, "CountsError", "step 0, micro-step 0, routed layer 0: rank")
 def live_routes_of_other_counts(s):
     s.begin(rows=live_rows(s))
-    s.forward(replay=False)
-
-
-@refused(EXECUTED, "CountsError", "by the plan, which was made for other counts")
-def live_routes_of_other_counts_with_the_plan_alone(s):
-    s.begin(counts_MLGE=None, rows=live_rows(s))
     s.forward(replay=False)
 
 

@@ -1,7 +1,7 @@
 """What a worker process does: the training of `training`, expert-parallel."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import numpy as np
@@ -115,7 +115,10 @@ def train_step(placed, routed, case, rank, step, losses, split):
     if case.plan is not None:
         counts_MLGE = all_counts(routed, case, rank, step)
         plan = make_plan(case, counts_MLGE, placed.home_LE, step)
-        placed.begin_step(step, plan, counts_MLGE if case.ahead else None, all_rows(routed, case, rank, step))
+        rows_M = all_rows(routed, case, rank, step)
+        if not case.ahead:
+            rows_M = [replace(rows, routed_LE=None) for rows in rows_M]
+        placed.begin_step(step, plan, counts_MLGE, rows_M)
         split.append(split_experts(plan))
     loads, pending = [], []
     for m in range(MICRO_STEPS):

@@ -13,7 +13,7 @@ from foreroute.errors import PlanError
 from foreroute.plan import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule_kernels import colour_edges
 from tests.ep.planned import split_plan
-from tests.ep.transfer.plans import random_homes, random_plan
+from tests.ep.transfer.plans import no_tokens, random_homes, random_plan
 
 
 @settings(max_examples=60)
@@ -87,7 +87,7 @@ def shards_of(home_E, num_ranks):
 @settings(max_examples=60)
 def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, ranks, per_rank):
     plan = random_plan(seed, ranks=ranks, experts=ranks * per_rank, slots=3, micro_steps=2, layers=2)
-    schedules = [ExecutionSchedule(plan, None, rank) for rank in range(ranks)]
+    schedules = [ExecutionSchedule(plan, no_tokens(plan), rank) for rank in range(ranks)]
     for m, layer in itertools.product(range(2), range(2)):
         cell, cells = plan.cell(m, layer), [schedule.cell(m, layer) for schedule in schedules]
         shards = shards_of(cell.home_E, ranks)

@@ -47,7 +47,7 @@ def agree_on_step(
     consensus: RankConsensus,
     step: int,
     plan: StepPlan,
-    counts_MLGE: NDArray[np.integer] | None,
+    counts_MLGE: NDArray[np.integer],
     home_LE: NDArray[np.int16],
 ) -> None:
     """Make sure that all ranks have the same plan, that it fits the model, and that the counts are its own.
@@ -56,7 +56,7 @@ def agree_on_step(
         consensus: of the ranks.
         step: its number.
         plan: that this rank is to put in force.
-        counts_MLGE: integers [M, L, G, E], what was planned, or None.
+        counts_MLGE: integers [M, L, G, E], what was planned.
         home_LE: int16 [L, E], where experts live.
 
     Raises:
@@ -66,16 +66,15 @@ def agree_on_step(
     """
     agree_on_plan(consensus, step, plan)
     what = f"agreeing on the homes of step {step}"
-    objection = objection_to_plan(plan, home_LE)
-    raise_alike(consensus, PlanError, objection, what)
-    objection = None if counts_MLGE is None else objection_to_counts(plan, counts_MLGE)
+    raise_alike(consensus, PlanError, objection_to_plan(plan, home_LE), what)
+    objection = objection_to_counts(plan, counts_MLGE)
     raise_alike(consensus, CountsError, objection, "comparing the counts of the plan")
 
 
 def agree_on_rows(
     consensus: RankConsensus,
     plan: StepPlan,
-    counts_MLGE: NDArray[np.integer] | None,
+    counts_MLGE: NDArray[np.integer],
     rows_M: Sequence[BatchRows],
 ) -> list[bool]:
     """Make sure that every rank brings the rows that were planned, in all micro-steps.
@@ -83,12 +82,12 @@ def agree_on_rows(
     Args:
         consensus: of the ranks.
         plan: agreed on.
-        counts_MLGE: integers [M, L, G, E], agreed on, or None.
+        counts_MLGE: integers [M, L, G, E], agreed on.
         rows_M: of the micro-batches of this rank.
 
     Returns:
         By micro-step, whether counts must be exchanged in every cell: they must where one rank does not know its routes
-        ahead, sends a row that is not planned, or has no counts.
+        ahead, or sends a row that is not planned.
 
     Raises:
         CountsError: on every rank alike, when the rows of one are not those planned.
@@ -96,8 +95,7 @@ def agree_on_rows(
     """
     what = "comparing rows with those of the plan"
     raise_alike(consensus, CountsError, _objection_to_rows(plan, counts_MLGE, rows_M, consensus.rank), what)
-    has_counts = counts_MLGE is not None
-    unknown = [not (has_counts and rows.routed_LE is not None and rows.all_planned) for rows in rows_M]
+    unknown = [rows.routed_LE is None or not rows.all_planned for rows in rows_M]
     return [bool(any_) for any_ in consensus.most(torch.tensor(unknown, dtype=torch.int32), what).tolist()]
 
 
@@ -108,14 +106,12 @@ def raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | No
 
 
 def _objection_to_rows(
-    plan: StepPlan, counts_MLGE: NDArray[np.integer] | None, rows_M: Sequence[BatchRows], rank: int
+    plan: StepPlan, counts_MLGE: NDArray[np.integer], rows_M: Sequence[BatchRows], rank: int
 ) -> str | None:
     if not isinstance(rows_M, Sequence) or not all(isinstance(rows, BatchRows) for rows in rows_M):
         return f"its micro-batches are {shown(rows_M)}; expected a list of BatchRows"
     if objection := objection_to_number(len(rows_M), plan.shape[0]):
         return objection
-    if counts_MLGE is None:
-        return None
     found_MLE = [rows.routed_LE for rows in rows_M]
     return objection_to_micro_batches(found_MLE, counts_MLGE[:, :, rank], range(plan.shape[1]))
 

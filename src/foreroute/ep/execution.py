@@ -97,7 +97,7 @@ class ActivePlan:
     Attributes:
         step: its number.
         plan: of the step.
-        counts_MLGE: integers [M, L, G, E], the counts that were planned; None where only the plan is known.
+        counts_MLGE: integers [M, L, G, E], the counts that were planned.
         weights: where replicas come from.
         schedule: of this rank.
         rows_M: of the micro-batches of this rank.
@@ -106,7 +106,7 @@ class ActivePlan:
 
     step: int
     plan: StepPlan
-    counts_MLGE: NDArray[np.integer] | None
+    counts_MLGE: NDArray[np.integer]
     weights: ReplicaWeights
     schedule: ExecutionSchedule
     rows_M: Sequence[BatchRows]
@@ -153,7 +153,6 @@ class Execution:
         self._is_known = not active_plan.exchanges_M[micro_step]
         self._has_replicas_L = active_plan.plan.num_replicas_ML[micro_step] > 0
         if self._is_known:
-            assert active_plan.counts_MLGE is not None, "counts that are known ahead are those of a plan"
             self._announced_LE = active_plan.counts_MLGE[micro_step, :, dist.get_rank(group)].astype(np.int64)
 
     def begin_cell(
@@ -291,21 +290,12 @@ class Execution:
     def _require_planned(self, layer: int, found_GE: NDArray[np.int64]) -> None:
         if self.active_plan is None:
             return
-        if self.active_plan.counts_MLGE is not None:
-            planned_GE = self.active_plan.counts_MLGE[self.micro_step, layer]
-            if (found_GE != planned_GE).any():
-                rank, expert = np.argwhere(found_GE != planned_GE)[0].tolist()
-                raise CountsError(
-                    f"{self.names[layer]}: rank {rank} routes {found_GE[rank, expert]} assignments to expert {expert}, "
-                    f"the plan was made for {planned_GE[rank, expert]}. Execute the micro-batches that were planned"
-                )
-            return
-        found = int(self.active_plan.plan.cell(self.micro_step, layer).loads_G(found_GE).max())
-        planned = int(self.active_plan.plan.max_load_ML[self.micro_step, layer])
-        if found != planned:
+        planned_GE = self.active_plan.counts_MLGE[self.micro_step, layer]
+        if (found_GE != planned_GE).any():
+            rank, expert = np.argwhere(found_GE != planned_GE)[0].tolist()
             raise CountsError(
-                f"{self.names[layer]}: the slowest rank has {found} assignments, {planned} by the plan, which was made "
-                "for other counts. Execute the micro-batches that were planned"
+                f"{self.names[layer]}: rank {rank} routes {found_GE[rank, expert]} assignments to expert {expert}, "
+                f"the plan was made for {planned_GE[rank, expert]}. Execute the micro-batches that were planned"
             )
 
 

@@ -161,7 +161,7 @@ class ExpertParallelModel:
         self,
         step: int,
         plan: StepPlan,
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None = None,
+        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
         micro_batches: Sequence[BatchRows] | None = None,
         *,
         updating: bool = True,
@@ -172,7 +172,7 @@ class ExpertParallelModel:
             step: its number; another one after every change of weights.
             plan: the same on all ranks, with the homes that experts have.
             planned: integers [M, L, G, E], the counts that were planned; or the traces of all sequences of the step,
-                which are counted by the packing of the plan. Without them, counts are exchanged in every cell.
+                which are counted by the packing of the plan.
             micro_batches: the rows of this rank in each micro-step. By default all rows are planned, and routing is not
                 known ahead, so that counts are exchanged in every cell.
             updating: whether backward passes follow.
@@ -191,7 +191,7 @@ class ExpertParallelModel:
         agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
         rows_M = [BatchRows()] * plan.shape[0] if micro_batches is None else micro_batches
         exchanges_M = agree_on_rows(self.consensus, plan, counts_MLGE, rows_M)
-        if counts_MLGE is not None and micro_batches is not None and any(exchanges_M):
+        if micro_batches is not None and any(exchanges_M):
             warnings.warn(
                 f"in {sum(exchanges_M)} of {len(exchanges_M)} micro-steps some rank sends rows that the plan has not "
                 "counted, such as last tokens, or does not know its routes ahead: all ranks exchange counts in every "
@@ -210,14 +210,14 @@ class ExpertParallelModel:
         self._next_micro_step = 0
 
     def _read(
-        self, step: int, plan: StepPlan, planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace] | None
-    ) -> NDArray[np.integer] | None:
+        self, step: int, plan: StepPlan, planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace]
+    ) -> NDArray[np.integer]:
         """The counts of the plan, on all ranks or on none."""
         refusal: InputError | None = None
         try:
             if not isinstance(plan, StepPlan):
                 raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives")
-            if planned is None or isinstance(planned, np.ndarray):
+            if isinstance(planned, np.ndarray):
                 counts = planned
             else:
                 traces = [planned] if isinstance(planned, RoutingTrace) else planned

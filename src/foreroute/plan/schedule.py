@@ -110,8 +110,7 @@ class ExecutionSchedule:
 
     Args:
         plan: of the step.
-        counts_MLGE: integers [M, L, G, E], what was planned, of the whole step; None where it is not known: weights
-            alone are scheduled.
+        counts_MLGE: integers [M, L, G, E], what was planned, of the whole step.
         rank: whose schedule.
         row_multiple_L: the rows of a group are padded to a multiple of this, by layer; 1 by default.
         paths: which path weights take.
@@ -124,7 +123,7 @@ class ExecutionSchedule:
     def __init__(
         self,
         plan: StepPlan,
-        counts_MLGE: NDArray[np.integer] | None,
+        counts_MLGE: NDArray[np.integer],
         rank: int,
         *,
         row_multiple_L: Sequence[int] | None = None,
@@ -137,8 +136,7 @@ class ExecutionSchedule:
         def block(m: int) -> Any:
             hosts = plan.hosts.part(m, m + 1)
             words = [f"micro-step {m}, routed layer {layer}" for layer in range(num_layers)]
-            counts_LGE = _served_by_replicas(hosts) if counts_MLGE is None else counts_MLGE[m]
-            return _compile(hosts, counts_LGE, rank, multiple_L, host_ranks, words)
+            return _compile(hosts, counts_MLGE[m], rank, multiple_L, host_ranks, words)
 
         self._blocks: list[Future[Any]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
 
@@ -155,15 +153,6 @@ def _compiler() -> ThreadPoolExecutor:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_compiler.cache_clear)  # threads do not live on in a forked process
-
-
-def _served_by_replicas(hosts: Hosts) -> NDArray[np.int64]:
-    """int64 [L, G, E], the least counts that a micro-step of these hosts can be of."""
-    num_layers, num_experts = hosts.home_LE.shape
-    counts_LGE = np.zeros((num_layers, hosts.tokens_RG.shape[1], num_experts), np.int64)
-    layer_R = np.repeat(np.arange(num_layers), np.diff(hosts.offsets))
-    np.add.at(counts_LGE.transpose(0, 2, 1), (layer_R, hosts.expert_R), hosts.tokens_RG)
-    return counts_LGE
 
 
 def _compile(

@@ -63,6 +63,12 @@ def random_plan(
     )
 
 
+def no_tokens(plan):
+    """int32 [M, L, G, E], the counts of a plan that serves no token."""
+    num_micro_steps, num_layers, num_experts = plan.shape
+    return np.zeros((num_micro_steps, num_layers, plan.topology.num_ranks, num_experts), np.int32)
+
+
 def _random_cell(rng, home_E, ranks, slots, held, keep):
     cell, taken = [], set()
     for rank in range(ranks):

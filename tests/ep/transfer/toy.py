@@ -16,6 +16,7 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import ExecutionSchedule
 from foreroute.testing.ranks import kept
+from tests.ep.transfer.plans import no_tokens
 
 DTYPE = torch.float64
 WITHIN = 1e-12
@@ -168,7 +169,7 @@ def _share(cell, hosts, expert, rank, weights, i):
 def begin(weights, step, plan, *, updating=True):
     """Put a plan in force of which nothing but its weights is executed."""
     rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
-    schedule = ExecutionSchedule(plan, None, rank, paths=weights.paths)
+    schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.paths)
     weights.begin_step(step, plan, schedule, updating=updating)
 
 
