@@ -63,7 +63,7 @@ def _hosts(cell, counts_GE, rank):
 
 
 def _taken(rows, blocks, limit=None):
-    index = expand(blocks, torch.device("cpu"))
+    index = expand([blocks], [int(blocks[:, 1].sum())], torch.device("cpu"))[0]
     return [rows[i] for i in (index if limit is None else index.clamp(max=limit)).tolist()]
 
 
