@@ -179,15 +179,16 @@ def test_frozen_experts_under_replicas(workers):
 
 
 def recomputed_and_updated(rank):
-    """Losses of a pass without gradients and of one with them, under one plan; and of one with the plan alone."""
+    """Losses of a pass without gradients and of one with them, under one plan; and of one that exchanges counts."""
     model = policy(CASE)
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=20)
     counts_MLGE = all_counts(routed, CASE, rank, 0)
     plan = split_plan(3, counts_MLGE, placed.home_LE)
-    losses = []
-    for updating, counts in ((False, counts_MLGE), (True, counts_MLGE), (True, None)):
-        placed.begin_step(0, plan, counts, all_rows(routed, CASE, rank, 0), updating=updating)
+    rows_M, losses = all_rows(routed, CASE, rank, 0), []
+    free_M = [replace(rows, routed_LE=None) for rows in rows_M]
+    for updating, micro_batches in ((False, rows_M), (True, rows_M), (True, free_M)):
+        placed.begin_step(0, plan, counts_MLGE, micro_batches, updating=updating)
         parts = []
         for m in range(plan.shape[0]):
             with torch.set_grad_enabled(updating), replaying(routed, CASE, rank, 0, m), placed.executing(m):
