@@ -72,8 +72,14 @@ def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[Cel
         num_zeros = max(1, int(cell.grouped[is_padding, 1].max(initial=0)))
         found.append(
             CellRows(
-                *(cell.send_G.tolist(), receive_G, next(groups), next(groups)),
-                *(next(indices), next(indices), next(indices), num_zeros),
+                send_G=cell.send_G.tolist(),
+                receive_G=receive_G,
+                home=next(groups),
+                replicas=next(groups),
+                taken_R=next(indices),
+                grouped_R=next(indices),
+                returned_R=next(indices),
+                num_zeros=num_zeros,
             )
         )
     return found

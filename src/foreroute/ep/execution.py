@@ -141,7 +141,6 @@ class Execution:
         self._device_rows: list[CellRows] | None = None
         self._indices: dict[str, Tensor | None] = {}
         self._found_LE: Tensor | None = None
-        self._announced_LE: NDArray[np.int64] | None = None
         self._differs: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._is_known = False
         if active_plan is None:
@@ -152,8 +151,6 @@ class Execution:
         self.names = [str(Cell(active_plan.step, micro_step, layer)) for layer in range(num_layers)]
         self._is_known = not active_plan.exchanges_M[micro_step]
         self._has_replicas_L = active_plan.plan.num_replicas_ML[micro_step] > 0
-        if self._is_known:
-            self._announced_LE = active_plan.counts_MLGE[micro_step, :, dist.get_rank(group)].astype(np.int64)
 
     def begin_cell(
         self, layer: int, path: str, ids_NK: Tensor, home_E: NDArray[np.int16], row_multiple: int
@@ -220,10 +217,10 @@ class Execution:
         for name, runs in zip(self.names, self._runs_L, strict=True):
             if not runs:
                 raise ReplayError(f"{name} was not executed: no forward of the model ran, or it bypassed the layer")
-        if self._found_LE is None or self._announced_LE is None:
+        if self._found_LE is None:
             return
-        announced_LE = joined_to_device([self._announced_LE], self._found_LE.device)
-        differs_L = (self._found_LE != announced_LE).any(dim=1)
+        assert self.rows.routed_LE is not None, "found is compared where counts were known ahead"
+        differs_L = (self._found_LE != joined_to_device([self.rows.routed_LE], self._found_LE.device)).any(dim=1)
         brought = None
         on_host_L = differs_L.to("cpu", non_blocking=True)
         if differs_L.is_cuda:

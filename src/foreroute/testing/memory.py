@@ -20,12 +20,12 @@ def peak_of(work: Callable[[], Result]) -> tuple[Result, int]:
 
     Freed memory that malloc would keep is given back at once from here on, and garbage is collected before, so that
     what is counted is what the work holds. Pages of mapped files are left out, which the system can drop at any time.
+    It asks glibc, and the kernel of Linux.
     """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
-        libc.mallopt(MMAP_THRESHOLD, SMALLEST_MAPPED)
-        gc.collect()
-        libc.malloc_trim(0)
+    libc.mallopt(MMAP_THRESHOLD, SMALLEST_MAPPED)
+    gc.collect()
+    libc.malloc_trim(0)
     before, most, over = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:

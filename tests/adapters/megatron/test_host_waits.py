@@ -16,11 +16,11 @@ from foreroute.layout import pack, pad
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from foreroute.replay import Policy
-from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.executed_plans import LINKS
 from tests.adapters.megatron.forked_ranks import on_ranks
+from tests.ep.test_host_waits import waiting
 
 WHOLE, SHORT = (on.WIDTH, on.WIDTH), (on.WIDTH, on.WIDTH - 5)
 
@@ -246,15 +246,8 @@ def test_a_planned_forward_waits_for_nothing():
         # what Megatron's model brings to the device in every forward
         around_layers = there.device.reads["to the device"]
         assert unpatched > around_layers
+        # the control waits once, for all layers
         for is_spoilt in (False, True):
-            spoilt = mock.patch.object(dispatch, "expand", sized_on_the_device) if is_spoilt else nullcontext()
+            spoilt = mock.patch.object(dispatch, "expand", waiting) if is_spoilt else nullcontext()
             with spoilt, routed.execute(made, counts_MLGE, [shard]), routed.replay(shard):
                 assert there.waits() == around_layers + is_spoilt, there.device.reads
-
-
-def sized_on_the_device(segments, sizes, device):
-    """The control: as `expand`, with a size that the device has to tell. Once for all layers."""
-    start_B, length_B = joined_to_device(segments, device).unbind(1)
-    shift_B = start_B - (length_B.cumsum(0) - length_B)
-    rows = shift_B.repeat_interleave(length_B)
-    return (rows + torch.arange(len(rows), device=device)).split(list(sizes))
