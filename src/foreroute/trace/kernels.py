@@ -13,8 +13,9 @@ from numba import uint64
 
 from foreroute.kernels import kernel, routine
 
-TILE_ROWS = 256
-"""Rows that are sorted or summed up at once: K columns of so many ids fit the first-level cache."""
+TILE_ROWS = 1024
+"""Rows that are sorted or summed up at once. Their ids in all layers, or in planes about as many, fit the second-level
+cache. Shorter pieces of L · K planes take longer: each begins in a page of its own, and 256 of them took twice 1,024."""
 
 
 @kernel
@@ -107,7 +108,7 @@ def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLW: Any) -> Any
     ids_KR, words = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype), np.empty(TILE_ROWS, out_RLW.dtype)
     per_word, bits = out_RLW.itemsize // gaps_LKR.itemsize, 8 * gaps_LKR.itemsize
     bad = False
-    # All layers of a tile of rows, which the second-level cache holds, and then the next tile.
+    # All layers of a tile of rows, and then the next tile.
     for start in range(0, rows, TILE_ROWS):
         stop = min(start + TILE_ROWS, rows)
         count, valid = stop - start, valid_R[start:stop]
