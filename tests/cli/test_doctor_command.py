@@ -19,7 +19,7 @@ from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.chain import VOCABULARY
 from tests.cli.command import foreroute
 from tests.doctor.doctor_cases import generation, shifted
-from tests.train.small_runs import SIZES, small_values
+from tests.train.small_runs import small_values
 
 HOSTILE = "\x1b]0;title\x07\u202e.safetensors"
 
@@ -132,19 +132,6 @@ def without_checkpoints(run):
     return "holds no checkpoints"
 
 
-def of_another_model(run):
-    values = small_values(model={"sizes": {**SIZES, "hidden_size": 16}})
-    (run / "config.json").write_text(json.dumps(parse_config(values, source="test").model_dump()))
-    return "step-000020.safetensors does not fit this model"
-
-
-def with_a_changed_weight(run):
-    path = run / "checkpoints" / "step-000020.safetensors"
-    raw = path.read_bytes()
-    path.write_bytes(raw[:-6] + bytes([raw[-6] ^ 1]) + raw[-5:])
-    return "step-000020.safetensors is damaged: its checksum"
-
-
 def of_data_that_is_gone(run):
     config = json.loads((run / "config.json").read_text())
     config["task"] = {"kind": "dataset", "data": str(run / "none.jsonl"), "reward": "exact_match"}
@@ -152,7 +139,7 @@ def of_data_that_is_gone(run):
     return "error: "
 
 
-@pytest.mark.parametrize("spoil", [without_checkpoints, of_another_model, with_a_changed_weight, of_data_that_is_gone])
+@pytest.mark.parametrize("spoil", [without_checkpoints, of_data_that_is_gone])
 def test_a_run_that_is_not_whole_is_refused(run, tmp_path, spoil):
     shutil.copytree(run, tmp_path / "run")
     message = spoil(tmp_path / "run")

@@ -178,30 +178,6 @@ def test_frozen_experts_under_replicas(workers):
     assert max(workers(2).run(frozen_experts)) < WITHIN
 
 
-def recomputed_and_updated(rank):
-    """Losses of a pass without gradients and of one with them, under one plan; and of one that exchanges counts."""
-    model = policy(CASE)
-    routed = hf.attach(model)
-    placed = hf.distribute(model, timeout_s=20)
-    counts_MLGE = all_counts(routed, CASE, rank, 0)
-    plan = split_plan(3, counts_MLGE, placed.home_LE)
-    rows_M, losses = all_rows(routed, CASE, rank, 0), []
-    free_M = [replace(rows, routed_LE=None) for rows in rows_M]
-    for updating, micro_batches in ((False, rows_M), (True, rows_M), (True, free_M)):
-        placed.begin_step(0, plan, counts_MLGE, micro_batches, updating=updating)
-        parts = []
-        for m in range(plan.shape[0]):
-            with torch.set_grad_enabled(updating), replaying(routed, CASE, rank, 0, m), placed.executing(m):
-                parts.append(float(log_probs(model, batch(rank, 0, m)).sum()))
-        losses.append(tuple(parts))
-    return losses
-
-
-def test_recompute_and_update_run_the_same_cells(workers):
-    for losses in workers(2).run(recomputed_and_updated):
-        assert len(set(losses)) == 1
-
-
 def two_groups(rank):
     """In groups of two of four ranks: the largest relative error of gradients, against the plain model."""
     members = [0, 1] if rank < 2 else [2, 3]

@@ -15,7 +15,7 @@ from foreroute.plan import Topology
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import compare, facts_of, figures_of
-from foreroute.simulate.methods import METHODS, serve
+from foreroute.simulate.methods import serve
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
@@ -97,18 +97,6 @@ def test_what_does_not_fit_is_refused():
     for other in (given.counts_MLGE[:2], given.counts_MLGE[:, :, :4], given.counts_MLGE[..., :8]):
         with pytest.raises(CountsError, match=r"counts are \[.*\]; the plan is for \[3, 2, 8, 16\]"):
             figures_of(found, other, COSTS, label="other", planning_s=0.0)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_served_steps_have_all_assignments_and_homes(name):
-    given = problem(4)
-    served = serve(METHODS[name], given, COSTS)
-    assert len(served.cells) == 6
-    assert served.planning_s > 0
-    for cell, counts_GE in zip(served.cells, given.counts_MLGE.reshape(6, 8, 16), strict=True):
-        assert cell.home_tokens_GE(counts_GE).min() >= 0
-    assert np.array_equal(served.home_LE, [cell.home_E for cell in served.cells[:2]])
-    assert (served.home_LE != given.home_LE).any() == (name in ("eplb_previous", "eplb_step", "ours_rehomed"))
 
 
 def test_crossing_is_priced_in_all_passes():

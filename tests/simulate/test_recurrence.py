@@ -44,15 +44,6 @@ def plain(compute, moved, **rule):
     return run(compute, moved, rules(**rule), stage=0)
 
 
-def test_without_transfers_a_recompute_is_the_sum_of_its_slowest_ranks():
-    compute, moved = random_work(1)
-    found = plain(compute, without_cost(moved))
-    attention_s = compute.attention_MG2[..., 0].max(axis=1)
-    experts_s = compute.experts_MLG2[..., 0].max(axis=2)
-    expected = 4 * attention_s + experts_s.sum(axis=1) + 2 * compute.all_to_all_ML.sum(axis=1) + 4 * 0.05
-    assert found.end_s == pytest.approx((expected + compute.head_MG.max(axis=1)).sum())
-
-
 @pytest.mark.parametrize(
     ("overlap", "expected"),
     # attention and experts 1 each, two all-to-alls of 0.75

@@ -43,36 +43,27 @@ def step_by_hand(cluster, config, tokens, load, leg_s):
     return recompute_s, layers * (2 * forward_s + backward_s) + 3 * head_s
 
 
-def test_one_rank_alone():
-    config = small_config(gpus=1, expert_parallel=1)
-    counts = np.full((2, 2, 1, 8), 128, np.int32)
-    group, cluster = group_of(config, counts)
-    tokens = 8 * 128 / cluster.costs.model.top_k
-    expected = step_by_hand(cluster, config, tokens, [128] * 8, cluster.topology.links.node_latency_s)
+UNIFORM, ONE_HOT = np.full((2, 2, 4, 8), 128, np.int32), np.zeros((1, 2, 4, 8), np.int32)
+ONE_HOT[..., 3] = 1000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts_MLGE", "assignments", "loads", "crossing"),
+    [
+        (1, UNIFORM[:, :, :1], 1024, [128] * 8, 0),
+        # a rank sends 3/4 of 1,024 rows over the one link that all share, and each of its experts gets 4 * 128
+        (4, UNIFORM, 1024, [512, 512], 768),
+        (4, ONE_HOT, 1000, [4000], 3000),
+    ],
+    ids=["one rank alone", "uniform", "one hot expert"],
+)
+def test_a_step_costs_what_its_slowest_rank_costs_by_hand(ranks, counts_MLGE, assignments, loads, crossing):
+    config = small_config(gpus=ranks, expert_parallel=ranks)
+    group, cluster = group_of(config, counts_MLGE)
+    leg_s = crossing * cluster.costs.model.row_bytes / cluster.topology.links.node_bytes_per_s + 20e-6
+    expected = step_by_hand(cluster, config, assignments / cluster.costs.model.top_k, loads, leg_s)
     for run, seconds in zip(group.run(), expected, strict=True):
-        assert run.end_s == pytest.approx(2 * seconds)
-
-
-def test_uniform_load_is_forced_balance_and_static_at_once():
-    config = small_config()
-    counts = np.full((2, 2, 4, 8), 128, np.int32)
-    group, cluster = group_of(config, counts)
-    # a rank sends 3/4 of 1,024 rows over the one link that all share, and each of its experts gets 4 * 128
-    leg_s = 768 * cluster.costs.model.row_bytes / cluster.topology.links.node_bytes_per_s + 20e-6
-    expected = step_by_hand(cluster, config, 1024 / cluster.costs.model.top_k, [512, 512], leg_s)
-    for run, seconds in zip(group.run(), expected, strict=True):
-        assert run.end_s == pytest.approx(2 * seconds)
-
-
-def test_one_hot_expert_costs_what_its_rank_costs():
-    config = small_config()
-    counts = np.zeros((1, 2, 4, 8), np.int32)
-    counts[..., 3] = 1000
-    group, cluster = group_of(config, counts)
-    leg_s = 3000 * cluster.costs.model.row_bytes / cluster.topology.links.node_bytes_per_s + 20e-6
-    expected = step_by_hand(cluster, config, 1000 / cluster.costs.model.top_k, [4000], leg_s)
-    for run, seconds in zip(group.run(), expected, strict=True):
-        assert run.end_s == pytest.approx(seconds)
+        assert run.end_s == pytest.approx(len(counts_MLGE) * seconds)
 
 
 def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():

@@ -1,7 +1,6 @@
 """A run folder with something damaged, missing or foreign: one error that names it, and nothing is lost."""
 
 import json
-import resource
 import shutil
 from pathlib import Path
 
@@ -141,13 +140,6 @@ def test_what_is_not_damaged_goes_on(whole, folder):
     assert [record["step"] for record in records(folder)] == list(range(11))
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_is_begun_again(tmp_path):
-    with counting():
-        RunFolder(tmp_path / "run").begin(counting_config())
-        train(counting_config(), tmp_path / "run", resume=True)
-    assert len(records(tmp_path / "run")) == 9
-
-
 def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path):
     run = RunFolder(tmp_path)
 
@@ -243,15 +235,3 @@ def test_what_is_no_checkpoint_is_refused_and_nothing_in_it_is_executed(tmp_path
     for name in ("pickled", "folder", "missing"):
         with pytest.raises(RunFolderError, match=rf"{name} (is|does)"):
             load_checkpoint(tmp_path / name)
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(path, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
-    try:
-        with pytest.raises(RunFolderError, match=r"cannot be written .File too large.; what was there before is whole"):
-            RunFolder(tmp_path).save_checkpoint({**state_of(), "step": 8}, data="d0", keep=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert load_checkpoint(path)["step"] == 7

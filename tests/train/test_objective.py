@@ -132,14 +132,6 @@ def test_losses_and_gradients(method, correction):
         require_right(Case.random(seed), RLConfig(method=method, **parts))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cut", [[[0, 1], [2, 3, 4, 5]], [[5], [3, 0], [], [1, 2, 4]]])
-def test_the_cut_into_micro_batches_does_not_matter(method, cut):
-    config, case = RLConfig(method=method), Case.random(2)
-    for seen, whole in zip(ours(case, config, cut), ours(case, config), strict=True):
-        np.testing.assert_allclose(seen, whole, rtol=1e-12, atol=1e-15)
-
-
 def sign_flipped(log_ratio_R, advantages_R, clip_low, clip_high):
     losses_R, clipped_R = clipped_ratio(log_ratio_R, advantages_R, clip_low, clip_high)
     return -losses_R, clipped_R

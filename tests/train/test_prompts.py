@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from foreroute.adapters import hf
@@ -252,11 +251,6 @@ def test_models_that_cannot_be_trained_are_refused(copied):
         return make_policy(config_of(folder), make_task(config_of(folder)))
 
     model = copied / "model"
-    weights = load_file(model / "model.safetensors")
-    weights.pop("lm_head.weight")
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"1 are missing or of another shape \(lm_head\.weight"):
-        policy_of(copied)
     write_tokenizer(model, characters="0123456789+-*=;?")
     write_model(model, vocab_size=12)
     with pytest.raises(ConfigError, match=r"has 20 tokens, the model in .* embeds 12; name the tokenizer"):

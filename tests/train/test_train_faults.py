@@ -6,13 +6,11 @@ Other faults of docs/train.md have their tests with the engines, the checkpoints
 import copy
 import resource
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, RunFolderError
 from foreroute.train import RunFolder, load_checkpoint, train
 from foreroute.train.chain import ChainTask
@@ -81,20 +79,6 @@ def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monk
     assert (record["reward_mean"], record["grad_norm"], record["loss"]) == (worth, 0, 0)
     assert record["sampling"]["informative_share"] == 0
     assert trainer.step == 1
-
-
-def test_responses_without_an_end_are_cut_at_the_most_tokens_and_scored_as_they_are(monkeypatch):
-    generate = EmbeddedEngine.generate
-
-    def endless(engine, prompts, sampling, generator):
-        return generate(engine, prompts, replace(sampling, end_token=-1), generator)
-
-    monkeypatch.setattr(EmbeddedEngine, "generate", endless)
-    trainer = trainer_of(config_of())
-    experience, record = trainer.run_step()
-    assert (experience.generation.response_lengths == trainer.task.max_response_tokens).all()
-    assert record["response_tokens_mean"] == trainer.task.max_response_tokens
-    assert np.isfinite(record["loss"])
 
 
 @contextmanager

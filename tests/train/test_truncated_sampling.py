@@ -75,35 +75,6 @@ def test_ratios_are_one_on_the_recorded_sets_and_the_kept_mass_without(cut, monk
         np.testing.assert_allclose(on_sets.entropy_R[ends[s] : ends[s + 1]], expected, atol=1e-5)
 
 
-def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(monkeypatch):
-    trainer, experience = rolled_out(ALL, monkeypatch, model={"experts_implementation": "eager"})
-    generation = experience.generation.select([0, 5])
-    model = trainer.policy.model.double()
-
-    def gradients(logprobs_R):
-        model.zero_grad()
-        logprobs_R.sum().backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-    found, _ = response_log_probs(model, generation, TEMPERATURE)
-    assert torch.equal(found, response_log_probs(model, generation, TEMPERATURE, entropy=True)[0])
-    parts = []
-    for s in range(2):
-        own = generation.select([s])
-        masks = own.trace.streams[SAMPLING]
-        tokens = torch.from_numpy(own.trace.tokens(0).astype(np.int64))
-        logits = model(tokens[None], use_cache=False).logits[0] / TEMPERATURE
-        for row in np.flatnonzero(own.targets_N):
-            ids = masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist()
-            left_out = torch.ones(logits.shape[1], dtype=torch.bool)
-            left_out[ids or slice(None)] = False
-            parts.append(logits[row].masked_fill(left_out, -torch.inf).log_softmax(-1)[tokens[row + 1]])
-    dense = torch.stack(parts)
-    assert torch.allclose(found, dense, rtol=0, atol=1e-12)
-    for one, other in zip(gradients(found), gradients(dense), strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("routing", ["R3", *(pytest.param(other, marks=pytest.mark.slow) for other in ("R2", "none"))])
 def test_a_run_trains_on_them(tmp_path, monkeypatch, routing):
     monkeypatch.setattr(ChainTask, "rewards", always_informative)

@@ -25,7 +25,7 @@ from foreroute.errors import (
     TraceContentError,
 )
 from foreroute.testing.models import tiny
-from foreroute.trace import RoutingTrace, concatenate, extended
+from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import MODELLING, SPARSE, build, lacks, skip_in_older, skip_where_lacking
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes, sequences_of
 from tests.traces import foreign_choices
@@ -303,23 +303,6 @@ def test_rows_without_choices_follow_the_policy():
         with routed.replay(alone, missing="native"), attention_of(model) as weights:
             output_of(model, BATCH)
     require_attended("deepseek_v32", routed, alone, weights, BATCH)
-
-
-def test_choices_survive_joining_cutting_and_later_turns():
-    """A choice is counted from the start of its sequence, so that no operation on traces has to change it."""
-    _, routed = attached("deepseek_v32")
-    _, trace = recorded("deepseek_v32")
-    both = concatenate([trace, trace.truncated([9, 9])]).select([3, 0])
-    routed.indexers.check(both.streams["indexer"], both.offsets)
-    earlier = trace.truncated([20, 20])
-    assert extended(earlier, trace).equals(trace)
-    resumed = earlier.continued_by(tail_of(trace, 20))
-    assert resumed.equals(trace)
-
-
-def tail_of(trace, start):
-    rows = np.concatenate([np.arange(a + start, b) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)])
-    return trace.take_rows(rows, trace.lengths - start)
 
 
 def test_an_indexer_that_is_bypassed_or_deaf_is_refused_on_attach(monkeypatch):

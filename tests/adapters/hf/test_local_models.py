@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.local_models import load_local
-from foreroute.engines.vllm import ServerSettings
 from foreroute.errors import ConfigError
 from tests.train.tiny_model import write_model, write_tokenizer
 
@@ -110,13 +109,6 @@ def test_every_call_that_could_run_code_or_unpickle_says_that_it_must_not():
         assert not re.search(
             r"Auto\w+\.from_(pretrained|config)\((?![^\n]*trust_remote_code=False)[^`\n]", path.read_text()
         )
-
-
-def test_vllm_is_not_told_to_run_code_of_a_folder_either():
-    with pytest.raises(ConfigError, match="vLLM options trust_remote_code are set by foreroute"):
-        ServerSettings(python=Path(sys.executable), options={"trust_remote_code": True})
-    arguments = ServerSettings(python=Path(sys.executable)).arguments(Path("checkpoint"), 8)
-    assert not [each for each in arguments if "trust" in each]
 
 
 @pytest.mark.parametrize("door", WITH_WEIGHTS)

@@ -18,13 +18,7 @@ from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
 
 BATCH = batch_of(9, 6, 4)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def no_graphs_left():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_graphs_left")
 
 
 @contextmanager

@@ -80,32 +80,6 @@ def test_without_positions_a_packed_row_is_refused():
         model(**packed([[1, 0, 2, 3, 4, 5]]))
 
 
-def test_cumulative_lengths_say_it_as_well():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, ALONE)
-    batch = packed(ROWS["one row"])
-    cumulative = torch.from_numpy(trace.offsets.astype(np.int32))
-    with torch.no_grad(), routed.replay(trace):
-        by_positions = model(**batch, use_cache=False).logits
-        by_both = model(**batch, cu_seq_lens_q=cumulative, cu_seq_lens_k=cumulative, use_cache=False).logits
-    assert torch.equal(by_both, by_positions)
-    with pytest.raises(BatchMismatchError, match="expected 0 to 22"), routed.replay(trace):
-        model(**batch, cu_seq_lens_q=cumulative[:-1], use_cache=False)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_positions_of_padding_start_no_sequence(side):
-    batch = batch_of(7, 4, side=side)
-    positions = (batch["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, batch)
-    with routed.replay(trace), routed.record() as recording, torch.no_grad():
-        model(**batch, position_ids=positions)
-    assert np.array_equal(recording.trace().expert_ids_NLK, trace.expert_ids_NLK)
-
-
 def test_padding_at_the_end_of_a_row_is_sequences_without_a_route():
     model = tiny("qwen3_moe")
     routed = hf.attach(model)

@@ -61,23 +61,6 @@ def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, kind, messa
         routed.replay(trace, layout(trace.lengths)).__enter__()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda lengths: pad(lengths, side="left", order="bshd"),
-        lambda lengths: pad(lengths, side="right", order="bshd", to=12),
-        pack,
-    ],
-)
-def test_a_layout_of_another_batch_is_refused_in_the_forward(layout):
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    batch = batch_of(*LENGTHS)
-    trace = random_routes(routed.spec, batch)
-    with pytest.raises(BatchMismatchError, match="elsewhere"), routed.replay(trace, layout(trace.lengths)):
-        model(**batch, use_cache=False)
-
-
 @pytest.mark.parametrize("padding", ["native", "spread"])
 def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(padding):
     """As that of a rank that got no sequence."""

@@ -8,7 +8,7 @@ from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from foreroute.trace import digest
-from tests.adapters.hf.model_runs import batch_of, log_probs
+from tests.adapters.hf.model_runs import batch_of
 
 END, PAD = 7, 0
 
@@ -71,15 +71,6 @@ def test_a_rollout_is_what_one_forward_over_it_routes(routed, end):
     assert rollout.provenance["engine"] == "transformers"
 
 
-def test_a_ragged_rollout_is_replayed_in_a_padded_batch(routed):
-    recording, output, mask = sampled(routed, end=[2, 5, 0])
-    batch = {"input_ids": output, "attention_mask": mask}
-    with torch.no_grad():
-        native = log_probs(routed.model, batch)
-        with routed.replay(recording.rollout(output, mask), weight_version=4):
-            assert torch.equal(log_probs(routed.model, batch), native)
-
-
 def test_sequences_may_be_given_without_padding(routed):
     recording, output, mask = sampled(routed, end=[2, 5, 0])
     ragged = [row[kept.bool()] for row, kept in zip(output, mask, strict=True)]
@@ -104,15 +95,6 @@ def test_one_sampled_token_and_no_mask(routed):
     with routed.record() as recording:
         output = routed.model.generate(**prompts, max_new_tokens=1, do_sample=False, pad_token_id=PAD)
     assert recording.rollout(output).lengths.tolist() == [5, 5]
-
-
-def test_a_rollout_carries_gate_weights(routed):
-    prompts = batch_of(4, 4)
-    with routed.record(gate_weights=True) as recording:
-        output = routed.model.generate(**prompts, max_new_tokens=3, do_sample=False, pad_token_id=PAD)
-    rollout = recording.rollout(output)
-    assert (rollout.gate_weights_NLK[rollout.valid_N] > 0).all()
-    assert not rollout.gate_weights_NLK[~rollout.valid_N].any()
 
 
 @pytest.mark.parametrize(

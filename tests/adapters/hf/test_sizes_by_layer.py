@@ -10,12 +10,10 @@ from foreroute.adapters import hf
 from foreroute.errors import ReplayError, SpecMismatchError
 from foreroute.mismatch import margin_histogram, routing_mismatch
 from foreroute.testing.models import tiny
-from foreroute.trace import GATE_WEIGHTS
 from tests.adapters.hf import family_checks
 from tests.adapters.hf.families import FAMILIES, Family
 from tests.adapters.hf.family_checks import CHECKS
 from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
-from tests.traces import weighted
 
 PICKS = [1, 3, 2]
 SIZES = ((8, 2), (6, 3), (5, 1))
@@ -138,22 +136,6 @@ def test_padding_is_spread_evenly_over_the_experts_of_each_layer():
         assert padding.shape == (60, top_k)
         assert np.ptp(np.bincount(padding.flatten(), minlength=num_experts)) == 0
         assert all(len({*row}) == top_k for row in padding.tolist())
-
-
-def test_gate_weights_are_recorded_kept_and_obeyed(tmp_path):
-    model = uneven()
-    routed = hf.attach(model)
-    recording, native = recorded(model, routed, gate_weights=True)
-    trace = recording.trace()
-    assert not trace.gate_weights_NLK[:, ~routed.spec.is_pick_LK].any()
-    assert (trace.gate_weights_NLK[:, routed.spec.is_pick_LK] > 0).all()
-    trace = fr.load(fr.save(trace, tmp_path / "t", encoding="ordered"))
-    with routed.replay(trace, gate_weights=True), torch.no_grad():
-        assert torch.equal(model(**BATCH, use_cache=False).logits[0], native[0])
-    other = weighted(trace, trace.gate_weights_NLK * 0.5)
-    with routed.replay(other, gate_weights=True), routed.record(gate_weights=True) as recording, torch.no_grad():
-        model(**BATCH, use_cache=False)
-    assert np.array_equal(recording.trace().gate_weights_NLK, other.streams[GATE_WEIGHTS].values_NLK)
 
 
 def test_a_rollout_is_recorded_along_its_cache_and_compared():

@@ -15,7 +15,6 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
-from foreroute.trace import LayerKind
 from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.family_checks import attached, require_told, written
 
@@ -74,12 +73,6 @@ def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path)
     model, routed = attached(name, **fields)
     assert routed.indexers is not None or fields is not SPARSE.get(name)
     require_told(written(tmp_path, model), model, routed)
-
-
-def test_hash_layers_are_told_from_routers(tmp_path):
-    kinds = ["hash_moe", "moe", "moe"]
-    spec = structure_of(written(tmp_path, build("deepseek_v4", mlp_layer_types=kinds))).spec
-    assert [layer.kind for layer in spec.layers] == [LayerKind.HASH, LayerKind.DECODER, LayerKind.DECODER]
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def check_other_formats_are_refused(cell):
     initialize(cell)
     run = Run(cell, "distributed", seed=0, attached=True)
     [part] = [part for part in run.trained.optimizer.chained_optimizers if len(run.of_experts(part))]
-    before = run.model.state_dict()
+    [block, *_] = moe_layers([run.model]).values()
+    untouched, before = (set(vars(block)), set(vars(block.experts))), run.model.state_dict()
     run.train(1)
     run.move(1)
     for kind in ("dp_reshardable", "dp_zero_gather_scatter"):
@@ -92,12 +93,14 @@ def check_other_formats_are_refused(cell):
             lambda: run.model.load_state_dict(loaded["model"]),
             lambda: run.trained.optimizer.load_state_dict(loaded["optimizer"]),
             run.trained.optimizer.state_dict,
+            part.optimizer.state_dict,
             lambda: run.trained.optimizer.save_parameter_state(f"{path}/state"),
             lambda: part.load_parameter_state_from_dp_zero({}),
         ):
             with pytest.raises(PlacementError, match="in the order of a rank's memory"):
                 use()
         run.routed.move_homes(run.routed.block_home_LE, run.trained.optimizer)
+        assert (set(vars(block)), set(vars(block.experts))) == untouched
         with pytest.raises(RuntimeError, match="foreroute_homes"):
             run.model.load_state_dict(loaded["model"])
         with pytest.raises(PlacementError, match="in the order of a rank's memory"):

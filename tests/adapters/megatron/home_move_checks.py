@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from foreroute import RoutingTrace
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.expert_placement import placement
 from foreroute.ep.transfer.segments import LayerTransfer
@@ -17,7 +16,7 @@ from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.grid import Cell, with_settings
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.micro_batches import made_up, make_batches
-from tests.adapters.megatron.model_chunks import attached, build, initialize
+from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 
 STEPS = 3
@@ -155,33 +154,3 @@ def total(number):
     tensor = torch.tensor(number)
     dist.all_reduce(tensor)
     return int(tensor)
-
-
-def loads(cell, lengths, routes_GM, home_LE):
-    """Tokens that the experts of this rank are given, [M, L], where Megatron puts them and where a plan does."""
-    chunks, routed = attached(cell)
-    trained = Trained(chunks, "adamw")
-    batches = make_batches(cell, lengths=lengths)
-    traces = [
-        RoutingTrace.from_sequences(routed.spec, [t.numpy() for t in batch.tokens], routes)
-        for batch, routes in zip(batches, routes_GM[dist.get_rank()], strict=True)
-    ]
-    before_ML = measured(trained, carrying(batches, traces), routed)
-    routed.move_homes(home_LE, trained.optimizer)
-    return before_ML, measured(trained, carrying(batches, traces), routed)
-
-
-def measured(trained, batches, routed):
-    """Tokens that the experts of this rank were given, by micro-batch and layer."""
-    trained.zero_grad()
-    seen = []
-    blocks = moe_layers([chunk.module for chunk in trained.chunks]).values()
-    handles = [
-        block.experts.register_forward_pre_hook(lambda module, args: seen.append(int(args[1].sum())))
-        for block in blocks
-    ]
-    step(trained.chunks, batches, routed.replaying(forward_step))
-    trained.zero_grad()
-    for handle in handles:
-        handle.remove()
-    return np.array(seen).reshape(len(batches), len(blocks))

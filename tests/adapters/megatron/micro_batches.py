@@ -21,6 +21,7 @@ PADDED = ((16, 9), (5, 12), (16, 16), (11, 3))
 PACKED = ((10, 7, 3), (16, 2), (5, 9, 8), (4, 4))
 PACKED_ALIKE = ((10, 7, 3), (3, 10, 7), (7, 3, 10), (10, 3, 7))
 PAD_ROW = -1
+EXPERTS, TOP_K = 8, 2
 # newer versions ask whether sequences have context groups of their own
 PLAIN = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
 
@@ -67,14 +68,14 @@ class Batch:
         return self.laid_out([torch.arange(a, b) for a, b in itertools.pairwise(ends)], PAD_ROW)
 
 
-def make_batches(cell, seed=0, lengths=None):
+def make_batches(cell, seed=0):
     """Three micro-batches, other ones on every data-parallel rank; four for virtual stages, which want them even."""
     generator = torch.Generator().manual_seed(1000 * seed + parallel_state.get_data_parallel_rank())
     default = PADDED if not cell.packed else PACKED_ALIKE if cell.same_shapes else PACKED
     align = 2 * cell.cp * cell.tp if cell.cp * cell.tp > 1 else 1
     return [
         Batch(each, tuple(torch.randint(0, VOCABULARY, (n,), generator=generator) for n in each), cell.packed, align)
-        for each in lengths or default[: 4 if cell.vpp > 1 else 3]
+        for each in default[: 4 if cell.vpp > 1 else 3]
     ]
 
 
@@ -124,17 +125,17 @@ def _padded(values, width, fill):
     return torch.cat([values, torch.full((width - len(values),), fill, dtype=values.dtype)])
 
 
-def made_up(batch, layers, seed, experts=8, top_k=2, complete=False):
+def made_up(batch, layers, seed, complete=False):
     """Routes that no router chose, for every row but each sequence's last, which an engine never computes."""
     rng = np.random.default_rng((seed, parallel_state.get_data_parallel_rank()))
-    spec = RoutingSpec(experts, top_k, tuple(map(RoutedLayer, layers)))
+    spec = RoutingSpec(EXPERTS, TOP_K, tuple(map(RoutedLayer, layers)))
     routes = [
-        np.argsort(rng.random((n - 1 + complete, len(layers), experts)), axis=-1)[..., :top_k] for n in batch.lengths
+        np.argsort(rng.random((n - 1 + complete, len(layers), EXPERTS)), axis=-1)[..., :TOP_K] for n in batch.lengths
     ]
     return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
 
 
-def put_together(picks, batches, layers, experts=8, top_k=2):
+def put_together(picks, batches, layers):
     """The traces of the micro-batches, on every rank, from the picks of the routers on all ranks.
 
     Args:
@@ -148,12 +149,12 @@ def put_together(picks, batches, layers, experts=8, top_k=2):
     ]
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
-    rows = [np.full((sum(batch.lengths), len(layers), top_k), experts) for batch in batches]
+    rows = [np.full((sum(batch.lengths), len(layers), TOP_K), EXPERTS) for batch in batches]
     for replica, m, layer, rows_R, ids_RK in (part for parts in everywhere for part in parts):
         if replica == here:
             real = rows_R != PAD_ROW
             rows[m][rows_R[real], layers.index(layer)] = ids_RK[real]
-    return [_trace(batch, rows_NLK, layers, experts, top_k) for batch, rows_NLK in zip(batches, rows, strict=True)]
+    return [_trace(batch, rows_NLK, layers) for batch, rows_NLK in zip(batches, rows, strict=True)]
 
 
 def shifted(trace):
@@ -170,7 +171,7 @@ def _by_sequence(trace):
     ]
 
 
-def _trace(batch, rows_NLK, layers, experts, top_k):
-    spec = RoutingSpec(experts, top_k, tuple(map(RoutedLayer, layers)))
+def _trace(batch, rows_NLK, layers):
+    spec = RoutingSpec(EXPERTS, TOP_K, tuple(map(RoutedLayer, layers)))
     parts = np.split(rows_NLK, np.cumsum(batch.lengths)[:-1])
     return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], parts)

@@ -13,6 +13,7 @@ from tests.adapters.megatron import model_chunks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
 from tests.adapters.megatron.training_step import same as same
+from tests.replay.session_subject import Batch, Given, require_followed
 
 ROUTINGS = {
     "softmax after": {},
@@ -118,53 +119,34 @@ def replayed(built, routed, routes, ids, **policy):
 
 @contextlib.contextmanager
 def maps_given(routed):
-    """Per MoE layer, the maps bool [B, T, E] that its dispatcher was given, forwards and recomputations in turn."""
-    maps = {site.layer.index: [] for chunk in routed.chunks for site in chunk.sites}
-    sites = [site for chunk in routed.chunks for site in chunk.sites]
+    """A list of what the dispatchers of MoE layers are given, forwards and recomputations in turn."""
+    given = []
+    dispatchers = [site.block.token_dispatcher for chunk in routed.chunks for site in chunk.sites]
 
-    def watch(site):
-        inner = site.block.token_dispatcher.dispatch_preprocess
+    def watch(column, dispatcher):
+        inner = dispatcher.dispatch_preprocess
 
         def preprocess(hidden, routing_map, probs):
-            map_TBE = routing_map.view(hidden.shape[0], hidden.shape[1], -1)
-            maps[site.layer.index].append(map_TBE.transpose(0, 1).numpy().copy())
+            shape = (*hidden.shape[:2], -1)
+            map_BTE, weights_BTE = (x.detach().view(shape).transpose(0, 1) for x in (routing_map, probs))
+            given.append(Given(column, map_BTE.numpy().copy(), weights_BTE.float().numpy().copy()))
             return inner(hidden, routing_map, probs)
 
-        site.block.token_dispatcher.dispatch_preprocess = preprocess
+        dispatcher.dispatch_preprocess = preprocess
 
-    for site in sites:
-        watch(site)
+    for column, dispatcher in enumerate(dispatchers):
+        watch(column, dispatcher)
     try:
-        yield maps
+        yield given
     finally:
-        for site in sites:
-            del site.block.token_dispatcher.dispatch_preprocess
+        for dispatcher in dispatchers:
+            del dispatcher.dispatch_preprocess
 
 
-def map_of(trace, lengths=(WIDTH, WIDTH)):
-    """Per layer, bool [B, T, E] of what the trace says; all False in padding and where there is no route."""
-    maps = {}
-    for column, layer in enumerate(trace.spec.layers):
-        map_BTE = np.zeros((len(lengths), WIDTH, trace.spec.num_experts), bool)
-        for s, length in enumerate(lengths):
-            for t in range(length):
-                row = trace.offsets[s] + t
-                if trace.valid_N[row]:
-                    map_BTE[s, t, trace.expert_ids_NLK[row, column]] = True
-        maps[layer.index] = map_BTE
-    return maps
-
-
-def assert_followed(maps, trace, lengths=(WIDTH, WIDTH), calls=1):
-    """Every call of every dispatcher got the routes of the trace."""
-    wanted = map_of(trace, lengths)
-    assert maps.keys() == wanted.keys()
-    for layer, given in maps.items():
-        assert len(given) == calls, f"layer {layer} was given {len(given)} maps, expected {calls}"
-        routed = wanted[layer].any(-1)
-        for map_BTE in given:
-            assert np.array_equal(map_BTE[routed], wanted[layer][routed]), f"layer {layer} was not followed"
-            assert (map_BTE.sum(-1) == trace.spec.top_k).all()
+def assert_followed(given, trace, lengths=(WIDTH, WIDTH)):
+    """Every dispatcher got the routes of the trace, once."""
+    assert len(given) == trace.spec.num_layers
+    require_followed(given, trace, Batch(torch.zeros(len(lengths), WIDTH), lengths))
 
 
 def refuses(kind, said, call):

@@ -19,9 +19,8 @@ from safetensors.torch import load_file
 from examples.pipeline import sync, train, weights
 from examples.pipeline.policy import Policy, make_checkpoint
 from foreroute.adapters import megatron
-from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel, without_progress_bars
+from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, without_progress_bars
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.engines.vllm import ServerSettings, VLLMEngine
 from foreroute.errors import ConfigError, EngineError
 from foreroute.testing.models import same_bits
 from tests.adapters.megatron import one_rank as on
@@ -91,17 +90,6 @@ def trains(folder, rollouts, split, steps, engine="TransformersEngine"):
         except SystemExit as ended:
             return ended.code, printed.getvalue()
     return 0, printed.getvalue()
-
-
-def with_a_dead_engine(folder, python):
-    """The server dies when it samples first."""
-
-    def start(checkpoint):
-        settings = ServerSettings(python=Path(python), options={"behaviour": "dies"})
-        return VLLMEngine(ServedModel.at(checkpoint), settings, timeout_s=60)
-
-    with mock.patch.dict(globals(), Dying=start):
-        return trains(folder, None, (), 1, "Dying")
 
 
 def dies(folder, rollouts, split, steps, dying):

@@ -12,7 +12,7 @@ from foreroute.adapters import megatron
 from tests.adapters.megatron import one_rank
 from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS
 from tests.replay.session_properties import PROPERTIES
-from tests.replay.session_subject import Given, Subject, batch_of
+from tests.replay.session_subject import Subject, batch_of
 
 GATES = {
     **one_rank.ROUTINGS,
@@ -97,26 +97,8 @@ class MegatronSubject(Subject):
         }
         return -self.model(**{**arguments, **changes})[:, :-1]
 
-    @contextmanager
     def given(self):
-        given, dispatchers = [], [block.token_dispatcher for block in self.blocks]
-
-        def watch(column, dispatcher):
-            inner = dispatcher.dispatch_preprocess
-
-            def preprocess(hidden, routing_map, probs):
-                shape = (*hidden.shape[:2], -1)
-                map_BTE, weights_BTE = (x.detach().view(shape).transpose(0, 1) for x in (routing_map, probs))
-                given.append(Given(column, map_BTE.numpy().copy(), weights_BTE.float().numpy().copy()))
-                return inner(hidden, routing_map, probs)
-
-            dispatcher.dispatch_preprocess = preprocess
-
-        for column, dispatcher in enumerate(dispatchers):
-            watch(column, dispatcher)
-        yield given
-        for dispatcher in dispatchers:
-            del dispatcher.dispatch_preprocess
+        return one_rank.maps_given(self.routed)
 
     @contextmanager
     def scores(self):

@@ -85,9 +85,6 @@ CANNOT_RUN = {
 }
 """name: (cell, what Megatron or gloo says, what covers it)."""
 
-TOO_MANY_RANKS = [Cell(tp=2, cp=2, pp=2, vpp=vpp, ep=ep) for vpp in (1, 2) for ep in (1, 2)]
-"""Eight processes: the cut of their routers is in test_cuts.py, and their pipeline in the cells without CP or TP."""
-
 
 @pytest.mark.parametrize("name", CANNOT_RUN)
 def test_megatron_itself_refuses_the_cell_with_this_reason(name):
@@ -100,7 +97,3 @@ def test_megatron_itself_refuses_the_cell_with_this_reason(name):
 def test_a_shipped_cell_runs():
     """The control: what fails above fails for the reason given, not because nothing runs."""
     assert len(run("forked_ranks_worker.trains", Cell(as_shipped=True), ranks=1)[0]) == 3
-
-
-def test_every_split_of_the_grid_runs_or_is_listed():
-    assert [cell for cell in PARALLEL if cell.ranks > MOST_RANKS] == TOO_MANY_RANKS

@@ -1,10 +1,7 @@
 """Experts that change their expert-parallel rank between two steps: training goes on as if nothing had moved."""
 
-import numpy as np
 import pytest
 
-from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.planner import plan
 from tests.adapters.megatron.forked_ranks import run
 from tests.adapters.megatron.grid import BIASED, Cell, with_settings
 
@@ -42,41 +39,6 @@ def test_losses_weights_state_and_routes_are_equal_bit_for_bit(ranks, case):
 @pytest.mark.slow
 def test_the_comparison_sees_what_stays_behind():
     run("home_move_checks.check_the_comparison_sees", ranks=2)
-
-
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell(ep=2, layers=2, packed=True),
-        pytest.param(Cell(ep=4, layers=2, packed=True, dispatcher="allgather"), marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
-def test_ranks_are_given_the_tokens_that_the_plan_says(cell):
-    """Measured where experts take them in, under routes that like the experts of the first rank."""
-    lengths = [(10, 7, 3), (3, 10, 7), (7, 3, 10)]
-    rng = np.random.default_rng(0)
-    favour_E = np.where(np.arange(EXPERTS) < EXPERTS // cell.ep, 0.3, 0.0)
-    routes_GM = [
-        [[np.argsort(rng.random((n, 2, EXPERTS)) + favour_E)[..., -2:] for n in of_batch] for of_batch in lengths]
-        for _ in range(cell.ep)
-    ]
-    counts_MGLE = [[count(routes) for routes in routes_M] for routes_M in zip(*routes_GM, strict=True)]
-    counts_MLGE = np.array(counts_MGLE).swapaxes(1, 2)
-    topology = Topology(cell.ep, cell.ep, redundant_slots=0, links=Links(4e9, 1e9, 2e9, 1e-5, 5e-5))
-    step_plan = plan(counts_MLGE, topology, PlanOptions(home_moves=None))
-    measured = run("home_move_checks.loads", cell, lengths, routes_GM, step_plan.home_LE, ranks=cell.ep)
-    before_MLG, after_MLG = (np.stack(loads, axis=-1) for loads in zip(*measured, strict=True))
-    planned = [[step_plan.cell(m, i).loads_G(counts_MLGE[m, i]) for i in range(2)] for m in range(3)]
-    assert np.array_equal(after_MLG, planned)
-    assert np.array_equal(before_MLG, counts_MLGE.sum(2).reshape(3, 2, cell.ep, -1).sum(-1))
-    assert after_MLG.max(-1).sum() < 0.9 * before_MLG.max(-1).sum()
-
-
-def count(routes):
-    """int64 [L, E] of the sequences of a micro-batch."""
-    ids_NLK = np.concatenate(routes)
-    return np.stack([np.bincount(ids_NLK[:, i].ravel(), minlength=EXPERTS) for i in range(2)])
 
 
 @pytest.mark.slow

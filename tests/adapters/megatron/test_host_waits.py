@@ -185,20 +185,6 @@ def test_what_is_wrong_is_told_when_the_session_ends():
 
 
 @on_ranks(1)
-def test_batches_of_another_shape_are_refused_at_once():
-    with chunk() as there:
-        fewer = there.trace.select([0])
-        shard = there.routed.shard(fewer, pad(fewer.lengths, side="right", order="sbhd"))
-
-        def run(shard):
-            with there.routed.replay(shard):
-                there.forward()
-
-        on.refuses(BatchMismatchError, "24 slots on this rank and the layout has 12", lambda: run(shard))
-        run(there.routed.shard(there.trace, there.layout))
-
-
-@on_ranks(1)
 def test_an_optimizer_steps_on_right_batches_alone():
     """A wrapped forward step leaves the wait to the optimizer, so that micro-batches are in flight."""
     for is_wrong in (False, True):

@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.moe.router import TopKRouter
 
-from foreroute import RoutedLayer
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.forward_args import lengths_of
 from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
@@ -17,40 +13,7 @@ from foreroute.trace import DecisionStream
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.model_chunks import VOCABULARY, build, config, initialize
-
-
-@on_ranks(1)
-def test_layers_are_those_of_the_whole_model_dense_ones_counted():
-    for pattern, routed_layers in (([0, 1, 1], [1, 2]), ([1, 0, 1], [0, 2]), (2, [0, 2]), (1, [0, 1, 2])):
-        built, routed, ids, trace = on.prepared(moe_layer_freq=pattern)
-        assert routed.spec.layers == tuple(map(RoutedLayer, routed_layers))
-        with on.maps_given(routed) as maps, routed.replay(trace):
-            on.forward(built, ids)
-        on.assert_followed(maps, trace)
-
-
-@on_ranks(1)
-def test_mtp_routers_are_not_the_decoders_whatever_their_number():
-    initialize(Cell())
-    configured = config(Cell(layers=2, settings=(("mtp_num_layers", 1),)))
-    block = get_gpt_decoder_block_spec(configured, use_transformer_engine=False)
-    mtp = get_gpt_mtp_block_spec(configured, block, use_transformer_engine=False)
-    torch.manual_seed(0)
-    built = GPTModel(configured, block, VOCABULARY, 64, position_embedding_type="rope", mtp_block_spec=mtp).train()
-    [mtp_router] = [module for module in built.mtp.modules() if isinstance(module, TopKRouter)]
-    mtp_router.set_layer_number(1)  # as newer versions number it: like the first of the decoder
-    routed = megatron.attach(built)
-    assert routed.router_paths == ("decoder.layers.0.mlp.router", "decoder.layers.1.mlp.router")
-    picks = []
-    mtp_router.register_forward_hook(lambda module, args, result: picks.append(result[1]))
-    ids = on.tokens()
-    on.forward(built, ids)
-    with on.maps_given(routed) as maps, routed.replay(on.foreign(routed.spec, ids)) as session:
-        on.forward(built, ids)
-    assert session.num_forwards == 1
-    assert len(picks) == 2
-    assert [len(calls) for calls in maps.values()] == [1, 1]
+from tests.adapters.megatron.model_chunks import build, initialize
 
 
 @on_ranks(1)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from foreroute.testing.ranks import environment, torchrun
 from tests.adapters.megatron.forked_ranks import ROOT, run
 
-FAKE = ROOT / "tests" / "engines" / "vllm" / "fake"
 CLOSE = 1e-9
 STEPS, BY_NIGHT = 2, 20
 
@@ -136,15 +134,6 @@ def test_a_sync_that_fails_half_way_ends_all_ranks(tmp_path):
     first, *others = run("pipeline_checks.trains", str(tmp_path / "run"), None, (2,), 1, "FullDisk", ranks=4)
     assert first == (1, "the run ends: EngineError: no space left\n")
     assert others == [(1, "")] * 3
-
-
-def test_a_dead_engine_ends_all_ranks_with_one_message(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAKE}" exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    (code, said), other = run("pipeline_checks.with_a_dead_engine", str(tmp_path / "run"), str(python), ranks=2)
-    assert said.startswith("the run ends: EngineError: the vLLM server died (signal 6, Aborted)")
-    assert (code, other) == (1, (1, ""))
 
 
 @pytest.mark.exhaustive

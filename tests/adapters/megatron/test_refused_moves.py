@@ -1,4 +1,4 @@
-"""Moves of experts that are refused, on all ranks alike and before anything has moved; and checkpoints meanwhile."""
+"""Moves of experts that are refused, on all ranks alike and before anything has moved."""
 
 from unittest import mock
 
@@ -14,7 +14,7 @@ from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.expert_placement.parameters import expert_slots
 from foreroute.ep.transfer.peers import Exchange
 from foreroute.ep.transfer.segments import LayerTransfer
-from foreroute.errors import PlacementError, PlanError, TransferError
+from foreroute.errors import PlanError, TransferError
 from foreroute.trace import RoutedLayer
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -116,33 +116,6 @@ def test_gathering_of_weights_must_be_over():
     for chunk in trained.chunks:
         chunk.disable_forward_pre_hook()
     assert routed.move_homes(swapped(routed), trained.optimizer) > 0
-
-
-@on_ranks(2)
-def test_checkpoints_wait_until_experts_are_back():
-    chunks, routed = attached(CELL)
-    trained = Trained(chunks, "distributed")
-    [block, *_] = moe_layers(chunks).values()
-    untouched = set(block.__dict__), set(block.experts.__dict__)
-    kept = {name: tensor.clone() for name, tensor in chunks[0].state_dict().items() if torch.is_tensor(tensor)}
-    inner = trained.optimizer.chained_optimizers[1].optimizer
-    state = inner.state_dict()
-    routed.move_homes(swapped(routed), trained.optimizer)
-    for use in (
-        chunks[0].state_dict,
-        lambda: chunks[0].load_state_dict(kept),
-        trained.optimizer.state_dict,
-        lambda: inner.load_state_dict(state),
-    ):
-        with pytest.raises(PlacementError, match=r"routed.move_homes\(routed.block_home_LE, optimizer\)"):
-            use()
-    routed.move_homes(routed.block_home_LE, trained.optimizer)
-    assert (set(block.__dict__), set(block.experts.__dict__)) == untouched
-    after = chunks[0].state_dict()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in kept.items())
-    assert chunks[0].sharded_state_dict()
-    assert inner.state_dict()
-    inner.load_state_dict(state)
 
 
 @on_ranks(1)

@@ -8,6 +8,7 @@ from foreroute.errors import BatchMismatchError
 from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
+from tests.replay.session_subject import Batch, map_of
 
 LENGTHS = (9, 5)
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -89,15 +90,16 @@ def test_expert_bias_counts_what_the_switch_says_and_no_padding():
 @on_ranks(1)
 def test_left_padding_is_told_by_a_layout():
     built, routed, ids, trace = on.prepared(lengths=LENGTHS)
-    wanted = on.map_of(trace, LENGTHS)
     left = torch.stack([row.roll(on.WIDTH - length) for row, length in zip(ids, LENGTHS, strict=True)])
     layout = pad(trace.lengths, side="left", order="sbhd", to=on.WIDTH)
     for given in ((trace, layout), (routed.shard(trace, layout),)):
         with on.maps_given(routed) as maps, routed.replay(*given):
             on.forward(built, left)
-        for layer, [map_BTE] in maps.items():
+        assert len(maps) == trace.spec.num_layers
+        for column, map_BTE, _ in maps:
+            wanted_BTE = map_of(trace, Batch(ids, LENGTHS), column)
             for s, length in enumerate(LENGTHS):
-                assert np.array_equal(map_BTE[s, on.WIDTH - length :], wanted[layer][s, :length])
+                assert np.array_equal(map_BTE[s, on.WIDTH - length :], wanted_BTE[s, :length])
     with pytest.raises(BatchMismatchError, match="where it is padded on the left, give layout="), routed.replay(trace):
         on.forward(built, left)
 

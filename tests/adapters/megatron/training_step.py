@@ -7,7 +7,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from tests.adapters.megatron.micro_batches import expected_rows, model_inputs
+from tests.adapters.megatron.micro_batches import model_inputs
 
 
 def forward_step(iterator, model):
@@ -123,7 +123,3 @@ def native_routes(chunks, batches, forward=forward_step):
 def same(left, right):
     """Bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def rows_here(batches):
-    return [expected_rows(batch) for batch in batches]

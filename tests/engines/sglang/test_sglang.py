@@ -227,16 +227,6 @@ def meta(answers):
     return answers[1]["meta_info"]
 
 
-def with_tokens(answers, count):
-    """Have so many tokens, consistently but for the routes."""
-    answers[1]["output_ids"] = (answers[1]["output_ids"] * 2)[:count]
-    meta(answers)["output_token_logprobs"] = (meta(answers)["output_token_logprobs"] * 2)[:count]
-
-
-def logprob(answers, value):
-    meta(answers)["output_token_logprobs"][2][0] = value
-
-
 LIES = {
     # of another request, prompt or sequence; the prompts have one length
     "in another order": (lambda a: a[::-1], "answers the request"),
@@ -260,14 +250,10 @@ LIES = {
     "a log-prob too few": (lambda a: meta(a)["output_token_logprobs"].pop() and None, "token of each log-prob"),
     "log-probs alone": (lambda a: meta(a).update(output_token_logprobs=[-1.0] * 5), "lacks or garbles"),
     # the other tokens, ends and log-probs that cannot be are refused by what vLLM's answers go through too
-    "floats": (lambda a: a[1].update(output_ids=[1.0]), "a list of integers"),
-    "too many": (lambda a: with_tokens(a, 9), "sampled 9 tokens, it was asked for 1 to 5"),
     "stop without an end": (lambda a: meta(a).update(finish_reason={"type": "stop"}), "ended by an end token"),
     "aborted": (lambda a: meta(a).update(finish_reason={"type": "abort"}), "aborted response 1 of 2"),
     "another reason": (lambda a: meta(a).update(finish_reason={"type": "other"}), "for the reason 'other'"),
     "no reason": (lambda a: meta(a).update(finish_reason=None), "lacks or garbles"),
-    "a log-prob above 0": (lambda a: logprob(a, 5.0), "log-prob"),
-    "a log-prob of text": (lambda a: logprob(a, "x"), "a list of numbers"),
 }
 
 

@@ -75,16 +75,6 @@ def test_an_engine_samples_and_decodes_without_a_model_of_transformers(routed, f
     assert load(arguments[-1]).equals(wanted.trace.without_pick_order())
 
 
-def test_a_folder_says_what_the_model_says(routed, folder):
-    here, there = ServedModel.of(routed), ServedModel.at(folder)
-    assert (there.spec, there.vocabulary_size, there.max_positions) == (
-        here.spec,
-        here.vocabulary_size,
-        here.max_positions,
-    )
-    assert (here.vocabulary_size, here.max_positions) == (SIZES["vocab_size"], SIZES["max_position_embeddings"])
-
-
 def test_a_family_that_is_not_known_needs_a_spec(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from foreroute.errors import ConfigError, EngineError
+from foreroute.errors import EngineError
 from foreroute.train import Watcher, parse_config, train
 
 RUN = {
@@ -55,17 +55,3 @@ def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
     with pytest.raises(EngineError, match="died"):
         train(config(fake_settings("dies")), tmp_path / "run", watcher=Watcher(on_step=told.append))
     assert not told
-
-
-@pytest.mark.parametrize(
-    ("rollout", "said"),
-    [
-        ({"precision": "fp8"}, "fp8"),
-        ({"server": {}}, "needs server.python"),
-        ({"server": {"pyton": "x"}}, "did you mean python"),
-        ({"engine": "sglan"}, "embedded"),
-    ],
-)
-def test_configurations_that_cannot_work_are_refused(fake_settings, rollout, said):
-    with pytest.raises(ConfigError, match=said):
-        config(fake_settings(), **rollout)

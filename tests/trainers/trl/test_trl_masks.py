@@ -79,33 +79,6 @@ def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(f
     assert seen[False] == 2 * seen[True] > 0  # an old and an update pass, and one of the reference
 
 
-def test_the_sets_are_those_that_generate_drew_from(folder):
-    """The fewest tokens that have the mass asked for: less one of them they have less."""
-    trainer = make(folder, kind=Watched, max_steps=1, top_p=0.8)
-    model = policy().eval()
-    trainer.train()
-    trace = trainer.passes[0][2]
-    masks = trace.streams[SAMPLING]
-    for s in range(len(trace)):
-        with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(trace.select([s]).token_ids_N.astype(np.int64))[None]).logits[0]
-        own = trace.select([s]).streams[SAMPLING]
-        for row in np.flatnonzero(own.valid_N):
-            kept = logits[row].double().softmax(-1)[own.ids[own.offsets[row] : own.offsets[row + 1]].tolist()]
-            assert kept.sum() > 0.8 - 1e-5
-            assert kept.sum() - kept.min() < 0.8 + 1e-5
-    assert len(masks.ids) > masks.valid_N.sum()
-
-
-def test_masks_of_our_engine_are_taken_from_where_they_fall(folder):
-    """Those of a vLLM are in test_trl_sampling.py."""
-    model = policy()
-    engine = rollout_with(EmbeddedEngine(model, "float32"))
-    trainer = make(folder, model=model, rollout_func=engine, max_steps=1, top_p=0.8)
-    trainer.train()
-    assert logged(trainer, "mismatch/k3")[0] < 1e-9
-
-
 @pytest.mark.parametrize("compact", [False, True], ids=["all-positions", "scored-positions"])
 def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(compact, monkeypatch):
     """Where TRL hands over all positions, and where it hands over the scored ones alone, as on GPUs."""
@@ -175,41 +148,6 @@ def test_masks_that_are_dropped_are_noticed(folder):
         make(folder, kind=PastTheHead, max_steps=1, top_p=0.8).train()
 
 
-def changed(change):
-    """A `rollout_func` of our engine whose traces have other masks."""
-
-    sample = rollout_with(EmbeddedEngine(policy(), "float32"))
-
-    def roll_out(prompts, trainer):
-        output = sample(prompts, trainer)
-        output["routed_experts"] = change(output["routed_experts"])
-        return output
-
-    return roll_out
-
-
-def shifted(traces):
-    return [each.with_stream(SAMPLING, each.streams[SAMPLING].take(np.arange(each.num_rows) - 1)) for each in traces]
-
-
-def without_the_last(traces):
-    return [
-        each.with_stream(SAMPLING, each.streams[SAMPLING].without(np.array([each.num_rows - 2]))) for each in traces
-    ]
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (shifted, (BatchMismatchError, TraceContentError), "leaves out its token|has no sampling mask"),
-        (without_the_last, TraceContentError, "has no sampling mask"),
-    ],
-)
-def test_masks_of_other_rows_are_refused(change, error, message, folder):
-    with pytest.raises(error, match=message):
-        make(folder, rollout_func=changed(change), max_steps=1, top_k=2).train()
-
-
 TOOL = 2
 """Of each completion, the token that a tool would have given; it was not sampled."""
 
@@ -268,12 +206,3 @@ def test_a_sampled_token_needs_its_mask_where_others_do_not(folder):
 def test_an_env_mask_of_another_length_is_refused(folder):
     with pytest.raises(BatchMismatchError, match=r"env_mask of the lengths .* for completions of"):
         make(folder, rollout_func=with_a_tool(TOOL, [[1, 0, 1]] * 8), max_steps=1, top_p=0.8).train()
-
-
-def test_a_release_of_trl_with_another_head_is_named(monkeypatch):
-    monkeypatch.delattr(utils, HEAD)
-    with (
-        pytest.raises(AttributeError, match=HEAD),
-        scored_on_sampling_masks(None, None, None),
-    ):
-        pass

@@ -51,23 +51,6 @@ def make(folder, *, kind=GRPOTrainer, model=None, rollout_func=None, peft_config
     )
 
 
-def old_log_probs(trainer):
-    """Train, and return the log-probs of TRL's old pass on each completion, by the tokens of the sequence."""
-    found, generates = {}, trainer._generate_and_score_completions
-
-    def noting(inputs):
-        output = generates(inputs)
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "old_per_token_logps")
-        for ids, mask, completion, completed, logprobs in zip(*(output[name] for name in names), strict=True):
-            tokens = (*ids[mask.bool()].tolist(), *completion[completed.bool()].tolist())
-            found[tokens] = logprobs[completed.bool()].numpy()
-        return output
-
-    trainer._generate_and_score_completions = noting
-    trainer.train()
-    return found
-
-
 def logged(trainer, name):
     """Every value of a metric in the trainer's own logs."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]

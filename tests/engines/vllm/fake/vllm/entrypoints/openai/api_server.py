@@ -67,13 +67,13 @@ class Engine:
         if path == "/collective_rpc":
             assert body["method"] == "foreroute_load"
             assert (Path(body["args"][0]) / "model.safetensors").exists()
-            return {"results": ["/elsewhere"] if self.behaviour == "loads others" else body["args"]}
+            return {"results": body["args"]}
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/abort_requests":
             self.aborted.set()
         if path == "/reset_prefix_cache":
-            return {"success": self.behaviour != "busy cache"}
+            return {"success": True}
         return self.generate(body) if path == "/inference/v1/generate" else {}
 
     def generate(self, body):
@@ -110,7 +110,7 @@ class Engine:
         found = {
             "index": 0,
             "token_ids": tokens,
-            "finish_reason": {"aborts": "abort", "repeats": "repetition"}.get(self.behaviour, reason),
+            "finish_reason": reason,
             "logprobs": {"content": [name | {"logprob": -1.5} for name in names]},
             "routed_experts": self.routes([*prompt, *tokens][:-1], asked.get("routed_experts_prompt_start", 0)),
             "sampling_mask": None,
