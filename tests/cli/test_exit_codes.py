@@ -131,6 +131,7 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path, nu
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
+@pytest.mark.slow
 def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
     """Of a second, as an engine may need to end."""
     text = HANGING.format(kernel=False).replace(

@@ -91,6 +91,7 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert kept.num_replicas_ML.sum() > paid.num_replicas_ML.sum(), "few tokens pay for few"
 
 
+@pytest.mark.slow
 def test_traces_are_packed_by_length(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     output = tmp_path / "plan.safetensors"

@@ -99,6 +99,7 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     assert "runs/simulate/config is not empty" in printed.err
 
 
+@pytest.mark.slow
 def test_a_step_is_drawn_and_planned_once_for_the_table_and_its_timelines(run, tmp_path, monkeypatch):
     planned, drawn = [], []
 

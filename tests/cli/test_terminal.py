@@ -108,6 +108,7 @@ def test_letters_that_standard_output_lacks_are_escaped(tmp_path):
     assert r"\xe9" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
     fr.save(random_trace(0), tmp_path / "trace")
     result = shell("@ convert trace copy --to ordered >/dev/null 2>&- <&-", tmp_path)

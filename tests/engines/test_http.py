@@ -16,6 +16,7 @@ from foreroute.engines.http import Client
 from foreroute.errors import ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from tests.engines.recorded_answers import serving
+from tests.tiers import grid
 
 
 @contextmanager
@@ -62,7 +63,7 @@ DRIPS = {
 }
 
 
-@pytest.mark.parametrize("name", DRIPS)
+@grid("name", DRIPS, quick=3)
 def test_what_drips_for_ever_ends_in_time(name):
     with dripping(*DRIPS[name]) as url, ending_in_time():
         address = url.replace("http", "https") if name == "a handshake" else url

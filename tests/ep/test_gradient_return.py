@@ -65,6 +65,7 @@ def pass_log(rank, case, frozen):
     return forward, log, weights.num_fetches
 
 
+@pytest.mark.slow
 def test_rows_are_launched_before_weights(workers):
     """On one communicator they would wait behind it."""
     forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "rows")]

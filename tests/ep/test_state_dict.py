@@ -68,6 +68,7 @@ def moved_between_steps(rank, moves):
     return placed.state_dict(), received
 
 
+@pytest.mark.slow
 def test_homes_move_between_steps_and_change_nothing(workers):
     stay, move = (workers(2).run(moved_between_steps, moves) for moves in (False, True))
     for (expected, none), (found, received) in zip(stay, move, strict=True):
@@ -227,6 +228,7 @@ def two_groups(rank):
     return worst
 
 
+@pytest.mark.slow
 def test_groups_of_ranks_beside_each_other(workers):
     assert max(workers(4).run(two_groups)) < WITHIN
 

@@ -219,6 +219,7 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     assert all("15 experts cannot be dealt to parallel.expert = 2 evenly" in outcome.message for outcome in uneven)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dying", "survivor"), [(die_in_update, 0), pytest.param(die_planning, 1, marks=pytest.mark.slow)]
 )

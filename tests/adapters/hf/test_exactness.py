@@ -12,6 +12,7 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import batch_of, log_probs, loss_of, random_routes
+from tests.tiers import grid
 
 ALL = sorted([*FAMILIES, *GROUPED])
 BATCH = batch_of(9, 6, 4)
@@ -29,7 +30,7 @@ class Float64(TorchFunctionMode):
         return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
 
 
-@pytest.mark.parametrize("family", ALL)
+@grid("family", ALL, quick=2)
 def test_router_gradient_agrees_with_finite_differences(family):
     model = tiny(family).double()
     routed = hf.attach(model)

@@ -18,6 +18,7 @@ from foreroute.testing.ranks import environment
 from foreroute.trace import LayerKind
 from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.family_checks import attached, require_told, written
+from tests.tiers import grid
 
 OTHERWISE = [
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
@@ -60,7 +61,7 @@ AT_ONCE = 7
 """So many in every run: one for each way in which configurations name dense layers. The others run by night."""
 
 
-@pytest.mark.parametrize(
+@grid(
     ("name", "fields"),
     [
         *OTHERWISE[:AT_ONCE],
@@ -68,6 +69,7 @@ AT_ONCE = 7
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERWISE[AT_ONCE:]),
     ],
     ids=lambda value: str(value)[:40],
+    quick=2,
 )
 def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
     """Dense ones in other places, and layers with indexers."""
@@ -82,6 +84,7 @@ def test_hash_layers_are_told_from_routers(tmp_path):
     assert [layer.kind for layer in spec.layers] == [LayerKind.HASH, LayerKind.DECODER, LayerKind.DECODER]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "experts", "picks"),
     [

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
 from foreroute.adapters.megatron import model as routed_model
@@ -198,6 +199,7 @@ def test_batches_of_another_shape_are_refused_at_once():
         run(there.routed.shard(there.trace, there.layout))
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_an_optimizer_steps_on_right_batches_alone():
     """A wrapped forward step leaves the wait to the optimizer, so that micro-batches are in flight."""

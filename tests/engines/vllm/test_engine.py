@@ -23,6 +23,7 @@ from foreroute.train import parse_config
 from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, SIZES, policy, seeded
+from tests.tiers import grid
 
 DATA = Path(__file__).parent / "data"
 GENERATE, INFO = "/inference/v1/generate", "/server_info?config_format=json"
@@ -251,13 +252,14 @@ def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
     assert "no room" in str(caught.value.__context__)
 
 
-@pytest.mark.parametrize(
+@grid(
     "path",
     [
         "/version",
         GENERATE,
         *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info", "/collective_rpc")),
     ],
+    quick=1,
 )
 def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
     with serving(answer := Server()) as server:
@@ -347,7 +349,7 @@ def asked(routed, tmp_path_factory):
         engine.close()
 
 
-@pytest.mark.parametrize("name", LIES)
+@grid("name", LIES, quick=12)
 def test_an_answer_that_is_none_to_its_question_is_refused(asked, name):
     answers, ask = asked
     answers.lie = None

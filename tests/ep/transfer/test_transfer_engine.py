@@ -26,6 +26,7 @@ from tests.ep.transfer.toy import (
     summed,
     weight,
 )
+from tests.tiers import grid
 
 
 def train(rank, plan, options, drop):
@@ -58,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options", "shape"), CASES)
+@grid(("ranks", "options", "shape"), CASES, quick=2)
 def test_losses_and_gradients_are_those_of_one_process(workers, ranks, options, shape):
     for seed in range(2):
         plan = random_plan(seed, ranks=ranks, **shape)

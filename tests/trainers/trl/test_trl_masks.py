@@ -16,6 +16,7 @@ from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl.masked_head import HEAD, masks_at, scored_on_sampling_masks
+from tests.tiers import grid
 from tests.trainers.trl.trl_runs import logged, make, saved_policy
 
 CUTS = {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "temperature": 0.7}
@@ -198,12 +199,13 @@ def without_the_last(traces):
     ]
 
 
-@pytest.mark.parametrize(
+@grid(
     ("change", "error", "message"),
     [
         (shifted, (BatchMismatchError, TraceContentError), "leaves out its token|has no sampling mask"),
         (without_the_last, TraceContentError, "has no sampling mask"),
     ],
+    quick=1,
 )
 def test_masks_of_other_rows_are_refused(change, error, message, folder):
     with pytest.raises(error, match=message):
@@ -232,6 +234,7 @@ def with_a_tool(without, env_masks=None):
     return roll_out
 
 
+@pytest.mark.slow
 def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folder):
     trainer = make(
         folder,
@@ -265,6 +268,7 @@ def test_a_sampled_token_needs_its_mask_where_others_do_not(folder):
         make(folder, rollout_func=with_a_tool(TOOL + 1), max_steps=1, top_p=0.8).train()
 
 
+@pytest.mark.slow
 def test_an_env_mask_of_another_length_is_refused(folder):
     with pytest.raises(BatchMismatchError, match=r"env_mask of the lengths .* for completions of"):
         make(folder, rollout_func=with_a_tool(TOOL, [[1, 0, 1]] * 8), max_steps=1, top_p=0.8).train()

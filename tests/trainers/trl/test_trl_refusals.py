@@ -14,6 +14,7 @@ from foreroute.errors import AttachError, BatchMismatchError, CaptureError, Conf
 from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
 from foreroute.trainers.trl.controller import ROWS
 from foreroute.trainers.trl.trainer import require_supported
+from tests.tiers import grid
 from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import make
 
@@ -78,9 +79,10 @@ class OwnBatch(GRPOTrainer):
         return inputs
 
 
-@pytest.mark.parametrize(
+@grid(
     ("kind", "message"),
     [(OwnLoss, "computed a loss without"), (OwnStep, "a training step without"), (OwnBatch, "foreroute_rows")],
+    quick=1,
 )
 def test_a_step_in_which_nothing_was_replayed(kind, message, folder):
     with pytest.raises(ReplayError, match=message):
@@ -118,7 +120,7 @@ def one_late(routes):
     return [np.roll(each, 1, axis=0) for each in routes]
 
 
-@pytest.mark.parametrize(
+@grid(
     ("change", "error", "message"),
     [
         (one_late, ReplayError, "shift"),
@@ -129,6 +131,7 @@ def one_late(routes):
         (lambda routes: [np.zeros_like(each) for each in routes], CaptureError, "sequence 0"),
     ],
     ids=["one-late", "shuffled", "too-few", "none", "dictionary", "all-zero"],
+    quick=2,
 )
 def test_routes_of_a_rollout_func_that_are_wrong(change, error, message, folder):
     model = policy()
