@@ -142,6 +142,7 @@ def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
     assert signalled(text, tmp_path, signal.SIGTERM) == (143, "closed\nstopped: ended by SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_a_signal_that_falls_into_a_finalizer_ends_the_command_too(tmp_path):
     """Python drops what is raised there, and says so."""
     text = HANGING.format(kernel=False).replace(

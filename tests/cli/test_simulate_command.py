@@ -15,6 +15,7 @@ from foreroute.plan import save_counts
 from foreroute.simulate import load_config, methods, parse_config
 from foreroute.simulate.fit import fit, load_measurements
 from foreroute.simulate.workload import DrawnStep
+from tests.tiers import grid
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
 TOML = """
@@ -141,7 +142,7 @@ def test_rates_are_fitted_first(run, tmp_path):
     assert "Rates fitted to measurements" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("text", "arguments", "message"),
     [
         (TOML, ("none.toml",), "none.toml does not exist"),
@@ -157,6 +158,7 @@ def test_rates_are_fitted_first(run, tmp_path):
         (TOML, ("config.toml", "--fit", "config.toml"), " is not JSON"),
         (TOML, ("config.toml", "--fit", "measured.jsonl", "--rate", "speed"), "speed cannot be fitted"),
     ],
+    quick=5,
 )
 def test_a_users_error_is_one_message_and_exit_code_2(run, tmp_path, text, arguments, message):
     (tmp_path / "config.toml").write_text(text)

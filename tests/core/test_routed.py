@@ -47,7 +47,7 @@ def own_routes(model, routed, batch=BATCH):
     return recording.ids()[0], logits
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@grid("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"], quick=1)
 def test_tensors_and_traces_are_replayed_alike(family):
     """Bits of the loss and of every gradient, routers' among them."""
     seen = {}
@@ -102,7 +102,7 @@ def test_own_routes_change_no_bit_and_others_are_counted():
     assert lines[1].path == "model.layers.1.mlp.gate"
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@grid("use_reentrant", [True, False], quick=1)
 def test_rows_without_a_route_run_the_same_experts_again(use_reentrant, monkeypatch):
     """Though their router would pick others by then: here it picks at random."""
     model = tiny("qwen3_moe").train()

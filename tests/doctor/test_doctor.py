@@ -93,6 +93,7 @@ def test_stale_weights_are_named_with_and_without_a_stated_version(model):
     assert f"its rows are of weight version {VERSION}, and the trainer is at {VERSION + 1}" in stated.headline
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
 def test_another_temperature_is_not_blamed_on_routes(model):
     found = diagnosis(model, generation(model, temperature=0.5))

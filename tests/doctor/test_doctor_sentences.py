@@ -229,7 +229,7 @@ def severity(found, topic):
     return max(f.severity for f in found.findings if f.topic == topic)
 
 
-@pytest.mark.parametrize("version", [3, 4])
+@grid("version", [3, 4], quick=1)
 def test_a_larger_share_of_other_routes_is_never_judged_milder(version):
     rng, own = reference(4)
     severities = []

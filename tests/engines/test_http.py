@@ -101,7 +101,7 @@ def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
         answer.read(bool, "success")
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@grid("status", [301, 302, 303, 307, 308], quick=2)
 @pytest.mark.parametrize("target", ["/other", "http://127.0.0.1:1/", "file:///etc/passwd", "ftp://127.0.0.1/x"])
 def test_no_redirect_is_followed(status, target):
     with serving(lambda *_: (status, b"", {"Location": target})) as server:

@@ -4,7 +4,6 @@ The oracle of gradients is finite differences in float64.
 """
 
 import numpy as np
-import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -52,7 +51,7 @@ def test_router_gradient_agrees_with_finite_differences(family):
             torch.testing.assert_close((above - below) / (2 * step), (weight.grad * direction).sum(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("family", ALL)
+@grid("family", ALL, quick=3)
 def test_pick_order_does_not_change_the_outcome(family):
     model = tiny(family)
     routed = hf.attach(model)

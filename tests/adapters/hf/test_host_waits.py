@@ -181,7 +181,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
     assert seen[2].equals(expected[2])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@grid("side", ["left", "right"], quick=1)
 def test_gate_weights_are_gathered_there(side):
     here, batch = model_here(), padded(side)
     with torch.no_grad(), here.record(gate_weights=True) as recording:
@@ -387,7 +387,7 @@ def test_rows_are_used_again_for_the_same_tensors_until_somebody_writes_to_them(
             session.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("options", [{}, {"margins": True}], ids=["plain", "margins"])
+@grid("options", [{}, {"margins": True}], ids=["plain", "margins"], quick=1)
 def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(options):
     here, batch = model_here(), padded("right")
     with torch.no_grad(), here.record() as expected:

@@ -379,6 +379,7 @@ def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(family):
         assert torch.equal(model(**padding, use_cache=False)[0], native)
 
 
+@pytest.mark.slow
 def test_routes_and_choices_together_close_the_gap_that_either_alone_leaves():
     """A bfloat16 rollout against a float32 trainer. Each alone leaves the other to cascade.
 

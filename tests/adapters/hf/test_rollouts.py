@@ -9,6 +9,7 @@ from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from foreroute.trace import digest
 from tests.adapters.hf.model_runs import batch_of, log_probs
+from tests.tiers import grid
 
 END, PAD = 7, 0
 
@@ -115,7 +116,7 @@ def test_a_rollout_carries_gate_weights(routed):
     assert not rollout.gate_weights_NLK[~rollout.valid_N].any()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("given", "message"),
     [
         (lambda o, m: (o,), "sequence 1, position 0: token 0 in the rollout"),
@@ -140,6 +141,7 @@ def test_a_rollout_carries_gate_weights(routed):
             "sequence 0, position 8: token",
         ),
     ],
+    quick=5,
 )
 def test_sequences_that_are_not_those_recorded_are_refused(routed, given, message):
     recording, output, mask = sampled(routed, end=[2, 5, 0])

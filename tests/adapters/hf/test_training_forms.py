@@ -5,7 +5,6 @@ gradients. Under other routes, the experts are seen to get exactly those.
 """
 
 import numpy as np
-import pytest
 import torch
 from transformers import modeling_layers
 
@@ -127,7 +126,7 @@ def test_only_sparse_layers_have_rows():
     assert [layer.index for layer in hf.attach(tiny("deepseek_v3")).spec.layers] == [1, 2]
 
 
-@pytest.mark.parametrize("form", [with_lora, with_lora_on_experts_and_routers])
+@grid("form", [with_lora, with_lora_on_experts_and_routers], quick=1)
 def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
     import peft
 

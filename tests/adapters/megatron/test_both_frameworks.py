@@ -27,6 +27,7 @@ def test_a_trace_of_transformers_is_replayed_by_both():
     assert tolerance < 1e-4
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_trace_of_megatron_is_replayed_by_both():
     both = Both()

@@ -115,6 +115,7 @@ def test_rows_that_are_known_are_not_asked_for_again(routed, started):
             engine.generate([so_far], SAMPLING, seeded(7), known_rows=wrong)
 
 
+@pytest.mark.slow
 def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed, started):
     engine, cut = loaded(started("slow", sampling_masks=True), routed), replace(PAIRS, top_k=3, end_token=-1)
     partial = engine.generate_until(prompts(5, 9), cut, seeded(), seconds=0.2)

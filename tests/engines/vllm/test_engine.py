@@ -223,9 +223,7 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize(
-    "path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
-)
+@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=2)
 def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loaded(routed, tmp_path, path):
     only_status = path in ("/pause?mode=wait", "/update_weight_version")
     answer = Server()
@@ -392,7 +390,7 @@ def settings_031():
     return settings
 
 
-@pytest.mark.parametrize(
+@grid(
     ("version", "path", "value", "said"),
     [
         ("0.30.0", "model_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
@@ -410,6 +408,7 @@ def settings_031():
             for name in ("NixlConnector", "NixlPullConnector", "MoRIIOConnector", "MooncakeConnector")
         ),
     ],
+    quick=5,
 )
 def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path, version, path, value, said):
     settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()

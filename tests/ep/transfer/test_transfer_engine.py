@@ -91,7 +91,7 @@ def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers
     assert max(outcome["grad"] for outcome in outcomes) > 1e-2
 
 
-@pytest.mark.parametrize("paths", ["host", "direct"])
+@grid("paths", ["host", "direct"], quick=1)
 def test_one_pass_moves_the_fewest_bytes_that_the_plan_needs(workers, paths):
     plan = random_plan(3, ranks=4, micro_steps=4, slots=3, keep=0.5)
     options = TransferOptions(slots="layer", paths=paths)

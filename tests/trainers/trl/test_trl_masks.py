@@ -98,6 +98,7 @@ def test_the_sets_are_those_that_generate_drew_from(folder):
     assert len(masks.ids) > masks.valid_N.sum()
 
 
+@pytest.mark.slow
 def test_masks_of_our_engine_are_taken_from_where_they_fall(folder):
     """Those of a vLLM are in test_trl_sampling.py."""
     model = policy()
@@ -263,6 +264,7 @@ def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folde
     assert seen == 24  # the old, reference and update passes of 8 sequences
 
 
+@pytest.mark.slow
 def test_a_sampled_token_needs_its_mask_where_others_do_not(folder):
     with pytest.raises(TraceContentError, match="has no sampling mask"):
         make(folder, rollout_func=with_a_tool(TOOL + 1), max_steps=1, top_p=0.8).train()

@@ -107,9 +107,10 @@ class Late(GRPOTrainer):
         return inputs
 
 
-@pytest.mark.parametrize(
+@grid(
     ("kind", "error", "message"),
     [(Swapped, BatchMismatchError, "the sequences \\[1, 0\\] of the trace"), (Late, ReplayError, "rollouts \\[0\\]")],
+    quick=1,
 )
 def test_routes_of_other_sequences_or_rollouts(kind, error, message, folder):
     with pytest.raises(error, match=message):
@@ -174,12 +175,13 @@ def test_routes_of_other_weights_are_refused(folder):
         trainer.train()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("settings", "message"),
     [
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
         ({"generation_kwargs": {"seed": 1}}, "generation_kwargs"),
     ],
+    quick=1,
 )
 def test_sampling_that_an_engine_does_not_know(settings, message, folder):
     model = policy()

@@ -96,7 +96,7 @@ def test_nothing_is_kept_where_nothing_is_left_out(folder):
     assert logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
-@pytest.mark.parametrize(
+@grid(
     ("of_model", "of_call", "message"),
     [
         ({"repetition_penalty": 1.3}, {"repetition_penalty": None}, "RepetitionPenaltyLogitsProcessor, by generation"),
@@ -104,6 +104,7 @@ def test_nothing_is_kept_where_nothing_is_left_out(folder):
         ({}, {"guidance_scale": 1.5, "remove_invalid_values": True}, "InfNanRemove.*, UnbatchedClassifierFreeGuidance"),
         ({}, {"do_sample": False}, "sampled at temperature 1.0, and TRL scores at 0.9"),
     ],
+    quick=2,
 )
 def test_generate_is_refused_before_it_samples_what_no_set_shows(of_model, of_call, message, folder):
     trainer = make(folder, model=configured(**of_model), generation_kwargs=of_call, temperature=0.9)
