@@ -57,6 +57,10 @@ def unpainted(monkeypatch):
 
 def pytest_collection_finish():
     """What is imported by now stays: without this, every full collection walks a million objects of it."""
+    if "torch" in sys.modules:
+        from tests.seeds import seed_no_absent_devices
+
+        seed_no_absent_devices()
     gc.freeze()
 
 

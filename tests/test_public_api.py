@@ -3,13 +3,19 @@
 import difflib
 import tomllib
 
+import pytest
+
 from tests.public_api import LISTED, names_of, public_api, public_members, rooms, target
 
-FOUND = rooms()
+
+@pytest.fixture(scope="module")
+def every_room():
+    """Read once, and by one worker of a run."""
+    return rooms()
 
 
-def test_the_public_names_are_those_of_the_list():
-    kept, now = LISTED.read_text().splitlines(), public_api(FOUND).splitlines()
+def test_the_public_names_are_those_of_the_list(every_room):
+    kept, now = LISTED.read_text().splitlines(), public_api(every_room).splitlines()
     changes = list(difflib.unified_diff(kept, now, "tests/public_api.txt", "src", n=0, lineterm=""))
     assert not changes, "\n".join(
         [
@@ -20,9 +26,9 @@ def test_the_public_names_are_those_of_the_list():
     )
 
 
-def test_every_public_name_has_a_docstring():
+def test_every_public_name_has_a_docstring(every_room):
     silent = []
-    for room in FOUND:
+    for room in every_room:
         silent += [] if room.docstring else [room.path]
         for name in names_of(room):
             found = target(room[name])

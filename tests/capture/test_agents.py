@@ -10,6 +10,7 @@ from foreroute.capture.skycap import read_skycap
 from foreroute.trace import NO_VERSION, SAMPLING
 from tests import scripted
 from tests.scripted import SPEC
+from tests.tiers import grid
 
 
 def by_time(made, key):
@@ -144,7 +145,7 @@ RECORDED = Path(__file__).parent / "recorded"
 FORMS = {"nemo-gym": (check_gym, expect_gym), "skycap": (check_skycap, expect_skycap)}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@grid("form", FORMS, quick=1)
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.exhaustive)], ids=str)
 def test_scripted_rollouts_come_back(tmp_path, form, seeds):
     write_and_read, expect_all = FORMS[form]

@@ -12,6 +12,7 @@ from foreroute.capture import read_nemo_gym, read_skycap
 from foreroute.errors import CaptureError
 from tests import scripted
 from tests.scripted import SPEC
+from tests.tiers import grid
 
 TOOL = scripted.Call("c0", None, [5, 6, 7, 8], [10, 11, 12], 1, at=100.0)
 LAST = scripted.Call("c1", TOOL, [*TOOL.tokens, 20, 21], [13, 14], 1, at=101.0)
@@ -221,7 +222,7 @@ def test_weights_are_those_of_the_call_that_computed_a_row(tmp_path):
             read(tmp_path, weight_version=wrong)
 
 
-@pytest.mark.parametrize("kind", ["json", "tokens", "experts"])
+@grid("kind", ["json", "tokens", "experts"], quick=1)
 def test_frames_that_hold_more_than_is_stated_are_not_unpacked(tmp_path, kind):
     skycap(tmp_path)
     bomb = scripted.compressed(bytes(1 << 30), states_size=False)

@@ -23,6 +23,9 @@ def deep(depth=100_000):
     return inner
 
 
+DEEP = deep()
+
+
 def endless():
     inner: list = []
     inner.append(inner)
@@ -119,25 +122,25 @@ CONTAINERS = [
     [],
     (),
     {},
-    deep(),
+    DEEP,
     endless(),
     [None],
     [Raises()],
-    [deep()],
-    {"choices": deep()},
+    [DEEP],
+    {"choices": DEEP},
     {"choices": endless()},
-    {"routed_experts": deep()},
+    {"routed_experts": DEEP},
     {"routed_experts": Raises()},
-    {"routed_experts": {"data": deep(), "shape": deep(), "dtype": deep()}},
-    {"meta_info": deep()},
-    {"meta_info": {"routed_experts": "AAAA", "output_token_sampling_mask": deep(), "indexer_topk": deep()}},
+    {"routed_experts": {"data": DEEP, "shape": DEEP, "dtype": DEEP}},
+    {"meta_info": DEEP},
+    {"meta_info": {"routed_experts": "AAAA", "output_token_sampling_mask": DEEP, "indexer_topk": DEEP}},
     LyingMapping(),
     LyingArray(),
     LyingShape(),
     LyingList(),
     LastingList([1]),
-    [[[deep()]]],
-    [[[{1: deep()}]]],
+    [[[DEEP]]],
+    [[[{1: DEEP}]]],
     [[[10**5000]]],
     {"outputs": np.zeros(3)},
     {"sglext": np.zeros(3)},
@@ -173,7 +176,7 @@ def test_hostile_output(output):
     assert len(str(error.value)) < 600
 
 
-HOSTILE = [2.5, float("nan"), "1", b"1", [], {}, object(), Raises(), np.array([1, 2]), deep()]
+HOSTILE = [2.5, float("nan"), "1", b"1", [], {}, object(), Raises(), np.array([1, 2]), DEEP]
 
 
 @pytest.mark.parametrize("start", [*HOSTILE, True, np.bool_(True), 1.0, np.float64(1), 10**5000, -1, 12], **IDS)
@@ -203,9 +206,9 @@ def test_integers_of_numpy_are_integers():
         dict.fromkeys(R.tokens),
         set(R.tokens),
         iter(R.tokens),
-        deep(),
+        DEEP,
         endless(),
-        [deep()],
+        [DEEP],
         [Raises()] * 12,
         [*R.tokens[:-1], True],
         [*R.tokens[:-1], 1.0],
@@ -263,7 +266,7 @@ def test_hostile_trace_to_examine(trace):
 
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "temperature"])
-@pytest.mark.parametrize("value", [None, True, "3", [], Raises(), float("nan"), 1j, -2, deep()], **IDS)
+@pytest.mark.parametrize("value", [None, True, "3", [], Raises(), float("nan"), 1j, -2, DEEP], **IDS)
 def test_hostile_sampling(field, value):
     with pytest.raises(ConfigError, match=f"{field} is"):
         Sampling(**{"max_new_tokens": 3, "end_token": 1, field: value})

@@ -200,6 +200,7 @@ def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
     assert foreroute("validate", good).returncode == 0
 
 
+@pytest.mark.slow
 def test_diff_names_a_defect(tmp_path):
     rng = np.random.default_rng(0)
     spec = spec_of(num_experts=64, top_k=4, num_layers=3)

@@ -8,6 +8,7 @@ import pytest
 import foreroute as fr
 from tests import wires
 from tests.cli.command import foreroute
+from tests.tiers import grid
 from tests.traces import random_trace
 
 R = wires.rollout(np.random.default_rng(0), experts=16, dense=1, layers=4)
@@ -53,9 +54,7 @@ def test_options_are_checked(folder, options, message):
     refused(folder, message, "answer.json", "out", *options)
 
 
-@pytest.mark.parametrize(
-    "tokens", ["5", "{}", '"x"', "[1.5]", "[[1.5]]", "[true]", "[null]", "[[true]]", "[", "[[[1]]]"]
-)
+@grid("tokens", ["5", "{}", '"x"', "[1.5]", "[[1.5]]", "[true]", "[null]", "[[true]]", "[", "[[[1]]]"], quick=4)
 def test_a_file_of_tokens_is_not_cast(folder, tokens):
     (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
     (folder / "tokens.json").write_text(tokens)
@@ -64,7 +63,7 @@ def test_a_file_of_tokens_is_not_cast(folder, tokens):
     assert converted(folder, "rows.npy", "out", "--tokens", folder / "tokens.json").returncode == 0
 
 
-@pytest.mark.parametrize("name", [".", "config.json"])
+@grid("name", [".", "config.json"], quick=1)
 def test_a_folder_says_which_layers_are_dense(folder, name):
     result = converted(folder, model=name)
     assert result.returncode == 0, result.stderr

@@ -19,6 +19,7 @@ from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.chain import VOCABULARY
 from tests.cli.command import foreroute
 from tests.doctor.doctor_cases import generation, shifted
+from tests.tiers import grid
 from tests.train.small_runs import small_values
 
 HOSTILE = "\x1b]0;title\x07\u202e.safetensors"
@@ -210,6 +211,7 @@ def test_nearly_all_routes_being_others_is_exit_code_1(files, tmp_path):
     assert "Compare one sequence by hand" not in words(result)
 
 
+@pytest.mark.slow
 def test_sequences_of_one_token_are_left_out(files, tmp_path):
     trace = fr.load(files / "native.trace")
     lengths = trace.lengths.copy()
@@ -228,7 +230,7 @@ def test_fewer_sequences_are_examined_when_asked(files):
     assert f"over {len(part.logprobs_R)} response tokens" in words(result)
 
 
-@pytest.mark.parametrize(
+@grid(
     ("given", "message"),
     [
         ({}, "no trainer to examine"),
@@ -251,6 +253,7 @@ def test_fewer_sequences_are_examined_when_asked(files):
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+    quick=5,
 )
 def test_wrong_input_is_one_message_and_exit_code_2(files, given, message):
     good, unrouted = load_generation(files / "bf16.generation"), fr.load(files / "unrouted.trace")

@@ -131,6 +131,7 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path, nu
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
+@pytest.mark.slow
 def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
     """Of a second, as an engine may need to end."""
     text = HANGING.format(kernel=False).replace(
@@ -141,6 +142,7 @@ def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
     assert signalled(text, tmp_path, signal.SIGTERM) == (143, "closed\nstopped: ended by SIGTERM\n")
 
 
+@pytest.mark.slow
 def test_a_signal_that_falls_into_a_finalizer_ends_the_command_too(tmp_path):
     """Python drops what is raised there, and says so."""
     text = HANGING.format(kernel=False).replace(

@@ -14,6 +14,7 @@ from foreroute.plan import PlanOptions, load_plan, verify
 from foreroute.plan.counts import COUNTS_FILE, packed_counts, save_counts
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import foreroute
+from tests.tiers import grid
 from tests.traces import random_trace, spec_of
 
 TOML = """
@@ -91,6 +92,7 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert kept.num_replicas_ML.sum() > paid.num_replicas_ML.sum(), "few tokens pay for few"
 
 
+@pytest.mark.slow
 def test_traces_are_packed_by_length(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     output = tmp_path / "plan.safetensors"
@@ -121,7 +123,7 @@ def test_the_step_before_from_traces(files):
     assert step.previous_LE.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("arguments", "message"),
     [
         (("--counts", "none.safetensors"), "none.safetensors does not exist"),
@@ -150,6 +152,7 @@ def test_the_step_before_from_traces(files):
         (("--counts", "ranks.safetensors"), "counts have 8 source ranks and the topology 4"),
         (("--counts", "large.safetensors"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
     ],
+    quick=6,
 )
 def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message):
     save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)

@@ -23,6 +23,7 @@ from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.plan import save_counts
 from foreroute.train import parse_config
 from tests.cli.command import foreroute
+from tests.tiers import grid
 from tests.traces import random_trace
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
@@ -127,7 +128,7 @@ with working("planning", Console(), total=9216, unit="cells") as work:
 """
 
 
-@pytest.mark.parametrize("on_a_terminal", [True, False])
+@grid("on_a_terminal", [True, False], quick=1)
 def test_a_real_terminal_has_a_bar_that_moves_and_a_pipe_has_nothing(on_a_terminal):
     main_end, end = pty.openpty() if on_a_terminal else os.pipe()
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}

@@ -15,6 +15,7 @@ from foreroute.plan import save_counts
 from foreroute.simulate import load_config, methods, parse_config
 from foreroute.simulate.fit import fit, load_measurements
 from foreroute.simulate.workload import DrawnStep
+from tests.tiers import grid
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
 TOML = """
@@ -99,6 +100,7 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     assert "runs/simulate/config is not empty" in printed.err
 
 
+@pytest.mark.slow
 def test_a_step_is_drawn_and_planned_once_for_the_table_and_its_timelines(run, tmp_path, monkeypatch):
     planned, drawn = [], []
 
@@ -140,7 +142,7 @@ def test_rates_are_fitted_first(run, tmp_path):
     assert "Rates fitted to measurements" in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("text", "arguments", "message"),
     [
         (TOML, ("none.toml",), "none.toml does not exist"),
@@ -151,6 +153,7 @@ def test_rates_are_fitted_first(run, tmp_path):
         (TOML, ("config.toml", "--fit", "none.jsonl"), "none.jsonl does not exist"),
         (TOML, ("config.toml", "--fit", "config.toml"), " is not JSON"),
     ],
+    quick=5,
 )
 def test_a_users_error_is_one_message_and_exit_code_2(run, tmp_path, text, arguments, message):
     (tmp_path / "config.toml").write_text(text)

@@ -15,6 +15,7 @@ from rich.text import Text
 import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
+from tests.tiers import grid
 from tests.traces import random_trace
 
 SOURCE = Path(fr.__file__).parent
@@ -85,13 +86,14 @@ def shell(command, folder, **variables):
     )
 
 
-@pytest.mark.parametrize(
+@grid(
     ("command", "code", "message"),
     [
         ("@ --version >/dev/full", 2, "error: standard output: No space left on device\n"),
         ("@ --version >&-", 2, "error: standard output is closed; open it, or send it to /dev/null\n"),
         ("set -o pipefail; @ --version | (exec <&-; sleep 1)", 2, ""),
     ],
+    quick=1,
 )
 def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):
     """`tests/robustness/test_doors.py` has more of them, names and widths that are hostile, for every verb."""
@@ -108,6 +110,7 @@ def test_letters_that_standard_output_lacks_are_escaped(tmp_path):
     assert r"\xe9" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
     fr.save(random_trace(0), tmp_path / "trace")
     result = shell("@ convert trace copy --to ordered >/dev/null 2>&- <&-", tmp_path)

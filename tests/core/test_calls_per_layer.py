@@ -2,18 +2,17 @@
 
 from contextlib import contextmanager
 
-import pytest
-
 from foreroute.core import attach
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, loss_of
 from tests.core.test_routed import own_routes
 from tests.python_calls import calls_per_layer
+from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 
 
-@pytest.mark.parametrize(("use_reentrant", "most"), [(None, 16), (True, 48), (False, 52)])
+@grid(("use_reentrant", "most"), [(None, 16), (True, 48), (False, 52)], quick=1)
 def test_a_layer_costs_few_calls(use_reentrant, most):
     """Forward and backward; recomputed layers run twice, and each of them finds its own pass."""
 

@@ -21,6 +21,7 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
+from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 LAYER = 1
@@ -99,7 +100,7 @@ def test_what_rewrites_a_selection_is_named(change, how, session):
             model(**BATCH)
 
 
-@pytest.mark.parametrize("how", [forward_of, hook_of])
+@grid("how", [forward_of, hook_of], quick=1)
 @pytest.mark.parametrize("change", [looks_on, same_again])
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 def test_what_only_looks_is_let_be(change, how, use_reentrant):

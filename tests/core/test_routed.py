@@ -24,6 +24,7 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
+from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 SHAPE = (3, 9)
@@ -46,7 +47,7 @@ def own_routes(model, routed, batch=BATCH):
     return recording.ids()[0], logits
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@grid("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"], quick=1)
 def test_tensors_and_traces_are_replayed_alike(family):
     """Bits of the loss and of every gradient, routers' among them."""
     seen = {}
@@ -64,7 +65,7 @@ def test_tensors_and_traces_are_replayed_alike(family):
     assert all(torch.equal(seen["tensors"][name], gradient) for name, gradient in seen["trace"].items())
 
 
-@pytest.mark.parametrize("num_experts", [127, 128, 129, 256, 257, 32_768, 32_769])
+@grid("num_experts", [127, 128, 129, 256, 257, 32_768, 32_769], quick=2)
 def test_every_number_of_experts_is_attached_and_replayed(num_experts):
     """Ids are kept in the narrowest type that has -1 and E - 1, which may lack E: 128 of Qwen3-30B-A3B is one."""
     one_head = {"num_attention_heads": 1, "num_key_value_heads": 1}
@@ -101,7 +102,7 @@ def test_own_routes_change_no_bit_and_others_are_counted():
     assert lines[1].path == "model.layers.1.mlp.gate"
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@grid("use_reentrant", [True, False], quick=1)
 def test_rows_without_a_route_run_the_same_experts_again(use_reentrant, monkeypatch):
     """Though their router would pick others by then: here it picks at random."""
     model = tiny("qwen3_moe").train()

@@ -13,6 +13,7 @@ from foreroute.errors import InputError, TraceContentError
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
+from tests.tiers import grid
 from tests.traces import picks_of, uneven_trace
 
 
@@ -129,9 +130,10 @@ def shares(rng, of_token):
     return rng.random(len(of_token)) < rng.beta(1, 4, of_token[-1] + 1)[of_token], 0.2
 
 
-@pytest.mark.parametrize(
+@grid(
     ("draw", "sequences", "least"),
     [(shares, 32, 0.91), (shares, 128, 0.93), (k3_terms, 32, 0.85), (k3_terms, 128, 0.89), (k3_terms, 512, 0.915)],
+    quick=2,
 )
 def test_two_standard_errors_cover_the_truth_where_tokens_depend_on_their_sequence(draw, sequences, least):
     """In 95 % of cases with many sequences; k3 is skewed and needs more of them. Errors that take tokens for
@@ -165,7 +167,7 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     assert all(math.isnan(error) for error in found.errors.values())
 
 
-@pytest.mark.parametrize(
+@grid(
     ("plant", "words"),
     [
         (planted.shift, "is shifted by"),
@@ -174,6 +176,7 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
         (planted.layer_offset, "is offset by"),
         (planted.layer_order, "has the routes of its layers in another order: "),
     ],
+    quick=2,
 )
 def test_a_defect_of_routes_is_named_from_arrays_alone(plant, words):
     own, theirs, attended, spec = routes(7, plant)

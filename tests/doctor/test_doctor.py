@@ -14,6 +14,7 @@ from foreroute.doctor.examine import QUICK, examine
 from foreroute.testing.models import SMALL, tiny
 from foreroute.trace import SAMPLING
 from tests.doctor.doctor_cases import VERSION, generation, older, shifted
+from tests.tiers import grid
 
 
 def diagnosis(model, sequences, **options):
@@ -92,6 +93,7 @@ def test_stale_weights_are_named_with_and_without_a_stated_version(model):
     assert f"its rows are of weight version {VERSION}, and the trainer is at {VERSION + 1}" in stated.headline
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
 def test_another_temperature_is_not_blamed_on_routes(model):
     found = diagnosis(model, generation(model, temperature=0.5))
@@ -121,6 +123,7 @@ def test_a_trainer_with_dropout_left_on_does_not_repeat_itself(model):
     assert found.worst is Severity.PROBLEM, "the quick checks see it too"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unwired")
 def test_routes_alone_are_compared_with_sampling_masks_beside_them(model):
     masked = generation(model, "bfloat16", top_p=0.8).trace
@@ -166,7 +169,7 @@ def logprobs_of_logits(model, sequences, temperature=1.0):
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"], ids=["a plain head", "a head that is scaled"])
+@grid("family", ["qwen3_moe", "granitemoe"], ids=["a plain head", "a head that is scaled"], quick=1)
 def test_logits_are_made_of_a_few_response_tokens_at_a_time(family, monkeypatch):
     scaled = {"logits_scaling": 3.0, "num_local_experts": 8, "num_experts_per_tok": 2}
     model = tiny(family) if family == "qwen3_moe" else hf.build_model(family, seed=0, **SMALL, **scaled).eval()

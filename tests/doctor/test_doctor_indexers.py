@@ -38,6 +38,7 @@ def test_right_choices_are_called_fine_and_others_are_counted(model):
     assert " of 0 of" not in choices.sentence
 
 
+@pytest.mark.slow
 def test_a_trace_without_choices_is_warned_of(model):
     (choices, *_) = findings(model, generation(model, "bfloat16"))
     assert choices.severity is Severity.WARNING

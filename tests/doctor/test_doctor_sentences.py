@@ -13,6 +13,7 @@ from foreroute.doctor.findings import ADVICE
 from foreroute.errors import BatchMismatchError, InputError
 from foreroute.mismatch import Defect, explain
 from tests.mismatch import planted_defects as planted
+from tests.tiers import grid
 
 SEEDS = range(2)
 
@@ -123,7 +124,7 @@ def without_model(own, engine, logprobs_R=None):
 
 
 @pytest.mark.parametrize("given", [with_model, without_model])
-@pytest.mark.parametrize("name", PLANTS)
+@grid("name", PLANTS, quick=5)
 def test_every_defect_is_told_in_whole_sentences(name, given):
     for own, engine in pair(PLANTS[name]):
         if name == "unrouted" and given is without_model:
@@ -228,7 +229,7 @@ def severity(found, topic):
     return max(f.severity for f in found.findings if f.topic == topic)
 
 
-@pytest.mark.parametrize("version", [3, 4])
+@grid("version", [3, 4], quick=1)
 def test_a_larger_share_of_other_routes_is_never_judged_milder(version):
     rng, own = reference(4)
     severities = []

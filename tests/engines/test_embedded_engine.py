@@ -14,6 +14,7 @@ from foreroute.errors import ConfigError, TraceContentError
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
+from tests.tiers import grid
 
 END = 3
 PROMPTS = [np.array(p, np.int32) for p in ([5, 6, 7, 8], [9, 10], [11, 12, 13, 14], [15, 16])]
@@ -24,7 +25,7 @@ def sampled(engine, seed=1, **changes):
     return engine.generate(PROMPTS, sampling, torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@grid("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"], quick=1)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_routes_and_log_probs_are_those_of_a_full_forward(family, temperature):
     """In float32 the engine's cached decode and the model's full forward agree; order, groups and lengths are kept."""
@@ -152,9 +153,7 @@ def kept_by_hand(logits_V, *, top_k=0, top_p=1.0, min_p=0.0):
     return kept
 
 
-@pytest.mark.parametrize(
-    "kept", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 20, "min_p": 0.02}]
-)
+@grid("kept", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.9, "top_k": 20, "min_p": 0.02}], quick=2)
 def test_masks_are_the_sets_that_tokens_were_drawn_from(kept):
     """With them the log-probs of a full forward are the engine's; without them the mean ratio is the kept mass."""
     model = tiny("qwen3_moe").eval()

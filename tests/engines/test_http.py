@@ -16,6 +16,7 @@ from foreroute.engines.http import Client
 from foreroute.errors import ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from tests.engines.recorded_answers import serving
+from tests.tiers import grid
 
 
 @contextmanager
@@ -62,7 +63,7 @@ DRIPS = {
 }
 
 
-@pytest.mark.parametrize("name", DRIPS)
+@grid("name", DRIPS, quick=3)
 def test_what_drips_for_ever_ends_in_time(name):
     with dripping(*DRIPS[name]) as url, ending_in_time():
         address = url.replace("http", "https") if name == "a handshake" else url
@@ -100,7 +101,7 @@ def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
         answer.read(bool, "success")
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@grid("status", [301, 302, 303, 307, 308], quick=2)
 @pytest.mark.parametrize("target", ["/other", "http://127.0.0.1:1/", "file:///etc/passwd", "ftp://127.0.0.1/x"])
 def test_no_redirect_is_followed(status, target):
     with serving(lambda *_: (status, b"", {"Location": target})) as server:

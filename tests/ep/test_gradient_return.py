@@ -10,6 +10,7 @@ from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, policy, replaying
 from tests.ep.training_worker import all_counts, all_rows
+from tests.tiers import grid
 
 
 class Telling(DirectWeights):
@@ -65,6 +66,7 @@ def pass_log(rank, case, frozen):
     return forward, log, weights.num_fetches
 
 
+@pytest.mark.slow
 def test_rows_are_launched_before_weights(workers):
     """On one communicator they would wait behind it."""
     forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "rows")]
@@ -74,13 +76,14 @@ def test_rows_are_launched_before_weights(workers):
     assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing") == [(forward, backward, 6)] * 2
 
 
-@pytest.mark.parametrize("frozen", ["nothing", "experts.down_proj"])
+@grid("frozen", ["nothing", "experts.down_proj"], quick=1)
 def test_gradients_travel_while_those_of_rows_are_sent_back(workers, frozen):
     expected = [event for layer in (2, 1, 0) for event in ("rows", ("sent", layer), "rows", ("home", layer))]
     for _, log, _ in workers(2).run(pass_log, Case(ranks=2, plan=3), frozen):
         assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == expected
 
 
+@pytest.mark.slow
 def test_checkpointed_parts_send_theirs_once_and_are_fetched_twice(workers):
     """The two forward passes of a cell send nothing home. Recomputation and the backward behind it share a fetch."""
     for use_reentrant in (True, False):

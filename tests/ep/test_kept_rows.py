@@ -10,6 +10,7 @@ from foreroute.adapters import hf
 from foreroute.ep.layer import ExpertLayer
 from tests.ep import training_worker
 from tests.ep.training import Case, policy
+from tests.tiers import grid
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def kept_and_rows(rank, case):
 
 
 @pytest.mark.parametrize("plan", ["static", 1])
-@pytest.mark.parametrize(("family", "inner"), [("qwen3_moe", 24), ("gpt_oss", 48)])
+@grid(("family", "inner"), [("qwen3_moe", 24), ("gpt_oss", 48)], quick=1)
 def test_kept_are_the_rows_that_are_computed_and_nothing_of_what_comes_back(workers, family, inner, plan):
     """A row of D, its gate weight, and of home experts 2 I before and I after the activation; routes are crowded, so
     that a rank computes other numbers of rows than it sends.

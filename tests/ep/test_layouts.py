@@ -3,7 +3,6 @@
 import copy
 
 import numpy as np
-import pytest
 import torch
 
 from foreroute.adapters import hf
@@ -11,6 +10,7 @@ from foreroute.adapters.hf.distributing import WEIGHT
 from foreroute.ep import BatchRows
 from tests.adapters.hf.families import build
 from tests.ep.planned import split_plan
+from tests.tiers import grid
 
 FAMILIES = {
     "qwen3_moe": "gate and up concatenated",
@@ -25,7 +25,7 @@ FAMILIES = {
 TOKENS, TOP_K, RANKS = 40, 3, 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@grid("family", FAMILIES, quick=2)
 def test_outputs_and_gradients_are_those_of_the_plain_module(workers, family):
     outcomes = workers(RANKS).run(compare, family)
     for errors in outcomes:

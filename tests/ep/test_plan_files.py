@@ -14,6 +14,7 @@ from foreroute.testing.ranks import Raised
 from tests.cli.command import foreroute
 from tests.ep.training import Case, policy
 from tests.roundings import TERMS, roundings
+from tests.tiers import grid
 
 CASE = Case(ranks=4, plan=0)
 TOML = """
@@ -105,13 +106,14 @@ def _half(trace, rank):
     return trace.select(range(8))
 
 
-@pytest.mark.parametrize(
+@grid(
     ("plan_name", "damage", "message"),
     [
         ("4.plan", _other_tokens, "rank 2: the plan was made for tokens with digest"),
         ("4.plan", _half, "rank 0: the plan was made for tokens with digest"),
         ("packed.plan", None, "counts have digest"),
     ],
+    quick=2,
 )
 def test_a_file_for_anything_else_is_refused_by_all_ranks_with_one_message(step, workers, plan_name, damage, message):
     folder, _ = step

@@ -16,6 +16,7 @@ from foreroute.errors import ConfigError
 from foreroute.testing.memory import peak_of
 from foreroute.testing.models import FAMILIES, tiny
 from tests.ep.test_state_dict import home_LE
+from tests.tiers import grid
 
 LARGE = FAMILIES["qwen3_moe"] | {"num_experts": 16, "hidden_size": 512, "moe_intermediate_size": 512}
 """Experts of 3 MB, whose weights are nearly all that a model has."""
@@ -37,7 +38,7 @@ def loaded(rank, folder, family):
     return same, torch.equal(*logits) and np.array_equal(*routes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@grid("family", FAMILIES, quick=1)
 def test_what_is_loaded_is_what_is_distributed(workers, tmp_path, family):
     tiny(family, seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
@@ -109,7 +110,7 @@ def saved(rank, folder, family):
     return ended, all(torch.equal(again[name], tensor) for name, tensor in placed.state_dict().items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@grid("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"], quick=1)
 def test_ranks_write_the_folder_of_the_whole_model(workers, tmp_path, family):
     plain, folder = tiny(family, seed=1), tmp_path / "model"
     for ended, same in workers(2).run(saved, folder, family):

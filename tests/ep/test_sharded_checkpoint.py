@@ -11,6 +11,7 @@ from foreroute.testing.memory import peak_of
 from foreroute.testing.models import tiny
 from tests.ep.test_pretrained import LARGE
 from tests.ep.transfer.plans import random_homes
+from tests.tiers import grid
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -59,13 +60,14 @@ def load(rank, folder, family, dtype, dense):
     return whole(placed, optimizer)
 
 
-@pytest.mark.parametrize(
+@grid(
     ("family", "dtype", "dense"),
     [
         ("qwen3_moe", torch.float32, "whole"),
         ("gpt_oss", torch.bfloat16, "whole"),
         ("qwen3_moe", torch.float32, "fsdp2"),
     ],
+    quick=1,
 )
 def test_what_four_ranks_save_two_load_bit_for_bit(workers, tmp_path, family, dtype, dense):
     saved = workers(4).run(save, tmp_path, family, dtype, dense)[0]
@@ -91,6 +93,7 @@ def shares(rank, folder):
     return saving / share, loading / share
 
 
+@pytest.mark.slow
 def test_no_rank_holds_more_than_some_tensors_beside_its_share(workers, tmp_path):
     hf.build_model("qwen3_moe", seed=0, **LARGE).save_pretrained(tmp_path)
     for figures in workers(4).run(shares, tmp_path):

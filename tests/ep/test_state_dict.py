@@ -19,6 +19,7 @@ from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, num_targets, policy, replaying
 from tests.ep.training_worker import all_counts, all_rows, rows_of
 from tests.ep.transfer.plans import random_homes
+from tests.tiers import grid
 
 CASE = Case(ranks=2, plan=0, dtype=torch.float64)
 SINGLE = replace(CASE, dtype=torch.float32)
@@ -44,7 +45,7 @@ def shuffled(rank, family):
     return same, all(torch.equal(back[name], tensor) for name, tensor in plain.items())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@grid("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"], quick=1)
 def test_state_is_in_logical_order_whatever_the_homes(workers, family):
     assert workers(2).run(shuffled, family) == [(True, True)] * 2
 
@@ -68,6 +69,7 @@ def moved_between_steps(rank, moves):
     return placed.state_dict(), received
 
 
+@pytest.mark.slow
 def test_homes_move_between_steps_and_change_nothing(workers):
     stay, move = (workers(2).run(moved_between_steps, moves) for moves in (False, True))
     for (expected, none), (found, received) in zip(stay, move, strict=True):
@@ -203,6 +205,7 @@ def two_groups(rank):
     return worst
 
 
+@pytest.mark.slow
 def test_groups_of_ranks_beside_each_other(workers):
     assert max(workers(4).run(two_groups)) < WITHIN
 

@@ -91,6 +91,7 @@ def test_routes_go_stale_as_the_weights_move(start):
     assert stale_shares(watched) == [0.05, 0.25]
 
 
+@pytest.mark.slow
 def test_shifted_routes_reach_the_trainer_and_diverged_runs_are_results(start, monkeypatch):
     rl = {"routing": "R3", "steps": 1}
     right, wrong = (run_training(cell("train", off, rl=rl), small(), start) for off in (False, True))

@@ -136,6 +136,7 @@ def test_generators_take_the_place_of_traces():
         assert not np.array_equal(*made)
 
 
+@pytest.mark.slow
 def test_history_is_the_micro_step_before():
     rng = np.random.default_rng(0)
     counts = rng.poisson(rng.pareto(2.0, (3, 2, 1, 16)) * 40, (3, 2, 8, 16))

@@ -111,6 +111,7 @@ def test_no_write_lists_the_folder_that_it_writes_to(tmp_path, monkeypatch):
     assert (tmp_path / "t").read_bytes() == b"new"
 
 
+@pytest.mark.slow
 def test_of_several_writers_of_a_new_file_one_wins(tmp_path):
     code = """
 time.sleep(max(0, float(sys.argv[3]) - time.time()))

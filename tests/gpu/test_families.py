@@ -27,7 +27,11 @@ def family(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.fixture(
+    scope="module",
+    params=[torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)],
+    ids=["bfloat16", "float32"],
+)
 def case(request, family, device):
     yield Case.of(family, device, request.param)
     if device.type == "cuda":

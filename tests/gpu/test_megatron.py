@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", exc_type=ImportError)
-
 from benchmarks.gpu.megatron import SMALL
 from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, Bench, start
 from foreroute.testing.routes import synthetic_trace
@@ -27,6 +25,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def megatron(device, tmp_path_factory):
     """`megatron(function, ...)` calls it with the device where Megatron was started."""
+    # which takes seconds, and whoever collects tests has no need of it
+    pytest.importorskip("megatron.core", exc_type=ImportError)
     folder = tmp_path_factory.mktemp("megatron")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(begin, str(folder), device).result()

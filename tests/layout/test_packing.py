@@ -15,6 +15,7 @@ from foreroute.errors import ConfigError, LayoutError
 from foreroute.layout import Packing, pack_sequences, padded_batches
 from foreroute.simulate.workload import WORKLOADS
 from tests.layout import layout_oracle
+from tests.tiers import grid
 
 
 def cost(lengths, square):
@@ -39,7 +40,7 @@ def every_packing(num_sequences, num_micro_steps, num_ranks):
         yield Packing(bin_S // num_ranks, bin_S % num_ranks, num_micro_steps, num_ranks)
 
 
-@pytest.mark.parametrize(("num_micro_steps", "num_ranks", "share"), [(1, 3, 1.0), (2, 2, 0.49)])
+@grid(("num_micro_steps", "num_ranks", "share"), [(1, 3, 1.0), (2, 2, 0.49)], quick=1)
 def test_a_few_sequences_are_packed_about_as_well_as_can_be(num_micro_steps, num_ranks, share):
     ratios = []
     for seed in range(12):

@@ -12,6 +12,7 @@ import foreroute as fr
 from foreroute.errors import BatchMismatchError, InputError, SpecMismatchError
 from foreroute.mismatch import Defect, explain
 from tests.mismatch import planted_defects as planted
+from tests.tiers import grid
 from tests.traces import picks_of
 
 SEEDS = [range(40), pytest.param(range(40, 200), marks=pytest.mark.exhaustive)]
@@ -212,7 +213,7 @@ def with_fewer_picks(trace):
     return replace(trace, spec=uneven, expert_ids_NLK=ids)
 
 
-@pytest.mark.parametrize("kind", [*PLANTED, Defect.NONE])
+@grid("kind", [*PLANTED, Defect.NONE], quick=2)
 def test_defects_are_named_where_layers_differ_in_their_picks(kind):
     seen = 0
     for seed in range(20):

@@ -22,6 +22,7 @@ from foreroute.simulate.workload import WORKLOADS
 from tests.costs.token_hosts import CellRoutes, price_tokens
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.simulate.drawn_routes import routes_of
+from tests.tiers import grid
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"], dispatcher="dedup")
@@ -161,7 +162,7 @@ def test_near_the_best_of_all_sets_of_replicas():
     assert max(gaps) < 0.05
 
 
-@pytest.mark.parametrize(("name", "least"), [("G16", 1.05), ("G32", 1.4), ("G64", 1.7)])
+@grid(("name", "least"), [("G16", 1.05), ("G32", 1.4), ("G64", 1.7)], quick=1)
 def test_gains_over_balance_alone(name, least):
     """Eight slots against two, 8k tokens per rank, deduplicated dispatch; also on the tokens as they are."""
     step = _workload(name, 8192).draw(seed=1)

@@ -7,6 +7,7 @@ import torch
 from foreroute.adapters import hf
 from foreroute.capture import read_nemo_gym, read_skycap
 from tests import scripted
+from tests.tiers import grid
 
 SEEDS = (166, 110)
 """Scripts with forks, retries and edits."""
@@ -56,7 +57,7 @@ def read(form, folder, made):
     return read_nemo_gym(path, model=scripted.SPEC, weight_version=0)
 
 
-@pytest.mark.parametrize(
+@grid(
     ("form", "seed"),
     [
         ("nemo-gym", SEEDS[0]),
@@ -64,6 +65,7 @@ def read(form, folder, made):
         pytest.param("skycap", SEEDS[0], marks=pytest.mark.slow),
         pytest.param("nemo-gym", SEEDS[1], marks=pytest.mark.slow),
     ],
+    quick=1,
 )
 def test_the_gradient_is_that_of_the_sampled_tokens(tmp_path, model, form, seed):
     made = scripted.script(seed)

@@ -19,6 +19,7 @@ from foreroute.report.simulation import COLUMNS
 from foreroute.simulate.fit import FitRecord
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.report.simulation_records import TRAINING, config, record, sweeps, timeline, timelines
+from tests.tiers import grid
 
 HEADINGS = [column.heading for column in COLUMNS][1:]
 SHOWN = {
@@ -126,7 +127,7 @@ def test_what_is_missing_is_said(tmp_path):
 
 
 @pytest.mark.usefixtures("unpainted")
-@pytest.mark.parametrize(
+@grid(
     ("names", "shown", "finding"),
     [
         (("static",), [], "forced balance would make recompute and update 1.35 times as fast as static; no other"),
@@ -148,6 +149,7 @@ def test_what_is_missing_is_said(tmp_path):
             "(not executed), the strongest other method.",
         ),
     ],
+    quick=2,
 )
 def test_some_methods_alone(tmp_path, names, shown, finding):
     found = record(names)

@@ -23,6 +23,7 @@ from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
 from foreroute.simulate.fit import Measurement, predict
 from tests.simulate.simulate_cases import random_work, rules
+from tests.tiers import grid
 
 RATES = {"gemm_flops_per_s": 5e10, "memory_bytes_per_s": 8e9, "layer_s": 2e-3}
 
@@ -49,7 +50,7 @@ def steps(config, *, seed):
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@grid("stage", STAGES, quick=1)
 def test_steps_are_predicted_from_others(stage):
     config = processes_config(SIZES, 2, sequence_tokens=64)
     known, asked = steps(config, seed=0), steps(config, seed=1)

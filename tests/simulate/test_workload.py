@@ -7,6 +7,7 @@ import pytest
 
 from foreroute.simulate.workload import WORKLOADS, Workload
 from tests.simulate.drawn_routes import routes_of, sequence_counts
+from tests.tiers import grid
 
 SMALL = Workload(
     num_ranks=4,
@@ -43,7 +44,7 @@ def correlation(a, b):
     return np.mean([np.corrcoef(x, y)[0, 1] for x, y in zip(a, b, strict=True)])
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@grid("name", WORKLOADS, quick=2)
 def test_the_presets_have_the_statistics_that_they_are_calibrated_to(name):
     workload = replace(WORKLOADS[name], num_layers=24)
     counts_MLE = workload.draw(seed=3).counts().sum(axis=2).astype(float)

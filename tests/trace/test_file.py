@@ -82,6 +82,7 @@ def test_nothing_and_rows_without_routes(tmp_path, encoding):
         assert fr.load(fr.save(some, tmp_path / f"{i}", encoding=encoding)).equals(some)
 
 
+@pytest.mark.slow
 def test_a_row_of_many_picks_is_sorted_too():
     for num_experts, top_k in ((1, 1), (256, 256), (100, 99), (300, 64), (300, 65), (65_536, 3), (65_536, 200)):
         trace = random_trace(top_k, num_experts=num_experts, top_k=top_k, num_layers=2)
@@ -108,6 +109,7 @@ fr.save(trace, sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_equal_traces_are_equal_bytes_whoever_writes_them(tmp_path):
     trace = with_decisions(mixed_trace(7), 7).with_provenance(a="1", b="2")
     backwards = replace(trace, streams=dict(reversed(trace.streams.items())))

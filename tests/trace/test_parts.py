@@ -32,7 +32,9 @@ def part_traces(*, decisions=True):
     return [with_decisions(each, i) if decisions else each for i, each in enumerate(traces)]
 
 
-@pytest.fixture(params=["folder", "file", "local", "memory"])
+@pytest.fixture(
+    params=["folder", *(pytest.param(each, marks=pytest.mark.slow) for each in ("file", "local")), "memory"]
+)
 def step(request, tmp_path):
     """The folder of a step: a path, a URL that is one, and URLs of stores, with files and without."""
     yield {
@@ -215,6 +217,7 @@ save_part(random_trace(1), sys.argv[1], 1, 2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "local://"])
 def test_nothing_is_seen_of_a_writer_that_was_killed(tmp_path, scheme):
     step = f"{scheme}{tmp_path}/step"

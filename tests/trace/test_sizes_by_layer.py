@@ -180,6 +180,7 @@ def test_arrays_that_nobody_has_checked_are_refused_by_a_file(tmp_path, encoding
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.slow
 def test_a_file_whose_arrays_would_take_far_more_than_its_frames_is_refused(tmp_path, monkeypatch):
     """A layer of many picks beside many layers of one: frames are small, and arrays have the most picks in each."""
     spec = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])

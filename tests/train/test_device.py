@@ -111,6 +111,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["R3", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "R3")])
 def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
     config = small_config(**{"warm_start": WARM, "rollout": FEW, **WAYS[way]})

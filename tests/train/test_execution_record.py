@@ -112,7 +112,7 @@ RANKS, LAYERS, TOP_K, EXPERTS = 2, SIZES["num_hidden_layers"], SIZES["num_expert
 EXPERT_BYTES = 8 * 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
 
 
-@pytest.fixture(scope="module", params=["host", "direct"])
+@pytest.fixture(scope="module", params=["host", pytest.param("direct", marks=pytest.mark.slow)])
 def metered(request, workers):
     """A step, and each rank's meters."""
     config = config_of(RANKS, mini_steps=2, paths=request.param)

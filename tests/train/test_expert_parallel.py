@@ -208,6 +208,7 @@ def test_sharded_dense_parameters_learn_what_replicated_ones_learn(workers, plan
     same_numbers(sharded.state, planned.state)
 
 
+@pytest.mark.slow
 def test_sharded_ranks_hold_half_of_what_is_dense(workers):
     whole, *_ = workers(2).run(dense_elements, config_of(2))
     shares = [part / whole for part in workers(2).run(dense_elements, config_of(2, dense="fsdp2"))]

@@ -171,6 +171,7 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     assert all("15 experts cannot be dealt to parallel.expert = 2 evenly" in outcome.message for outcome in uneven)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_other_and_leaves_a_checkpoint(tmp_path):
     memory = tmp_path / "memory"
     memory.mkdir()

@@ -14,6 +14,7 @@ from foreroute.train.config import RolloutConfig
 from foreroute.train.loop import make_schedule
 from foreroute.train.policy import Alone, make_engine
 from tests.attended import SIZES, attended, chosen, followed
+from tests.tiers import grid
 from tests.train.small_runs import always_informative, small_config, trainer_of
 
 
@@ -56,6 +57,7 @@ def test_recompute_and_update_attend_to_what_the_engine_did(monkeypatch, routing
         assert others == 0, each
 
 
+@pytest.mark.slow
 def test_the_update_of_r2_attends_to_what_recompute_did(monkeypatch):
     trace, executed, seen = step_of(monkeypatch, routing="R2", mini_steps=2)
     assert "indexer" not in trace.streams
@@ -75,7 +77,7 @@ def test_without_replay_the_trainer_attends_to_others(monkeypatch):
     assert others > 0.01 * rows
 
 
-@pytest.mark.parametrize("routing", ["R3", "R2"])
+@grid("routing", ["R3", "R2"], quick=1)
 def test_an_engine_that_returns_no_choices_is_warned_of(monkeypatch, routing):
     monkeypatch.setattr(vllm, "VLLMEngine", lambda *args, **settings: "an engine")
     config = config_of(routing=routing).model_copy(

@@ -13,6 +13,7 @@ from foreroute.records import parse_step
 from foreroute.train.chain import ChainTask
 from foreroute.train.config import METHODS
 from foreroute.train.policy import ScheduledPass
+from tests.tiers import grid
 from tests.train.small_runs import SIZES, random_rewards, small_config, trainer_of
 
 DISAGREEING = {"rollout": {"precision": "fp8"}}
@@ -35,7 +36,7 @@ def weights(trainer):
     return {name: value.clone() for name, value in trainer.policy.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@grid("method", METHODS, quick=1)
 def test_neither_micro_steps_nor_their_order_change_what_is_learned(method, monkeypatch):
     seen, learned = [], []
     for tokens in (24, 4096):
@@ -99,7 +100,7 @@ def test_weights_that_degenerate_are_metrics_and_an_alarm():
     assert alarm.value == pytest.approx(seen.effective_share)
 
 
-@pytest.mark.parametrize(
+@grid(
     ("settings", "routers_move"),
     [
         ({"router": "frozen", "routing": "R3"}, False),
@@ -107,6 +108,7 @@ def test_weights_that_degenerate_are_metrics_and_an_alarm():
         ({"routing": "R3+weights"}, False),
         ({"routing": "R3"}, True),
     ],
+    quick=2,
 )
 def test_routers_stay_where_they_are_told_to(settings, routers_move):
     trainer = trainer_of(small_config(rl=settings))
@@ -120,6 +122,7 @@ def test_routers_stay_where_they_are_told_to(settings, routers_move):
     assert (moved & names == names) if routers_move else not moved & names
 
 
+@pytest.mark.slow
 def test_the_engines_weights_make_a_trainer_of_its_precision_agree():
     """In float32 both ways nothing is left but the order of sums."""
     exact = step(rollout={"precision": "float32"}, rl={"routing": "R3+weights"})[2]["mismatch"]

@@ -12,6 +12,7 @@ import torch
 from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.plan import contiguous_imbalance
 from foreroute.train.chain import ChainTask
+from tests.tiers import grid
 from tests.train.small_runs import always_informative, random_rewards, same_state, small_config, trainer_of
 
 
@@ -64,7 +65,7 @@ def executed_rows(experience, result, seen, num_layers):
     assert next(calls, None) is None
 
 
-@pytest.mark.parametrize(("routing", "mini_steps"), [("R3", 2), ("R2", 2), ("none", 1)])
+@grid(("routing", "mini_steps"), [("R3", 2), ("R2", 2), ("none", 1)], quick=2)
 def test_the_update_runs_on_the_routes_it_should(routing, mini_steps):
     trainer, experience, _, passes, seen = seen_step(routing=routing, mini_steps=mini_steps)
     native = passes[0 if routing != "R3" else 1].executed

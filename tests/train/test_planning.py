@@ -10,6 +10,7 @@ from foreroute.plan import PlanOptions, Topology
 from foreroute.train.experts import NO_LINKS, read_planning
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
+from tests.tiers import grid
 from tests.train.small_runs import small_config
 from tests.train.test_expert_parallel import TOPOLOGY
 
@@ -34,7 +35,7 @@ def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
     assert executed.costs == replace(cluster.costs, paths="direct", prefetch=3), "prices are of what the run executes"
 
 
-@pytest.mark.parametrize(
+@grid(
     ("before", "after", "message"),
     [
         ("num_ranks = 4", "num_ranks = 2", r"cluster.toml says num_ranks = 2, the run has 4; describe the ranks"),
@@ -43,6 +44,7 @@ def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
         ("top_k = 2", "top_k = 4", "says top_k = 4, the run has 2"),
         ("hidden = 32", "hiden = 32", "hiden"),
     ],
+    quick=2,
 )
 def test_a_file_of_another_run_is_refused(before, after, message, tmp_path):
     path = tmp_path / "cluster.toml"

@@ -16,6 +16,7 @@ from foreroute.train import Watcher, load_checkpoint, parse_config, train
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.warm_start import _loss
+from tests.tiers import grid
 from tests.train.small_runs import SIZES, records
 from tests.train.tiny_model import write_model, write_tokenizer
 
@@ -144,7 +145,7 @@ def test_a_reward_is_called_once_for_a_batch_of_responses(home):
     assert rewards.tolist() == expected
 
 
-@pytest.mark.parametrize(
+@grid(
     ("reward", "message"),
     [
         ("fails", "mine.py:fails' raised KeyError: 'no such row'"),
@@ -153,6 +154,7 @@ def test_a_reward_is_called_once_for_a_batch_of_responses(home):
         ("nothing", "returned None for .*; expected a finite number"),
         ("no_list", "raised TypeError: 'float' object is not iterable"),
     ],
+    quick=2,
 )
 def test_a_reward_that_does_not_say_ends_the_run_which_can_go_on(home, tmp_path, reward, message):
     with pytest.raises(FunctionError, match=message):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from foreroute.train.chain import ChainTask
+from tests.tiers import grid
 from tests.train.small_runs import always_informative, random_rewards, small_config, trainer_of
 
 
@@ -41,7 +42,7 @@ def watched_step(monkeypatch, config):
     return record, rows, np.array(differing).reshape(-1, num_layers).sum(axis=1), num_layers
 
 
-@pytest.mark.parametrize("routing", ["R2", "R3"])
+@grid("routing", ["R2", "R3"], quick=1)
 def test_live_agreement_is_of_the_routers_inputs_in_the_update(monkeypatch, routing):
     config = small_config(
         rl={"routing": routing, "mini_steps": 3, "learning_rate": 0.02, "warmup_steps": 0},

@@ -15,6 +15,7 @@ from foreroute.train.chain import ChainTask
 from foreroute.train.loop import make_schedule
 from foreroute.train.policy import Alone, make_policy
 from foreroute.train.prompts import make_task
+from tests.tiers import grid
 from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
 
@@ -279,12 +280,13 @@ def moments_of_no_weight(state):
     state["optimizer"]["state"][999] = state["optimizer"]["state"][0]
 
 
-@pytest.mark.parametrize(
+@grid(
     "change",
     [
         *(model_is_another, a_weight_is_whole_numbers, moments_of_another_weight, moments_missing, steps_below_one),
         moments_of_no_weight,
     ],
+    quick=2,
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, change):
     state = load_checkpoint(copied.last_checkpoint())

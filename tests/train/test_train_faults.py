@@ -48,6 +48,7 @@ def test_a_gradient_that_is_no_number_changes_no_weight():
     assert same_state(moments, trainer.optimizer.state_dict()["state"])
 
 
+@pytest.mark.slow
 def test_a_run_whose_gradients_are_no_numbers_keeps_its_checkpoints(tmp_path, monkeypatch):
     whole = train(config_of(), tmp_path / "whole")
 

@@ -9,6 +9,7 @@ from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, random_routes
 from tests.roundings import require_rounded
+from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)
@@ -39,7 +40,7 @@ def switch_loss(router_logits, ids, num_experts):
 
 
 @pytest.mark.parametrize("counts", ["native", "replayed"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"])
+@grid("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"], quick=2)
 def test_the_auxiliary_loss_counts_what_it_is_told_to(family, counts):
     model = tiny(family)
     routed = hf.attach(model)

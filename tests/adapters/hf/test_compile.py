@@ -211,6 +211,7 @@ def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
     assert graphs() == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_checks_its_batch():
     model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1)
     routed = hf.attach(model)

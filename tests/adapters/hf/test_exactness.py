@@ -4,7 +4,6 @@ The oracle of gradients is finite differences in float64.
 """
 
 import numpy as np
-import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -12,6 +11,7 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import batch_of, log_probs, loss_of, random_routes
+from tests.tiers import grid
 
 ALL = sorted([*FAMILIES, *GROUPED])
 BATCH = batch_of(9, 6, 4)
@@ -29,7 +29,7 @@ class Float64(TorchFunctionMode):
         return func(*map(wide, args), **{k: wide(v) for k, v in (kwargs or {}).items()})
 
 
-@pytest.mark.parametrize("family", ALL)
+@grid("family", ALL, quick=2)
 def test_router_gradient_agrees_with_finite_differences(family):
     model = tiny(family).double()
     routed = hf.attach(model)
@@ -51,7 +51,7 @@ def test_router_gradient_agrees_with_finite_differences(family):
             torch.testing.assert_close((above - below) / (2 * step), (weight.grad * direction).sum(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("family", ALL)
+@grid("family", ALL, quick=3)
 def test_pick_order_does_not_change_the_outcome(family):
     model = tiny(family)
     routed = hf.attach(model)

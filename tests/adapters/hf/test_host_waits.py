@@ -20,6 +20,7 @@ from foreroute.replay import rows as rows_of_traces
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace, concatenate
+from tests.tiers import grid
 
 LENGTHS = (7, 4, 8)
 SEQUENCES = np.split(np.arange(1, 20), np.cumsum(LENGTHS)[:-1])
@@ -116,6 +117,12 @@ def model_here():
     return model_on("cpu")
 
 
+@lru_cache
+def model_there():
+    """One for all batches that are held against it; asked for where the device is open."""
+    return model_on(DEVICE)
+
+
 def given_on(device, batch):
     return {name: torch.from_numpy(np.array(given)).to(device) for name, given in batch.items()}
 
@@ -154,7 +161,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
     assert all(map(torch.equal, seen_here[:2], expected[:2]))
     assert seen_here[2].equals(expected[2])
     with other_device() as device:
-        there, given = model_on(DEVICE), given_on(DEVICE, batch)
+        there, given = model_there(), given_on(DEVICE, batch)
         seen = replayed(there, given, trace, **policy)
 
         def forward():
@@ -174,7 +181,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
     assert seen[2].equals(expected[2])
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@grid("side", ["left", "right"], quick=1)
 def test_gate_weights_are_gathered_there(side):
     here, batch = model_here(), padded(side)
     with torch.no_grad(), here.record(gate_weights=True) as recording:
@@ -182,7 +189,7 @@ def test_gate_weights_are_gathered_there(side):
     trace = recording.trace()
     expected = replayed(here, given_on("cpu", batch), trace, gate_weights=True)
     with other_device():
-        seen = replayed(model_on(DEVICE), given_on(DEVICE, batch), trace, gate_weights=True)
+        seen = replayed(model_there(), given_on(DEVICE, batch), trace, gate_weights=True)
     torch.testing.assert_close(seen[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
@@ -250,7 +257,7 @@ def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil
     with pytest.raises(BatchMismatchError, match=message), here.replay(trace):
         here.model(**given_on("cpu", batch), use_cache=False)
     with other_device() as device:
-        there = model_on(DEVICE)
+        there = model_there()
         for other in (BATCHES[name], batch):
             given, session = given_on(DEVICE, other), there.replay(trace)
 
@@ -270,7 +277,7 @@ def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil
 
 def test_a_sequence_without_a_route_must_be_in_the_batch_too():
     with other_device():
-        there = model_on(DEVICE)
+        there = model_there()
         trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed"])
         replayed(there, given, trace)
         longer = concatenate([trace, RoutingTrace.unrouted(there.spec, [[5]])])
@@ -278,10 +285,10 @@ def test_a_sequence_without_a_route_must_be_in_the_batch_too():
             replayed(there, given, longer)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@grid("side", ["left", "right"], quick=1)
 def test_a_layout_elsewhere_is_refused_there(side):
     with other_device():
-        there = model_on(DEVICE)
+        there = model_there()
         trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES[side])
         replayed(there, given, trace, pad(LENGTHS, side=side, order="bshd", to=9))
         for layout in (
@@ -295,7 +302,7 @@ def test_a_layout_elsewhere_is_refused_there(side):
 
 def test_missing_rows_are_refused_there_and_rows_that_are_left_out_are_not():
     with other_device():
-        there = model_on(DEVICE)
+        there = model_there()
         for missing, message in (
             (((2,), (), ()), "sequence 0 has no route at position 2, and 4 later tokens"),
             (((5,), (), ()), "sequence 0 has no route at position 5, and 1 later tokens"),
@@ -380,7 +387,7 @@ def test_rows_are_used_again_for_the_same_tensors_until_somebody_writes_to_them(
             session.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("options", [{}, {"margins": True}], ids=["plain", "margins"])
+@grid("options", [{}, {"margins": True}], ids=["plain", "margins"], quick=1)
 def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(options):
     here, batch = model_here(), padded("right")
     with torch.no_grad(), here.record() as expected:

@@ -28,6 +28,7 @@ from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import MODELLING, SPARSE, build, lacks, skip_in_older, skip_where_lacking
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes, sequences_of
+from tests.tiers import grid
 from tests.traces import foreign_choices
 
 UNITS_ONLY_AT_SLOTS = {"deepseek_v4", "minimax_m3_vl"}
@@ -68,7 +69,7 @@ def recorded(family, batch=BATCH):
     return output, recording.trace()
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@grid("family", SPARSE, quick=3)
 def test_own_choices_change_no_bit(family):
     """Of the output, and of what is executed; recording changes none either."""
     model, routed = attached(family)
@@ -91,7 +92,7 @@ def record_routes(family):
     return recording.trace()
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@grid("family", SPARSE, quick=4)
 def test_foreign_choices_are_obeyed(family):
     """Every query of every layer attends to the replayed keys and to no others, those of shared layers too."""
     model, routed = attached(family)
@@ -157,9 +158,7 @@ def keys_of(family, spec, units, position):
     return [token for token in tokens if token <= position]
 
 
-@pytest.mark.parametrize(
-    "family", [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in SPARSE]
-)
+@grid("family", [name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in SPARSE], quick=1)
 def test_checkpointing_changes_no_gradient(family):
     """Both kinds of it, with `backward()` inside and outside of the session, under choices of no relation."""
     batch = batch_of(19, 12)
@@ -190,7 +189,7 @@ def trained(model, routed, batch, trace, backward):
     return gradients(model)
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@grid("family", SPARSE, quick=3)
 def test_layouts_move_choices_with_their_tokens(family):
     """Sequences are replayed as if alone, padded on either side and packed; upstream cannot, and we refuse."""
     model, routed = attached(family)
@@ -245,7 +244,7 @@ SHIFTS = {"later": 1, "earlier": -1}
 
 
 @pytest.mark.parametrize("by", SHIFTS.values(), ids=SHIFTS)
-@pytest.mark.parametrize("family", SPARSE)
+@grid("family", SPARSE, quick=3)
 def test_shifted_choices_are_refused(family, by):
     _, routed = attached(family)
     _, trace = recorded(family)
@@ -363,6 +362,7 @@ def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(family):
         assert torch.equal(model(**padding, use_cache=False)[0], native)
 
 
+@pytest.mark.slow
 def test_routes_and_choices_together_close_the_gap_that_either_alone_leaves():
     """A bfloat16 rollout against a float32 trainer. Each alone leaves the other to cascade.
 

@@ -9,6 +9,7 @@ from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
 from foreroute.trace import digest
 from tests.adapters.hf.model_runs import batch_of
+from tests.tiers import grid
 
 END, PAD = 7, 0
 
@@ -97,7 +98,7 @@ def test_one_sampled_token_and_no_mask(routed):
     assert recording.rollout(output).lengths.tolist() == [5, 5]
 
 
-@pytest.mark.parametrize(
+@grid(
     ("given", "message"),
     [
         (lambda o, m: (o,), "sequence 1, position 0: token 0 in the rollout"),
@@ -122,6 +123,7 @@ def test_one_sampled_token_and_no_mask(routed):
             "sequence 0, position 8: token",
         ),
     ],
+    quick=5,
 )
 def test_sequences_that_are_not_those_recorded_are_refused(routed, given, message):
     recording, output, mask = sampled(routed, end=[2, 5, 0])

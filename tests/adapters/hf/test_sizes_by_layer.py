@@ -14,6 +14,7 @@ from tests.adapters.hf import family_checks
 from tests.adapters.hf.families import FAMILIES, Family
 from tests.adapters.hf.family_checks import CHECKS
 from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
+from tests.tiers import grid
 
 PICKS = [1, 3, 2]
 SIZES = ((8, 2), (6, 3), (5, 1))
@@ -31,7 +32,7 @@ def picks_by_layer(monkeypatch):
     family_checks.attached_once.cache_clear()
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@grid("check", CHECKS, ids=lambda check: check.__name__, quick=4)
 def test_a_family_with_picks_by_layer_passes_every_check(picks_by_layer, check):
     assert family_checks.shared(picks_by_layer)[1].spec.sizes == tuple((8, top_k) for top_k in PICKS)
     assert check(picks_by_layer) is None
@@ -86,7 +87,7 @@ def test_own_routes_come_back_from_a_file_and_change_no_bit(tmp_path, encoding):
     assert run(model, trace, routed)[1].without_streams().without_pick_order().equals(own.without_pick_order())
 
 
-@pytest.mark.parametrize("sizes", [SIZES, ((200, 2), (6, 3), (150, 1)), ((300, 2), (6, 3), (5, 1))])
+@grid("sizes", [SIZES, ((200, 2), (6, 3), (150, 1)), ((300, 2), (6, 3), (5, 1))], quick=1)
 def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert(sizes):
     model = uneven(sizes)
     routed = hf.attach(model)

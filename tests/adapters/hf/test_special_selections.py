@@ -10,12 +10,13 @@ from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_checks import attached, foreign_routes, run, watching
 from tests.adapters.hf.model_runs import batch_of
+from tests.tiers import grid
 
 PADDED = batch_of(9, 6, 4)
 KEPT = PADDED["attention_mask"].bool().reshape(-1)
 
 
-@pytest.mark.parametrize("name", ["dbrx", "deepseek_v4", "jetmoe", "llama4", "phimoe", "switch_transformers", "zaya"])
+@grid("name", ["dbrx", "deepseek_v4", "jetmoe", "llama4", "phimoe", "switch_transformers", "zaya"], quick=3)
 def test_padded_rows_route_themselves_and_the_others_are_forced(name):
     model, routed = attached(name)
     trace = foreign_routes(routed, PADDED)

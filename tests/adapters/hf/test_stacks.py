@@ -13,6 +13,7 @@ from foreroute.errors import AttachError, BatchMismatchError, ConfigError, Repla
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes
+from tests.tiers import grid
 
 READ, WRITTEN = batch_of(9, 6, 4), batch_of(5, 7, 3, seed=1)
 BATCH = {**READ, "decoder_input_ids": WRITTEN["input_ids"], "decoder_attention_mask": WRITTEN["attention_mask"]}
@@ -79,7 +80,7 @@ def test_own_routes_of_both_stacks_come_back_from_files_and_change_no_bit(model,
     assert all(torch.equal(grads[name], untouched[name]) for name in grads)
 
 
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@grid("use_reentrant", [None, True, False], quick=1)
 def test_other_routes_are_obeyed_by_both_with_the_gradients_of_routers_forced_by_hand(model, routed, use_reentrant):
     traces, by_hand = other_of(routed), encoder_decoder()
     for stack, trace, batch in zip(("encoder", "decoder"), traces, (READ, WRITTEN), strict=True):

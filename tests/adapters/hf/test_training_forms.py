@@ -5,7 +5,6 @@ gradients. Under other routes, the experts are seen to get exactly those.
 """
 
 import numpy as np
-import pytest
 import torch
 from transformers import modeling_layers
 
@@ -13,6 +12,7 @@ from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, gradients, loss_of, random_routes
+from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)
@@ -83,7 +83,7 @@ def seeded_loss(model):
     return loss_of(model, BATCH).float()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@grid("form", FORMS, quick=2)
 def test_native_replay_is_bit_equal(form, checkpointing):
     untouched, model = ready(form(), checkpointing), ready(form(), checkpointing)
     expected = seeded_loss(untouched)
@@ -101,7 +101,7 @@ def test_native_replay_is_bit_equal(form, checkpointing):
     assert session.agreement().routing.differing_tokens_share == 0
 
 
-@pytest.mark.parametrize(("form", "use_reentrant"), zip(FORMS, [True, False] * 3, strict=True))
+@grid(("form", "use_reentrant"), zip(FORMS, [True, False] * 3, strict=True), quick=2)
 def test_experts_get_exactly_the_replayed_ids_also_in_recomputation(form, use_reentrant):
     plain, model = ready(form(), None), ready(form(), use_reentrant)
     grads = []
@@ -126,7 +126,7 @@ def test_only_sparse_layers_have_rows():
     assert [layer.index for layer in hf.attach(tiny("deepseek_v3")).spec.layers] == [1, 2]
 
 
-@pytest.mark.parametrize("form", [with_lora, with_lora_on_experts_and_routers])
+@grid("form", [with_lora, with_lora_on_experts_and_routers], quick=1)
 def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
     import peft
 

@@ -2,13 +2,13 @@
 
 import importlib
 
-import pytest
 import torch
 
 from foreroute.adapters import hf
 from tests.adapters.hf.families import build, config_fields, with_live_values
 from tests.adapters.hf.family_checks import run
 from tests.adapters.hf.model_runs import gradients
+from tests.tiers import grid
 
 WHOLE = {
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
@@ -58,7 +58,7 @@ def build_whole(name, **overrides):
         return with_live_values(model_class(config).eval())
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@grid("name", WHOLE, quick=3)
 def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
     untouched, model = build_whole(name), build_whole(name)
     expected = run(untouched)

@@ -17,6 +17,7 @@ from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
 from tests.adapters.hf.families import SPARSE, build
 from tests.adapters.hf.family_checks import attached, require_told, written
+from tests.tiers import grid
 
 OTHERWISE = [
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 6}),
@@ -59,7 +60,7 @@ AT_ONCE = 7
 """So many in every run: one for each way in which configurations name dense layers. The others run by night."""
 
 
-@pytest.mark.parametrize(
+@grid(
     ("name", "fields"),
     [
         *OTHERWISE[:AT_ONCE],
@@ -67,6 +68,7 @@ AT_ONCE = 7
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERWISE[AT_ONCE:]),
     ],
     ids=lambda value: str(value)[:40],
+    quick=2,
 )
 def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path):
     """Dense ones in other places, and layers with indexers."""
@@ -75,6 +77,7 @@ def test_other_layers_than_those_of_the_default_are_seen(name, fields, tmp_path)
     require_told(written(tmp_path, model), model, routed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers", "experts", "picks"),
     [

@@ -26,6 +26,7 @@ from foreroute.adapters import hf, megatron  # noqa: E402, F401
 from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology  # noqa: E402
 from foreroute.planner import plan  # noqa: E402
 from foreroute.testing.routes import synthetic_trace  # noqa: E402
+from tests.seeds import seed_no_absent_devices  # noqa: E402
 
 
 def _load_kernels():
@@ -38,5 +39,6 @@ def _load_kernels():
 
 
 _load_kernels()
+seed_no_absent_devices()
 # ranks live for seconds, and a full collection would walk all of this
 gc.freeze()

@@ -28,6 +28,7 @@ def test_a_trace_of_transformers_is_replayed_by_both():
     assert tolerance < 1e-4
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_trace_of_megatron_is_replayed_by_both():
     both = Both()
@@ -39,6 +40,7 @@ def test_a_trace_of_megatron_is_replayed_by_both():
     assert np.array_equal(both.by_megatron(trace, padding="native")[both.real], native_BT[both.real])
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_foreign_routes_are_followed_by_both():
     both = Both()

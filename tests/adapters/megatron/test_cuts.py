@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tests.adapters.megatron.forked_ranks import run
+from tests.tiers import grid
 
 SPLITS = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (1, 4), (2, 4)]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize(("context_ranks", "tensor_ranks"), SPLITS)
+@grid(("context_ranks", "tensor_ranks"), SPLITS, quick=3)
 def test_the_adapter_cuts_as_megatron_does(context_ranks, tensor_ranks, packed):
     [of_ranks] = run("placed_rows_worker.rows_on_every_rank", context_ranks, tensor_ranks, packed)
     for rank, (seen_R, placed_R) in enumerate(of_ranks):

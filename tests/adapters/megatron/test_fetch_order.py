@@ -103,6 +103,7 @@ def require_fetches_ahead(splits):
             assert fetches - ahead <= layers, (split, fetches, ahead)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_forward_only_and_updates_take_turns():
     """As recompute and update of an RL step do, the former without `no_grad`: autograd does not tell them apart."""

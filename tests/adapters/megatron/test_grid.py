@@ -11,6 +11,7 @@ import pytest
 
 from tests.adapters.megatron.forked_ranks import WorkersError, run
 from tests.adapters.megatron.grid import MOST_RANKS, PARALLEL, SAMPLE, SCORES, SHAPES, Cell, variants_of
+from tests.tiers import grid
 
 SPLITS = [cell for cell in PARALLEL if cell.ranks <= MOST_RANKS]
 
@@ -51,7 +52,7 @@ def all_of(names, at_once, by_night=()):
     return [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in names]
 
 
-@pytest.mark.parametrize("name", all_of(SHAPES, SHAPES_AT_ONCE, SHAPES_BY_NIGHT))
+@grid("name", all_of(SHAPES, SHAPES_AT_ONCE, SHAPES_BY_NIGHT), quick=1)
 def test_routes_find_their_layers(name):
     run("grid_checks.check_cell", SHAPES[name], ranks=SHAPES[name].ranks)
 
@@ -86,7 +87,7 @@ CANNOT_RUN = {
 """name: (cell, what Megatron or gloo says, what covers it)."""
 
 
-@pytest.mark.parametrize("name", CANNOT_RUN)
+@grid("name", CANNOT_RUN, quick=1)
 def test_megatron_itself_refuses_the_cell_with_this_reason(name):
     cell, reason, _ = CANNOT_RUN[name]
     with pytest.raises(WorkersError) as refused:

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 
 from foreroute.adapters.megatron import model as routed_model
@@ -184,6 +185,7 @@ def test_what_is_wrong_is_told_when_the_session_ends():
                 on.refuses(BatchMismatchError, message, leave)
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_an_optimizer_steps_on_right_batches_alone():
     """A wrapped forward step leaves the wait to the optimizer, so that micro-batches are in flight."""

@@ -53,6 +53,7 @@ def test_the_comparison_sees_a_forward_that_was_left_out():
     assert not any(np.array_equal(a[: len(b)], b) for a, b in pairs(first, None, maps_of(rollouts, range(4), 0)))
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_a_sequence_without_routes_ends_the_run():
     loop, model = patched(), a_model()

@@ -87,6 +87,7 @@ def test_expert_bias_counts_what_the_switch_says_and_no_padding():
             assert torch.equal(site.module.local_tokens_per_expert, counted_E), "a forward-only pass was counted"
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_left_padding_is_told_by_a_layout():
     built, routed, ids, trace = on.prepared(lengths=LENGTHS)

@@ -19,6 +19,7 @@ from foreroute.train import parse_config
 from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
+from tests.tiers import grid
 
 DATA = Path(__file__).parent / "data"
 SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
@@ -202,7 +203,7 @@ def test_a_configuration_names_the_server(tmp_path):
         engine.close()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("changes", "said"),
     [
         ({"/server_info": {"enable_return_routed_experts": False, "version": "0.5.23"}}, "--enable-return-routed-exp"),
@@ -217,6 +218,7 @@ def test_a_configuration_names_the_server(tmp_path):
         ({"/generate": {"output_ids": [1]}}, "expected a list"),
         ({"/generate": [{}] * 3}, "3 responses to 2 prompts"),
     ],
+    quick=4,
 )
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
@@ -269,7 +271,7 @@ def asked(tmp_path_factory):
         engine.close()
 
 
-@pytest.mark.parametrize("name", LIES)
+@grid("name", LIES, quick=6)
 def test_an_answer_that_is_none_to_its_question_is_refused(asked, name):
     answers, ask = asked
     answers.lie = None

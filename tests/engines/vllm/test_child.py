@@ -24,6 +24,7 @@ from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
 from foreroute.trace import RoutingTrace, extended
 from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
+from tests.tiers import grid
 
 PAIRS = replace(SAMPLING, group_size=2)
 
@@ -60,7 +61,7 @@ def rows_before_sampled(generation):
     return rows
 
 
-@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.32.0"])
+@grid("release", ["0.28.0", "0.30.0", "0.32.0"], quick=1)
 def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monkeypatch, release):
     monkeypatch.setenv("FAKE_VLLM_VERSION", release)
     asked, engine = prompts(5, 9), loaded(started(), routed, version=4)
@@ -114,6 +115,7 @@ def test_rows_that_are_known_are_not_asked_for_again(routed, started):
             engine.generate([so_far], SAMPLING, seeded(7), known_rows=wrong)
 
 
+@pytest.mark.slow
 def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed, started):
     engine, cut = loaded(started("slow", sampling_masks=True), routed), replace(PAIRS, top_k=3, end_token=-1)
     partial = engine.generate_until(prompts(5, 9), cut, seeded(), seconds=0.2)
@@ -139,7 +141,7 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
         loaded(started(), routed).generate(prompts(4), replace(SAMPLING, top_p=0.9), seeded())
 
 
-@pytest.mark.parametrize(
+@grid(
     ("behaviour", "error", "said"),
     [
         (
@@ -156,6 +158,7 @@ def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed,
         ("zero routes", CaptureError, "enforce_eager=True"),
         ("another trainer", EngineError, "version 17, the trainer loaded version 1"),
     ],
+    quick=3,
 )
 def test_what_a_server_fails_at_is_reported(routed, started, behaviour, error, said):
     engine = started(behaviour, timeout_s=3.0 if behaviour in ("hangs", "never starts") else 60.0)
@@ -175,6 +178,7 @@ def wait_until_it_runs(engine, within_s=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_request_that_is_interrupted_leaves_the_engine_usable(routed, started):
     """A real signal, while the answer is waited for: the connection is closed, and the next answer is of the next."""
 
@@ -252,6 +256,7 @@ def short_path():
         yield Path(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behaviour", ["good", "ignores the end", "has children"])
 def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
     routed, started, short_path, monkeypatch, behaviour
@@ -273,6 +278,7 @@ def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
         assert_ends(int((short_path / "child").read_text()))
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_end_is_killed(started, monkeypatch):
     """One that no signal ends but the last, and that does not end itself when its standard input closes."""
     monkeypatch.setattr(vllm_server, "GRACE_S", 0.5)

@@ -23,6 +23,7 @@ from foreroute.train import parse_config
 from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, SIZES, policy, seeded
+from tests.tiers import grid
 
 DATA = Path(__file__).parent / "data"
 GENERATE, INFO = "/inference/v1/generate", "/server_info?config_format=json"
@@ -222,9 +223,7 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize(
-    "path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
-)
+@grid("path", ["/pause?mode=wait", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"], quick=2)
 def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loaded(routed, tmp_path, path):
     only_status = path in ("/pause?mode=wait", "/update_weight_version")
     answer = Server()
@@ -251,13 +250,14 @@ def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
     assert "no room" in str(caught.value.__context__)
 
 
-@pytest.mark.parametrize(
+@grid(
     "path",
     [
         "/version",
         GENERATE,
         *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info", "/collective_rpc")),
     ],
+    quick=1,
 )
 def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
     with serving(answer := Server()) as server:
@@ -347,7 +347,7 @@ def asked(routed, tmp_path_factory):
         engine.close()
 
 
-@pytest.mark.parametrize("name", LIES)
+@grid("name", LIES, quick=12)
 def test_an_answer_that_is_none_to_its_question_is_refused(asked, name):
     answers, ask = asked
     answers.lie = None
@@ -390,7 +390,7 @@ def settings_031():
     return settings
 
 
-@pytest.mark.parametrize(
+@grid(
     ("version", "path", "value", "said"),
     [
         ("0.30.0", "model_config.enable_return_routed_experts", False, "--enable-return-routed-experts"),
@@ -408,6 +408,7 @@ def settings_031():
             for name in ("NixlConnector", "NixlPullConnector", "MoRIIOConnector", "MooncakeConnector")
         ),
     ],
+    quick=5,
 )
 def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path, version, path, value, said):
     settings = copy.deepcopy(SETTINGS) if version == "0.30.0" else settings_031()

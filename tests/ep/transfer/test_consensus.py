@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.errors import TransferError
+from tests.tiers import grid
 
 WAITED_S = 0.5
 QUESTIONS = {
@@ -39,7 +40,7 @@ def told(workers):
     return workers(2).run(ask_alone)[1]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@grid("question", QUESTIONS, quick=1)
 def test_a_rank_that_waits_in_vain_says_for_how_long(told, question):
     waited = re.match(r"asking: rank 1 waited (\d+\.\d) s for another rank in vain", told[question])
     assert waited is not None, told[question]

@@ -1,13 +1,13 @@
 """The simplest direct path: what arrives is what the home rank has, and what returns is the sum of what was sent."""
 
 import numpy as np
-import pytest
 import torch
 
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.replica_weights import DirectWeights
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import SHAPES, begin, peers, served, shard, weight
+from tests.tiers import grid
 
 
 def fetch_and_return(rank, plan, dtype, spoil):
@@ -43,8 +43,8 @@ def _check_cell(weights, plan, cell, rank, dtype, spoil):
             assert torch.equal(returned[name][row], total)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@grid("ranks", [2, 4], quick=1)
+@grid("dtype", [torch.float32, torch.bfloat16, torch.float64], quick=2)
 def test_weights_come_and_gradients_return(workers, ranks, dtype):
     for seed in range(3):
         workers(ranks).run(fetch_and_return, random_plan(seed, ranks=ranks, slots=3), dtype, 0)

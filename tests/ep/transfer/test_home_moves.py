@@ -11,6 +11,7 @@ from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.testing.ranks import kept
 from tests.ep.transfer.plans import random_homes
 from tests.ep.transfer.toy import SHAPES, peers, shard
+from tests.tiers import grid
 
 EXPERTS, LAYERS = 8, 2
 OPTIMIZERS = {
@@ -73,7 +74,7 @@ def equal(one, other):
     return all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@grid("ranks", [2, 4], quick=1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_with_moves_equals_training_without(workers, ranks, optimizer):
     moving = homes_of_steps(ranks, ranks, 4)

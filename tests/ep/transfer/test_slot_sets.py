@@ -6,6 +6,7 @@ import torch
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import WITHIN, all_experts, begin, largest_difference, make_engine, reference, run_step
+from tests.tiers import grid
 
 TIGHT = TransferOptions(slots="shared", prefetch=0)
 """One set of slots for all layers: every cell overwrites the one before."""
@@ -77,7 +78,7 @@ def publish_late(rank, plan, optimizer):
     return errors
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@grid("optimizer", ["adam", "sgd"], quick=1)
 def test_weights_that_were_not_published_are_refused(workers, optimizer):
     for errors in workers(2).run(publish_late, full_plan(), optimizer):
         (error,) = errors

@@ -26,6 +26,7 @@ from tests.ep.transfer.toy import (
     summed,
     weight,
 )
+from tests.tiers import grid
 
 
 def train(rank, plan, options, drop):
@@ -58,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "options", "shape"), CASES)
+@grid(("ranks", "options", "shape"), CASES, quick=2)
 def test_losses_and_gradients_are_those_of_one_process(workers, ranks, options, shape):
     for seed in range(2):
         plan = random_plan(seed, ranks=ranks, **shape)
@@ -90,7 +91,7 @@ def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers
     assert max(outcome["grad"] for outcome in outcomes) > 1e-2
 
 
-@pytest.mark.parametrize("paths", ["host", "direct"])
+@grid("paths", ["host", "direct"], quick=1)
 def test_one_pass_moves_the_fewest_bytes_that_the_plan_needs(workers, paths):
     plan = random_plan(3, ranks=4, micro_steps=4, slots=3, keep=0.5)
     options = TransferOptions(slots="layer", paths=paths)

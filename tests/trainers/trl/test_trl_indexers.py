@@ -12,6 +12,7 @@ from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from tests.adapters.hf.families import SPARSE, build
 from tests.attended import SIZES, attended, chosen, followed
+from tests.tiers import grid
 from tests.trainers.trl.trl_runs import logged, make
 
 
@@ -50,6 +51,7 @@ def test_every_pass_attends_to_what_the_rollout_did(source, folder):
         assert others == 0
 
 
+@pytest.mark.slow
 def test_updates_of_r2_attend_to_what_the_old_pass_did(folder):
     trainer = make(folder, kind=Watched, model=sparse_policy(), replay="R2", max_steps=2)
     trainer.train()
@@ -68,6 +70,7 @@ def test_without_replay_passes_attend_to_others(folder):
     assert followed(seen, chosen(trace))[0] > 0
 
 
+@pytest.mark.slow
 def test_a_rollout_without_choices_is_warned_of(folder):
     model = sparse_policy()
     trainer = make(folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1)
@@ -108,7 +111,7 @@ def sparse_by_units(family):
     return build(family, **SPARSE[family], vocab_size=len(tokenizer()), max_position_embeddings=256)
 
 
-@pytest.mark.parametrize(("family", "replay"), zip(UNITS_AT_SLOTS, ["R3", "R2"], strict=True))
+@grid(("family", "replay"), zip(UNITS_AT_SLOTS, ["R3", "R2"], strict=True), quick=1)
 def test_units_that_padding_moves_are_refused(folder, family, replay):
     """TRL pads prompts of several lengths on the left."""
     trainer = make(folder, model=sparse_by_units(family), replay=replay, max_steps=1)

@@ -170,6 +170,7 @@ def with_a_tool(without, env_masks=None):
     return roll_out
 
 
+@pytest.mark.slow
 def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folder):
     trainer = make(
         folder,
@@ -198,11 +199,13 @@ def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folde
     assert seen == 24  # the old, reference and update passes of 8 sequences
 
 
+@pytest.mark.slow
 def test_a_sampled_token_needs_its_mask_where_others_do_not(folder):
     with pytest.raises(TraceContentError, match="has no sampling mask"):
         make(folder, rollout_func=with_a_tool(TOOL + 1), max_steps=1, top_p=0.8).train()
 
 
+@pytest.mark.slow
 def test_an_env_mask_of_another_length_is_refused(folder):
     with pytest.raises(BatchMismatchError, match=r"env_mask of the lengths .* for completions of"):
         make(folder, rollout_func=with_a_tool(TOOL, [[1, 0, 1]] * 8), max_steps=1, top_p=0.8).train()

@@ -23,7 +23,10 @@ SEQUENCES = 8
 """In a rollout."""
 
 
-@pytest.fixture(params=CASES)
+SLOW = ("one-update", "lora")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
 def run(request, folder):
     """A trainer that has trained, its book, and what ran: the check of a rollout, old, update and reference passes."""
     settings, *_ = CASES[request.param]

@@ -14,6 +14,7 @@ from foreroute.errors import AttachError, BatchMismatchError, CaptureError, Conf
 from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
 from foreroute.trainers.trl.controller import ROWS
 from foreroute.trainers.trl.trainer import require_supported
+from tests.tiers import grid
 from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import make
 
@@ -78,9 +79,10 @@ class OwnBatch(GRPOTrainer):
         return inputs
 
 
-@pytest.mark.parametrize(
+@grid(
     ("kind", "message"),
     [(OwnLoss, "computed a loss without"), (OwnStep, "a training step without"), (OwnBatch, "foreroute_rows")],
+    quick=1,
 )
 def test_a_step_in_which_nothing_was_replayed(kind, message, folder):
     with pytest.raises(ReplayError, match=message):
@@ -105,9 +107,10 @@ class Late(GRPOTrainer):
         return inputs
 
 
-@pytest.mark.parametrize(
+@grid(
     ("kind", "error", "message"),
     [(Swapped, BatchMismatchError, "the sequences \\[1, 0\\] of the trace"), (Late, ReplayError, "rollouts \\[0\\]")],
+    quick=1,
 )
 def test_routes_of_other_sequences_or_rollouts(kind, error, message, folder):
     with pytest.raises(error, match=message):
@@ -118,7 +121,7 @@ def one_late(routes):
     return [np.roll(each, 1, axis=0) for each in routes]
 
 
-@pytest.mark.parametrize(
+@grid(
     ("change", "error", "message"),
     [
         (one_late, ReplayError, "shift"),
@@ -129,6 +132,7 @@ def one_late(routes):
         (lambda routes: [np.zeros_like(each) for each in routes], CaptureError, "sequence 0"),
     ],
     ids=["one-late", "shuffled", "too-few", "none", "dictionary", "all-zero"],
+    quick=2,
 )
 def test_routes_of_a_rollout_func_that_are_wrong(change, error, message, folder):
     model = policy()
@@ -171,12 +175,13 @@ def test_routes_of_other_weights_are_refused(folder):
         trainer.train()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("settings", "message"),
     [
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1"),
         ({"generation_kwargs": {"seed": 1}}, "generation_kwargs"),
     ],
+    quick=1,
 )
 def test_sampling_that_an_engine_does_not_know(settings, message, folder):
     model = policy()

@@ -57,6 +57,7 @@ def test_trls_own_sampling_is_captured(settings, most_k3, folder):
     assert logged(trainer, "mismatch/k3")[0] < most_k3
 
 
+@pytest.mark.slow
 def test_evaluation_is_untouched(folder):
     results = []
     for kind in ({"kind": trl.GRPOTrainer}, {"replay": "R3"}):

@@ -17,6 +17,7 @@ from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.sampling import LEAVING_OUT
+from tests.tiers import grid
 from tests.trainers.trl.trl_runs import logged, make
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
@@ -95,7 +96,7 @@ def test_nothing_is_kept_where_nothing_is_left_out(folder):
     assert logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
-@pytest.mark.parametrize(
+@grid(
     ("of_model", "of_call", "message"),
     [
         ({"repetition_penalty": 1.3}, {"repetition_penalty": None}, "RepetitionPenaltyLogitsProcessor, by generation"),
@@ -103,6 +104,7 @@ def test_nothing_is_kept_where_nothing_is_left_out(folder):
         ({}, {"guidance_scale": 1.5, "remove_invalid_values": True}, "InfNanRemove.*, UnbatchedClassifierFreeGuidance"),
         ({}, {"do_sample": False}, "sampled at temperature 1.0, and TRL scores at 0.9"),
     ],
+    quick=2,
 )
 def test_generate_is_refused_before_it_samples_what_no_set_shows(of_model, of_call, message, folder):
     trainer = make(folder, model=configured(**of_model), generation_kwargs=of_call, temperature=0.9)
@@ -126,7 +128,7 @@ def test_a_processor_that_is_not_known_is_refused_and_left_to_other_modes(folder
     assert logged(trainer, "mismatch/k3")[0] > 1e-2
 
 
-@pytest.mark.parametrize(
+@grid(
     ("mode", "settings", "message"),
     [
         ({}, {"repetition_penalty": 1.1}, "repetition_penalty = 1.1 changes log-probs"),
@@ -144,6 +146,7 @@ def test_a_processor_that_is_not_known_is_refused_and_left_to_other_modes(folder
         (SERVER, {"generation_kwargs": {"min_p": 0.1}}, "min_p = 0.1 leave tokens out, and the answers that TRL asks"),
         (SERVER, {"generation_kwargs": {"min_tokens": 3}}, "min_tokens = 3 changes"),
     ],
+    quick=3,
 )
 def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, message, folder, monkeypatch):
     for replay, outcome in (("R3", pytest.raises(ConfigError, match=message)), ("none", nullcontext())):
