@@ -15,7 +15,7 @@ from foreroute.kernels import kernel, routine
 
 TILE_ROWS = 1024
 """Rows that are sorted or summed up at once. Their ids in all layers, or in planes about as many, fit the second-level
-cache. Shorter pieces of L · K planes take longer: each begins in a page of its own, and 256 of them took twice 1,024."""
+cache. Shorter pieces of L · K planes take longer: each begins in a page of its own (256 took up to twice 1,024)."""
 
 
 @kernel
