@@ -156,7 +156,7 @@ def make_plan(routed, model, planned, number, shards, data):
         routed.move_homes(homes, model.optimizer)
         shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(*data, strict=True)]
         counts_MLGE = routed.gather_counts(shards)
-        return random_plan(counts_MLGE, topology, seed=number, homes=homes), counts_MLGE, shards
+        return random_plan(counts_MLGE, topology, seed=number, keep=0.0, homes=homes), counts_MLGE, shards
     if planned in ("homes", "homes and replicas"):
         homes = plan(of_all_groups(counts_MLGE), topology, PlanOptions(home_moves=None), home_LE=routed.home_LE)
         routed.move_homes(homes, model.optimizer)

@@ -125,7 +125,7 @@ class PlannedModel(RoutedModel):
         """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
 
         Args:
-            transfers: the same on every rank of the model. With `paths="host"`, prices and topologies of plans say how
+            transfers: the same on every rank of the model. With `paths="host"`, the topology of a plan says how
                 many ranks share a node's memory.
 
         Raises:
