@@ -92,10 +92,10 @@ def _counted(bench: Bench) -> dict[str, float]:
 
 def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
     plan, at_home = bench.plan(PlanOptions()), bench.plan(PlanOptions(replicas=False))
-    with closing(bench.engine(peers, slots="layer")) as engine:
+    with closing(bench.engine(peers)) as engine:
         bench.placed.use(engine)
         busiest = {name: _busiest(bench.step(chosen)) for name, chosen in (("planned", plan), ("home", at_home))}
-        engine.publish()
+        engine.end_step()
         engine.take_records()
         bench.step(plan)
         fetched = [record for record in engine.take_records() if record.kind == "fetch"]

@@ -90,8 +90,16 @@ class Bench:
         return Topology(num_ranks, num_ranks, SLOTS, LINKS)
 
     def step(self, plan: StepPlan, *, updating: bool = True) -> NDArray[np.int64]:
-        """Forward, and backward if `updating`, of all micro-steps; int64 [M, L], assignments computed here."""
+        """All micro-steps under a plan, as `run` has them."""
+        self.begin(plan, updating=updating)
+        return self.run(updating=updating)
+
+    def begin(self, plan: StepPlan, *, updating: bool = True) -> None:
+        """Put a plan in force, on the weights of the step before."""
         self.placed.begin_step(0, plan, self.counts_MLGE, self.rows_M, updating=updating)
+
+    def run(self, *, updating: bool = True) -> NDArray[np.int64]:
+        """Forward, and backward if `updating`, of all micro-steps; int64 [M, L], assignments computed here."""
         executed = []
         for m, (batch, trace) in enumerate(zip(self.batches, self.traces, strict=True)):
             with torch.set_grad_enabled(updating), self.routed.replay(trace), self.placed.executing(m) as execution:
@@ -108,11 +116,11 @@ class Bench:
         Returns:
             The seconds before the first row.
         """
+        engine.end_step()
         begun = time.perf_counter()
-        engine.publish()
-        plan = self.plan(options)
+        self.begin(self.plan(options), updating=updating)
         before_s = time.perf_counter() - begun
-        self.step(plan, updating=updating)
+        self.run(updating=updating)
         dist.barrier()
         return before_s
 
@@ -122,10 +130,8 @@ class Bench:
         dist.barrier()
 
     def engine(self, peers: PeerGroup, **options: Any) -> TransferEngine:
-        """That has published the weights."""
-        engine = TransferEngine(self.placed.homes, self.topology, TransferOptions(timeout_s=120, **options), peers)
-        engine.publish()
-        return engine
+        """Of the model."""
+        return TransferEngine(self.placed.homes, TransferOptions(timeout_s=120, **options), peers)
 
 
 def drawn(

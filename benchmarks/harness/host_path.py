@@ -67,8 +67,8 @@ class HostPath:
             for name, shape in shapes.items()
         }
         votes, peers = RankConsensus(timeout_s=60), PeerGroup(timeout_s=60)
-        with closing(HostMemory(votes, Topology(1, 1, num_experts, LINKS), [home])) as memory:
-            memory.publish([home])
+        with closing(HostMemory(votes, Topology(1, 1, num_experts, LINKS), {0: home})) as memory:
+            memory.publish({0: home})
             slots = {name: torch.zeros_like(shard) for name, shard in home.items()}
             yield cls(home, slots, memory, Channels(peers, memory, TransferLane(device)))
 

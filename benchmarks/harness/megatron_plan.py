@@ -53,7 +53,7 @@ VOCABULARY, SHAPE = 256, (4, 256)
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
 OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
-PLANNED = PlanOptions(tolerance=0.02, slots="shared")
+PLANNED = PlanOptions(tolerance=0.02)
 NAMES = (
     *("planned_over_static", "predicted_planned_over_static", "static_imbalance", "attached_ratio"),
     *("collectives_saved", "host_waits", "waits_per_layer"),
@@ -74,9 +74,7 @@ def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: b
         return dict.fromkeys(NAMES)
     parts: Parts = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
     found, cases, others = parts
-    config = processes_config(
-        hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], executor="megatron"
-    )
+    config = processes_config(hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], paths="direct")
     return found | {"predicted_planned_over_static": predict_ratios(others, cases, config) if predicts else None}
 
 
@@ -160,7 +158,7 @@ class Bench:
 
     def steps(self, name: str) -> list[TimedStep]:
         """The step under its plan and with every expert at home, which were not timed."""
-        options = PLANNED, PlanOptions(slots="shared", replicas=False)
+        options = PLANNED, PlanOptions(replicas=False)
         return [TimedStep(name, self._counts_MLGE, self._planned(self._counts_MLGE, each)) for each in options]
 
     def timed(self, name: str, rounds: int) -> list[TimedStep]:

@@ -19,7 +19,7 @@ from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
-from foreroute.plan.capabilities import EXECUTES, Ability, Executor
+from foreroute.plan.capabilities import FetchPath
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.cell_costs import Compute, Transfers, without_cost
 from foreroute.simulate.ep_group import EPGroup
@@ -141,11 +141,10 @@ def processes_config(
     *,
     sequence_tokens: int,
     head_width: int = HEAD_WIDTH,
-    executor: Executor = "hf",
+    paths: FetchPath = "host",
 ) -> SimulateConfig:
     """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    path = "host" if Ability.HOST_PATH in EXECUTES[executor] else "direct"
     return parse_config(
         {
             "cluster": {
@@ -180,7 +179,7 @@ def processes_config(
                 "node_latency_s": 1e-4,
                 "cluster_latency_s": 1e-4,
             },
-            "costs": {"paths": path, "sequence_tokens": float(sequence_tokens)},
+            "costs": {"paths": paths, "sequence_tokens": float(sequence_tokens)},
         },
         source="the benchmark",
     )
@@ -199,16 +198,11 @@ def executed(
 
 
 def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, updating: bool) -> float:
-    engine.publish()
-    bench.placed.begin_step(0, plan, bench.counts_MLGE, bench.rows_M, updating=updating)
+    engine.end_step()
+    bench.begin(plan, updating=updating)
     dist.barrier()
     begun = time.perf_counter()
-    for m, (batch, trace) in enumerate(zip(bench.batches, bench.traces, strict=True)):
-        with torch.set_grad_enabled(updating), bench.routed.replay(trace), bench.placed.executing(m):
-            logits = bench.routed.model(input_ids=batch, use_cache=False).logits
-            if updating:
-                logits.log_softmax(-1)[..., 0].mean().backward()
+    bench.run(updating=updating)
     taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-    bench.routed.model.zero_grad(set_to_none=True)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return taken.item()

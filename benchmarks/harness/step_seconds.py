@@ -104,7 +104,7 @@ def _measured(
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
         found["static_imbalance"][name] = round(float(home.max_load_ML.sum() / mean), 3)
-        with closing(bench.engine(peers, slots="layer")) as engine:
+        with closing(bench.engine(peers)) as engine:
             placed.use(engine)
             for stage, updating in STAGES.items():
                 found["planned_over_static"][stage][name] = _ratio(bench, engine, bench, updating, pairs)
@@ -118,7 +118,7 @@ def _measured(
         )
         for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
     ]
-    with closing(few.engine(peers, slots="layer")) as engine:
+    with closing(few.engine(peers)) as engine:
         placed.use(engine)
         steps = [executed(name, one, one.plan(how), engine) for name, one in others for how in (PLANNED, STATIC)]
         return found, cases, time_steps(steps, rounds=rounds)
@@ -132,7 +132,7 @@ def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
 
 def _by_stage(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
     """Seconds planned over static."""
-    with closing(bench.engine(peers, slots="layer")) as engine:
+    with closing(bench.engine(peers)) as engine:
         bench.placed.use(engine)
         return {stage: _ratio(bench, engine, bench, updating, pairs) for stage, updating in STAGES.items()}
 

@@ -70,7 +70,6 @@ def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     for name in ("tolerance", "slots", "home_moves", "traffic", "pay_off"):
         assert getattr(config.parallel, name) == getattr(default, name), name
     transfers = TransferOptions()
-    assert transfers.slots == default.slots
     for name in ("paths", "prefetch", "timeout_s"):
         assert getattr(config.parallel, name) == getattr(transfers, name), name
     assert config.parallel.shared_memory == str(transfers.directory)

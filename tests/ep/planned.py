@@ -21,11 +21,11 @@ def static_plan(counts_MLGE, home_LE=None):
     return finished(replace(plan, topology=topology, hosts=hosts), counts_MLGE)
 
 
-def split_plan(seed, counts_MLGE, home_LE, *, slots=SLOTS, keep=0.5):
+def split_plan(seed, counts_MLGE, home_LE, *, slots=SLOTS, keep=0.5, sharing=None):
     """Replicas drawn at random, each with a random share of what its expert still has of every source."""
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     shape = {"ranks": num_ranks, "experts": num_experts, "micro_steps": num_micro_steps, "layers": num_layers}
-    plan = random_plan(seed, **shape, slots=slots, keep=keep, homes=home_LE)
+    plan = random_plan(seed, **shape, slots=slots, keep=keep, homes=home_LE, sharing=sharing)
     rng = np.random.default_rng(seed)
     tokens_RG = np.zeros_like(plan.hosts.tokens_RG)
     for c in range(num_micro_steps * num_layers):

@@ -1,11 +1,10 @@
 """In which order rows, weights and gradients are launched and waited for, on all ranks alike."""
 
-import pytest
 import torch.distributed as dist
 
 from foreroute.adapters import hf
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import DirectWeights
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, policy, replaying
@@ -13,16 +12,22 @@ from tests.ep.training_worker import all_counts, all_rows
 from tests.tiers import grid
 
 
-class Telling(DirectWeights):
+class Telling(TransferEngine):
     """Writes down what is sent home and waited for."""
 
-    def __init__(self, log):
-        super().__init__(PeerGroup(timeout_s=20))
-        self.log = log
+    def __init__(self, homes, log):
+        super().__init__(homes, TransferOptions(paths="direct", prefetch=0, timeout_s=20), PeerGroup(timeout_s=20))
+        self.log, self.num_fetches, begin = log, 0, self._peers.begin
 
-    def fetch(self, cell, home, *, is_recompute=False):
+        def beginning(sends, receives, what):
+            self.num_fetches += what.startswith("fetching")
+            return begin(sends, receives, what)
+
+        self._peers.begin = beginning
+
+    def fetch(self, cell, home):
         self.log.append(("fetched", cell.layer))
-        return super().fetch(cell, home, is_recompute=is_recompute)
+        return super().fetch(cell, home)
 
     def send_home(self, cell, grads):
         self.log.append(("sent", cell.layer))
@@ -38,10 +43,10 @@ class Waiting:
         return self.returning.wait()
 
 
-def pass_log(rank, case, frozen):
+def pass_log(rank, case, frozen, sharing="layer"):
     """What happens in a forward and in a backward pass: what is fetched and sent home, and rows that travel.
 
-    And how many fetches there were in all.
+    And how many times weights travelled in all.
     """
     model = policy(case)
     for name, parameter in model.named_parameters():
@@ -49,10 +54,10 @@ def pass_log(rank, case, frozen):
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=20)
     log, all_to_all = [], dist.all_to_all_single
-    weights = Telling(log)
+    weights = Telling(placed.homes, log)
     placed.use(weights)
     counts_MLGE = all_counts(routed, case, rank, 0)
-    plans = (split_plan(seed, counts_MLGE, placed.home_LE) for seed in range(100))
+    plans = (split_plan(seed, counts_MLGE, placed.home_LE, sharing=sharing) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
     placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
     dist.all_to_all_single = lambda *args, **kwargs: log.append("rows") or all_to_all(*args, **kwargs)
@@ -66,14 +71,19 @@ def pass_log(rank, case, frozen):
     return forward, log, weights.num_fetches
 
 
-@pytest.mark.slow
-def test_rows_are_launched_before_weights(workers):
+FETCHES = {"layer": 3, "shared": 5}
+"""Of three layers. Slots that are kept are filled once. Of one shared set, the last layer finds its own in backward."""
+
+
+@grid("sharing", list(FETCHES), quick=1)
+def test_rows_are_launched_before_weights(workers, sharing):
     """On one communicator they would wait behind it."""
     forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "rows")]
     backward = [
         event for layer in (2, 1, 0) for event in ("rows", ("fetched", layer), ("sent", layer), "rows", ("home", layer))
     ]
-    assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing") == [(forward, backward, 6)] * 2
+    expected = [(forward, backward, FETCHES[sharing])] * 2
+    assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing", sharing) == expected
 
 
 @grid("frozen", ["nothing", "experts.down_proj"], quick=1)
@@ -83,17 +93,17 @@ def test_gradients_travel_while_those_of_rows_are_sent_back(workers, frozen):
         assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == expected
 
 
-@pytest.mark.slow
-def test_checkpointed_parts_send_theirs_once_and_are_fetched_twice(workers):
+@grid("sharing", list(FETCHES), quick=1)
+def test_checkpointed_parts_send_theirs_once_and_are_fetched_no_more_often(workers, sharing):
     """The two forward passes of a cell send nothing home. Recomputation and the backward behind it share a fetch."""
     for use_reentrant in (True, False):
         for _, log, num_fetches in workers(2).run(
-            pass_log, Case(ranks=2, plan=3, use_reentrant=use_reentrant), "nothing"
+            pass_log, Case(ranks=2, plan=3, use_reentrant=use_reentrant), "nothing", sharing
         ):
             assert [event for event in log if event[0] in ("sent", "home")] == [
                 event for layer in (2, 1, 0) for event in (("sent", layer), ("home", layer))
             ]
-            assert num_fetches == 2 * 3
+            assert num_fetches == FETCHES[sharing]
 
 
 def test_frozen_experts_send_nothing(workers):

@@ -14,7 +14,6 @@ from foreroute.ep import BatchRows, compute, layer
 from foreroute.ep.compute import run_experts
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import SLOTS, split_plan, static_plan
@@ -73,40 +72,24 @@ def train(rank, case):
     optimizer = optimizer_of(model)
     losses, first, loads, split = [], None, [], []
     for step in range(STEPS):
-        if engine:
-            engine.publish()
         loads += train_step(placed, routed, case, rank, step, losses, split)
         placed.sum_gradients()
         first = first or whole_gradients(placed)
         optimizer.step()
         optimizer.zero_grad()
-    if engine:
-        engine.close()
+    engine.close()
     return {"losses": losses, "grads": first, "state": placed.state_dict(), "loads": loads, "split": split[:1]}
 
 
 def use_weights(placed, case):
-    """Returns the engine, where there is one."""
+    """Returns the engine."""
+    options = TransferOptions(paths="host" if case.weights in ("layer", "shared") else "direct", timeout_s=20)
+    engine = TransferEngine(placed.homes, options, PeerGroup(timeout_s=20))
     if case.weights in TAMPERED:
-        placed.use(Tampered(PeerGroup(timeout_s=20), TAMPERED[case.weights]))
-    elif case.weights != "direct":
-        topology = Topology(case.ranks, case.ranks, SLOTS, LINKS)
-        options = TransferOptions(slots=case.weights, timeout_s=20)
-        engine = TransferEngine(placed.homes, topology, options, PeerGroup(timeout_s=20))
-        placed.use(engine)
-        return engine
-    return None
-
-
-class Tampered(DirectWeights):
-    """Gradients of replicas arrive multiplied."""
-
-    def __init__(self, peers, factor):
-        super().__init__(peers)
-        self.factor = factor
-
-    def send_home(self, cell, grads):
-        return Multiplied(super().send_home(cell, grads), self.factor)
+        send_home, factor = engine.send_home, TAMPERED[case.weights]
+        engine.send_home = lambda cell, grads: Multiplied(send_home(cell, grads), factor)
+    placed.use(engine)
+    return engine
 
 
 def train_step(placed, routed, case, rank, step, losses, split):
@@ -182,7 +165,8 @@ def make_plan(case, counts_MLGE, home_LE, step):
         return plan
     if not isinstance(case.plan, int):
         return static_plan(counts_MLGE, home_LE)
-    return split_plan(case.plan + 1000 * step, counts_MLGE, home_LE)
+    sharing = case.weights if case.weights in ("layer", "shared") else None
+    return split_plan(case.plan + 1000 * step, counts_MLGE, home_LE, sharing=sharing)
 
 
 def homes(case, spec):

@@ -218,10 +218,8 @@ def on_two_ranks(rank, device, path, counts_waits):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bench, step = bench_on(rank, RANKS, device), 0
-    topology = split_plan(step, bench.counts_MLGE, bench.placed.home_LE).topology
     options = TransferOptions(paths=path, timeout_s=TIMEOUT_S)
-    with closing(TransferEngine(bench.placed.homes, topology, options, PeerGroup(timeout_s=TIMEOUT_S))) as engine:
-        engine.publish()
+    with closing(TransferEngine(bench.placed.homes, options, PeerGroup(timeout_s=TIMEOUT_S))) as engine:
         bench.placed.use(engine)
         outcome = step_under(bench, step)
         fetched = [record for record in engine.take_records() if record.kind == "fetch"]

@@ -27,15 +27,10 @@ from foreroute.trace import RoutingTrace
 from tests.simulate.simulate_cases import small_config
 
 ROOT = Path(__file__).parents[2]
-FETCHES = "tests/ep/transfer/test_transfer_engine.py::test_one_pass_moves_the_fewest_bytes_that_the_plan_needs"
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
 TESTS = {
-    "hf": {
-        Ability.LAYER_SLOTS: "tests/ep/transfer/test_slot_sets.py::test_slots_per_layer_need_no_refetch",
-        Ability.HOST_PATH: FETCHES,
-        Ability.DEEP_PREFETCH: FETCHES,
-    },
+    "hf": {},
     "megatron": {
         Ability.EXPERT_DATA_PARALLEL: STATIC,
     },
@@ -106,10 +101,9 @@ def execute(rank):
     for step, name in enumerate(ROWS):
         step_plan, loads, loss = planned(counts_MLGE, name, home_LE), [], 0.0
         placed.move_homes(step_plan.home_LE)
-        slots = TransferOptions(slots=step_plan.slots, timeout_s=60)
-        with closing(TransferEngine(placed.homes, step_plan.topology, slots, PeerGroup(timeout_s=60))) as engine:
+        options = TransferOptions(timeout_s=60)
+        with closing(TransferEngine(placed.homes, options, PeerGroup(timeout_s=60))) as engine:
             placed.use(engine)
-            engine.publish()
             placed.begin_step(step, step_plan, counts_MLGE, rows)
             for m, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
                 with routed.replay(trace), placed.executing(m) as execution:
@@ -151,7 +145,6 @@ def test_by_default_static_and_plans_of_ours_are_what_executes_and_nothing_else_
     [
         ({"costs": {"dispatcher": "dedup"}}, {"deduplicated dispatch"}),
         ({"execution": {"overlap": 0.5}}, {"all-to-alls hidden behind compute"}),
-        ({"cluster": {"gpus": 8, "expert_parallel": 4}}, {"expert data parallelism"}),
         ({"cluster": {"gpus": 4, "expert_parallel": 4}, "hardware": {"preset": "h100", "ranks_per_node": 2}},
          {"expert-parallel ranks on several nodes"}),
     ],
@@ -160,14 +153,14 @@ def test_what_no_executor_does_is_marked(change, missing):
     values = small_config().model_dump() | change
     found = simulate(parse_config(values, source="the test"))
     assert set(found["ours"].not_executed) == missing
-    # Megatron-Core runs static in groups; the executor that keeps slots and fetches ahead does not
-    assert set(found["static"].not_executed) == missing - {"expert data parallelism"}
+    assert set(found["static"].not_executed) == missing
 
 
-def test_one_executor_must_do_all():
-    assert lacking({Ability.DEEP_PREFETCH, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
+def test_one_executor_must_do_all(monkeypatch):
+    monkeypatch.setitem(EXECUTES, "hf", frozenset({Ability.NODES}))
+    assert lacking({Ability.NODES, Ability.EXPERT_DATA_PARALLEL}) == ("expert data parallelism",)
     assert lacking({Ability.EXPERT_DATA_PARALLEL}) == ()
-    grouped = small_config(gpus=8, methods=["ours_traffic"], costs={"paths": "direct"})
+    grouped = small_config(gpus=8, methods=["ours", "ours_traffic"], costs={"paths": "direct"})
     assert simulate(grouped)["ours_traffic"].not_executed == ()
 
 

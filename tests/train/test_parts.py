@@ -117,7 +117,7 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     engine = SimpleNamespace(records=["of the pass that fails"])
     engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
     execution = object.__new__(ExpertParallel)
-    execution._engine, execution._published, execution._now, execution._executed = engine, True, None, []
+    execution._engine, execution._now, execution._executed = engine, None, []
     execution._placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda make: make())
     made = Future()
     made.set_result(None)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foreroute.core.recompute import bind
 from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
-from foreroute.ep.transfer import Cell, ReplicaWeights
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import CountsError, ReplayError
 from foreroute.layout import locate_rows
 from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
@@ -107,7 +108,7 @@ class ActivePlan:
     step: int
     plan: StepPlan
     counts_MLGE: NDArray[np.integer]
-    weights: ReplicaWeights
+    weights: TransferEngine
     schedule: ExecutionSchedule
     rows_M: Sequence[BatchRows]
     exchanges_M: Sequence[bool]
@@ -198,7 +199,7 @@ class Execution:
             self._note_found(layer, ids_NK, sent_A, len(home_E))
         return rows
 
-    def served(self, layer: int) -> tuple[Cell, ReplicaWeights] | None:
+    def served(self, layer: int) -> tuple[Cell, TransferEngine] | None:
         """A cell that has replicas on any rank, and where they come from; None for one that has none."""
         if self.active_plan is None or not self._has_replicas_L[layer]:
             return None

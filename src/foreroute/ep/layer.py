@@ -83,7 +83,7 @@ class ExpertLayer:
         served, replicas = execution.served(self.number), None
         experts: Mapping[str, Tensor] = shards
         if served is not None:
-            replicas = StackedReplicas(*served, shards, is_recompute=execution.is_recomputing)
+            replicas = StackedReplicas(*served, shards)
             experts = dict(zip(shards, replicas.announce(), strict=True))
         handle = DispatchHandle.of(
             self._group, execution.names[self.number], rows, ids_NK, execution.sent_assignments(ids_NK)

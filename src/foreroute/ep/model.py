@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,31 +21,16 @@ from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import clip_gradients, cut_alike, shard_dense, sum_gradients
-from foreroute.ep.transfer import ReplicaWeights
 from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import DirectWeights
 from foreroute.errors import CountsError, InputError, PlanError, ReplayError, shown
 from foreroute.plan import ExecutionSchedule, StepPlan
-from foreroute.plan.capabilities import FetchPath
 from foreroute.trace import RoutingTrace
 
 BLOCK = re.compile(r".*?\.\d+\.")
 """The beginning of the names of what is in one block of a list of them."""
-
-
-class StepWeights(ReplicaWeights, Protocol):
-    """Replica weights that are told which plan is in force, as `TransferEngine` and `DirectWeights` are."""
-
-    @property
-    def paths(self) -> FetchPath:
-        """Which path weights take."""
-        ...
-
-    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
-        """A plan is in force from now on, the same on all ranks. A collective call."""
-        ...
 
 
 class ExpertParallelModel:
@@ -80,7 +65,7 @@ class ExpertParallelModel:
         self.consensus = consensus
         self._executions = executions
         self._peers = peers
-        self._weights: StepWeights = DirectWeights(peers)
+        self._weights = TransferEngine(self.homes, TransferOptions(paths="direct"), peers)
         self._active: ActivePlan | None = None
         # what routers did, still to be looked at
         self._unseen: list[Execution] = []
@@ -92,13 +77,13 @@ class ExpertParallelModel:
         return np.stack([layer.home_E for layer in self.layers])
 
     @property
-    def homes(self) -> list[dict[str, nn.Parameter]]:
-        """Per routed layer, name -> [E / G, ...], this rank's experts: what a `TransferEngine` is made with."""
-        return [layer.parameters for layer in self.layers]
+    def homes(self) -> dict[int, dict[str, nn.Parameter]]:
+        """By routed layer, name -> [E / G, ...], this rank's experts: what a `TransferEngine` is made with."""
+        return {layer.number: layer.parameters for layer in self.layers}
 
     def expert_parameters(self) -> list[nn.Parameter]:
         """Those that differ from rank to rank: this rank's experts."""
-        return [parameter for home in self.homes for parameter in home.values()]
+        return [parameter for home in self.homes.values() for parameter in home.values()]
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Those that every rank holds alike."""
@@ -113,8 +98,8 @@ class ExpertParallelModel:
         """
         shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
 
-    def use(self, weights: StepWeights) -> None:
-        """Take replica weights from here, from the next `begin_step` on; by default they are sent when needed."""
+    def use(self, weights: TransferEngine) -> None:
+        """Take replica weights from here, from the next `begin_step` on; by default they travel from peer to peer."""
         self._weights = weights
         self._active = None
 
@@ -310,10 +295,11 @@ class ExpertParallelModel:
             PlanError: on every rank alike, when homes are not as above, or ranks are given other homes.
             TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
         """
-        homes: list[Mapping[str, Tensor]] = [dict(home) for home in self.homes]
+        homes: list[Mapping[str, Tensor]] = [dict(home) for home in self.homes.values()]
         received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer)
         for layer, home_E in zip(self.layers, np.array(home_LE, np.int16), strict=True):
             layer.home_E = home_E
+        self._weights.end_step()
         self._active = None
         return received
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, ReplicaWeights
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home
 
 
 class Replicas(ABC):
@@ -34,7 +35,6 @@ class Replicas(ABC):
         source: of the weights.
         home: of the layer, on this rank.
         served: whether any rank has a replica. Where none has, the nodes are there with nothing to do.
-        is_recompute: whether the pass is a recomputation, which its backward follows.
 
     Attributes:
         cell: the same.
@@ -44,14 +44,12 @@ class Replicas(ABC):
             `give_up`, and in backward until gradients are sent home.
     """
 
-    def __init__(
-        self, cell: Cell, source: ReplicaWeights, home: Home, *, served: bool = True, is_recompute: bool = False
-    ) -> None:
+    def __init__(self, cell: Cell, source: TransferEngine, home: Home, *, served: bool = True) -> None:
         self.cell = cell
         self.home = home
         self.weights: dict[str, Tensor] = {}
         self.served = served
-        self._source, self._is_recompute = source, is_recompute
+        self._source = source
         self._fetch: Fetch | None = None
         self._pending: GradientReturn | None = None
         self._anchor: Tensor | None = None
@@ -67,10 +65,13 @@ class Replicas(ABC):
 
     def fetch(self) -> None:
         """When the rows have left: on one communicator, what is launched first travels first. Waits for nothing."""
-        self._fetch = self._source.fetch(self.cell, self.home, is_recompute=self._is_recompute)
+        if self.served:
+            self._fetch = self._source.fetch(self.cell, self.home)
 
     def wait(self) -> None:
         """Wait for the weights; on a GPU, the stream does."""
+        if not self.served:
+            return
         fetch, self._fetch = self._fetch, None
         assert fetch is not None, "weights are fetched when rows have left"
         self.weights = fetch.wait()
@@ -95,7 +96,7 @@ class Replicas(ABC):
 
     def refetch(self) -> None:
         """In backward, when the gradients of results have come: wait for the weights once more."""
-        self._fetch = self._source.fetch(self.cell, self.home)
+        self.fetch()
         self.wait()
 
     def send_home(self, grads: Sequence[Tensor | None]) -> None:

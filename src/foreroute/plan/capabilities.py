@@ -25,13 +25,11 @@ between nodes; "direct", from peer to peer."""
 class Ability(StrEnum):
     """One thing that executing a step may ask for and that some executor lacks, in words.
 
-    What all executors do is not listed: replicas in every micro-step, slots that layers share, homes that move between
-    steps, replicas from peer to peer and a cell ahead, counts that are not exchanged, a row for every assignment.
+    What all executors do is not listed: replicas in every micro-step, in slots that layers share and in slots of every
+    layer's own, homes that move between steps, replicas from peer to peer and from host memory of the node, any number
+    of cells ahead, counts that are not exchanged, a row for every assignment.
     """
 
-    LAYER_SLOTS = "slots of every layer's own"
-    HOST_PATH = "replicas from host memory of the node"
-    DEEP_PREFETCH = "replicas fetched several cells ahead"
     DEDUPLICATED_DISPATCH = "deduplicated dispatch"
     OVERLAP = "all-to-alls hidden behind compute"
     NODES = "expert-parallel ranks on several nodes"
@@ -40,7 +38,7 @@ class Ability(StrEnum):
 
 
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
-    "hf": frozenset({Ability.LAYER_SLOTS, Ability.HOST_PATH, Ability.DEEP_PREFETCH}),
+    "hf": frozenset(),
     "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL}),
 }
 """The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""
@@ -48,20 +46,12 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
 
 def warn_of_lacks(plan: StepPlan, executor: Executor) -> None:
     """Warn of what a plan asks for and its executor lacks. Results are those of any plan all the same."""
-    asked = {
-        Ability.NODES: (plan.topology.num_nodes > 1, "keep an expert-parallel group within a node"),
-        Ability.LAYER_SLOTS: (
-            not plan.hosts.fetched_R.all(),
-            "all replicas are fetched for every cell; plan shared slots",
-        ),
-    }
-    for ability, (is_asked, advice) in asked.items():
-        if is_asked and ability not in EXECUTES[executor]:
-            warnings.warn(
-                f"the plan asks for {ability}, which no test has run on this executor ({executor}), so that steps take "
-                f"other times than were planned; {advice}",
-                stacklevel=2,
-            )
+    if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES[executor]:
+        warnings.warn(
+            f"the plan asks for {Ability.NODES}, which no test has run on this executor ({executor}), so that steps "
+            "take other times than were planned; keep an expert-parallel group within a node",
+            stacklevel=2,
+        )
 
 
 def check_paths(paths: object) -> None:

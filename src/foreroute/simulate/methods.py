@@ -151,12 +151,6 @@ def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tu
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
     }
-    if isinstance(method, PlannerPreset):
-        asked |= {
-            Ability.LAYER_SLOTS: method.slots == "layer",
-            Ability.HOST_PATH: described.costs.paths == "host",
-            Ability.DEEP_PREFETCH: described.costs.prefetch > 1,
-        }
-    elif method is not METHODS["static"]:
+    if not isinstance(method, PlannerPreset) and method is not METHODS["static"]:
         asked[Ability.OTHER_BALANCERS] = True
     return lacking({ability for ability, is_asked in asked.items() if is_asked})

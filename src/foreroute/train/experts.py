@@ -115,7 +115,6 @@ class ExpertParallel(OneProcess):
     Raises:
         AttachError, TopologyError: when its experts cannot be spread over these ranks.
         ConfigError: when the topology file cannot be read, or is not the same on all ranks.
-        TransferError: when shared memory cannot be had.
     """
 
     def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
@@ -125,7 +124,6 @@ class ExpertParallel(OneProcess):
             self._placed.shard_dense()
         options = TransferOptions(
             paths=config.paths,
-            slots=config.slots,
             prefetch=config.prefetch,
             timeout_s=config.timeout_s,
             directory=Path(config.shared_memory),
@@ -134,9 +132,8 @@ class ExpertParallel(OneProcess):
         self._planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
-        self._engine = TransferEngine(self._placed.homes, self._planning.topology, options, peers)
+        self._engine = TransferEngine(self._placed.homes, options, peers)
         self._placed.use(self._engine)
-        self._published = False
         self._announced: dict[str, _Announced] = {}
         self._moved = MovedHomes()
         self._now: ExecutedPass | None = None
@@ -160,7 +157,6 @@ class ExpertParallel(OneProcess):
                 self._placed.move_homes(home_LE, optimizer)
         self._placed.load_state_dict(state["model"])
         load_optimizer_state(optimizer, self._converted(optimizer, state["optimizer"], self._placed.own))
-        self._published = False
 
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
@@ -189,13 +185,7 @@ class ExpertParallel(OneProcess):
         now, rows_M, number, making = announced
         begun = time.monotonic()
         now.plan = self._placed.share_plan(making.result)
-        known = time.monotonic()
-        now.exposed_planning_s = known - begun
-        # replicas are fetched from what is published, which is the same for all passes on the same weights
-        if not self._published:
-            self._engine.publish()
-            self._published = True
-        now.publishing_s = time.monotonic() - known
+        now.exposed_planning_s = time.monotonic() - begun
         self._placed.begin_step(number, now.plan, now.counts_MLGE, rows_M, updating=updating)
         self._now = now
         try:
@@ -216,8 +206,6 @@ class ExpertParallel(OneProcess):
 
     def finish_gradients(self, max_norm: float) -> float:
         self._placed.sum_gradients()
-        # the optimizer steps next: what is published are then earlier weights
-        self._published = False
         return self._placed.clip_gradients(max_norm).item()
 
     def record(self) -> ExecutionRecord | None:
@@ -244,7 +232,6 @@ class ExpertParallel(OneProcess):
         self.ranks.broadcast({"homes": after_LE})
         home_LE = after_LE.numpy().astype(np.int16)
         received = self._placed.move_homes(home_LE, optimizer)
-        self._published = False
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
     def _make(self, run: ExecutedPass, home_LE: NDArray[np.int16]) -> StepPlan:

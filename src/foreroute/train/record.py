@@ -215,7 +215,6 @@ class ExecutedPass:
         plan: once it is made.
         planning_s: seconds that the planner took, on the first rank.
         exposed_planning_s: seconds that the pass waited for the plan before it began.
-        publishing_s: seconds that it waited for weights to be published.
         priced_options: whether pay-off and traffic were on, and why, on the first rank.
         transfers: of this rank, once the pass has ended.
         executed_ML: int64 [L] of each micro-step, assignments that this rank computed.
@@ -226,7 +225,6 @@ class ExecutedPass:
     plan: StepPlan = field(init=False)
     planning_s: float = 0.0
     exposed_planning_s: float = 0.0
-    publishing_s: float = 0.0
     priced_options: dict[str, str] = field(default_factory=dict)
     transfers: list[TransferRecord] = field(default_factory=list)
     executed_ML: list[NDArray[np.int64]] = field(default_factory=list)
@@ -264,7 +262,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         "homes": moved.received_bytes,
     }
     bytes_P = ranks.sum(list(arrived.values())).astype(np.int64).tolist()
-    transfer_s = sum(each.publishing_s for each in executed) + sum(transfer.exposed_s for transfer in transfers)
+    transfer_s = sum(transfer.exposed_s for transfer in transfers)
     seconds_G2 = ranks.all_gather(np.array([transfer_s, moved.seconds]))
     if ranks.rank:
         return None

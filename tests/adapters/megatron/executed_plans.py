@@ -12,7 +12,9 @@ from megatron.core import parallel_state
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, layout
 from foreroute.adapters import megatron
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.plan.options import SlotSharing
 from foreroute.planner import plan
 from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
 from tests.adapters.megatron.grid_checks import carrying
@@ -23,7 +25,7 @@ from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 from tests.plan.random_plans import random_plan
 
 STEPS = 2
-"""The second one trains on weights that a plan has trained, and fetches in the order of the first."""
+"""The second one trains on weights that a plan has trained."""
 SLOTS = 2
 WITHOUT_REPLICAS = ("static", "homes")
 LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
@@ -75,13 +77,14 @@ class Planned:
         return step(chunks, carrying(self.batches, self.shards), self.routed.replaying(forward), **more)
 
 
-def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
+def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direct"):
     """So many steps of a case.
 
     Args:
         case: see `grid.ExecutionCase`.
-        planned: "static", "planned", "homes", "homes and replicas" or "random"; None for Megatron as it is.
+        planned: "static", "planned", "shared", "homes", "homes and replicas" or "random"; None for Megatron as it is.
         after_schedule: called before gradients are summed over ranks.
+        path: that weights of replicas take.
 
     Returns:
         Losses, gradients after reduction by (step, parameter), weights and optimizer state; rows off the plan, cells
@@ -93,12 +96,13 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
     chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(cell)]
     chunks = [chunk.to(chunk.config.params_dtype) for chunk in chunks]
     routed = megatron.attach(chunks)
+    routed.use(TransferOptions(paths=path))
     model = Trained(chunks, case.optimizer, **dict(case.told))
     if dict(case.told).get("overlap_grad_reduce"):
         of_chunks = [chunk.no_sync for chunk in model.chunks]
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
     forward = routed.replaying(forward_step)
-    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "moved": 0, "fetches": []}
+    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "moved": 0, "transfers": []}
     for number in range(steps):
         model.zero_grad()
         batches = make_batches(cell, seed=number)
@@ -114,7 +118,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
             found["replicas"] += len(made.hosts.expert_R)
             found["moved"] += int((routed.home_LE != before_LE).sum())
             found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
-            found["fetches"].append(execution.fetches)
+            found["transfers"].append(execution.transfers)
         after_schedule()
         finalize_model_grads(model.chunks)
         found["gradients"].update({(number, *key): grad for key, grad in whole_gradients(routed, model).items()})
@@ -141,6 +145,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS):
 def make_plan(routed, model, planned, number, shards, data):
     """(plan, counts, shards) of a step. A random plan also moves homes, after which padding is spread elsewhere.
 
+    Slots of "planned" are kept, those of other plans shared.
     Plans of "homes" are the planner's too: homes for the counts of all groups of expert data parallelism together.
     """
     ranks = parallel_state.get_expert_model_parallel_world_size()
@@ -151,11 +156,12 @@ def make_plan(routed, model, planned, number, shards, data):
         routed.move_homes(homes, model.optimizer)
         shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(*data, strict=True)]
         counts_MLGE = routed.gather_counts(shards)
-        return random_plan(counts_MLGE, topology, seed=number, homes=homes), counts_MLGE, shards
+        return random_plan(counts_MLGE, topology, seed=number, keep=0.0, homes=homes), counts_MLGE, shards
     if planned in ("homes", "homes and replicas"):
         homes = plan(of_all_groups(counts_MLGE), topology, PlanOptions(home_moves=None), home_LE=routed.home_LE)
         routed.move_homes(homes, model.optimizer)
-    options = PlanOptions(tolerance=0.0, slots="shared", replicas=planned not in WITHOUT_REPLICAS)
+    slots: SlotSharing = "layer" if planned == "planned" else "shared"
+    options = PlanOptions(tolerance=0.0, slots=slots, replicas=planned not in WITHOUT_REPLICAS)
     return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
 
 

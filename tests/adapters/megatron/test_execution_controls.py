@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from foreroute.adapters.megatron.plan_execution import execution as executions
-from foreroute.adapters.megatron.plan_execution import layer as layers
 from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
+from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.ep.replicas import Replicas
-from foreroute.ep.transfer.replica_weights import DirectWeights, Fetch
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import GROUPED, OVERLAP, Cell, ExecutionCase, with_settings
@@ -141,11 +140,12 @@ def test_weights_that_are_sent_before_they_are_gathered():
     told = (*OVERLAP, ("overlap_param_gather", True))
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told))
     plain = trained(case, None)
-    apart = furthest(trained(case, "planned"), plain)
-    assert max(apart.values()) <= EXACT, apart
-    with mock.patch.object(layers, "_finish_gathering"):
-        apart = furthest(trained(case, "planned"), plain)
-    assert apart["losses"] > SEEN, apart
+    for path in ("direct", "host"):
+        apart = furthest(trained(case, "planned", path=path), plain)
+        assert max(apart.values()) <= EXACT, (path, apart)
+        with mock.patch.object(PlannedLayer, "finish_gathering"):
+            apart = furthest(trained(case, "planned", path=path), plain)
+        assert apart["losses"] > SEEN, (path, apart)
 
 
 @pytest.mark.slow
@@ -209,17 +209,15 @@ def not_refilled():
 
 
 def refilled_behind_a_recomputation():
-    """Backward takes the weights of the recomputation before it, and others are there by then."""
-    fetch = DirectWeights.fetch
+    """Backward takes what the recomputation before it left in the slots, and other weights are there by then."""
+    refetch = Replicas.refetch
 
-    def fetching(self, cell, home, *, is_recompute=False):
-        recomputed = not is_recompute and cell in self._recomputed
-        found = fetch(self, cell, home, is_recompute=is_recompute)
-        if not recomputed:
-            return found
-        return Fetch(cell, lambda: {name: torch.zeros_like(rows) for name, rows in found.wait().items()})
+    def refilled(self):
+        refetch(self)
+        for rows in self.weights.values():
+            rows.zero_()
 
-    return mock.patch.object(DirectWeights, "fetch", fetching)
+    return mock.patch.object(Replicas, "refetch", refilled)
 
 
 def fuse():

@@ -1,155 +1,151 @@
-"""Fetches that are begun ahead: always those of the cell that is visited, whatever order was expected."""
+"""When weights of replicas travel in Megatron's schedules: behind rows, ahead of their cell, as seldom as can be.
+
+Slots that are kept for a layer and slots that all layers share give the same bits.
+"""
 
 import contextlib
 import dataclasses
-import itertools
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
-from foreroute.ep.transfer import Cell, Fetch
+from foreroute.ep.transfer import engine
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import DirectWeights
-from tests.adapters.megatron.executed_plans import Planned, make_plan, rows_off_plan, trained
+from tests.adapters.megatron.executed_plans import Planned, furthest, rows_off_plan
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import Cell as Split
-from tests.adapters.megatron.grid import ExecutionCase
+from tests.adapters.megatron.grid import Cell, ExecutionCase
+from tests.adapters.megatron.plan_execution_checks import EXACT, in_float64
+from tests.adapters.megatron.training_step import moe_layers
+
+RECOMPUTE = ("none", "selective", "uniform")
+PATHS = ("host", "direct")
 
 
-@dataclasses.dataclass
-class Sent:
-    """Stands for a fetch."""
-
-    cell: Cell
-    is_over: bool = False
-
-    def wait(self):
-        assert not self.is_over, "waited for twice"
-        self.is_over = True
-        return {"cell": self.cell}
-
-
-class Sending(DirectWeights):
-    """Nothing moves; `begun` has the fetches of cells with replicas."""
-
-    def __init__(self, replicated, orders):
-        super().__init__(SimpleNamespace(size=1))
-        self.begun = []
-        num_replicas_ML = np.array([[(m, n) in replicated for n in range(4)] for m in range(3)], np.int64)
-        topology = SimpleNamespace(num_ranks=1)
-        made = SimpleNamespace(topology=topology, shape=(3, 4, 1), num_replicas_ML=num_replicas_ML)
-        self._orders[3, True] = orders
-        self.begin_step(7, made, SimpleNamespace(cell=lambda m, layer: None), updating=True)
-
-    def _begin(self, cell):
-        if not self._has_replicas(cell):
-            return Fetch(cell, dict)
-        self.begun.append(Sent(cell))
-        return self.begun[-1]
-
-
-@on_ranks(1)
-def test_every_visit_gets_its_own_cell():
-    for seed in range(200):
-        rng = np.random.default_rng(seed)
-        cells = list(itertools.product(range(3), range(4)))
-        replicated = {cell for cell in cells if rng.random() < 0.6}
-        visits = [cells[i] for i in rng.integers(len(cells), size=40)]
-        expected = list(visits)
-        for _ in range(rng.integers(3)):
-            expected[rng.integers(40)] = cells[rng.integers(len(cells))]
-        expected = expected[: rng.integers(41)] if rng.random() < 0.5 else expected
-        others = [visits[: rng.integers(40)], [cells[i] for i in rng.integers(len(cells), size=40)]][: rng.integers(3)]
-        weights = Sending(replicated, [expected, *others])
-        for visit in visits:
-            found = weights.fetch(Cell(7, *visit), {})
-            assert found.wait() == ({"cell": (7, *visit)} if visit in replicated else {})
-        weights.end_step()
-        assert all(sent.is_over for sent in weights.begun), "nothing is left on its way"
-        assert weights.num_fetches == sum(visit in replicated for visit in visits)
-        if expected == visits and not others:
-            first = {layer: visits.index(next(v for v in visits if v[1] == layer)) for layer in {v[1] for v in visits}}
-            missed = sum(visits[place] in replicated for place in first.values())
-            assert weights.num_fetches - weights.num_ahead == missed, "all but those of a layer's first visit are ahead"
-
-
-@pytest.mark.slow
 @on_ranks(2)
-def test_steps_after_the_first_fetch_ahead():
-    require_fetches_ahead(
-        [{"ep": 2, "layers": 2}, {"ep": 2, "layers": 2, "recompute": "uniform", "dispatcher": "allgather"}]
-    )
+def test_a_replica_travels_once_in_a_step_to_a_slot_that_is_kept():
+    """However often its cell runs, by either path. To slots that layers share, it may once more for backward."""
+    for recompute in RECOMPUTE:
+        kept = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)))
+        shared = dataclasses.replace(kept, plan=on_shared_slots(kept.plan))
+        assert kept.plan.slots == "layer"
+        num_replicas, num_fetched = len(kept.plan.hosts.fetched_R), int(kept.plan.hosts.fetched_R.sum())
+        assert 0 < num_fetched < num_replicas
+        losses, grads = None, None
+        for path in PATHS:
+            kept.routed.use(TransferOptions(paths=path))
+            for at in (kept, shared):
+                (found_losses, found), transfers = outcome_of(at)
+                rows = rows_of(at, transfers, path)
+                assert rows == num_fetched if at is kept else num_replicas < rows <= 2 * num_replicas, (recompute, path)
+                losses, grads = losses or found_losses, grads or found
+                assert found_losses == losses
+                assert all(torch.equal(found[name], grads[name]) for name in grads)
+
+
+def on_shared_slots(plan):
+    """The same replicas in slots that keep nothing."""
+    hosts = plan.hosts._replace(fetched_R=np.ones_like(plan.hosts.fetched_R))
+    return dataclasses.replace(plan, slots="shared", hosts=hosts)
+
+
+def outcome_of(at):
+    """Losses and gradients of a step, and its transfers."""
+    with at.execute() as execution:
+        found = at.step()
+    assert rows_off_plan(at.routed, execution, at.counts_MLGE) == 0
+    return found, execution.transfers
+
+
+def fetched_in(transfers):
+    """Those that brought weights to this rank."""
+    return [each for each in transfers if each.kind == "fetch" and each.host_bytes + each.direct_bytes]
+
+
+def rows_of(at, transfers, path):
+    """Rows that reached all ranks by one path, and none by the other."""
+    expert = moe_layers(at.chunks)[0].experts.local_experts[0]
+    bytes_P = torch.tensor([sum(getattr(each, f"{name}_bytes") for each in fetched_in(transfers)) for name in PATHS])
+    dist.all_reduce(bytes_P)
+    found = dict(zip(PATHS, bytes_P.tolist(), strict=True))
+    assert [name for name, num_bytes in found.items() if num_bytes] == [path]
+    return found[path] / sum(parameter.nbytes for parameter in expert.parameters())
+
+
+@on_ranks(2)
+def test_what_slots_held_of_the_weights_before_is_forgotten():
+    """In the control, the second execution finds the slots of the first."""
+    at = Planned.of(in_float64(ExecutionCase(Cell(ep=2, layers=2))))
+    for is_spoilt in (False, True):
+        sets, made = engine.SlotSets, []
+
+        def same(*what, sets=sets, made=made):
+            made[:] = made or [sets(*what)]
+            return made[0]
+
+        with mock.patch.object(engine, "SlotSets", same) if is_spoilt else contextlib.nullcontext():
+            outcome_of(at)
+            with torch.no_grad():
+                for parameter in at.chunks[0].parameters():
+                    parameter.mul_(1.25)
+            executed, _ = outcome_of(at)
+        both = [
+            {"losses": [losses], "gradients": grads, "weights": {"none": torch.zeros(1)}}
+            for losses, grads in (executed, at.step())
+        ]
+        apart = furthest(*both)
+        assert (max(apart.values()) > EXACT) == is_spoilt, apart
+
+
+@on_ranks(2)
+def test_weights_are_under_way_when_their_cell_comes():
+    """In the first step too, but those of a layer's first cell, before which its weights may still be gathered."""
+    for kind in ("planned", "shared"):
+        for recompute in RECOMPUTE:
+            at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
+            require_ahead(at)
 
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_so_they_do_between_pipeline_stages():
-    require_fetches_ahead([{"ep": 2, "layers": 4, "pp": 2, "vpp": 2, "recompute": "selective"}])
+def test_so_they_are_within_the_chunks_of_a_pipeline():
+    """What comes behind a chunk is the schedule's affair. Slots then go from micro-step to micro-step and back."""
+    for kind in ("planned", "shared"):
+        at = Planned.of(ExecutionCase(Cell(ep=2, layers=8, pp=2, vpp=2, recompute="selective")), kind=kind)
+        require_ahead(at, ends=True)
 
 
-def require_fetches_ahead(splits):
-    """With recomputation and virtual stages too: in a step, only what a layer needs first is not under way."""
-    for split in splits:
-        found = trained(ExecutionCase(Split(**split)), "planned")
-        layers = split["layers"] // split.get("pp", 1)
-        (fetches, ahead), *later = found["fetches"]
-        assert (fetches > layers, ahead) == (True, 0)
-        for fetches, ahead in later:
-            assert fetches > 2 * layers
-            assert fetches - ahead <= layers, (split, fetches, ahead)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_forward_only_and_updates_take_turns():
-    """As recompute and update of an RL step do, the former without `no_grad`: autograd does not tell them apart."""
-    at = Planned.of(ExecutionCase(Split(ep=2, layers=2)))
-    for number in range(3):
-        for forward_only in (True, False):
-            with at.execute() as execution:
-                at.step(forward_only=forward_only)
-            fetches, ahead = execution.fetches
-            # not what a layer needs first, nor the visit before which the two orders part
-            assert number == 0 or fetches - ahead <= len(at.routed.layers) + 1, (number, forward_only, fetches, ahead)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_steps_of_other_numbers_of_micro_batches():
-    """Each begins as if none had been before: the order of a longer one has cells that a shorter one has not."""
-    whole = Planned.of(ExecutionCase(Split(ep=2, layers=2)))
-    found = []
-    for number in (3, 2, 3, 1, 2):
-        shards = whole.shards[:number]
-        made, counts_MLGE, _ = make_plan(whole.routed, None, "planned", 0, shards, None)
-        at = dataclasses.replace(
-            whole, batches=whole.batches[:number], shards=shards, plan=made, counts_MLGE=counts_MLGE
-        )
-        with at.execute() as execution:
-            at.step()
-        assert rows_off_plan(at.routed, execution, counts_MLGE) == 0
-        found.append(execution.fetches[1] > 0)
-    assert found == [False, False, True, False, True]
+def require_ahead(at, ends=False):
+    """`ends`: the cells that a chunk begins with are let pass, forward and back."""
+    for _ in range(2):
+        _, transfers = outcome_of(at)
+        fetched = fetched_in(transfers)
+        here = [at.routed.spec.layers.index(layer) for layer in at.routed.layers]
+        firsts = {layer: next((each for each in fetched if each.cell.layer == layer), None) for layer in here}
+        late = [each for each in fetched if not each.prefetched and each is not firsts[each.cell.layer]]
+        if ends:
+            assert any(each.prefetched for each in fetched)
+            late = []
+        assert not late, late
 
 
 @on_ranks(2)
 def test_weights_stand_behind_the_rows_of_their_cell():
-    """On one communicator, whatever is posted first travels first. A cell is fetched twice, however often it runs."""
-    for recompute in ("none", "selective", "uniform"):
-        at = Planned.of(ExecutionCase(Split(ep=2, layers=2, recompute=recompute)))
-        for number in range(2):
+    """On one communicator, whatever is posted first travels first."""
+    for kind in ("planned", "shared"):
+        for recompute in RECOMPUTE:
+            at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
             log = []
-            with told(log), at.execute() as execution:
+            with told(log), at.execute():
                 at.step()
             in_front = [place for place, what in enumerate(log) if what == "weights" and not rows_before(log, place)]
-            assert not in_front, (recompute, number, log[: in_front[0] + 1])
-            fetches, ahead = execution.fetches
-            assert log.count("weights") == fetches == 2 * (at.plan.num_replicas_ML > 0).sum()
-            assert (ahead > 0) == (number > 0)
+            assert not in_front, (kind, recompute, log[: in_front[0] + 1])
+            cells = int((at.plan.num_replicas_ML > 0).sum())
+            assert 0 < log.count("weights") <= (cells if kind == "planned" else 2 * cells), (kind, recompute)
 
 
 def rows_before(log, place):

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import CountsError, PlanError, ReplayError, TraceError, TransferError
 from tests.adapters.megatron.executed_plans import Planned, make_plan, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -100,6 +101,7 @@ def test_wrong_counts_end_all_ranks_alike():
         (TraceError, "rank 0: micro-batch 1 is a RoutingTrace", lambda: routed.gather_counts([shards[0], mixed[1]])),
         (TraceError, "rank 0: micro-batch 1 is a RoutingTrace", lambda: execute(shards, announced=mixed)),
         (ReplayError, "before another one begins", lambda: inside(lambda: execute(shards))),
+        (ReplayError, "before weights travel", lambda: inside(lambda: routed.use(TransferOptions(paths="direct")))),
         (ReplayError, "before experts move", lambda: inside(lambda: routed.move_homes(moved_LE, model.optimizer))),
     ):
         with pytest.raises(error, match=said):

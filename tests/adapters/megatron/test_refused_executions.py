@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.plan_execution.execution import ExecutionRanks
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import PlacementError
-from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.plan import Links, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.planner import plan
 from tests.adapters.megatron import test_refusals
@@ -56,17 +57,14 @@ def test_layers_and_settings():
 def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
     """By its own row of the table: here the other executor could do all."""
     initialize(Cell(ep=2))
-    ranks = ExecutionRanks(parallel_state.get_expert_model_parallel_group(), None)
+    ranks = ExecutionRanks(parallel_state.get_expert_model_parallel_group(), None, TransferOptions())
     counts_MLGE = np.tile(np.arange(1, 9) ** 2, (2, 1, 2, 1))
     one_node, nodes = (Topology(2, per_node, 1, Links(4e9, 1e9, 2e9, 1e-5, 5e-5)) for per_node in (2, 1))
     with mock.patch.dict(EXECUTES, hf=frozenset(Ability)), warnings.catch_warnings():
         warnings.simplefilter("error")
-        ranks.agree_on_plan(0, plan(counts_MLGE, one_node, PlanOptions(slots="shared")), "a test")
-        for step, (topology, slots, ability) in enumerate(
-            [(nodes, "shared", Ability.NODES), (one_node, "layer", Ability.LAYER_SLOTS)], 1
-        ):
-            with pytest.raises(UserWarning, match=f"the plan asks for {ability}"):
-                ranks.agree_on_plan(step, plan(counts_MLGE, topology, PlanOptions(slots=slots)), "a test")
+        ranks.agree_on_plan(0, plan(counts_MLGE, one_node), "a test")
+        with pytest.raises(UserWarning, match=f"the plan asks for {Ability.NODES}"):
+            ranks.agree_on_plan(1, plan(counts_MLGE, nodes), "a test")
 
 
 @on_ranks(2)

@@ -15,7 +15,18 @@ def random_homes(rng, num_experts, num_ranks):
 
 
 def random_plan(
-    seed, *, ranks, experts=8, micro_steps=2, layers=3, slots=2, per_node=None, keep=0.0, shuffled=True, homes=None
+    seed,
+    *,
+    ranks,
+    experts=8,
+    micro_steps=2,
+    layers=3,
+    slots=2,
+    per_node=None,
+    keep=0.0,
+    shuffled=True,
+    homes=None,
+    sharing=None,
 ):
     """A plan whose replicas, slots and kept slots are drawn at random. Token splits are left at zero.
 
@@ -30,6 +41,7 @@ def random_plan(
         keep: share of replicas that stay in their slot from the micro-step before, as per-layer slots allow.
         shuffled: False leaves experts at their usual homes, in blocks.
         homes: int16 [L, E], instead of drawing them.
+        sharing: of slots; by default "layer", or "shared" where no replica stays.
     """
     rng = np.random.default_rng(seed)
     topology = Topology(ranks, per_node or ranks, slots, LINKS)
@@ -44,6 +56,7 @@ def random_plan(
             rows += cell
             offsets.append(len(rows))
     expert_R, rank_R, slot_R, fetched_R = np.array(rows, np.int64).reshape(-1, 4).T
+    fetched_R = np.ones_like(fetched_R) if sharing == "shared" else fetched_R
     return StepPlan(
         topology,
         home_LE,
@@ -59,7 +72,7 @@ def random_plan(
         np.zeros((micro_steps, layers), np.int64),
         np.zeros((micro_steps, layers)),
         "0" * 32,
-        "shared" if fetched_R.all() else "layer",
+        sharing or ("shared" if fetched_R.all() else "layer"),
     )
 
 

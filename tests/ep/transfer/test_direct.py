@@ -1,26 +1,30 @@
-"""The simplest direct path: what arrives is what the home rank has, and what returns is the sum of what was sent."""
+"""The direct path: what arrives is what the home rank has, and what returns is the sum of what was sent."""
+
+from contextlib import closing
 
 import numpy as np
 import torch
 
 from foreroute.ep.transfer import Cell
-from foreroute.ep.transfer.replica_weights import DirectWeights
+from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import SHAPES, begin, peers, served, shard, weight
+from tests.ep.transfer.toy import SHAPES, begin, make_engine, served, shard, weight
 from tests.tiers import grid
+
+DIRECT = TransferOptions(paths="direct", prefetch=0)
 
 
 def fetch_and_return(rank, plan, dtype, spoil):
-    weights = DirectWeights(peers())
-    begin(weights, 7, plan, updating=True)
-    for micro_step in range(plan.shape[0]):
-        for layer in range(plan.shape[1]):
-            _check_cell(weights, plan, Cell(7, micro_step, layer), rank, dtype, spoil)
+    homes = [shard(plan.home_LE[layer], rank, layer, dtype) for layer in range(plan.shape[1])]
+    weights, _ = make_engine(plan, rank, DIRECT, homes=homes)
+    with closing(weights):
+        begin(weights, 7, plan, updating=True)
+        for micro_step, layer in np.ndindex(*plan.shape[:2]):
+            _check_cell(weights, plan, Cell(7, micro_step, layer), rank, homes[layer], spoil)
 
 
-def _check_cell(weights, plan, cell, rank, dtype, spoil):
-    plan_cell = plan.cell(cell.micro_step, cell.layer)
-    home = shard(plan_cell.home_E, rank, cell.layer, dtype)
+def _check_cell(weights, plan, cell, rank, home, spoil):
+    plan_cell, dtype = plan.cell(cell.micro_step, cell.layer), home["down_proj"].dtype
     here = served(plan_cell, rank)
     for _ in range(2):
         replicas = weights.fetch(cell, home).wait()
@@ -56,7 +60,7 @@ def test_the_comparison_sees_a_wrong_gradient(workers):
 
 
 def wrong_calls(rank, plan, other):
-    weights = DirectWeights(peers())
+    weights, _ = make_engine(plan, rank, DIRECT)
     errors = []
     for call in (
         lambda: weights.fetch(Cell(0, 0, 0), {}),
@@ -67,6 +71,7 @@ def wrong_calls(rank, plan, other):
             call()
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
+    weights.close()
     return errors
 
 
@@ -74,5 +79,5 @@ def test_a_plan_out_of_step_or_for_other_ranks_is_refused(workers):
     for errors in workers(2).run(wrong_calls, random_plan(0, ranks=2), random_plan(0, ranks=4)):
         assert "no plan of that step is in force, none is" in errors[0]
         assert errors[1] == "PlanError: the plan is for 4 ranks, and 2 are here; plan again for this world size"
-        assert "step 2, micro-step 0, routed layer 0 are asked for" in errors[2]
+        assert "step 2, micro-step 0, routed layer 0 is asked for" in errors[2]
         assert "that of step 1 is" in errors[2]

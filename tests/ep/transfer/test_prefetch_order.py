@@ -14,5 +14,6 @@ def test_the_next_cell_is_guessed_right(num_layers, updating, checkpointed):
     other = [cell for i, cell in enumerate(order) if i == 0 or cell != order[i - 1]]
     guesses = []
     for i, cell in enumerate(other):
-        guesses.append(next_cell(other[i - 1] if i else None, cell, (3, num_layers), updating=updating))
+        before = other[i - 1] if i else None
+        guesses.append(next_cell(before, cell, range(num_layers), (3, num_layers), updating=updating))
     assert guesses == [*other[1:], None]

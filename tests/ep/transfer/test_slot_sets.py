@@ -8,8 +8,8 @@ from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import WITHIN, all_experts, begin, largest_difference, make_engine, reference, run_step
 from tests.tiers import grid
 
-TIGHT = TransferOptions(slots="shared", prefetch=0)
-"""One set of slots for all layers: every cell overwrites the one before."""
+TIGHT = TransferOptions(prefetch=0)
+"""With shared slots, one set of slots for all layers: every cell overwrites the one before."""
 
 
 def backward_through(rank, plan, options, how):
@@ -28,9 +28,9 @@ def backward_through(rank, plan, options, how):
     return largest_difference(plan, homes, rank, everything)
 
 
-def full_plan():
+def full_plan(sharing="shared"):
     """Two ranks that serve replicas in neighbouring slots in every cell, so that the engine hands out views."""
-    plans = (random_plan(seed, ranks=2, slots=2, micro_steps=1) for seed in range(1000))
+    plans = (random_plan(seed, ranks=2, slots=2, micro_steps=1, sharing=sharing) for seed in range(1000))
     return next(plan for plan in plans if all(len(slots) for slots in slots_of_each(plan)))
 
 
@@ -40,14 +40,14 @@ def slots_of_each(plan):
 
 @pytest.mark.parametrize("paths", ["host", "direct"])
 def test_a_slot_refilled_before_its_backward_is_refused(workers, paths):
-    options = TransferOptions(slots="shared", prefetch=0, paths=paths)
+    options = TransferOptions(prefetch=0, paths=paths)
     outcomes = workers(2).outcomes(backward_through, full_plan(), options, "version counters")
     assert {outcome.kind for outcome in outcomes} == {"RuntimeError"}
     assert all("modified by an inplace operation" in outcome.message for outcome in outcomes)
 
 
 def test_without_version_counters_it_would_be_silently_wrong(workers):
-    options = TransferOptions(slots="shared", prefetch=0, paths="direct")
+    options = TransferOptions(prefetch=0, paths="direct")
     assert min(workers(2).run(backward_through, full_plan(), options, "unprotected")) > 1e-2
 
 
@@ -56,33 +56,32 @@ def test_slots_are_refetched_for_backward(workers):
 
 
 def test_slots_per_layer_need_no_refetch(workers):
-    options = TransferOptions(slots="layer")
-    assert max(workers(2).run(backward_through, full_plan(), options, "version counters")) < WITHIN
+    plan = full_plan("layer")
+    assert max(workers(2).run(backward_through, plan, TransferOptions(), "version counters")) < WITHIN
 
 
-def publish_late(rank, plan, optimizer):
-    """An optimizer step that nobody told the engine of, then one that it was told of."""
+def step_twice(rank, plan, optimizer):
+    """An optimizer step behind which no other step begins, then one behind which it does."""
     engine, homes = make_engine(plan, rank, TIGHT)
     parameters = [p for home in homes for p in home.values()]
     optimize = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](parameters, lr=0.1)
     run_step(engine, plan, homes, rank)
     optimize.step()
     errors = []
-    for attempt in range(2):
+    for step in range(2):
         try:
-            run_step(engine, plan, homes, rank, step=1 + attempt)
+            run_step(engine, plan, homes, rank, step=step)
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
-            engine.publish()
     engine.close()
     return errors
 
 
 @grid("optimizer", ["adam", "sgd"], quick=1)
-def test_weights_that_were_not_published_are_refused(workers, optimizer):
-    for errors in workers(2).run(publish_late, full_plan(), optimizer):
+def test_weights_that_change_within_a_step_are_refused(workers, optimizer):
+    for errors in workers(2).run(step_twice, full_plan(), optimizer):
         (error,) = errors
-        assert error.startswith("TransferError: the home shards of step 1, micro-step 0, routed layer 0 hold other")
+        assert error.startswith("TransferError: the home shards of step 0, micro-step 0, routed layer 0 hold other")
 
 
 def wrong_shards(rank, plan):

@@ -51,11 +51,11 @@ def train(rank, plan, options, drop):
 
 
 CASES = [
-    (2, TransferOptions(slots="shared", paths="direct"), {}),
-    (2, TransferOptions(slots="layer", paths="host"), {"keep": 0.6}),
-    (4, TransferOptions(slots="shared", prefetch=2), {"per_node": 2}),
-    (4, TransferOptions(slots="layer", prefetch=3), {"keep": 0.6, "slots": 3}),
-    (4, TransferOptions(slots="shared", paths="host", prefetch=0), {"layers": 1, "micro_steps": 3, "per_node": 2}),
+    (2, TransferOptions(paths="direct"), {"sharing": "shared"}),
+    (2, TransferOptions(paths="host"), {"keep": 0.6, "sharing": "layer"}),
+    (4, TransferOptions(prefetch=2), {"per_node": 2, "sharing": "shared"}),
+    (4, TransferOptions(prefetch=3), {"keep": 0.6, "slots": 3, "sharing": "layer"}),
+    (4, TransferOptions(paths="host", prefetch=0), {"layers": 1, "micro_steps": 3, "per_node": 2, "sharing": "shared"}),
 ]
 
 
@@ -72,8 +72,7 @@ def train_in_pairs(rank, plan):
     """Ranks 0 and 2, and ranks 1 and 3, each by themselves."""
     pair = PeerGroup(ranks=[rank % 2, rank % 2 + 2], timeout_s=20.0)
     homes = shards(plan, pair.rank)
-    engine = TransferEngine(homes, plan.topology, TransferOptions(paths="host"), pair)
-    engine.publish()
+    engine = TransferEngine(dict(enumerate(homes)), TransferOptions(paths="host"), pair)
     run_step(engine, plan, homes, pair.rank)
     engine.close()
     everything = all_experts(plan)
@@ -93,9 +92,8 @@ def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers
 
 @grid("paths", ["host", "direct"], quick=1)
 def test_one_pass_moves_the_fewest_bytes_that_the_plan_needs(workers, paths):
-    plan = random_plan(3, ranks=4, micro_steps=4, slots=3, keep=0.5)
-    options = TransferOptions(slots="layer", paths=paths)
-    outcomes = workers(4).run(train, plan, options, 1)
+    plan = random_plan(3, ranks=4, micro_steps=4, slots=3, keep=0.5, sharing="layer")
+    outcomes = workers(4).run(train, plan, TransferOptions(paths=paths), 1)
     host, direct = (
         sum(getattr(record, f"{path}_bytes") for outcome in outcomes for record in outcome["recompute"])
         for path in ("host", "direct")
@@ -106,8 +104,8 @@ def test_one_pass_moves_the_fewest_bytes_that_the_plan_needs(workers, paths):
 
 
 def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
-    plan = random_plan(5, ranks=4, micro_steps=3, layers=4)
-    options = TransferOptions(slots="shared", paths="direct", prefetch=1)
+    plan = random_plan(5, ranks=4, micro_steps=3, layers=4, sharing="shared")
+    options = TransferOptions(paths="direct", prefetch=1)
     for outcome in workers(4).run(train, plan, options, 1):
         for stage in ("recompute", "update"):
             moved = [r for r in outcome[stage] if r.kind == "fetch" and r.direct_bytes]
@@ -116,7 +114,7 @@ def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
 
 def fetch_those_with_replicas(rank, plan):
     """As the expert-parallel layer does: cells that no replica serves are not asked for."""
-    engine, homes = make_engine(plan, rank, TransferOptions(slots="shared", paths="direct"))
+    engine, homes = make_engine(plan, rank, TransferOptions(paths="direct"))
     for updating in (False, True):
         begin(engine, 0, plan, updating=updating)
         for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
@@ -128,18 +126,18 @@ def fetch_those_with_replicas(rank, plan):
 
 def test_cells_without_replicas_are_passed_over(workers):
     """What is prefetched is the next cell that needs it, however far away."""
-    plan = random_plan(2, ranks=2, layers=7, micro_steps=2, slots=1)
+    plan = random_plan(2, ranks=2, layers=7, micro_steps=2, slots=1, sharing="shared")
     some = plan.num_replicas_ML.reshape(-1)
     assert 0 < (some > 0).sum() < len(some) - 3
     for records in workers(2).run(fetch_those_with_replicas, plan):
         moved = [record for record in records if record.direct_bytes]
         assert len(moved) > 2
-        assert all(record.prefetched for record in moved if record.cell != records[0].cell)
+        assert all(record.prefetched for record in moved if record.cell != moved[0].cell)
 
 
 def fetch_after_a_failure(rank, plan):
     """The first transfer cannot begin on any rank."""
-    engine, homes = make_engine(plan, rank, TransferOptions(slots="layer", paths="direct", prefetch=0))
+    engine, homes = make_engine(plan, rank, TransferOptions(paths="direct", prefetch=0))
     begin(engine, 0, plan, updating=False)
     cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
     with pytest.MonkeyPatch.context() as patch:
@@ -153,7 +151,7 @@ def fetch_after_a_failure(rank, plan):
 
 
 def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers):
-    outcomes = workers(2).run(fetch_after_a_failure, random_plan(3, ranks=2))
+    outcomes = workers(2).run(fetch_after_a_failure, random_plan(3, ranks=2, sharing="layer"))
     assert any(outcomes)
     assert all(all(outcome) for outcome in outcomes)
 
@@ -162,7 +160,6 @@ def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers
     ("options", "message"),
     [
         ({"paths": "both"}, "paths is 'both'"),
-        ({"slots": "rank"}, "slots is 'rank'"),
         ({"prefetch": -1}, "prefetch is -1"),
         ({"timeout_s": 0}, "timeout_s is 0"),
     ],

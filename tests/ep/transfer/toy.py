@@ -216,9 +216,7 @@ def all_experts(plan):
 
 
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
-    """An engine with its trainable shards, published."""
+    """An engine with its trainable shards."""
     homes = shards(plan, rank) if homes is None else homes
     options = replace(options or TransferOptions(), timeout_s=20.0)
-    engine = TransferEngine(homes, plan.topology, options, peers(kind=kind))
-    engine.publish()
-    return engine, homes
+    return TransferEngine(dict(enumerate(homes)), options, peers(kind=kind)), homes

@@ -1,17 +1,16 @@
 """From a schedule to moved weights: the engines that carry its moves out on torch.distributed.
 
-`ReplicaWeights` says what layers ask of whoever moves their replicas. `DirectWeights` and `TransferEngine` do it, by
-`peers`, and the engine by `host_memory` too.
+`TransferEngine` moves what layers ask of replicas, by `peers` and by `host_memory`; `home_moves` and `segments` move
+experts to other homes.
 """
 
 from foreroute.ep.transfer.moves import Moves, home_row_E, shard_moves
-from foreroute.ep.transfer.replica_weights import Cell, Fetch, ReplicaWeights
+from foreroute.ep.transfer.replica_weights import Cell, Fetch
 
 __all__ = [
     "Cell",
     "Fetch",
     "Moves",
-    "ReplicaWeights",
     "home_row_E",
     "shard_moves",
 ]

@@ -10,61 +10,60 @@ on all of them, within the timeout.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
 
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, cell_of, next_cell
+from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, device_of, next_cell
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
-from foreroute.errors import ConfigError, PlanError, TransferError
+from foreroute.errors import ConfigError, TransferError
 from foreroute.files import blake2b_hex
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
 from foreroute.plan.capabilities import FetchPath, check_paths
-from foreroute.plan.options import SlotSharing
 
 
 class TransferEngine:
-    """Implements `ReplicaWeights` for the plans of one expert-parallel group.
+    """Brings the weights of this rank's replicas, and takes their gradients home, for one expert-parallel group.
 
-    Public methods are collective calls, the same on all ranks in the same order, but for `close` and `take_records`.
+    All ranks call its methods for the same cells in the same order, those with nothing to send or receive too, but for
+    `close` and `take_records`. A cell may be asked for any number of times (recomputation, backward).
 
     Args:
-        homes: per routed layer, name -> [E / G, ...], this rank's shard, experts in ascending order of their id. The
-            tensors that training updates; shapes and dtypes are the same on all ranks.
-        topology: of the plans to come.
+        homes: of the routed layers that run on this rank. The tensors that training updates; shapes and dtypes are the
+            same on all ranks.
         options: the same on all ranks.
-        peers: the ranks of the topology, in its order.
+        peers: the ranks of the plans to come, in their order.
+        gathers_late: whether the weights of a layer may still be gathered from other ranks until its first cell of a
+            step runs. Nothing of it is sent before.
 
     Raises:
-        TransferError: on every rank alike, when topologies, options or shapes of shards differ, or shared memory cannot
-            be had.
+        TransferError: on every rank alike, when options or shapes of shards differ.
     """
 
     def __init__(
-        self, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions, peers: PeerGroup
+        self, homes: Mapping[int, Home], options: TransferOptions, peers: PeerGroup, *, gathers_late: bool = False
     ) -> None:
-        self._homes, self._topology, self._options, self._peers = homes, topology, options, peers
+        self._homes, self._options, self._peers, self._gathers_late = homes, options, peers, gathers_late
         self._consensus = RankConsensus(peers.group, timeout_s=options.timeout_s)
-        _agree_on_engine(self._consensus, homes, topology, options)
-        memory = None
-        if options.paths != "direct":
-            memory = HostMemory(self._consensus, topology, homes, directory=options.directory)
-        lane = TransferLane(next(iter(homes[0].values())).device)
-        self._channels = Channels(peers, memory, lane)
-        self._slots = SlotSets(options.slots, 1 + options.prefetch, homes, topology)
-        self._versions: list[tuple[int, ...]] = []
+        _agree_on_engine(self._consensus, homes, options)
+        self._channels = Channels(peers, None, TransferLane(device_of(homes)))
+        self._slots: SlotSets | None = None
+        self._versions: dict[int, tuple[int, ...]] = {}
         self._records: list[TransferRecord] = []
         # by host memory and from peers, since the last record
         self._received_bytes = (0, 0)
         self._plan: StepPlan | None = None
         self._schedule: ExecutionSchedule | None = None
-        self._step, self._updating = -1, False
+        self._step: int | None = None
+        self._updating = False
+        # whose weights may be sent in the step
+        self._ready: set[int] = set()
         self._previous: Cell | None = None
         self._current: Cell | None = None
         self._running: SlotSet | None = None
@@ -74,53 +73,64 @@ class TransferEngine:
         """Which path weights take."""
         return self._options.paths
 
-    def publish(self) -> None:
-        """Take up the weights that the home shards hold now: before the first step, and after each optimizer step.
-
-        Replicas of the weights before are forgotten, and the shards are copied to host memory where it is used.
-
-        Raises:
-            TransferError: on every rank alike, when a rank does not follow.
-        """
-        for slots in self._slots:
-            self._end_batch(slots)
-            slots.clear()
-        self._running = None
-        # streams may still copy from host memory, which others write when all have come here
-        self._channels.lane.synchronize()
-        if self._channels.memory is not None:
-            self._channels.memory.publish(self._homes)
-        self._versions = [_versions(home) for home in self._homes]
-
     def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
+        In another step than the last one, weights are taken up as the home shards hold them now: replicas of the
+        weights before are forgotten, and the shards are copied to host memory where it is used.
+
         Args:
-            step: its number.
-            plan: the same on all ranks, as the caller has made sure.
+            step: its number; another one after every change of weights or homes.
+            plan: the same on all ranks, as the caller has made sure. It says whether slots are shared by all layers,
+                one set for the cell that runs and one for each that is prefetched, or kept for each layer.
             schedule: of it, for this rank and the paths of this engine.
             updating: whether backward passes follow the forward passes; it tells what to prefetch.
 
         Raises:
-            PlanError: when it is for other ranks, slots, layers or experts.
+            PlanError: when it is for other ranks.
+            TransferError: on every rank alike, when shared memory cannot be had, or a rank does not follow.
         """
-        self._require_fitting(plan)
-        for slots in self._slots:
-            self._end_batch(slots)
+        require_ranks(plan, self._peers.size)
+        same_slots = self._plan is not None and (plan.slots, plan.topology) == (self._plan.slots, self._plan.topology)
+        if step != self._step or not same_slots:
+            self.end_step()
+            self._slots = SlotSets(plan.slots, 1 + self._options.prefetch, self._homes, plan.topology)
+            self._publish(step, plan.topology)
+        self._end_batches()
         self._plan, self._schedule = plan, schedule
         self._step, self._updating = step, updating
+        self._ready = set() if self._gathers_late else set(self._homes)
         self._previous, self._current, self._running = None, None, None
 
-    def fetch(self, cell: Cell, home: Home, *, is_recompute: bool = False) -> Fetch:
-        """As in `ReplicaWeights`. Slots keep what they hold, so that `is_recompute` makes no difference.
+    def end_step(self) -> None:
+        """Wait for what is under way, and give up the slots. The next step takes up the weights that are there then."""
+        self._end_batches()
+        # streams may still copy from host memory, which others write when all have come here
+        self._channels.lane.synchronize()
+        self._step, self._slots, self._running = None, None, None
+
+    def fetch(self, cell: Cell, home: Home) -> Fetch:
+        """Begin to bring the replicas that this rank serves in a cell, and behind them those of later cells.
+
+        Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
+        behind them. Nothing is waited for; what slots hold already, or is under way, is not begun again.
 
         What it gives are views of slots, which the next filling of the slots overwrites: a backward pass that needs
         them later fetches the cell again (as `foreroute.ep` does), or is refused by autograd.
+
+        Args:
+            cell: of the plan in force.
+            home: of the layer.
+
+        Raises:
+            TransferError: when no plan of the cell is in force, its home shards hold other weights than the step began
+                with, or a rank is gone.
         """
         begun = time.monotonic()
         moves = self._moves(cell)
         self._require_published(cell, home)
-        slots = self._running = self._slots.of(cell)
+        self._ready.add(cell.layer)
+        slots = self._running = self._slot_sets.of(cell)
         was_prefetched = slots.cell == cell and slots.batch is not None
         self._begin(slots, cell)
         # A cell may be asked for twice, in its backward pass; the way on shows only in the last one that was another.
@@ -140,7 +150,15 @@ class TransferEngine:
         return Fetch(cell, wait)
 
     def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
-        """As in `ReplicaWeights`; peer to peer."""
+        """Begin to return the gradients of replicas to the ranks that their experts live on, from peer to peer.
+
+        Args:
+            cell: of the plan in force.
+            grads: name -> [replicas here, ...] in the order of `fetch`; not written to until they are home.
+
+        Raises:
+            TransferError: when a rank is gone.
+        """
 
         def record(num_bytes: int, exposed_s: float) -> None:
             self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
@@ -157,7 +175,17 @@ class TransferEngine:
         self._channels.lane.close(seconds)
         if self._channels.memory is not None:
             self._channels.memory.close()
-        self._channels = replace(self._channels, memory=None)
+        self._channels.memory = None
+
+    def _publish(self, step: int, topology: Topology) -> None:
+        begun, memory = time.monotonic(), self._channels.memory
+        if self._options.paths == "host":
+            if memory is None or memory.per_node != topology.ranks_per_node:
+                memory = HostMemory(self._consensus, topology, self._homes, directory=self._options.directory)
+                self._channels.memory = memory
+            memory.publish(self._homes)
+        self._versions = {layer: _versions(home) for layer, home in self._homes.items()}
+        self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
 
     def _prefetch(self) -> None:
         """Begin as many later cells as the options say, only those that replicas serve."""
@@ -166,14 +194,16 @@ class TransferEngine:
         ahead, previous, current = 0, self._previous, self._current
         # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
         for _ in range(2 * len(self._homes)):
-            guess = next_cell(previous, current, self._plan.shape[:2], updating=self._updating)
+            guess = next_cell(previous, current, self._homes, self._plan.shape[:2], updating=self._updating)
             if guess is None or ahead == self._options.prefetch:
                 return
             previous, current = current, guess
             if not self._plan.num_replicas_ML[guess.micro_step, guess.layer]:
                 continue
+            if guess.layer not in self._ready:
+                return
             # the slots of the cell that runs are in use
-            if (slots := self._slots.of(guess)) is not self._running:
+            if (slots := self._slot_sets.of(guess)) is not self._running:
                 self._begin(slots, guess)
                 ahead += 1
 
@@ -203,30 +233,34 @@ class TransferEngine:
         self._received_bytes = (host_bytes + batch.host_bytes, direct_bytes + batch.direct_bytes)
         batch.wait(self._options.timeout_s)
 
-    def _moves(self, cell: Cell) -> CellSchedule:
-        return cell_of(self._schedule, self._step, cell)
+    def _end_batches(self) -> None:
+        for slots in self._slots or ():
+            self._end_batch(slots)
 
-    def _require_fitting(self, plan: StepPlan) -> None:
-        num_layers, num_experts = plan.shape[1:]
-        shard_sizes = {len(shard) for home in self._homes for shard in home.values()}
-        here = (len(self._homes), {size * self._topology.num_ranks for size in shard_sizes}, self._topology)
-        if (num_layers, {num_experts}, plan.topology) != here:
-            raise PlanError(
-                f"the plan is for {num_layers} routed layers of {num_experts} experts on {plan.topology}; the engine "
-                f"has {here[0]} layers of {sorted(here[1])} experts on {here[2]}. Plan for the model and topology here"
+    @property
+    def _slot_sets(self) -> SlotSets:
+        assert self._slots is not None, "a cell runs only under a plan"
+        return self._slots
+
+    def _moves(self, cell: Cell) -> CellSchedule:
+        if self._schedule is None or cell.step != self._step:
+            in_force = "none is" if self._step is None else f"that of step {self._step} is"
+            raise TransferError(
+                f"{cell} is asked for, but no plan of that step is in force, {in_force}; call begin_step first"
             )
+        return self._schedule.cell(cell.micro_step, cell.layer)
 
     def _require_published(self, cell: Cell, home: Home) -> None:
         mine = self._homes[cell.layer]
-        if {name: shard[0].data_ptr() for name, shard in home.items()} != {n: s.data_ptr() for n, s in mine.items()}:
+        if {name: its[0].data_ptr() for name, its in home.items()} != {n: its[0].data_ptr() for n, its in mine.items()}:
             raise TransferError(
                 f"{cell} hands in {sorted(home)}, which are not the home shards of this layer that the engine was made "
                 "with; pass the same parameters, and make a new engine after replacing them"
             )
-        if not self._versions or _versions(mine) != self._versions[cell.layer]:
+        if _versions(mine) != self._versions[cell.layer]:
             raise TransferError(
-                f"the home shards of {cell} hold other weights than were published; call publish() before the first "
-                "step and after every optimizer step or change of homes"
+                f"the home shards of {cell} hold other weights than its step began with; begin a step of another "
+                "number after every optimizer step or change of homes"
             )
 
 
@@ -237,23 +271,18 @@ class TransferOptions:
     Attributes:
         paths: "host", through host memory within a node and from peer to peer between nodes; or "direct", from peer to
             peer.
-        slots: "layer": redundant slots per layer, which keep what they hold. "shared": sets of slots shared by all
-            layers, one for the cell that runs and one for each that is prefetched.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
         timeout_s: a rank that does not answer for so long is taken for dead.
         directory: of node-shared memory.
     """
 
     paths: FetchPath = "host"
-    slots: SlotSharing = "layer"
     prefetch: int = 1
     timeout_s: float = 600.0
     directory: Path = DIRECTORY
 
     def __post_init__(self) -> None:
         check_paths(self.paths)
-        if self.slots not in ("layer", "shared"):
-            raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.prefetch < 0:
             raise ConfigError(f"prefetch is {self.prefetch}; expected 0 cells or more")
         if not self.timeout_s > 0:
@@ -265,8 +294,8 @@ class TransferRecord:
     """One call of the transfer engine on one rank.
 
     Attributes:
-        cell: that it was for.
-        kind: "fetch" of weights, or "return" of gradients.
+        cell: that it was for; the first of its step where weights are published.
+        kind: "publish" as a step begins, "fetch" of weights, or "return" of gradients.
         host_bytes: that came here through host memory and were waited for in this call, those of prefetches that were
             not asked for among them; 0 when slots held everything.
         direct_bytes: the same from peers.
@@ -275,48 +304,48 @@ class TransferRecord:
     """
 
     cell: Cell
-    kind: Literal["fetch", "return"]
+    kind: Literal["publish", "fetch", "return"]
     host_bytes: int
     direct_bytes: int
     exposed_s: float
     prefetched: bool = False
 
 
-def _versions(home: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple(home[name]._version for name in sorted(home))
+def _versions(home: Home) -> tuple[int, ...]:
+    return tuple(
+        tensor._version
+        for _, experts in sorted(home.items())
+        for tensor in ([experts] if isinstance(experts, Tensor) else experts)
+    )
 
 
-def _agree_on_engine(
-    consensus: RankConsensus, homes: Sequence[Mapping[str, Tensor]], topology: Topology, options: TransferOptions
-) -> None:
+def _agree_on_engine(consensus: RankConsensus, homes: Mapping[int, Home], options: TransferOptions) -> None:
     """Make sure that all ranks move the same things in the same way.
 
-    Ranks compute alone what the others send them, so one other node size or option is enough to mix up messages.
+    Ranks compute alone what the others send them, so one other option is enough to mix up messages.
 
     Args:
         consensus: of the ranks.
-        homes: per routed layer, name -> [E / G, ...], of this rank.
-        topology: of the plans to come.
+        homes: of the routed layers here.
         options: of the transfers.
 
     Raises:
-        TransferError: on every rank alike, when topologies, options, or names, shapes or dtypes of home shards differ,
-            or when there are more or fewer ranks.
+        TransferError: on every rank alike, when options, or layers, names, shapes or dtypes of home shards differ.
     """
-    settings = consensus.texts(f"{topology}, {options}", "comparing topologies and options")
+    settings = consensus.texts(str(options), "comparing options of transfers")
     if len(set(settings)) > 1:
         raise TransferError(
-            "ranks make engines of different topologies or options: "
+            "ranks make engines of different options: "
             + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(settings))
             + ". Every rank must be given the same"
         )
-    if topology.num_ranks != consensus.size:
-        raise TransferError(
-            f"the topology has {topology.num_ranks} ranks, and {consensus.size} are here; describe the ranks that run"
-        )
-    shards = [(name, tuple(home[name].shape), str(home[name].dtype)) for home in homes for name in sorted(home)]
-    listed = f"{len(homes)} layers, {sorted(set(shards))}"
-    mine = f"{blake2b_hex(repr([len(homes), shards]).encode())} {listed}"
+    shards = [
+        (layer, name, (len(home[name]), *home[name][0].shape), str(home[name][0].dtype))
+        for layer, home in homes.items()
+        for name in sorted(home)
+    ]
+    listed = f"{len(homes)} layers, {sorted({shard[1:] for shard in shards})}"
+    mine = f"{blake2b_hex(repr(shards).encode())} {listed}"
     texts = consensus.texts(mine, "comparing home shards")
     if len(set(texts)) > 1:
         raise TransferError(

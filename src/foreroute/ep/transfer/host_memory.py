@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.transfer.replica_weights import Home, device_of
 from foreroute.errors import TransferError
 from foreroute.plan import Topology
 
@@ -41,8 +42,11 @@ class HostMemory:
     Args:
         consensus: of all expert-parallel ranks.
         topology: ranks of a node share memory.
-        homes: per routed layer, name -> [E / G, ...], of the same shapes and dtypes on all ranks.
+        homes: of routed layers, of the same shapes and dtypes on all ranks.
         directory: where shared memory is.
+
+    Attributes:
+        per_node: ranks that share it.
 
     Raises:
         TransferError: on every rank alike, when the memory cannot be had on one.
@@ -52,16 +56,16 @@ class HostMemory:
         self,
         consensus: RankConsensus,
         topology: Topology,
-        homes: Sequence[Mapping[str, Tensor]],
+        homes: Mapping[int, Home],
         *,
         directory: Path = DIRECTORY,
     ) -> None:
-        self._consensus, self._per_node = consensus, topology.ranks_per_node
-        self._mine = consensus.rank % topology.ranks_per_node
-        bytes_ = _map_shared(consensus, topology.ranks_per_node, _num_bytes(homes, topology.ranks_per_node), directory)
-        self._shards_WL = _cut(bytes_, homes, topology.ranks_per_node)
+        self._consensus, self.per_node = consensus, topology.ranks_per_node
+        self._mine = consensus.rank % self.per_node
+        bytes_ = _map_shared(consensus, self.per_node, _num_bytes(homes, self.per_node), directory)
+        self._shards_WL = _cut(bytes_, homes, self.per_node)
         self._unlock: weakref.finalize[[Tensor, torch.device], HostMemory] | None = None
-        device = homes[0][min(homes[0])].device
+        device = device_of(homes)
         if device.type == "cuda":
             objection = _page_lock(bytes_, device)
             if objection is None:
@@ -79,7 +83,7 @@ class HostMemory:
         if self._unlock is not None:
             self._unlock()
 
-    def publish(self, homes: Sequence[Mapping[str, Tensor]]) -> None:
+    def publish(self, homes: Mapping[int, Home]) -> None:
         """Write the next version. What this rank copies of the last one must be over.
 
         Raises:
@@ -87,14 +91,15 @@ class HostMemory:
         """
         what = "publishing the weights"
         _raise_objections(self._consensus, None, what)
-        for layer, home in enumerate(homes):
-            for name, shard in home.items():
-                self._shards_WL[self._mine][layer][name].copy_(shard.detach())
+        for layer, home in homes.items():
+            for name, experts in home.items():
+                for row, expert in zip(self._shards_WL[self._mine][layer][name], experts, strict=True):
+                    row.copy_(expert.detach())
         _raise_objections(self._consensus, None, what)
 
     def row(self, source: int, layer: int, name: str, row: int) -> Tensor:
         """One expert of the shard of rank `source` of this node, in the version that was published last."""
-        return self._shards_WL[source % self._per_node][layer][name][row]
+        return self._shards_WL[source % self.per_node][layer][name][row]
 
 
 def _map_shared(consensus: RankConsensus, per_node: int, num_bytes: int, directory: Path) -> Tensor:
@@ -149,23 +154,27 @@ def _raise_objections(consensus: RankConsensus, mine: str | None, what: str) -> 
         raise TransferError(f"{what} failed: " + "; ".join(objections))
 
 
-def _num_bytes(homes: Sequence[Mapping[str, Tensor]], per_node: int) -> int:
-    return per_node * sum(_aligned(shard.numel() * shard.element_size()) for home in homes for shard in home.values())
+def _num_bytes(homes: Mapping[int, Home], per_node: int) -> int:
+    return per_node * sum(_aligned(_shard_bytes(experts)) for home in homes.values() for experts in home.values())
 
 
-def _cut(bytes_: Tensor, homes: Sequence[Mapping[str, Tensor]], per_node: int) -> list[list[dict[str, Tensor]]]:
-    """Shards by rank of the node and layer, as views."""
+def _cut(bytes_: Tensor, homes: Mapping[int, Home], per_node: int) -> list[dict[int, dict[str, Tensor]]]:
+    """Shards by rank of the node, layer and name, as views."""
     at, shards_WL = 0, []
     for _ in range(per_node):
-        layers: list[dict[str, Tensor]] = []
-        for home in homes:
-            layers.append({})
+        layers: dict[int, dict[str, Tensor]] = {}
+        for layer, home in homes.items():
+            layers[layer] = {}
             for name in sorted(home):
-                size = home[name].numel() * home[name].element_size()
-                layers[-1][name] = bytes_[at : at + size].view(home[name].dtype).view(home[name].shape)
+                first, size = home[name][0], _shard_bytes(home[name])
+                layers[layer][name] = bytes_[at : at + size].view(first.dtype).view(len(home[name]), *first.shape)
                 at += _aligned(size)
         shards_WL.append(layers)
     return shards_WL
+
+
+def _shard_bytes(experts: Tensor | Sequence[Tensor]) -> int:
+    return len(experts) * experts[0].numel() * experts[0].element_size()
 
 
 def _aligned(num_bytes: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, has_nccl, post
-from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
+from foreroute.ep.transfer.replica_weights import Cell, Home, expert_bytes
 from foreroute.errors import TransferError
 from foreroute.plan import CellPlan, CellSchedule, Topology
 from foreroute.plan.options import SlotSharing
@@ -43,9 +43,10 @@ class SlotSet:
         batch: transfers into the slots that have not been waited for yet.
     """
 
-    def __init__(self, home: Mapping[str, Tensor], topology: Topology) -> None:
+    def __init__(self, home: Home, topology: Topology) -> None:
         num_slots = topology.redundant_slots
-        self.tensors = {name: shard.new_empty((num_slots, *shard.shape[1:])).detach() for name, shard in home.items()}
+        experts = {name: of_name[0].detach() for name, of_name in home.items()}
+        self.tensors = {name: expert.new_empty((num_slots, *expert.shape)) for name, expert in experts.items()}
         self.held_GP = np.full((topology.num_ranks, num_slots), EMPTY, np.int64)
         self.cell: Cell | None = None
         self.batch: TransferBatch | None = None
@@ -98,18 +99,16 @@ class SlotSets:
     Args:
         use: "layer" keeps a set for each layer; "shared" takes the set that was used longest ago.
         num_shared: sets that layers of the same shapes share.
-        homes: per routed layer, name -> [E / G, ...].
+        homes: of the routed layers here.
         topology: ranks and slots.
     """
 
-    def __init__(
-        self, use: SlotSharing, num_shared: int, homes: Sequence[Mapping[str, Tensor]], topology: Topology
-    ) -> None:
+    def __init__(self, use: SlotSharing, num_shared: int, homes: Mapping[int, Home], topology: Topology) -> None:
         self._num_sets = 1 if use == "layer" else num_shared
-        self._keys = list(range(len(homes))) if use == "layer" else [_shapes(home) for home in homes]
+        self._keys = {layer: layer if use == "layer" else _shapes(home) for layer, home in homes.items()}
         self._homes, self._topology = homes, topology
         # in the order of use, the latest last
-        self._sets: dict[object, list[SlotSet]] = {key: [] for key in self._keys}
+        self._sets: dict[object, list[SlotSet]] = {key: [] for key in self._keys.values()}
 
     def __iter__(self) -> Iterator[SlotSet]:
         return (slots for ring in self._sets.values() for slots in ring)
@@ -128,8 +127,8 @@ class SlotSets:
         return found
 
 
-def _shapes(home: Mapping[str, Tensor]) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-    return tuple((name, home[name].shape[1:], home[name].dtype) for name in sorted(home))
+def _shapes(home: Home) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    return tuple((name, home[name][0].shape, home[name][0].dtype) for name in sorted(home))
 
 
 class TransferLane:
@@ -186,13 +185,13 @@ class TransferLane:
             del job
 
 
-@dataclass(frozen=True)
+@dataclass
 class Channels:
     """What weights travel by.
 
     Attributes:
         peers: the direct path.
-        memory: the host path; None where it is not used.
+        memory: the host path; None where it is not used, or not yet.
         lane: what runs transfers beside the model.
     """
 
@@ -213,7 +212,7 @@ class TransferBatch:
         channels: of all ranks.
         lent, served: `MOVE`s of rows that this rank sends and takes; not both empty on all ranks.
         layer: routed layer.
-        home: name -> [E / G, ...], this rank's shard.
+        home: of the layer, on this rank.
         slots: name -> [P, ...], written until the batch is over.
         what: the batch in words, for errors.
     """
@@ -224,7 +223,7 @@ class TransferBatch:
         lent: NDArray[np.void],
         served: NDArray[np.void],
         layer: int,
-        home: Mapping[str, Tensor],
+        home: Home,
         slots: Mapping[str, Tensor],
         what: str,
     ) -> None:

@@ -34,8 +34,9 @@ from foreroute.ep.agreement import (
 from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions, TransferRecord
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import DirectWeights
+from foreroute.ep.transfer.replica_weights import Home
 from foreroute.errors import CountsError, PlacementError, PlanError, ReplayError, TraceError
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
 from foreroute.replay import ReplayRows
@@ -48,19 +49,36 @@ class ExecutionRanks:
     Args:
         ep_group: Megatron's.
         pp_group: Megatron's, of this rank's peers in the other stages; None for one stage.
+        options: how weights of replicas travel.
 
     Attributes:
         group: Megatron's, of rows.
         consensus: of them.
-        weights: of replicas, between the same ranks.
+        options: the same.
     """
 
-    def __init__(self, ep_group: Any, pp_group: Any) -> None:
+    def __init__(self, ep_group: Any, pp_group: Any, options: TransferOptions) -> None:
         self.group = ep_group
         self.consensus = RankConsensus(ep_group, member="expert-parallel rank")
-        self.weights = DirectWeights(PeerGroup(ep_group))
+        self.options = options
+        self._engine: TransferEngine | None = None
         staged = pp_group is not None and pp_group.size() > 1
         self._stages = RankConsensus(pp_group, member="pipeline stage") if staged else None
+
+    def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
+        """What moves weights of replicas, made for the layers of this stage when they are first executed.
+
+        A collective call of the expert-parallel ranks.
+        """
+        if self._engine is None:
+            # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
+            self._engine = TransferEngine(homes, self.options, PeerGroup(self.group), gathers_late=True)
+        return self._engine
+
+    def close(self) -> None:
+        """Give back what weights travel by."""
+        if self._engine is not None:
+            self._engine.close()
 
     def raise_alike(self, error: type[Exception], mine: str | None, what: str) -> None:
         """Raise on every rank of the group and of its other stages, when one of them objects.
@@ -127,6 +145,7 @@ class PlanExecution:
         plan: the plan.
         executed_ML: int64 [M, L], assignments that the experts of this rank have computed, recomputation left out;
             layers of other stages have none.
+        transfers: what travelled here for replicas, once the execution is over.
 
     Raises:
         PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
@@ -166,7 +185,7 @@ class PlanExecution:
         ranks.raise_alike(CountsError, mine, what)
         partly = torch.tensor([not shard.is_whole for shard in self._shards], dtype=torch.int32)
         self._known_M = [not any_ for any_ in consensus.most(partly, what).tolist()]
-        self._schedule = ExecutionSchedule(plan, counts_MLGE, consensus.rank)
+        self._schedule = ExecutionSchedule(plan, counts_MLGE, consensus.rank, paths=ranks.options.paths)
         self._group = ranks.group
         # by pass, for as long as something of it may run again
         self._rows: WeakKeyDictionary[Pass, dict[int, CellRows]] = WeakKeyDictionary()
@@ -179,7 +198,9 @@ class PlanExecution:
                 for site, layer in zip(sites, of_chunk, strict=True)
             ]
         self._home = {spec.layers.index(s.layer): home_parameters(s) for sites, _ in stage for s in sites}
+        self._engine = ranks.engine(self._home) if self._home else None
         self._has_begun = False
+        self.transfers: list[TransferRecord] = []
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -192,8 +213,9 @@ class PlanExecution:
             for layer in self._layers:
                 stack.enter_context(layer.in_place())
             yield
-        if self._has_begun:
-            self._ranks.weights.end_step()
+        if self._engine is not None:
+            self._engine.end_step()
+            self.transfers = self._engine.take_records()
         fewest = min(self._begun.values(), default=len(self._shards))
         objection = objection_to_number(fewest, len(self._shards)) or self._misrouted()
         self._ranks.raise_alike(ReplayError, objection, f"ending step {self._step}")
@@ -223,18 +245,17 @@ class PlanExecution:
 
         def begin() -> CellWork:
             micro_step = _micro_step(passes, site)
-            cell, is_recompute = Cell(self._step, micro_step, layer), passes.is_again
+            cell = Cell(self._step, micro_step, layer)
             rows = self._rows_of(passes.top, micro_step, of_chunk)[layer] if self._known_M[micro_step] else None
             moves = self._schedule.cell(micro_step, layer) if self._num_replicas_ML[micro_step, layer] else None
             replicas = SeparateReplicas(
                 cell,
-                self._weights_of(passes),
+                self._engine_of(passes),
                 self._home[layer],
                 moves,
                 fuses_gradients=fuses_gradients,
-                is_recompute=is_recompute,
             )
-            return CellWork(rows, partial(self._exchanged, cell), replicas, partial(self._note, cell, is_recompute))
+            return CellWork(rows, partial(self._exchanged, cell), replicas, partial(self._note, cell, passes.is_again))
 
         return begin
 
@@ -254,19 +275,17 @@ class PlanExecution:
         (rows,) = rows_on(counts_E.device, [found])
         return rows
 
-    def _weights_of(self, passes: PassStack) -> DirectWeights:
-        weights = self._ranks.weights
+    def _engine_of(self, passes: PassStack) -> TransferEngine:
+        assert self._engine is not None, "there is a layer that runs"
         if not self._has_begun:
-            # orders are kept by whether passes keep what backward needs, which the first one tells
-            weights.begin_step(self._step, self.plan, self._schedule, updating=passes.top.with_grad)
+            if self._engine.paths == "host":
+                # all weights are copied now
+                for layer in self._layers:
+                    layer.finish_gathering()
+            # what comes next depends on whether a backward follows, which the first pass tells
+            self._engine.begin_step(self._step, self.plan, self._schedule, updating=passes.top.with_grad)
             self._has_begun = True
-        return weights
-
-    @property
-    def fetches(self) -> tuple[int, int]:
-        """Fetches of replicas, and how many of them were under way when their cell came; until the next execution."""
-        weights = self._ranks.weights
-        return (weights.num_fetches, weights.num_ahead) if self._has_begun else (0, 0)
+        return self._engine
 
     def _note(self, cell: Cell, is_recompute: bool, num_rows: int, counts_E: Tensor) -> None:
         if is_recompute:

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.experts import objection_to_experts, replica_runner
@@ -85,6 +85,13 @@ class PlannedLayer:
                 self._block.__dict__[name] = stand_in
             yield
 
+    def finish_gathering(self) -> None:
+        """Under overlap_param_gather a weight is stale until the hook of its module has run."""
+        for module in self._experts.modules():
+            for hook in module._forward_pre_hooks.values():
+                if getattr(hook, "__module__", None) == DDP_MODULE:
+                    hook(module, ())
+
     def _preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """[.., B, D], and [R, E] with a map of bool, to the rows [R, D] and their gate weights [R, K]."""
         num_experts, top_k = self._site.module.num_experts, self._site.module.topk
@@ -96,7 +103,7 @@ class PlannedLayer:
             )
         self._work = work = self._begin()
         if work.replicas.served:
-            _finish_gathering(self._experts)
+            self.finish_gathering()
         work.replicas.announce()
         if len(self._descending_E) != num_experts:
             self._descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
@@ -114,7 +121,7 @@ class PlannedLayer:
     def _dispatch(self, hidden_RD: Tensor, gates_RK: Tensor) -> tuple[Tensor, Tensor]:
         """Rows in order of their expert here, and their gate weights."""
         rows, gates = Dispatch.apply(hidden_RD, gates_RK, self._handle)
-        # no weight is to stand in front of the rows; in cells without replicas too, so that the order of cells is known
+        # no weight is to stand in front of the rows
         self._work.replicas.fetch()
         if self._shared is not None:
             self._shared.linear_fc1_forward_and_act(rows)
@@ -175,14 +182,6 @@ def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
         if getattr(config, name, None) not in (None, False):
             return f"{name} is set: {reason}; train without it to execute plans"
     return None
-
-
-def _finish_gathering(experts: nn.Module) -> None:
-    """Under overlap_param_gather a weight is stale until the hook of its module has run, and it is about to be sent."""
-    for module in experts.modules():
-        for hook in module._forward_pre_hooks.values():
-            if getattr(hook, "__module__", None) == DDP_MODULE:
-                hook(module, ())
 
 
 def _restore(attributes: dict[str, Any], name: str, before: dict[str, Any]) -> None:

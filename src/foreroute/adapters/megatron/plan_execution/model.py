@@ -13,6 +13,7 @@ from foreroute.adapters.megatron.expert_placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.plan_execution import ExecutionRanks, PlanExecution, whole_counts
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ReplayError
 from foreroute.plan import StepPlan
 from foreroute.replay import RoutedModel
@@ -48,6 +49,7 @@ class PlannedModel(RoutedModel):
         self._groups: Any = chunks[0].trunk.pg_collection
         self._homes = HomePlacement(spec, self._sites, ep_size, self._groups)
         self._ranks: ExecutionRanks | None = None
+        self._transfers = TransferOptions(paths="direct")
         self.execution: PlanExecution | None = None
         self._num_executions = 0
 
@@ -116,8 +118,23 @@ class PlannedModel(RoutedModel):
     def _execution_ranks(self) -> ExecutionRanks:
         if self._ranks is None:
             ep_group = self._sites[0].block.ep_group if self._sites else self._groups.ep
-            self._ranks = ExecutionRanks(ep_group, self._groups.pp)
+            self._ranks = ExecutionRanks(ep_group, self._groups.pp, self._transfers)
         return self._ranks
+
+    def use(self, transfers: TransferOptions) -> None:
+        """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
+
+        Args:
+            transfers: the same on every rank of the model. With `paths="host"`, the topology of a plan says how
+                many ranks share a node's memory.
+
+        Raises:
+            ReplayError: while a plan is executed.
+        """
+        self._require_no_execution("weights travel in another way")
+        if self._ranks is not None:
+            self._ranks.close()
+        self._ranks, self._transfers = None, transfers
 
     @property
     def home_LE(self) -> NDArray[np.int16]:

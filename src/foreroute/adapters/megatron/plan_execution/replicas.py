@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
 from foreroute.ep.replicas import Replicas
-from foreroute.ep.transfer.replica_weights import Cell, ReplicaWeights
+from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.plan import CellSchedule
 
 
@@ -32,7 +33,6 @@ class SeparateReplicas(Replicas):
         home: name -> the parameter of each home expert of the layer, in ascending order of its id.
         moves: of the cell, on this rank; None where no rank has a replica.
         fuses_gradients: whether kernels add the gradient of a weight to its `main_grad` and return none.
-        is_recompute: whether the pass is a recomputation.
 
     Attributes:
         slots: of the replicas here, ascending.
@@ -43,14 +43,13 @@ class SeparateReplicas(Replicas):
     def __init__(
         self,
         cell: Cell,
-        source: ReplicaWeights,
+        source: TransferEngine,
         home: Mapping[str, Sequence[nn.Parameter]],
         moves: CellSchedule | None,
         *,
         fuses_gradients: bool,
-        is_recompute: bool,
     ) -> None:
-        super().__init__(cell, source, home, served=moves is not None, is_recompute=is_recompute)
+        super().__init__(cell, source, home, served=moves is not None)
         self.slots: list[int] = [] if moves is None else np.sort(moves.served["slot"]).tolist()
         self._fuses_gradients = fuses_gradients
         self._fused: list[Tensor] = []
@@ -94,7 +93,7 @@ class SeparateReplicas(Replicas):
     def borrowed(self) -> list[Tensor]:
         """Name after name, and of each replica after replica."""
         # a view would keep what it is a view of, emptied or not
-        return [row.data for name in self.home for row in self.weights[name]]
+        return [row.data for name in self.home for row in self.weights.get(name, ())]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Of all names; zeros for a replica that no row came to."""
@@ -106,7 +105,7 @@ class SeparateReplicas(Replicas):
         num = len(self.slots)
         return {
             name: torch.stack(own[n * num : (n + 1) * num]) if num else rows.to(self._gradient_dtype(rows))
-            for n, (name, rows) in enumerate(self.weights.items())
+            for n, (name, rows) in enumerate((name, self.weights[name]) for name in self.home)
         }
 
     def add_home(self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
