@@ -139,7 +139,7 @@ def _inputs(verb, door, words, valid):
     yield case("valid", FINE)
     yield case("valid, hostile name", FINE, given=f"{HOSTILE}{suffix}")
     # the safetensors library, which reads weights, takes no such name
-    codes = REFUSED if verb == "doctor" and valid == "model" else FINE
+    codes = REFUSED if valid == "model" else FINE
     yield case("valid, name not UTF-8", codes, given=f"{NOT_UTF8}{suffix}")
 
 
