@@ -63,7 +63,7 @@ def test_steps_are_predicted_from_others(stage):
 
 @pytest.mark.slow
 def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_them():
-    config = processes_config(SIZES, 2, sequence_tokens=64, head_width=128, executor="megatron")
+    config = processes_config(SIZES, 2, sequence_tokens=64, head_width=128, paths="direct")
     known, asked = steps(config, seed=0), steps(config, seed=1)
     untimed = {str(i): [one._replace(seconds={}) for one in asked[i : i + 2]] for i in range(0, len(asked), 2)}
     ratios = predict_ratios(known, untimed, config)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,6 +135,8 @@ def _shapes(home: Home) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
 class TransferLane:
     """The one thread of a rank's transfers, started when it is first needed, and on a GPU their one stream.
 
+    The thread ends when the lane is closed, or when nobody holds it any more.
+
     Args:
         device: of the slots.
     """
@@ -148,8 +151,9 @@ class TransferLane:
         self._jobs.put(job)
         if self._thread is None:
             # does not keep a process alive whose main thread ended by an error
-            self._thread = threading.Thread(target=self._serve, name="transfers", daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="transfers", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
 
     def close(self, seconds: float) -> None:
         """Let the thread end when it has done what it was given, and wait so long for it."""
@@ -178,11 +182,12 @@ class TransferLane:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            # with it goes the memory that it holds
-            del job
+
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        # with it goes the memory that it holds
+        del job
 
 
 @dataclass
