@@ -65,7 +65,7 @@ class ExpertParallelModel:
         self.consensus = consensus
         self._executions = executions
         self._peers = peers
-        self._weights = TransferEngine(self.homes, TransferOptions(paths="direct"), peers)
+        self._weights = TransferEngine(self.homes, TransferOptions(paths="direct", timeout_s=peers.timeout_s), peers)
         self._active: ActivePlan | None = None
         # what routers did, still to be looked at
         self._unseen: list[Execution] = []

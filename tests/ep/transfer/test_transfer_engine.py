@@ -135,6 +135,18 @@ def test_cells_without_replicas_are_passed_over(workers):
         assert all(record.prefetched for record in moved if record.cell != moved[0].cell)
 
 
+def steps_recorded(rank, plan):
+    engine, homes = make_engine(plan, rank)
+    for step in range(2):
+        run_step(engine, plan, homes, rank, step=step)
+    engine.close()
+    return {record.cell.step for record in engine.take_records()}
+
+
+def test_records_that_nobody_takes_do_not_pile_up(workers):
+    assert workers(2).run(steps_recorded, random_plan(0, ranks=2, slots=3)) == [{1}, {1}]
+
+
 def fetch_after_a_failure(rank, plan):
     """The first transfer cannot begin on any rank."""
     engine, homes = make_engine(plan, rank, TransferOptions(paths="direct", prefetch=0))

@@ -94,6 +94,8 @@ class TransferEngine:
         same_slots = self._plan is not None and (plan.slots, plan.topology) == (self._plan.slots, self._plan.topology)
         if step != self._step or not same_slots:
             self.end_step()
+            # nobody may ask for those of the step before, and a run has many steps
+            self._records = []
             self._slots = SlotSets(plan.slots, 1 + self._options.prefetch, self._homes, plan.topology)
             self._publish(step, plan.topology)
         self._end_batches()
@@ -166,7 +168,7 @@ class TransferEngine:
         return GradientReturn(self._peers, self._moves(cell), grads, f"returning the gradients of {cell}", record)
 
     def take_records(self) -> list[TransferRecord]:
-        """What happened on this rank since the last call, in order."""
+        """What happened on this rank since the last call, and since its step began, in order."""
         records, self._records = self._records, []
         return records
 

@@ -61,6 +61,7 @@ class PeerGroup:
         shared = along[-1] if along else dist.group.WORLD
         assert shared is not None, "torch.distributed has a default group once it is initialised"
         on_nccl = ranks is None and has_nccl(shared)
+        self.timeout_s = timeout_s
         self.group = shared if on_nccl else own_group(*along, ranks=ranks, timeout_s=timeout_s)
         dist.barrier(self.group)
         if has_nccl(self.group) and torch.cuda.is_available():

@@ -72,7 +72,8 @@ class ExecutionRanks:
         """
         if self._engine is None:
             # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
-            self._engine = TransferEngine(homes, self.options, PeerGroup(self.group), gathers_late=True)
+            peers = PeerGroup(self.group, timeout_s=self.options.timeout_s)
+            self._engine = TransferEngine(homes, self.options, peers, gathers_late=True)
         return self._engine
 
     def close(self) -> None:
