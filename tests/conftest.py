@@ -47,6 +47,19 @@ def no_graphs_left():
     torch._dynamo.reset()
 
 
+@pytest.fixture(scope="session")
+def compiled_planner():
+    """The planner's kernels are compiled once, and not by several ranks at the same time, each for itself."""
+    import numpy as np
+
+    from foreroute.costs import hardware_preset
+    from foreroute.plan import PlanOptions
+    from foreroute.planner import plan
+
+    for slots in ("layer", "shared"):
+        plan(np.ones((1, 1, 2, 4), np.int32), hardware_preset("h100").topology(2, 1), PlanOptions(slots=slots))
+
+
 @pytest.fixture
 def unpainted(monkeypatch):
     """Painting the pictures of a page takes a second; they are made up to there, and told in words."""

@@ -4,7 +4,7 @@ from foreroute.testing.ranks import Workers
 
 
 @pytest.fixture(scope="package")
-def workers():
+def workers(compiled_planner):
     """`workers(4)`: four processes, started on first use and kept. Groups that wait cost memory alone."""
     groups = {}
 
