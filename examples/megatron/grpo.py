@@ -35,7 +35,6 @@ from foreroute.adapters import megatron
 from foreroute.adapters.megatron import RoutedMegatron
 from foreroute.costs import hardware_preset
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.plan import PlanOptions
 from foreroute.planner import plan
 
 VOCABULARY, PROMPT, WIDTH, GROUP, GROUPS = 32, 4, 16, 8, 4
@@ -119,7 +118,7 @@ def update(model: Any, routed: RoutedMegatron, optimizer: Any, batches: list[dic
     routes = [batch["routes"] for batch in batches]
     counts_MLGE = routed.gather_counts(routes)
     topology = hardware_preset("h100").topology(counts_MLGE.shape[2], redundant_slots=2)
-    planned = plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=routed.home_LE)
+    planned = plan(counts_MLGE, topology, home_LE=routed.home_LE)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=False)
         with routed.execute(planned, counts_MLGE, routes) as execution:

@@ -198,7 +198,7 @@ def update(policy: Policy, optimizer: Any, batches: list[dict[str, Any]]) -> dic
     counts_MLGE = routed.gather_counts(routes)
     ranks = counts_MLGE.shape[2]
     topology = hardware_preset("h100").topology(ranks, redundant_slots=2 if ranks > 1 else 0)
-    planned = plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=routed.home_LE)
+    planned = plan(counts_MLGE, topology, home_LE=routed.home_LE)
     metrics = {}
     for number in range(UPDATES):
         optimizer.zero_grad(set_to_none=False)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from foreroute.adapters.megatron.route_shard import RouteShard
 
 AT_HOME = PlanOptions(replicas=False)
-UNDER_PLAN = PlanOptions(slots="shared")
+UNDER_PLAN = PlanOptions()
 """Homes stay: verl's checkpoints, and its weights for the rollout, look for experts where Megatron put them first."""
 
 
