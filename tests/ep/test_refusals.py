@@ -1,44 +1,364 @@
-"""What cannot be executed ends with the same error on every rank, before any row is sent where that can be known."""
+"""What cannot be executed ends with the same error on every rank, before any row is sent where that can be known.
 
+Each test stands behind the functions that worker processes run for it.
+"""
+
+import io
+import os
 import tomllib
+import warnings
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils.parametrize import register_parametrization
 
+from foreroute.adapters import hf
+from foreroute.ep import BatchRows
 from foreroute.ep.compute import LEAST_TORCH
+from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.plan.counts import counts_digest
+from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
-from tests.ep import refusal_worker
-from tests.ep.refusal_worker import ATTACHED, EXECUTED
+from tests.adapters.hf.families import build
+from tests.adapters.hf.model_runs import log_probs
+from tests.ep.planned import split_plan, static_plan
+from tests.ep.training import Case, batch, policy, replaying, routes
+from tests.ep.training_worker import all_counts, all_rows
+from tests.ep.transfer.plans import random_plan
+
+CASE = Case(ranks=2, plan=0)
+DOWN = "model.layers.0.mlp.experts.down_proj"
+
+
+class Situation:
+    """A model on two ranks with a plan for it, made anew or again and again the same."""
+
+    def __init__(self, rank, timeout_s=20, group=None):
+        model = policy(CASE)
+        self.rank, self.routed = rank, hf.attach(model)
+        self.placed = hf.distribute(model, group, timeout_s=timeout_s)
+        self.counts_MLGE = all_counts(self.routed, CASE, rank, 0)
+        self.plan = split_plan(5, self.counts_MLGE, self.placed.home_LE)
+
+    @property
+    def rows(self):
+        return all_rows(self.routed, CASE, self.rank, 0)
+
+    @property
+    def live_rows(self):
+        masks = [batch(self.rank, 0, m)["attention_mask"].bool().flatten().numpy() for m in range(2)]
+        return [BatchRows(planned_N=real_N, sent_N=real_N) for real_N in masks]
+
+    def begin(self, plan=None, counts_MLGE=None, rows=None, step=0):
+        counts_MLGE = self.counts_MLGE if counts_MLGE is None else counts_MLGE
+        self.placed.begin_step(step, plan or self.plan, counts_MLGE, rows or self.rows)
+
+    @contextmanager
+    def executing(self, micro_step, *, replay=True):
+        session = replaying(self.routed, CASE, self.rank, 0, micro_step) if replay else nullcontext()
+        with session, self.placed.executing(micro_step):
+            yield
+
+    def forward(self, micro_step):
+        self.placed.model(**batch(self.rank, 0, micro_step), use_cache=False)
+
+    def run(self, *micro_steps, replay=True, **begun):
+        """A step with forwards of these micro-steps."""
+        self.begin(**begun)
+        for m in micro_steps:
+            with self.executing(m, replay=replay):
+                self.forward(m)
+
+
+def without_a_plan(s):
+    s.placed.use(s.placed._weights)
+    with s.executing(0):
+        s.forward(0)
+
+
+def without_a_forward(s):
+    s.begin()
+    with s.executing(0):
+        pass
+
+
+def with_two_forwards(s):
+    s.begin()
+    with s.executing(0):
+        s.forward(0)
+        s.forward(0)
+
+
+def with_more_to_replicas_than_there_is(s):
+    counts_MLGE = np.maximum(s.counts_MLGE - 1, 0)
+    rows = [replace(each, routed_LE=counts_MLGE[m, :, s.rank]) for m, each in enumerate(s.rows)]
+    s.run(0, plan=replace(s.plan, counts_digest=counts_digest(counts_MLGE)), counts_MLGE=counts_MLGE, rows=rows)
+
+
+def with_rows_of_another_batch(s):
+    rows, *others = s.rows
+    longer = replace(rows, planned_N=np.append(rows.planned_N, False), sent_N=np.append(rows.sent_N, False))
+    s.run(0, rows=[longer, *others])
+
+
+def load_state_of_other_homes(s):
+    state, home_LE = s.placed.model.state_dict(), s.placed.home_LE
+    s.placed.move_homes(np.roll(home_LE, 1, axis=1))
+    try:
+        s.placed.model.load_state_dict(state)
+    finally:
+        s.placed.move_homes(home_LE)
+
+
+def load_state_of_one_rank(s):
+    state = s.placed.state_dict()
+    s.placed.load_state_dict({**state, DOWN: state[DOWN][:4]})
+
+
+EARLY = {
+    "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: s.begin(random_plan(0, ranks=4, slots=0)),
+    "PlanError: ranks hold different plans": lambda s: s.begin(split_plan(5 + s.rank, s.counts_MLGE, s.placed.home_LE)),
+    "PlanError: ranks hold different plans (rank 0: step 0, 2 ranks, plan ": lambda s: s.begin(step=s.rank),
+    "PlanError: rank 1: the plan is None; expected what plan() or load_plan() gives": lambda s: s.placed.begin_step(
+        0, None if s.rank else s.plan, s.counts_MLGE
+    ),
+    "PlanError: rank 1: what was planned is given as 5; expected counts or traces": lambda s: s.begin(
+        counts_MLGE=5 if s.rank else None
+    ),
+    "PlanError: by the plan; call move_homes": lambda s: s.begin(
+        static_plan(s.counts_MLGE, np.roll(s.placed.home_LE, 1, axis=1))
+    ),
+    "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: s.begin(
+        static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2]
+    ),
+    "CountsError: rank 1: counts have digest": lambda s: s.begin(counts_MLGE=s.counts_MLGE + s.rank),
+    "CountsError: counts are int64 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: s.begin(
+        counts_MLGE=s.counts_MLGE[:1]
+    ),
+    "CountsError: rank 0: int64 [1, 3, 8]; rank 1: int64 [2, 3, 8]": lambda s: s.placed.gather_counts(
+        s.counts_MLGE[: 1 + s.rank, :, s.rank]
+    ),
+    "CountsError: int64 [2, 3, 4]); expected integers [micro-steps, 3, 8]": lambda s: s.placed.gather_counts(
+        s.counts_MLGE[:, :, s.rank, :4]
+    ),
+    "CountsError: float64 [2, 3, 8]); expected integers": lambda s: s.placed.gather_counts(
+        s.counts_MLGE[:, :, s.rank] / 2
+    ),
+    "PlanError: no plan is in force: call begin_step": without_a_plan,
+    "CountsError: rank 1: micro-batch 0 makes": lambda s: s.begin(rows=s.rows[:: -1 if s.rank else 1]),
+    "CountsError: rank 1: 1 of 2 planned micro-batches are here": lambda s: s.begin(rows=s.rows[s.rank :]),
+    "CountsError: rank 1: its micro-batches are 5; expected a list of BatchRows": lambda s: s.begin(
+        rows=5 if s.rank else None
+    ),
+    "CountsError: ; expected a list of BatchRows": lambda s: s.begin(
+        rows=[routes(s.routed.spec, CASE, s.rank, 0, m) for m in range(2)] if s.rank else None
+    ),
+    "PlanError: micro-step 1 begins after 0 of 2 of the plan have run": lambda s: s.run(1),
+    "CountsError: step 0, micro-step 0, routed layer 0: rank": lambda s: s.run(0, rows=s.live_rows, replay=False),
+    "ReplayError: was not executed: no forward of the model ran": without_a_forward,
+    "CountsError: make it from the batch that the model is called with": with_rows_of_another_batch,
+    "PlacementError: a rank holds only the experts that live on it; save it with torch.distributed": lambda s: (
+        torch.save(s.placed.model.state_dict(), io.BytesIO())
+    ),
+    "PlacementError: would see only the experts that live on this rank": lambda s: (
+        s.placed.model.state_dict()[DOWN] + 1
+    ),
+    "PlacementError: is of other experts than live here": load_state_of_other_homes,
+    "PlacementError: down_proj has 4 experts, expected all 8 in order of their ids": load_state_of_one_rank,
+}
+"""Kind and words of the error: what must end in it, on a `Situation`, before any row is sent."""
+LATE = {
+    "PlanError: micro-step 0 begins after 1 of 2 of the plan have run": lambda s: s.run(0, 0),
+    "PlanError: micro-step 2 begins after 2 of 2 of the plan have run": lambda s: s.run(0, 1, 2),
+    "ReplayError: ending step 0: rank 0: 1 of 2 planned micro-batches are here": lambda s: (
+        s.run(0),
+        s.placed.sum_gradients(),
+    ),
+    "ReplayError: routers made other assignments than": lambda s: (
+        s.run(0, 1, replay=False),
+        s.placed.sum_gradients(),
+    ),
+    "ReplayError: routers made other assignments than BatchRows": lambda s: (s.run(0, replay=False), s.begin()),
+    "PlanError: more than there are; the plan was made for other counts": with_more_to_replicas_than_there_is,
+    "ReplayError: runs a second time in step 0, micro-step 0, routed layer 0": with_two_forwards,
+}
+"""The same, where rows have been sent before it can be known."""
+
+
+def executions(rank):
+    """Run every case, and after each of them the right one, on the same model; by its words, how both ended."""
+    s = Situation(rank)
+    return {words: (ending(s, run), ending(s, lambda s: s.run(0))) for words, run in (EARLY | LATE).items()}
+
+
+def ending(situation, run):
+    """The error, and how many all-to-alls there were before it."""
+    calls, original = [], dist.all_to_all_single
+    with mock.patch.object(dist, "all_to_all_single", lambda *a, **k: calls.append(1) or original(*a, **k)):
+        return said_by(run, situation), len(calls)
+
+
+def said_by(run, *given):
+    try:
+        run(*given)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def require_said(found, words):
+    kind, _, part = words.partition(": ")
+    assert (found.partition(":")[0], part in found) == (kind, True), found
 
 
 @pytest.fixture(scope="module")
-def executions(workers):
-    return workers(2).run(refusal_worker.executions)
+def executed(workers):
+    return workers(2).run(executions)
 
 
-@pytest.mark.parametrize("name", EXECUTED)
-def test_every_rank_ends_with_the_same_error_and_goes_on(executions, name):
-    expected = EXECUTED[name]
-    for outcomes in executions:
-        (found, text, all_to_alls), right = outcomes[name]
-        assert (found, expected.message in text) == (expected.kind, True), (found, text)
-        assert all_to_alls == 0 or expected.is_late
-        assert right == ("nothing", "", 6)
+@pytest.mark.parametrize("words", [*EARLY, *LATE])
+def test_every_rank_ends_with_the_same_error_and_goes_on(executed, words):
+    for outcomes in executed:
+        (found, all_to_alls), right = outcomes[words]
+        require_said(found, words)
+        assert all_to_alls == 0 or words in LATE
+        assert right == ("nothing", 6)
+
+
+def with_experts(change, layer=1):
+    """A model is distributed after a change of the experts of a layer."""
+
+    def distribute(rank):
+        model = tiny("qwen3_moe")
+        change(model.model.layers[layer].mlp.experts, rank)
+        hf.distribute(model)
+
+    return distribute
+
+
+def sharded(experts, rank):
+    mesh = init_device_mesh("cpu", (2,))
+    experts.down_proj = nn.Parameter(distribute_tensor(experts.down_proj.detach(), mesh, [Shard(0)]))
+
+
+def in_another_order(experts, rank):
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().flip(0 if rank else ()))
+
+
+def twice(rank):
+    model = tiny("qwen3_moe")
+    hf.distribute(model)
+    hf.distribute(model)
+
+
+def in_a_session(rank):
+    routed = hf.attach(tiny("qwen3_moe"))
+    with routed.record():
+        hf.distribute(routed.model)
+
+
+def on_older_torch(rank):
+    kept = torch.nn.functional.grouped_mm
+    del torch.nn.functional.grouped_mm
+    try:
+        hf.distribute(tiny("qwen3_moe"))
+    finally:
+        torch.nn.functional.grouped_mm = kept
+
+
+def without_experts_on_one_rank(rank):
+    model = tiny("qwen3_moe")
+    hf.distribute(model if rank else model.model.layers[0].self_attn, timeout_s=20)
+
+
+def with_tied_experts(rank):
+    model = tiny("qwen3_moe")
+    one, other = (model.model.layers[i].mlp.experts for i in (0, 2))
+    other.down_proj = one.down_proj
+    hf.distribute(model)
+
+
+def with_experts_tied_to_a_dense_parameter(rank):
+    model = tiny("qwen3_moe")
+    model.heads = nn.ParameterList([model.model.layers[1].mlp.experts.down_proj])
+    hf.distribute(model)
+
+
+def with_another_buffer(rank):
+    model = tiny("deepseek_v3")
+    bias = next(b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    bias += rank * torch.arange(len(bias))
+    hf.distribute(model)
+
+
+ATTACHED = {
+    "AttachError: ranks differ in model.embed_tokens.weight": lambda rank: hf.distribute(tiny("qwen3_moe", seed=rank)),
+    "AttachError: ranks differ in model.layers.0.mlp.experts.down_proj": with_experts(
+        lambda experts, rank: experts.down_proj.requires_grad_(rank == 0), layer=0
+    ),
+    "AttachError: ranks differ in model.layers.1.mlp.experts.down_proj": with_experts(in_another_order),
+    "AttachError: is distributed already": twice,
+    "AttachError: model.layers.1.mlp.experts has a forward of its own": with_experts(
+        lambda experts, rank: setattr(experts, "forward", experts.forward)
+    ),
+    "AttachError: whose layout transformers does not declare": lambda rank: hf.distribute(build("llama4")),
+    "AttachError: has no torch.nn.functional.grouped_mm, which experts on several ranks are computed": on_older_torch,
+    "AttachError: model.layers.1.mlp.experts.down_proj is a DTensor": with_experts(sharded),
+    "AttachError: has parametrized weights": with_experts(
+        lambda experts, rank: register_parametrization(experts, "down_proj", nn.Identity())
+    ),
+    "AttachError: has a PReLU, an activation that is learnt": with_experts(
+        lambda experts, rank: setattr(experts, "act_fn", nn.PReLU())
+    ),
+    "AttachError: is wrapped by a ParamWrapper": lambda rank: hf.distribute(
+        get_peft_model(tiny("qwen3_moe"), LoraConfig(target_parameters=["mlp.experts.gate_up_proj"], r=2))
+    ),
+    "AttachError: is on the meta device": lambda rank: hf.distribute(tiny("qwen3_moe").to("meta")),
+    "AttachError: model.layers.1.mlp.experts.scale is torch.float32 [8]": with_experts(
+        lambda experts, rank: experts.register_parameter("scale", nn.Parameter(torch.ones(8)))
+    ),
+    "AttachError: session is open on this model": in_a_session,
+    "TopologyError: rank 1: 7 experts cannot be placed evenly on 2 ranks": lambda rank: hf.distribute(
+        build("qwen3_moe", num_experts=8 - rank), timeout_s=20
+    ),
+    "AttachError: rank 0: Qwen3MoeAttention has no experts modules": without_experts_on_one_rank,
+    "TopologyError: rank 1: in layer 0, rank 0 is home to 5 experts; expected 4": lambda rank: hf.distribute(
+        tiny("qwen3_moe"), home_LE=np.tile(np.arange(8) // (4 + rank), (3, 1)), timeout_s=20
+    ),
+    "AttachError: model.layers.0.mlp.experts.down_proj and model.layers.2.mlp.experts.down_proj are": with_tied_experts,
+    "AttachError: model.layers.1.mlp.experts.down_proj and heads.0 are one parameter": (
+        with_experts_tied_to_a_dense_parameter
+    ),
+    "AttachError: mlp.gate.e_score_correction_bias": with_another_buffer,
+}
+"""Kind and words of the error: a model that must end in it when it is distributed, of the rank."""
+
+
+def attaching(rank):
+    return {words: said_by(run, rank) for words, run in ATTACHED.items()}
 
 
 @pytest.fixture(scope="module")
 def attached(workers):
-    return workers(2).run(refusal_worker.attaching)
+    return workers(2).run(attaching)
 
 
-@pytest.mark.parametrize("name", ATTACHED)
-def test_models_that_cannot_be_spread_are_refused_by_name(attached, name):
-    expected = ATTACHED[name]
-    assert attached[0][name] == attached[1][name]
-    for errors in attached:
-        found, text = errors[name]
-        assert (found, expected.message in text) == (expected.kind, True), (found, text)
+@pytest.mark.parametrize("words", ATTACHED)
+def test_models_that_cannot_be_spread_are_refused_by_name(attached, words):
+    first, second = (said[words] for said in attached)
+    assert first == second
+    require_said(first, words)
 
 
 def test_what_is_installed_is_what_experts_are_computed_with():
@@ -50,37 +370,79 @@ def test_what_is_installed_is_what_experts_are_computed_with():
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, LEAST_TORCH.split(".")))
 
 
-@pytest.mark.slow
-def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in():
+@pytest.fixture
+def pair():
+    """Two processes that are not used again."""
     group = Workers(2, timeout_s=120)
-    try:
-        left, gone = group.outcomes(refusal_worker.forward_without_a_rank, 1)
-    finally:
-        group.close()
+    yield group
+    group.close()
+
+
+def forward_without_a_rank(rank, gone):
+    """What the ranks that are left raise."""
+    placed = hf.distribute(tiny("qwen3_moe"), timeout_s=20)
+    placed.model.model.layers[2].mlp.gate.register_forward_pre_hook(lambda *_: os._exit(1) if rank == gone else None)
+    with torch.no_grad():
+        placed.model(**batch(rank, 0, 0), use_cache=False)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in(pair):
+    left, gone = pair.outcomes(forward_without_a_rank, 1)
     assert gone is None
     assert left.kind == "TransferError"
     assert "the counts of routed layer 2: rank 0 waited" in left.message
 
 
+def out_of_order(rank):
+    """A step in which rank 1 begins another micro-step than rank 0."""
+    Situation(rank, 5, dist.new_group(timeout=timedelta(seconds=5))).run(rank)
+
+
 @pytest.mark.slow
-def test_a_rank_that_begins_another_micro_step_ends_the_others():
+def test_a_rank_that_begins_another_micro_step_ends_the_others(pair):
     """It alone can know, since no rank asks another while a step runs."""
-    group = Workers(2, timeout_s=120)
-    try:
-        other, wrong = group.outcomes(refusal_worker.out_of_order)
-    finally:
-        group.close()
+    other, wrong = pair.outcomes(out_of_order)
     assert (wrong.kind, "micro-step 1 begins after 0 of 2" in wrong.message) == ("PlanError", True)
     assert other.kind == "TransferError"
     assert "tokens of step 0, micro-step 0, routed layer 0" in other.message
 
 
+def questions(rank):
+    """How often the ranks asked each other on the host: in the passes of a step, and before its optimizer's step."""
+    s, asked = Situation(rank), []
+    s.begin()
+
+    def noting(call):
+        return lambda *args, **kwargs: asked.append(1) or call(*args, **kwargs)
+
+    calls = {name: getattr(RankConsensus, name) for name in ("objections", "most", "gather", "from_first")}
+    with mock.patch.multiple(RankConsensus, **{name: noting(call) for name, call in calls.items()}):
+        for m in range(2):
+            with s.executing(m):
+                log_probs(s.placed.model, batch(rank, 0, m)).sum().backward()
+        in_passes = len(asked)
+        s.placed.sum_gradients()
+    return in_passes, len(asked)
+
+
 def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers):
-    assert workers(2).run(refusal_worker.questions) == [(0, 1)] * 2
+    assert workers(2).run(questions) == [(0, 1)] * 2
+
+
+def exchanges_told(rank):
+    """Warnings of a step whose rows are all known, and of one whose are not."""
+    s, found = Situation(rank), []
+    for rows in (None, s.live_rows if rank else None):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            s.begin(rows=rows)
+        found.append([str(each.message) for each in told if "exchange counts" in str(each.message)])
+    return found
 
 
 def test_all_ranks_say_when_one_does_not_know_its_routes_ahead(workers):
-    for known, unknown in workers(2).run(refusal_worker.exchanges_told):
+    for known, unknown in workers(2).run(exchanges_told):
         assert known == []
         assert len(unknown) == 1
         assert unknown[0].startswith("in 2 of 2 micro-steps some rank sends rows that the plan has not counted")
