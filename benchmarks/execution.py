@@ -26,10 +26,11 @@ from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
 from foreroute.adapters import hf
 from foreroute.ep.transfer import Cell
-from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import expert_bytes
 from foreroute.plan import ExecutionSchedule, PlanOptions
+from foreroute.plan.capabilities import FetchPath
 
 WORST = (
     *("executed_over_planned", "bytes_over_least", "host_over_direct"),
@@ -62,8 +63,8 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _measured(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
-    bench, peers = Bench.of(rank, num_ranks), PeerGroup(timeout_s=120)
-    return _counted(bench) | _steps(bench, peers, pairs) | _fetches(bench, peers, pairs)
+    bench = Bench.of(rank, num_ranks)
+    return _counted(bench) | _steps(bench, pairs) | _fetches(bench, pairs)
 
 
 def _counted(bench: Bench) -> dict[str, float]:
@@ -90,31 +91,31 @@ def _counted(bench: Bench) -> dict[str, float]:
     }
 
 
-def _steps(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
+def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
     plan, at_home = bench.plan(PlanOptions()), bench.plan(PlanOptions(replicas=False))
-    with closing(bench.engine(peers)) as engine:
-        bench.placed.use(engine)
-        busiest = {name: _busiest(bench.step(chosen)) for name, chosen in (("planned", plan), ("home", at_home))}
-        engine.end_step()
-        engine.take_records()
-        bench.step(plan)
-        fetched = [record for record in engine.take_records() if record.kind == "fetch"]
+    bench.placed.use(TransferOptions(timeout_s=120))
+    with closing(bench.placed):
+        home, planned = (_busiest(bench.step(chosen)) for chosen in (at_home, plan))
+        fetched = [record for record in bench.placed.take_transfers() if record.kind == "fetch"]
         moved = _summed(sum(record.host_bytes + record.direct_bytes for record in fetched))
         options = PlanOptions()
-        seconds = compare(lambda: bench.paid_step(engine, options), lambda: bench.unplanned_step(at_home), pairs=pairs)
+        seconds = compare(lambda: bench.paid_step(options), lambda: bench.unplanned_step(at_home), pairs=pairs)
     mean = float(bench.counts_MLGE.sum()) / plan.topology.num_ranks
     return {
-        "executed_over_planned": busiest["planned"] / int(plan.max_load_ML.sum()),
+        "executed_over_planned": planned / int(plan.max_load_ML.sum()),
         "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),
-        "busiest_over_mean": round(busiest["planned"] / mean, 4),
-        "busiest_over_mean_at_home": round(busiest["home"] / mean, 4),
+        "busiest_over_mean": round(planned / mean, 4),
+        "busiest_over_mean_at_home": round(home / mean, 4),
         "planned_over_static_step": seconds.shown(),
     }
 
 
-def _fetches(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
+def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
     """The replicas of all cells, one after the other, into slots that hold nothing of use."""
-    plan = bench.plan(PlanOptions(slots="shared"))
+    plan, peers = bench.plan(PlanOptions(slots="shared")), PeerGroup(timeout_s=120)
+
+    def engine(paths: FetchPath) -> TransferEngine:
+        return TransferEngine(bench.placed.homes, TransferOptions(paths, prefetch=0, timeout_s=120), peers)
 
     def fetching(engine: TransferEngine) -> Callable[[], None]:
         def fetch_all() -> None:
@@ -126,10 +127,7 @@ def _fetches(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
 
         return fetch_all
 
-    with (
-        closing(bench.engine(peers, paths="host", prefetch=0)) as host,
-        closing(bench.engine(peers, paths="direct", prefetch=0)) as direct,
-    ):
+    with closing(engine("host")) as host, closing(engine("direct")) as direct:
         seconds = compare(fetching(host), fetching(direct), pairs=3 * pairs)
     return {"host_over_direct": round(seconds.ratio, 4), "host_over_direct_pairs": seconds.shown()}
 

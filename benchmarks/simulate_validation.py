@@ -26,7 +26,7 @@ from benchmarks.harness.step_prediction import (
     processes_config,
     time_steps,
 )
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
 from foreroute.simulate.fit import rank_correlation
 
@@ -75,15 +75,15 @@ def _timed(rank: int, num_ranks: int, rounds: int) -> list[TimedStep]:
     bench = Bench.of(rank, num_ranks)
     model: Any = bench.routed.model
     model.activation_checkpointing_enable()
-    with closing(bench.engine(PeerGroup(timeout_s=120), slots="shared", paths="host")) as engine:
-        bench.placed.use(engine)
+    bench.placed.use(TransferOptions(timeout_s=120))
+    with closing(bench.placed):
         again = partial(Bench.routed_anew, bench.routed, bench.placed, rank, num_ranks)
         steps = [
             (again(skew=skew, shape=(sequences, BATCH[1])), f"skew {skew}, {sequences} sequences")
             for skew, sequences in itertools.product(SKEWS, SEQUENCES)
         ]
         planned = [
-            executed(f"{name}, {how}", step, step.plan(options), engine)
+            executed(f"{name}, {how}", step, step.plan(options))
             for step, name in steps
             for how, options in OPTIONS.items()
         ]

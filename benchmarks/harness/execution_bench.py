@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from foreroute import planner
 from foreroute.adapters import hf
 from foreroute.ep import BatchRows, ExpertParallelModel
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -42,8 +40,13 @@ LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 
 @dataclass(frozen=True, eq=False)
 class Bench:
-    """One rank's part of the step."""
+    """One rank's part of the step.
 
+    Attributes:
+        number: of the step, the same for all benches; another one has weights taken up anew.
+    """
+
+    number: ClassVar[int] = 0
     routed: hf.RoutedTransformer
     placed: ExpertParallelModel
     batches: list[torch.Tensor]
@@ -95,8 +98,8 @@ class Bench:
         return self.run(updating=updating)
 
     def begin(self, plan: StepPlan, *, updating: bool = True) -> None:
-        """Put a plan in force, on the weights of the step before."""
-        self.placed.begin_step(0, plan, self.counts_MLGE, self.rows_M, updating=updating)
+        """Put a plan in force."""
+        self.placed.begin_step(Bench.number, plan, self.counts_MLGE, self.rows_M, updating=updating)
 
     def run(self, *, updating: bool = True) -> NDArray[np.int64]:
         """Forward, and backward if `updating`, of all micro-steps; int64 [M, L], assignments computed here."""
@@ -110,13 +113,13 @@ class Bench:
         self.routed.model.zero_grad(set_to_none=True)
         return np.stack(executed)
 
-    def paid_step(self, engine: TransferEngine, options: PlanOptions, *, updating: bool = True) -> float:
+    def paid_step(self, options: PlanOptions, *, updating: bool = True) -> float:
         """All that a planned step takes: weights are published, the plan is made, and it is executed on all ranks.
 
         Returns:
             The seconds before the first row.
         """
-        engine.end_step()
+        Bench.number += 1
         begun = time.perf_counter()
         self.begin(self.plan(options), updating=updating)
         before_s = time.perf_counter() - begun
@@ -128,10 +131,6 @@ class Bench:
         """All that the step takes with every expert at its home: nothing is published, and nothing planned."""
         self.step(at_home, updating=updating)
         dist.barrier()
-
-    def engine(self, peers: PeerGroup, **options: Any) -> TransferEngine:
-        """Of the model."""
-        return TransferEngine(self.placed.homes, TransferOptions(timeout_s=120, **options), peers)
 
 
 def drawn(

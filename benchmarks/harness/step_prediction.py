@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.execution_bench import SLOTS, Bench
 from foreroute.costs.model import CostModel
-from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
@@ -190,15 +189,13 @@ def _measurement(one: TimedStep, stage: str) -> Measurement:
     return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
 
 
-def executed(
-    name: str, bench: Bench, plan: StepPlan, engine: TransferEngine
-) -> tuple[TimedStep, Callable[[bool], float]]:
+def executed(name: str, bench: Bench, plan: StepPlan) -> tuple[TimedStep, Callable[[bool], float]]:
     """A step, and what runs it for `time_steps`; the seconds are those of the slowest rank, publishing left out."""
-    return TimedStep(name, bench.counts_MLGE, plan), partial(_seconds, bench, plan, engine)
+    return TimedStep(name, bench.counts_MLGE, plan), partial(_seconds, bench, plan)
 
 
-def _seconds(bench: Bench, plan: StepPlan, engine: TransferEngine, updating: bool) -> float:
-    engine.end_step()
+def _seconds(bench: Bench, plan: StepPlan, updating: bool) -> float:
+    Bench.number += 1
     bench.begin(plan, updating=updating)
     dist.barrier()
     begun = time.perf_counter()

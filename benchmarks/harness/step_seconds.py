@@ -31,8 +31,7 @@ from benchmarks.harness.step_prediction import (
 )
 from foreroute.adapters import hf
 from foreroute.ep import ExpertParallelModel
-from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
 
 SIZES: dict[str, Any] = {
@@ -81,7 +80,9 @@ def step_seconds(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: b
 def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
     model: Any = hf.build_model("qwen3_moe", seed=0, **SIZES)
     model.activation_checkpointing_enable()
-    return hf.attach(model), hf.distribute(model, timeout_s=120)
+    routed, placed = hf.attach(model), hf.distribute(model, timeout_s=120)
+    placed.use(TransferOptions(timeout_s=120))
+    return routed, placed
 
 
 def _measured(
@@ -90,7 +91,6 @@ def _measured(
     """Ratios of rank 0; what was planned and static in each case; and other steps, timed in so many rounds."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     routed, placed = _placed()
-    peers = PeerGroup(timeout_s=120)
     found: dict[str, Any] = {
         "planned_over_static": {stage: {} for stage in STAGES},
         "planned_over_balanced": {},
@@ -104,13 +104,11 @@ def _measured(
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
         found["static_imbalance"][name] = round(float(home.max_load_ML.sum() / mean), 3)
-        with closing(bench.engine(peers)) as engine:
-            placed.use(engine)
-            for stage, updating in STAGES.items():
-                found["planned_over_static"][stage][name] = _ratio(bench, engine, bench, updating, pairs)
-            found["planned_over_balanced"][name] = _ratio(bench, engine, even, True, pairs)
+        for stage, updating in STAGES.items():
+            found["planned_over_static"][stage][name] = _ratio(bench, bench, updating, pairs)
+        found["planned_over_balanced"][name] = _ratio(bench, even, True, pairs)
     few = routed_anew(routed, placed, rank, num_ranks, skew=SKEWS["high"], shape=FEW_ROWS)
-    found["does_not_pay"] = {"few_rows": _by_stage(few, peers, pairs)}
+    found["does_not_pay"] = {"few_rows": _by_stage(few, pairs)}
     others = [
         (
             f"skew {skew}, {sequences} sequences",
@@ -118,33 +116,31 @@ def _measured(
         )
         for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
     ]
-    with closing(few.engine(peers)) as engine:
-        placed.use(engine)
-        steps = [executed(name, one, one.plan(how), engine) for name, one in others for how in (PLANNED, STATIC)]
+    with closing(placed):
+        steps = [executed(name, one, one.plan(how)) for name, one in others for how in (PLANNED, STATIC)]
         return found, cases, time_steps(steps, rounds=rounds)
 
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
     """Ratios by stage where processes share cores."""
     bench = routed_anew(*_placed(), rank, num_ranks, skew=SKEWS["high"], shape=SHAPE)
-    return _by_stage(bench, PeerGroup(timeout_s=120), pairs)
+    with closing(bench.placed):
+        return _by_stage(bench, pairs)
 
 
-def _by_stage(bench: Bench, peers: PeerGroup, pairs: int) -> dict[str, Any]:
+def _by_stage(bench: Bench, pairs: int) -> dict[str, Any]:
     """Seconds planned over static."""
-    with closing(bench.engine(peers)) as engine:
-        bench.placed.use(engine)
-        return {stage: _ratio(bench, engine, bench, updating, pairs) for stage, updating in STAGES.items()}
+    return {stage: _ratio(bench, bench, updating, pairs) for stage, updating in STAGES.items()}
 
 
-def _ratio(bench: Bench, engine: TransferEngine, other: Bench, updating: bool, pairs: int) -> dict[str, float | None]:
+def _ratio(bench: Bench, other: Bench, updating: bool, pairs: int) -> dict[str, float | None]:
     """Seconds of a step, published, planned and executed, over those of another with every expert at home.
 
     Beside the ratio and its interval `before`, the share of it that passes before the first row.
     """
     at_home, before_s = other.plan(STATIC), []
     found = compare(
-        lambda: before_s.append(bench.paid_step(engine, PLANNED, updating=updating)),
+        lambda: before_s.append(bench.paid_step(PLANNED, updating=updating)),
         lambda: other.unplanned_step(at_home, updating=updating),
         pairs=pairs,
     )

@@ -4,7 +4,6 @@ import torch.distributed as dist
 
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, policy, replaying
@@ -15,8 +14,8 @@ from tests.tiers import grid
 class Telling(TransferEngine):
     """Writes down what is sent home and waited for."""
 
-    def __init__(self, homes, log):
-        super().__init__(homes, TransferOptions(paths="direct", prefetch=0, timeout_s=20), PeerGroup(timeout_s=20))
+    def __init__(self, homes, options, peers, log):
+        super().__init__(homes, options, peers)
         self.log, self.num_fetches, begin = log, 0, self._peers.begin
 
         def beginning(sends, receives, what):
@@ -54,8 +53,8 @@ def pass_log(rank, case, frozen, sharing="layer"):
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=20)
     log, all_to_all = [], dist.all_to_all_single
-    weights = Telling(placed.homes, log)
-    placed.use(weights)
+    placed.use(TransferOptions(paths="direct", prefetch=0, timeout_s=20))
+    placed._engine = weights = Telling(placed.homes, placed._transfers, placed._peers, log)
     counts_MLGE = all_counts(routed, case, rank, 0)
     plans = (split_plan(seed, counts_MLGE, placed.home_LE, sharing=sharing) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())

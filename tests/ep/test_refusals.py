@@ -82,7 +82,7 @@ class Situation:
 
 
 def without_a_plan(s):
-    s.placed.use(s.placed._weights)
+    s.placed.close()
     with s.executing(0):
         s.forward(0)
 

@@ -13,7 +13,6 @@ from foreroute.adapters import hf
 from foreroute.ep import BatchRows, compute, layer
 from foreroute.ep.compute import run_experts
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.planned import SLOTS, split_plan, static_plan
@@ -68,7 +67,7 @@ def train(rank, case):
     model = policy(case)
     routed = hf.attach(model)
     placed = hf.distribute(model, home_LE=homes(case, routed.spec), timeout_s=20)
-    engine = use_weights(placed, case)
+    use_weights(placed, case)
     optimizer = optimizer_of(model)
     losses, first, loads, split = [], None, [], []
     for step in range(STEPS):
@@ -77,19 +76,16 @@ def train(rank, case):
         first = first or whole_gradients(placed)
         optimizer.step()
         optimizer.zero_grad()
-    engine.close()
+    placed.close()
     return {"losses": losses, "grads": first, "state": placed.state_dict(), "loads": loads, "split": split[:1]}
 
 
 def use_weights(placed, case):
-    """Returns the engine."""
-    options = TransferOptions(paths="host" if case.weights in ("layer", "shared") else "direct", timeout_s=20)
-    engine = TransferEngine(placed.homes, options, PeerGroup(timeout_s=20))
+    placed.use(TransferOptions(paths="host" if case.weights in ("layer", "shared") else "direct", timeout_s=20))
     if case.weights in TAMPERED:
+        placed._engine = engine = TransferEngine(placed.homes, placed._transfers, placed._peers)
         send_home, factor = engine.send_home, TAMPERED[case.weights]
         engine.send_home = lambda cell, grads: Multiplied(send_home(cell, grads), factor)
-    placed.use(engine)
-    return engine
 
 
 def train_step(placed, routed, case, rank, step, losses, split):

@@ -16,9 +16,8 @@ from benchmarks.gpu.counting import launch_waits, waits_are_seen
 from benchmarks.harness.execution_bench import SIZES, Bench, drawn
 from benchmarks.harness.host_path import HostPath
 from foreroute.adapters import hf
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
-from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.testing.ranks import Workers
 from tests.ep.planned import split_plan
 from tests.gpu.test_jobs import check_fsdp
@@ -218,11 +217,10 @@ def on_two_ranks(rank, device, path, counts_waits):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bench, step = bench_on(rank, RANKS, device), 0
-    options = TransferOptions(paths=path, timeout_s=TIMEOUT_S)
-    with closing(TransferEngine(bench.placed.homes, options, PeerGroup(timeout_s=TIMEOUT_S))) as engine:
-        bench.placed.use(engine)
+    bench.placed.use(TransferOptions(paths=path, timeout_s=TIMEOUT_S))
+    with closing(bench.placed):
         outcome = step_under(bench, step)
-        fetched = [record for record in engine.take_records() if record.kind == "fetch"]
+        fetched = [record for record in bench.placed.take_transfers() if record.kind == "fetch"]
         places = launch_waits(partial(step_under, bench, step)) if counts_waits else []
     moved = {kind: sum(getattr(record, f"{kind}_bytes") for record in fetched) for kind in ("host", "direct")}
     dist.barrier()

@@ -2,7 +2,6 @@
 
 import ast
 import warnings
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,7 @@ from foreroute.adapters import hf
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.ep import BatchRows
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability, lacking, warn_of_lacks
 from foreroute.planner import plan
@@ -101,20 +99,19 @@ def execute(rank):
     for step, name in enumerate(ROWS):
         step_plan, loads, loss = planned(counts_MLGE, name, home_LE), [], 0.0
         placed.move_homes(step_plan.home_LE)
-        options = TransferOptions(timeout_s=60)
-        with closing(TransferEngine(placed.homes, options, PeerGroup(timeout_s=60))) as engine:
-            placed.use(engine)
-            placed.begin_step(step, step_plan, counts_MLGE, rows)
-            for m, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
-                with routed.replay(trace), placed.executing(m) as execution:
-                    logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
-                    part = logits.double().log_softmax(-1)[..., 0].mean()
-                    part.backward()
-                loss += float(part.detach())
-                loads.append(execution.executed_L)
+        placed.use(TransferOptions(timeout_s=60))
+        placed.begin_step(step, step_plan, counts_MLGE, rows)
+        for m, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
+            with routed.replay(trace), placed.executing(m) as execution:
+                logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
+                part = logits.double().log_softmax(-1)[..., 0].mean()
+                part.backward()
+            loss += float(part.detach())
+            loads.append(execution.executed_L)
         model.zero_grad(set_to_none=True)
         placed.move_homes(home_LE)
         found[name] = (step_plan, np.stack(loads), loss)
+    placed.close()
     return counts_MLGE, home_LE, found
 
 

@@ -114,17 +114,17 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     assert trainer.seconds.keys() >= {"rollout", "recompute", "update"}
 
     counts_MLGE = np.zeros((1, 1, 2, 2), np.int32)
-    engine = SimpleNamespace(records=["of the pass that fails"])
-    engine.take_records = lambda: [engine.records.pop() for _ in list(engine.records)]
+    placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda make: make())
+    placed.transfers = ["of the pass that fails"]
+    placed.take_transfers = lambda: [placed.transfers.pop() for _ in list(placed.transfers)]
     execution = object.__new__(ExpertParallel)
-    execution._engine, execution._now, execution._executed = engine, None, []
-    execution._placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda make: make())
+    execution._placed, execution._now, execution._executed = placed, None, []
     made = Future()
     made.set_result(None)
     execution._announced = {"update 0": _Announced(ExecutedPass("update 0", counts_MLGE), [], 0, made)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails()
-    assert (execution._now, execution._executed, engine.records) == (None, [], [])
+    assert (execution._now, execution._executed, placed.transfers) == (None, [], [])
     # a pass without a plan is not taken for one that executes the plan of the last
     with execution.running(SimpleNamespace(name="update 1")), execution.micro_step(0):
         pass

@@ -22,7 +22,7 @@ from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionSt
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import clip_gradients, cut_alike, shard_dense, sum_gradients
 from foreroute.ep.transfer.consensus import RankConsensus
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions, TransferRecord
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import CountsError, InputError, PlanError, ReplayError, shown
@@ -65,7 +65,8 @@ class ExpertParallelModel:
         self.consensus = consensus
         self._executions = executions
         self._peers = peers
-        self._weights = TransferEngine(self.homes, TransferOptions(paths="direct", timeout_s=peers.timeout_s), peers)
+        self._transfers = TransferOptions(paths="direct", timeout_s=peers.timeout_s)
+        self._engine: TransferEngine | None = None
         self._active: ActivePlan | None = None
         # what routers did, still to be looked at
         self._unseen: list[Execution] = []
@@ -78,7 +79,7 @@ class ExpertParallelModel:
 
     @property
     def homes(self) -> dict[int, dict[str, nn.Parameter]]:
-        """By routed layer, name -> [E / G, ...], this rank's experts: what a `TransferEngine` is made with."""
+        """By routed layer, name -> [E / G, ...], this rank's experts."""
         return {layer.number: layer.parameters for layer in self.layers}
 
     def expert_parameters(self) -> list[nn.Parameter]:
@@ -98,10 +99,28 @@ class ExpertParallelModel:
         """
         shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
 
-    def use(self, weights: TransferEngine) -> None:
-        """Take replica weights from here, from the next `begin_step` on; by default they travel from peer to peer."""
-        self._weights = weights
-        self._active = None
+    def use(self, transfers: TransferOptions) -> None:
+        """Have weights of replicas travel so from the next `begin_step` on; by default from peer to peer, a cell ahead.
+
+        Args:
+            transfers: the same on every rank. With `paths="host"`, the topology of a plan says how many ranks share a
+                node's memory.
+        """
+        self.close()
+        self._transfers = transfers
+
+    def take_transfers(self) -> list[TransferRecord]:
+        """What moved for replicas of this rank since the last call, and since the step began, in order."""
+        return [] if self._engine is None else self._engine.take_records()
+
+    def close(self) -> None:
+        """Give back what weights travel by, such as memory that ranks share. The next `begin_step` makes it anew.
+
+        Never raises: errors end here too.
+        """
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = self._active = None
 
     def gather_counts(self, counts_MLE: ArrayLike) -> NDArray[np.int64]:
         """Gather the counts of all ranks, as `plan` and `begin_step` take them. A collective call.
@@ -188,10 +207,12 @@ class ExpertParallelModel:
             counts_MLGE,
             self.consensus.rank,
             row_multiple_L=[row_multiple(layer.parameters) for layer in self.layers],
-            paths=self._weights.paths,
+            paths=self._transfers.paths,
         )
-        self._weights.begin_step(step, plan, schedule, updating=updating)
-        self._active = ActivePlan(step, plan, counts_MLGE, self._weights, schedule, list(rows_M), exchanges_M)
+        if self._engine is None:
+            self._engine = TransferEngine(self.homes, self._transfers, self._peers)
+        self._engine.begin_step(step, plan, schedule, updating=updating)
+        self._active = ActivePlan(step, plan, counts_MLGE, self._engine, schedule, list(rows_M), exchanges_M)
         self._next_micro_step = 0
 
     def _read(
@@ -299,7 +320,8 @@ class ExpertParallelModel:
         received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer)
         for layer, home_E in zip(self.layers, np.array(home_LE, np.int16), strict=True):
             layer.home_E = home_E
-        self._weights.end_step()
+        if self._engine is not None:
+            self._engine.end_step()
         self._active = None
         return received
 

@@ -27,8 +27,7 @@ from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.ep import BatchRows
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ConfigError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.planner.homes import place_homes
@@ -122,18 +121,17 @@ class ExpertParallel(OneProcess):
         self._placed = distribute(policy.model, timeout_s=config.timeout_s)
         if config.dense == "fsdp2":
             self._placed.shard_dense()
-        options = TransferOptions(
-            paths=config.paths,
-            prefetch=config.prefetch,
-            timeout_s=config.timeout_s,
-            directory=Path(config.shared_memory),
+        self._placed.use(
+            TransferOptions(
+                paths=config.paths,
+                prefetch=config.prefetch,
+                timeout_s=config.timeout_s,
+                directory=Path(config.shared_memory),
+            )
         )
-        peers = PeerGroup(timeout_s=config.timeout_s)
         self._planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
-        self._engine = TransferEngine(self._placed.homes, options, peers)
-        self._placed.use(self._engine)
         self._announced: dict[str, _Announced] = {}
         self._moved = MovedHomes()
         self._now: ExecutedPass | None = None
@@ -192,7 +190,7 @@ class ExpertParallel(OneProcess):
             yield
         finally:
             # records of a pass that failed are not those of the next one
-            self._now, now.transfers = None, self._engine.take_records()
+            self._now, now.transfers = None, self._placed.take_transfers()
         self._executed.append(now)
 
     @contextmanager
@@ -216,7 +214,7 @@ class ExpertParallel(OneProcess):
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-        self._engine.close()
+        self._placed.close()
 
     def _place_experts(self, counts_MLGE: NDArray[np.integer], optimizer: torch.optim.Optimizer) -> None:
         """Move experts to where rank 0 wants them for these micro-steps, until they can move again."""
