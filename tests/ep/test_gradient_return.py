@@ -6,9 +6,9 @@ from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, policy, replaying
 from tests.ep.training_worker import all_counts, all_rows
+from tests.ep.transfer.plans import split_plan
 from tests.tiers import grid
 
 

@@ -32,10 +32,9 @@ from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import split_plan, static_plan
 from tests.ep.training import Case, batch, policy, replaying, routes
 from tests.ep.training_worker import all_counts, all_rows
-from tests.ep.transfer.plans import random_plan
+from tests.ep.transfer.plans import random_plan, split_plan, static_plan
 
 CASE = Case(ranks=2, plan=0)
 DOWN = "model.layers.0.mlp.experts.down_proj"

@@ -13,10 +13,9 @@ from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import SLOTS
 from tests.ep.training import Case, batch, policy, routes
 from tests.ep.training_worker import whole_gradients
-from tests.ep.transfer.plans import LINKS
+from tests.ep.transfer.plans import LINKS, SLOTS
 
 CASE = Case(ranks=2)
 MICRO_STEPS = 3

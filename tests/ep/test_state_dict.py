@@ -15,10 +15,9 @@ from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, num_targets, policy, replaying
 from tests.ep.training_worker import all_counts, all_rows, rows_of
-from tests.ep.transfer.plans import random_homes
+from tests.ep.transfer.plans import random_homes, split_plan
 from tests.tiers import grid
 
 CASE = Case(ranks=2, plan=0, dtype=torch.float64)

@@ -20,7 +20,7 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.testing.ranks import Workers
-from tests.ep.planned import split_plan
+from tests.ep.transfer.plans import split_plan
 from tests.gpu.test_jobs import check_fsdp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
