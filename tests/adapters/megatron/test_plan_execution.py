@@ -90,14 +90,6 @@ def test_rows_that_nothing_depends_on_are_spread_by_the_plan(rows):
     run(f"plan_execution_checks.check_{rows}_spread_by_the_plan", ranks=2)
 
 
-@pytest.mark.slow
-def test_a_rank_that_brings_other_routes_ends_the_others():
-    """It alone can know, since no rank asks another within a schedule."""
-    gone, other = run("test_known_counts.brings_other_routes", ranks=2, dying={0})
-    assert gone is None
-    assert other in ("RuntimeError", "DistBackendError", "TransferError")
-
-
 @pytest.mark.parametrize(
     "check",
     [

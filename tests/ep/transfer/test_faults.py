@@ -163,14 +163,6 @@ def look_in(rank, plan, directory):
         begin(engine, 0, plan)
 
 
-def begin_with_a_plan_of_four(rank, plan):
-    engine, _ = make_engine(plan, rank)
-    try:
-        begin(engine, 0, random_plan(0, ranks=4), updating=True)
-    finally:
-        engine.close()
-
-
 def uneven(rank, plan):
     TransferEngine({0: {"down_proj": torch.zeros(4 + rank, 2)}}, TransferOptions(), peers())
 
@@ -187,7 +179,6 @@ REFUSED = {
         "of shared memory in /dev/shm: No space left on device",
     ),
     "no directory": (look_in, ("/nowhere/at/all",), "TransferError", "in /nowhere/at/all: No such file or directory"),
-    "other ranks": (begin_with_a_plan_of_four, (), "PlanError", "the plan is for 4 ranks, and 2 are here"),
     "other shapes": (uneven, (), "TransferError", "rank 1 has 1 layers, [('down_proj', (5, 2), 'torch.float32')]"),
     # options decide which message is sent when: ranks that differ would take one for another
     "other options": (make_another, (), "TransferError", "of different options: rank 0 has TransferOptions("),

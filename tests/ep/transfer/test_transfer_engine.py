@@ -8,8 +8,7 @@ import torch
 
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer import slots as slot_transfers
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ConfigError
 from tests.ep.transfer.plans import asked, least_fetches_L, random_plan
 from tests.ep.transfer.toy import (
@@ -22,7 +21,6 @@ from tests.ep.transfer.toy import (
     reference,
     run_step,
     served,
-    shards,
     summed,
     weight,
 )
@@ -66,22 +64,6 @@ def test_losses_and_gradients_are_those_of_one_process(workers, ranks, options, 
         for outcome in workers(ranks).run(train, plan, options, 1):
             assert outcome["loss"] < WITHIN
             assert outcome["grad"] < WITHIN
-
-
-def train_in_pairs(rank, plan):
-    """Ranks 0 and 2, and ranks 1 and 3, each by themselves."""
-    pair = PeerGroup(ranks=[rank % 2, rank % 2 + 2], timeout_s=20.0)
-    homes = shards(plan, pair.rank)
-    engine = TransferEngine(dict(enumerate(homes)), TransferOptions(paths="host"), pair)
-    run_step(engine, plan, homes, pair.rank)
-    engine.close()
-    everything = all_experts(plan)
-    reference(plan, everything)
-    return largest_difference(plan, homes, pair.rank, everything)
-
-
-def test_expert_parallel_groups_beside_each_other(workers):
-    assert max(workers(4).run(train_in_pairs, random_plan(0, ranks=2))) < WITHIN
 
 
 @pytest.mark.parametrize("drop", [0, 2])
