@@ -1,3 +1,5 @@
+from contextlib import ExitStack, closing
+
 import numpy as np
 import pytest
 
@@ -23,3 +25,10 @@ def workers():
     yield of
     for group in groups.values():
         group.close()
+
+
+@pytest.fixture
+def doomed():
+    """`doomed(4)`: four processes of this test alone, in which some may die."""
+    with ExitStack() as stack:
+        yield lambda num_ranks: stack.enter_context(closing(Workers(num_ranks, timeout_s=120)))

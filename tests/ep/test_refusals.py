@@ -29,7 +29,6 @@ from foreroute.ep.compute import LEAST_TORCH
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.plan.counts import counts_digest
 from foreroute.testing.models import tiny
-from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.training import Case, batch, policy, replaying, routes
@@ -369,14 +368,6 @@ def test_what_is_installed_is_what_experts_are_computed_with():
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, LEAST_TORCH.split(".")))
 
 
-@pytest.fixture
-def pair():
-    """Two processes that are not used again."""
-    group = Workers(2, timeout_s=120)
-    yield group
-    group.close()
-
-
 def forward_without_a_rank(rank, gone):
     """What the ranks that are left raise."""
     placed = hf.distribute(tiny("qwen3_moe"), timeout_s=20)
@@ -386,8 +377,8 @@ def forward_without_a_rank(rank, gone):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in(pair):
-    left, gone = pair.outcomes(forward_without_a_rank, 1)
+def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in(doomed):
+    left, gone = doomed(2).outcomes(forward_without_a_rank, 1)
     assert gone is None
     assert left.kind == "TransferError"
     assert "the counts of routed layer 2: rank 0 waited" in left.message
@@ -399,9 +390,9 @@ def out_of_order(rank):
 
 
 @pytest.mark.slow
-def test_a_rank_that_begins_another_micro_step_ends_the_others(pair):
+def test_a_rank_that_begins_another_micro_step_ends_the_others(doomed):
     """It alone can know, since no rank asks another while a step runs."""
-    other, wrong = pair.outcomes(out_of_order)
+    other, wrong = doomed(2).outcomes(out_of_order)
     assert (wrong.kind, "micro-step 1 begins after 0 of 2" in wrong.message) == ("PlanError", True)
     assert other.kind == "TransferError"
     assert "tokens of step 0, micro-step 0, routed layer 0" in other.message

@@ -5,7 +5,6 @@ import signal
 
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
-from foreroute.testing.ranks import Workers
 
 
 def shared(rank, way):
@@ -24,12 +23,8 @@ def test_a_planner_that_fails_ends_all(workers):
     assert (second.kind, second.message) == ("PlanError", "rank 0 made no plan; look for the first error in its log")
 
 
-def test_a_planning_rank_that_dies_ends_the_others():
-    group = Workers(2, timeout_s=60)
-    try:
-        outcomes = group.outcomes(shared, "killed")
-    finally:
-        group.close()
+def test_a_planning_rank_that_dies_ends_the_others(doomed):
+    outcomes = doomed(2).outcomes(shared, "killed")
     assert outcomes[0] is None
     assert outcomes[1].kind == "TransferError", outcomes[1].trace
     assert "A process died" in outcomes[1].message

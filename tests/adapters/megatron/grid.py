@@ -149,6 +149,8 @@ class ExecutionCase:
         told: what DistributedDataParallel is told.
         complete: whether every row has a route, as an engine's last rows have not.
         rounded: whether weights are those of a model in bfloat16.
+        replays: whether routes are given at all.
+        padding: what becomes of it in replay.
     """
 
     cell: Cell
@@ -157,6 +159,8 @@ class ExecutionCase:
     told: tuple = ()
     complete: bool = True
     rounded: bool = False
+    replays: bool = True
+    padding: str = "spread"
 
     def __str__(self):
         said = " ".join(f"{name}={value}" for name, value in self.told)

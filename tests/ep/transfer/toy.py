@@ -67,16 +67,20 @@ def apply(rows, weights, i):
     return hidden @ weights["down_proj"][i].T
 
 
-def reference(plan, homes_of_all):
-    """Loss and gradients, by (layer, expert), of one process that has all experts."""
+def reference(plan):
+    """The loss of one process that has all experts, and per layer and expert its weights, with their gradients."""
+    num_micro_steps, num_layers, num_experts = plan.shape
+    experts = [
+        [{n: weight(n, i, e).requires_grad_() for n in SHAPES} for e in range(num_experts)] for i in range(num_layers)
+    ]
     total = torch.zeros((), dtype=DTYPE)
-    for micro_step in range(plan.shape[0]):
-        for layer in range(plan.shape[1]):
-            for expert, weights in enumerate(homes_of_all[layer]):
+    for micro_step in range(num_micro_steps):
+        for layer in range(num_layers):
+            for expert, weights in enumerate(experts[layer]):
                 rows = rows_of(Cell(0, micro_step, layer), expert)
                 total = total + apply(rows, {n: w[None] for n, w in weights.items()}, 0).square().sum()
     total.backward()
-    return total.item()
+    return total.item(), experts
 
 
 class Multiplied:
@@ -196,8 +200,9 @@ def summed(value):
     return total.item()
 
 
-def largest_difference(plan, homes, rank, per_expert):
+def largest_difference(plan, homes, rank):
     """Of this rank's gradients from those of `reference`, relative to the largest element of each."""
+    _, per_expert = reference(plan)
     worst = 0.0
     for layer, home in enumerate(homes):
         for i, e in enumerate(np.flatnonzero(plan.home_LE[layer] == rank).tolist()):
@@ -205,14 +210,6 @@ def largest_difference(plan, homes, rank, per_expert):
                 wanted = per_expert[layer][e][name].grad
                 worst = max(worst, ((home[name].grad[i] - wanted).abs().max() / wanted.abs().max()).item())
     return worst
-
-
-def all_experts(plan):
-    """Per layer and expert, name -> a trainable tensor."""
-    return [
-        [{n: weight(n, layer, e).requires_grad_() for n in SHAPES} for e in range(plan.shape[2])]
-        for layer in range(plan.shape[1])
-    ]
 
 
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
