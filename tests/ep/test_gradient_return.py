@@ -31,16 +31,10 @@ class Telling(TransferEngine):
 
     def send_home(self, cell, grads):
         self.log.append(("sent", cell.layer))
-        return Waiting(super().send_home(cell, grads), self.log, cell.layer)
-
-
-class Waiting:
-    def __init__(self, returning, log, layer):
-        self.returning, self.log, self.layer = returning, log, layer
-
-    def wait(self):
-        self.log.append(("home", self.layer))
-        return self.returning.wait()
+        returning = super().send_home(cell, grads)
+        wait = returning.wait
+        returning.wait = lambda: (self.log.append(("home", cell.layer)), wait())[1]
+        return returning
 
 
 def pass_log(rank, case, frozen, sharing="layer"):
@@ -75,22 +69,15 @@ FETCHES = {"layer": 3, "shared": 5}
 """Of three layers. Slots that are kept are filled once. Of one shared set, the last layer finds its own in backward."""
 
 
-@grid("sharing", list(FETCHES), quick=1)
-def test_rows_are_launched_before_weights(workers, sharing):
-    """On one communicator they would wait behind it."""
+@grid(("frozen", "sharing"), [("nothing", "layer"), ("nothing", "shared"), ("experts.down_proj", "layer")], quick=1)
+def test_rows_are_launched_before_weights_and_gradients_before_rows_are_sent_back(workers, frozen, sharing):
+    """On one communicator rows would wait behind weights."""
     forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "rows")]
     backward = [
         event for layer in (2, 1, 0) for event in ("rows", ("fetched", layer), ("sent", layer), "rows", ("home", layer))
     ]
     expected = [(forward, backward, FETCHES[sharing])] * 2
-    assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing", sharing) == expected
-
-
-@grid("frozen", ["nothing", "experts.down_proj"], quick=1)
-def test_gradients_travel_while_those_of_rows_are_sent_back(workers, frozen):
-    expected = [event for layer in (2, 1, 0) for event in ("rows", ("sent", layer), "rows", ("home", layer))]
-    for _, log, _ in workers(2).run(pass_log, Case(ranks=2, plan=3), frozen):
-        assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == expected
+    assert workers(2).run(pass_log, Case(ranks=2, plan=3), frozen, sharing) == expected
 
 
 @grid("sharing", list(FETCHES), quick=1)
