@@ -149,21 +149,31 @@ def other_token(there):
     there.given[0][1, 3] = 0
 
 
+def other_padding(there):
+    there.padding[1, 0] = True
+
+
 @on_ranks(1)
-def test_a_wrong_token_is_told_when_the_session_ends():
-    for is_wrong in (False, True):
+def test_what_is_wrong_is_told_when_the_session_ends():
+    for spoil, message in (
+        (None, None),
+        (other_token, "token 0 in the batch"),
+        (other_padding, "is a token to the trace and padding to the batch, by its padding_mask"),
+    ):
         with chunk(SHORT) as there, torch.no_grad():
-            if is_wrong:
-                other_token(there)
+            there.more = {"padding_mask": there.padding}
+            if spoil is not None:
+                spoil(there)
             session = there.routed.replay(there.routed.shard(there.trace, there.layout))
             session.__enter__()
             there.forward()
-            there.given[0].zero_()  # what was given is remembered
+            for each in (there.given[0], there.padding):
+                each.zero_()  # what was given is remembered
             leave = lambda session=session: session.__exit__(None, None, None)  # noqa: E731
-            if is_wrong:
-                on.refuses(BatchMismatchError, "token 0 in the batch", leave)
-            else:
+            if spoil is None:
                 leave()
+            else:
+                on.refuses(BatchMismatchError, message, leave)
 
 
 @pytest.mark.slow
