@@ -5,6 +5,7 @@ Each test stands behind the functions that worker processes run for it.
 
 import io
 import os
+import signal
 import tomllib
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -436,3 +437,26 @@ def test_all_ranks_say_when_one_does_not_know_its_routes_ahead(workers):
         assert known == []
         assert len(unknown) == 1
         assert unknown[0].startswith("in 2 of 2 micro-steps some rank sends rows that the plan has not counted")
+
+
+def shared(rank, way):
+    def make():
+        assert rank == 0, "the first rank plans"
+        if way == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("no room to plan")
+
+    hf.distribute(tiny("qwen3_moe"), timeout_s=20).share_plan(make)
+
+
+def test_a_planner_that_fails_ends_all(workers):
+    first, second = workers(2).outcomes(shared, "failing")
+    assert (first.kind, first.message) == ("RuntimeError", "no room to plan")
+    assert (second.kind, second.message) == ("PlanError", "rank 0 made no plan; look for the first error in its log")
+
+
+def test_a_planning_rank_that_dies_ends_the_others(doomed):
+    outcomes = doomed(2).outcomes(shared, "killed")
+    assert outcomes[0] is None
+    assert outcomes[1].kind == "TransferError", outcomes[1].trace
+    assert "A process died" in outcomes[1].message

@@ -12,16 +12,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, layout
 from tests.adapters.megatron.cpu_modules import zigzag
-from tests.adapters.megatron.model_chunks import VOCABULARY
+from tests.adapters.megatron.model_chunks import EXPERTS, TOP_K, VOCABULARY
 
 WIDTH = 16
 PADDED = ((16, 9), (5, 12), (16, 16), (11, 3))
 PACKED = ((10, 7, 3), (16, 2), (5, 9, 8), (4, 4))
 PACKED_ALIKE = ((10, 7, 3), (3, 10, 7), (7, 3, 10), (10, 3, 7))
 PAD_ROW = -1
-EXPERTS, TOP_K = 8, 2
 # newer versions ask whether sequences have context groups of their own
 PLAIN = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
 
@@ -66,6 +65,13 @@ class Batch:
         """Rows of a trace of these sequences, in the order of the whole batch; -1 in padding."""
         ends = np.cumsum((0, *self.lengths))
         return self.laid_out([torch.arange(a, b) for a, b in itertools.pairwise(ends)], PAD_ROW)
+
+
+def layout_of(batch, side="right"):
+    """Where its rows are, before ranks share it."""
+    if batch.packed:
+        return layout.pack(np.array(batch.lengths), align=batch.align)
+    return layout.pad(np.array(batch.lengths), side=side, order="sbhd", to=batch.width)
 
 
 def make_batches(cell, seed=0):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, layout
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.adapters import megatron
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import with_settings
-from tests.adapters.megatron.micro_batches import Batch, expected_rows
+from tests.adapters.megatron.micro_batches import Batch, expected_rows, layout_of
 from tests.adapters.megatron.model_chunks import build, initialize
 
 EXPERTS = 64
@@ -69,7 +69,7 @@ def _rows_on(rank, cell, batch, laid_out):
     initialize(cell)
     routed = megatron.attach(build(cell))
     assert parallel_state.get_context_parallel_world_size() == cell.cp
-    placed = routed.shard(_canaries(batch), _layout(batch, **laid_out))
+    placed = routed.shard(_canaries(batch), layout_of(batch, **laid_out))
     given = placed.rows(placed.layers, torch.device("cpu"))
     return expected_rows(batch), np.where(given.real_R, given.ids_LRK[0, :, 0].int(), -1)
 
@@ -81,9 +81,3 @@ def _canaries(batch):
     routes = np.split(ids_N1K, np.cumsum(batch.lengths)[:-1])
     spec = RoutingSpec(EXPERTS, 2, (RoutedLayer(0),))
     return RoutingTrace.from_sequences(spec, [np.zeros(n, int) for n in batch.lengths], routes)
-
-
-def _layout(batch, side="right"):
-    if batch.packed:
-        return layout.pack(batch.lengths, align=batch.align)
-    return layout.pad(batch.lengths, side=side, order="sbhd", to=batch.width)

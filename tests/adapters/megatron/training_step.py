@@ -3,11 +3,11 @@
 import contextlib
 
 import numpy as np
-import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from tests.adapters.megatron.micro_batches import model_inputs
+from tests.replay.session_subject import same as same
 
 
 def forward_step(iterator, model):
@@ -128,8 +128,3 @@ def native_routes(chunks, batches, forward=forward_step):
     with Dispatched(chunks).watch() as seen:
         losses, grads = step(chunks, batches, forward)
     return losses, grads, {layer: [picks(c) for c in seen.forwards(layer)] for layer in seen.layers}, seen
-
-
-def same(left, right):
-    """Bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
