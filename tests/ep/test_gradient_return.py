@@ -1,5 +1,7 @@
 """In which order rows, weights and gradients are launched and waited for, on all ranks alike."""
 
+from unittest.mock import patch
+
 import torch.distributed as dist
 
 from foreroute.adapters import hf
@@ -54,14 +56,11 @@ def pass_log(rank, case, frozen, sharing="layer"):
     plans = (split_plan(seed, counts_MLGE, placed.home_LE, sharing=sharing) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
     placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
-    dist.all_to_all_single = lambda *args, **kwargs: log.append("rows") or all_to_all(*args, **kwargs)
-    try:
+    with patch.object(dist, "all_to_all_single", lambda *args, **how: log.append("rows") or all_to_all(*args, **how)):
         with replaying(routed, case, rank, 0, 0), placed.executing(0):
             loss = log_probs(model, batch(rank, 0, 0)).sum()
         forward, log[:] = log[:], []
         loss.backward()
-    finally:
-        dist.all_to_all_single = all_to_all
     return forward, log, weights.num_fetches
 
 

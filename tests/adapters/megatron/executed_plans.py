@@ -27,7 +27,6 @@ from tests.plan.random_plans import random_plan
 STEPS = 2
 """The second one trains on weights that a plan has trained."""
 SLOTS = 2
-WITHOUT_REPLICAS = ("static", "homes")
 LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 
@@ -82,7 +81,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
 
     Args:
         case: see `grid.ExecutionCase`.
-        planned: "static", "planned", "shared", "homes", "homes and replicas" or "random"; None for Megatron as it is,
+        planned: "static", "planned", "shared" or "random", which also moves homes; None for Megatron as it is,
             "moved" for the same with homes elsewhere from every other step on.
         after_schedule: called before gradients are summed over ranks.
         path: that weights of replicas take.
@@ -162,10 +161,9 @@ def make_plan(routed, model, planned, number, shards, data):
     """(plan, counts, shards) of a step. A random plan also moves homes, after which padding is spread elsewhere.
 
     Slots of "planned" are kept, those of other plans shared.
-    Plans of "homes" are the planner's too: homes for the counts of all groups of expert data parallelism together.
     """
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    topology = Topology(ranks, ranks, 0 if planned in WITHOUT_REPLICAS else SLOTS, LINKS)
+    topology = Topology(ranks, ranks, 0 if planned == "static" else SLOTS, LINKS)
     counts_MLGE = routed.gather_counts(shards)
     if planned == "random":
         homes = random_plan(counts_MLGE, topology, seed=number, moves=4).home_LE
@@ -173,20 +171,9 @@ def make_plan(routed, model, planned, number, shards, data):
         shards = [routed.shard(trace, layout_of(batch)) for batch, trace in zip(*data, strict=True)]
         counts_MLGE = routed.gather_counts(shards)
         return random_plan(counts_MLGE, topology, seed=number, keep=0.0, homes=homes), counts_MLGE, shards
-    if planned in ("homes", "homes and replicas"):
-        homes = plan(of_all_groups(counts_MLGE), topology, PlanOptions(home_moves=None), home_LE=routed.home_LE)
-        routed.move_homes(homes, model.optimizer)
     slots: SlotSharing = "layer" if planned == "planned" else "shared"
-    options = PlanOptions(tolerance=0.0, slots=slots, replicas=planned not in WITHOUT_REPLICAS)
+    options = PlanOptions(tolerance=0.0, slots=slots, replicas=planned != "static")
     return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
-
-
-def of_all_groups(counts_MLGE):
-    """Counts of the groups of expert data parallelism, one after another along the first axis."""
-    group = parallel_state.get_expert_data_parallel_group()
-    everywhere = [None] * group.size()
-    dist.all_gather_object(everywhere, counts_MLGE, group=group)
-    return np.concatenate(everywhere)
 
 
 def skewed(batch, case, number, m):

@@ -76,7 +76,7 @@ def test_an_expert_that_is_looked_for_in_the_slot_of_another():
         return found
 
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True))
-    require_seen(case, "homes", "losses", swapped=mock.patch.object(executions, "home_parameters", swapped))
+    require_seen(case, "random", "losses", swapped=mock.patch.object(executions, "home_parameters", swapped))
 
 
 @on_ranks(2)

@@ -13,12 +13,9 @@ from tests.adapters.megatron.grid import (
     EXECUTED,
     EXECUTED_SHAPES,
     GROUPED,
-    OVERLAP,
     PLANS,
     RECOMPUTE,
     SAMPLED,
-    Cell,
-    ExecutionCase,
     executed_shape,
     executions_of,
 )
@@ -54,23 +51,6 @@ def test_experts_in_one_module_are_executed(name):
 @pytest.mark.slow
 def test_layers_of_every_shape_are_executed():
     run("plan_execution_checks.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(ExecutionCase(Cell(ep=2, layers=2, packed=True, recompute="selective")), marks=pytest.mark.slow),
-        pytest.param(
-            ExecutionCase(Cell(ep=2, layers=2, packed=True), 4, "distributed", OVERLAP), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ExecutionCase(Cell(ep=4, layers=2, packed=True, dispatcher="allgather"), 4), marks=pytest.mark.exhaustive
-        ),
-    ],
-    ids=str,
-)
-def test_homes_move_in_every_step_and_replicas_serve_beside_them(case):
-    run("plan_execution_checks.check_homes_move_and_replicas_serve", [case], ranks=case.ranks, timeout=300)
 
 
 def test_every_pair_of_values_is_in_the_sample():
