@@ -1,3 +1,5 @@
+from contextlib import ExitStack, closing
+
 import pytest
 
 from foreroute.testing.ranks import Workers
@@ -16,3 +18,10 @@ def workers(compiled_planner):
     yield of
     for group in groups.values():
         group.close()
+
+
+@pytest.fixture
+def doomed():
+    """`doomed(4)`: four processes of this test alone, in which some may die."""
+    with ExitStack() as stack:
+        yield lambda num_ranks: stack.enter_context(closing(Workers(num_ranks, timeout_s=120)))

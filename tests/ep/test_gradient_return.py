@@ -1,13 +1,15 @@
 """In which order rows, weights and gradients are launched and waited for, on all ranks alike."""
 
+from unittest.mock import patch
+
 import torch.distributed as dist
 
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import split_plan
 from tests.ep.training import Case, batch, policy, replaying
 from tests.ep.training_worker import all_counts, all_rows
+from tests.ep.transfer.plans import split_plan
 from tests.tiers import grid
 
 
@@ -30,16 +32,10 @@ class Telling(TransferEngine):
 
     def send_home(self, cell, grads):
         self.log.append(("sent", cell.layer))
-        return Waiting(super().send_home(cell, grads), self.log, cell.layer)
-
-
-class Waiting:
-    def __init__(self, returning, log, layer):
-        self.returning, self.log, self.layer = returning, log, layer
-
-    def wait(self):
-        self.log.append(("home", self.layer))
-        return self.returning.wait()
+        returning = super().send_home(cell, grads)
+        wait = returning.wait
+        returning.wait = lambda: (self.log.append(("home", cell.layer)), wait())[1]
+        return returning
 
 
 def pass_log(rank, case, frozen, sharing="layer"):
@@ -59,14 +55,11 @@ def pass_log(rank, case, frozen, sharing="layer"):
     plans = (split_plan(seed, counts_MLGE, placed.home_LE, sharing=sharing) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
     placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
-    dist.all_to_all_single = lambda *args, **kwargs: log.append("rows") or all_to_all(*args, **kwargs)
-    try:
+    with patch.object(dist, "all_to_all_single", lambda *args, **how: log.append("rows") or all_to_all(*args, **how)):
         with replaying(routed, case, rank, 0, 0), placed.executing(0):
             loss = log_probs(model, batch(rank, 0, 0)).sum()
         forward, log[:] = log[:], []
         loss.backward()
-    finally:
-        dist.all_to_all_single = all_to_all
     return forward, log, weights.num_fetches
 
 
@@ -74,22 +67,15 @@ FETCHES = {"layer": 3, "shared": 5}
 """Of three layers. Slots that are kept are filled once. Of one shared set, the last layer finds its own in backward."""
 
 
-@grid("sharing", list(FETCHES), quick=1)
-def test_rows_are_launched_before_weights(workers, sharing):
-    """On one communicator they would wait behind it."""
+@grid(("frozen", "sharing"), [("nothing", "layer"), ("nothing", "shared"), ("experts.down_proj", "layer")], quick=1)
+def test_rows_are_launched_before_weights_and_gradients_before_rows_are_sent_back(workers, frozen, sharing):
+    """On one communicator rows would wait behind weights."""
     forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "rows")]
     backward = [
         event for layer in (2, 1, 0) for event in ("rows", ("fetched", layer), ("sent", layer), "rows", ("home", layer))
     ]
     expected = [(forward, backward, FETCHES[sharing])] * 2
-    assert workers(2).run(pass_log, Case(ranks=2, plan=3), "nothing", sharing) == expected
-
-
-@grid("frozen", ["nothing", "experts.down_proj"], quick=1)
-def test_gradients_travel_while_those_of_rows_are_sent_back(workers, frozen):
-    expected = [event for layer in (2, 1, 0) for event in ("rows", ("sent", layer), "rows", ("home", layer))]
-    for _, log, _ in workers(2).run(pass_log, Case(ranks=2, plan=3), frozen):
-        assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == expected
+    assert workers(2).run(pass_log, Case(ranks=2, plan=3), frozen, sharing) == expected
 
 
 @grid("sharing", list(FETCHES), quick=1)

@@ -12,7 +12,7 @@ from foreroute.errors import ReplayError
 from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
-from tests.ep.planned import static_plan
+from tests.ep.transfer.plans import static_plan
 
 
 def waits_of_a_cell(rank, is_spoilt):

@@ -9,7 +9,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.distributing import WEIGHT
 from foreroute.ep import BatchRows
 from tests.adapters.hf.families import build
-from tests.ep.planned import split_plan
+from tests.ep.transfer.plans import split_plan
 from tests.tiers import grid
 
 FAMILIES = {

@@ -5,6 +5,7 @@ Each test stands behind the functions that worker processes run for it.
 
 import io
 import os
+import signal
 import tomllib
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -29,13 +30,11 @@ from foreroute.ep.compute import LEAST_TORCH
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.plan.counts import counts_digest
 from foreroute.testing.models import tiny
-from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import split_plan, static_plan
 from tests.ep.training import Case, batch, policy, replaying, routes
 from tests.ep.training_worker import all_counts, all_rows
-from tests.ep.transfer.plans import random_plan
+from tests.ep.transfer.plans import random_plan, split_plan, static_plan
 
 CASE = Case(ranks=2, plan=0)
 DOWN = "model.layers.0.mlp.experts.down_proj"
@@ -370,14 +369,6 @@ def test_what_is_installed_is_what_experts_are_computed_with():
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, LEAST_TORCH.split(".")))
 
 
-@pytest.fixture
-def pair():
-    """Two processes that are not used again."""
-    group = Workers(2, timeout_s=120)
-    yield group
-    group.close()
-
-
 def forward_without_a_rank(rank, gone):
     """What the ranks that are left raise."""
     placed = hf.distribute(tiny("qwen3_moe"), timeout_s=20)
@@ -387,8 +378,8 @@ def forward_without_a_rank(rank, gone):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in(pair):
-    left, gone = pair.outcomes(forward_without_a_rank, 1)
+def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in(doomed):
+    left, gone = doomed(2).outcomes(forward_without_a_rank, 1)
     assert gone is None
     assert left.kind == "TransferError"
     assert "the counts of routed layer 2: rank 0 waited" in left.message
@@ -400,9 +391,9 @@ def out_of_order(rank):
 
 
 @pytest.mark.slow
-def test_a_rank_that_begins_another_micro_step_ends_the_others(pair):
+def test_a_rank_that_begins_another_micro_step_ends_the_others(doomed):
     """It alone can know, since no rank asks another while a step runs."""
-    other, wrong = pair.outcomes(out_of_order)
+    other, wrong = doomed(2).outcomes(out_of_order)
     assert (wrong.kind, "micro-step 1 begins after 0 of 2" in wrong.message) == ("PlanError", True)
     assert other.kind == "TransferError"
     assert "tokens of step 0, micro-step 0, routed layer 0" in other.message
@@ -446,3 +437,26 @@ def test_all_ranks_say_when_one_does_not_know_its_routes_ahead(workers):
         assert known == []
         assert len(unknown) == 1
         assert unknown[0].startswith("in 2 of 2 micro-steps some rank sends rows that the plan has not counted")
+
+
+def shared(rank, way):
+    def make():
+        assert rank == 0, "the first rank plans"
+        if way == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("no room to plan")
+
+    hf.distribute(tiny("qwen3_moe"), timeout_s=20).share_plan(make)
+
+
+def test_a_planner_that_fails_ends_all(workers):
+    first, second = workers(2).outcomes(shared, "failing")
+    assert (first.kind, first.message) == ("RuntimeError", "no room to plan")
+    assert (second.kind, second.message) == ("PlanError", "rank 0 made no plan; look for the first error in its log")
+
+
+def test_a_planning_rank_that_dies_ends_the_others(doomed):
+    outcomes = doomed(2).outcomes(shared, "killed")
+    assert outcomes[0] is None
+    assert outcomes[1].kind == "TransferError", outcomes[1].trace
+    assert "A process died" in outcomes[1].message

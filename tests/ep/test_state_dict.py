@@ -15,10 +15,10 @@ from foreroute.adapters import hf
 from foreroute.ep import BatchRows
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import split_plan
-from tests.ep.training import Case, batch, num_targets, policy, replaying
-from tests.ep.training_worker import all_counts, all_rows, rows_of
-from tests.ep.transfer.plans import random_homes
+from tests.ep.test_training import relative
+from tests.ep.training import Case, batch, gradients, num_targets, policy, replaying
+from tests.ep.training_worker import rows_of, whole_gradients
+from tests.ep.transfer.plans import random_homes, split_plan
 from tests.tiers import grid
 
 CASE = Case(ranks=2, plan=0, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_homes_are_a_copy_of_those_handed_in(workers):
 
 
 def clipped(rank):
-    """The norm of all gradients and the gradients after clipping, of the placed model; and of the plain one."""
+    """The norm of all gradients of both models, and how far those of the placed one are off after clipping."""
     model = policy(CASE)
     plain = copy.deepcopy(model)
     placed = hf.distribute(model, home_LE=home_LE("qwen3_moe", 2), timeout_s=20)
@@ -100,13 +100,12 @@ def clipped(rank):
             (-log_probs(one, batch(source, 0, 0)).sum() / 50).backward()
     placed.sum_gradients()
     norms = float(placed.clip_gradients(0.1)), float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-    worst = 0.0
-    for name, parameter in plain.named_parameters():
-        grad = model.get_parameter(name).grad
-        layer = placed.layer_of(model.get_parameter(name))
-        whole = grad if layer is None else layer.gather(grad)
-        worst = max(worst, float((whole - parameter.grad).norm() / parameter.grad.norm()))
-    return norms, worst
+    return norms, off(placed, plain)
+
+
+def off(placed, plain):
+    """The largest relative error of gradients, against the plain model."""
+    return float(max(relative(whole_gradients(placed), gradients(plain))))
 
 
 def test_clipping_is_by_the_norm_of_the_whole_model(workers):
@@ -148,32 +147,28 @@ def test_other_models_of_the_same_configuration_never_notice(workers):
         assert difference < WITHIN
 
 
+def step_under_a_plan(rank, step, case, group=None, frozen=()):
+    """How far gradients of a micro-step of two ranks are off, with replicas."""
+    model = policy(case)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    plain = copy.deepcopy(model)
+    routed, plainly = hf.attach(model), hf.attach(plain)
+    placed = hf.distribute(model, group, timeout_s=20)
+    rows_G = [rows_of(routed, case, source, step, 0) for source in range(2)]
+    counts_MLGE = np.stack([rows.routed_LE for rows in rows_G], axis=1)[None]
+    placed.begin_step(0, split_plan(3, counts_MLGE, placed.home_LE), counts_MLGE, [rows_G[rank]])
+    with replaying(routed, case, rank, step, 0), placed.executing(0):
+        log_probs(model, batch(rank, step, 0)).sum().backward()
+    placed.sum_gradients()
+    for source in range(2):
+        with replaying(plainly, case, source, step, 0):
+            log_probs(plain, batch(source, step, 0)).sum().backward()
+    return off(placed, plain)
+
+
 def frozen_experts(rank):
-    """Gradients of the dense part, with frozen experts under replicas and checkpointing; of both models."""
-    case = replace(CASE, use_reentrant=True)
-    grads = []
-    for placed_too in (True, False):
-        model = policy(case)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".experts." not in name)
-        routed = hf.attach(model)
-        if not placed_too:
-            for source in range(2):
-                with replaying(routed, case, source, 0, 0):
-                    log_probs(model, batch(source, 0, 0)).sum().backward()
-            grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-            continue
-        placed = hf.distribute(model, timeout_s=20)
-        counts_MLGE = all_counts(routed, case, rank, 0)[:1]
-        plan = split_plan(3, counts_MLGE, placed.home_LE)
-        placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0)[:1])
-        with replaying(routed, case, rank, 0, 0), placed.executing(0):
-            log_probs(model, batch(rank, 0, 0)).sum().backward()
-        placed.sum_gradients()
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    here, there = grads
-    assert here.keys() == there.keys()
-    return max(float((here[name] - there[name]).norm() / there[name].norm()) for name in here)
+    return step_under_a_plan(rank, 0, replace(CASE, use_reentrant=True), frozen=[".experts."])
 
 
 def test_frozen_experts_under_replicas(workers):
@@ -181,28 +176,9 @@ def test_frozen_experts_under_replicas(workers):
 
 
 def two_groups(rank):
-    """In groups of two of four ranks: the largest relative error of gradients, against the plain model."""
-    members = [0, 1] if rank < 2 else [2, 3]
-    mine, model = rank % 2, policy(CASE)
-    plain = copy.deepcopy(model)
-    routed, plainly = hf.attach(model), hf.attach(plain)
-    placed = hf.distribute(model, dist.new_group(members, use_local_synchronization=True), timeout_s=20)
-    rows_G = [rows_of(routed, CASE, source, rank // 2, 0) for source in range(2)]
-    counts_MLGE = np.stack([rows.routed_LE for rows in rows_G], axis=1)[None]
-    placed.begin_step(0, split_plan(3, counts_MLGE, placed.home_LE), counts_MLGE, [rows_G[mine]])
-    with replaying(routed, CASE, mine, rank // 2, 0), placed.executing(0):
-        log_probs(model, batch(mine, rank // 2, 0)).sum().backward()
-    placed.sum_gradients()
-    for source in range(2):
-        with replaying(plainly, CASE, source, rank // 2, 0):
-            log_probs(plain, batch(source, rank // 2, 0)).sum().backward()
-    worst = 0.0
-    for name, parameter in plain.named_parameters():
-        own = model.get_parameter(name)
-        layer = placed.layer_of(own)
-        grad = own.grad if layer is None else layer.gather(own.grad)
-        worst = max(worst, float((grad - parameter.grad).norm() / parameter.grad.norm()))
-    return worst
+    """In groups of two of four ranks."""
+    group = dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True)
+    return step_under_a_plan(rank % 2, rank // 2, CASE, group)
 
 
 @pytest.mark.slow

@@ -15,9 +15,8 @@ from foreroute.ep.compute import run_experts
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.planned import SLOTS, split_plan, static_plan
 from tests.ep.training import MICRO_STEPS, STEPS, batch, num_targets, optimizer_of, policy, replaying, routes
-from tests.ep.transfer.plans import LINKS, random_homes
+from tests.ep.transfer.plans import LINKS, SLOTS, random_homes, split_plan, static_plan
 from tests.ep.transfer.toy import Multiplied
 
 

@@ -13,12 +13,14 @@ def random_counts(seed, shape, most=30):
     return rng.integers(0, most, shape) * (rng.random(shape) < 0.7)
 
 
-def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None):
+def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None, sharing=None):
     """Fill each slot with a random expert, which stays with probability `keep` from micro-step to micro-step.
 
-    Homes are drawn too, where none are given.
+    Homes are drawn too, where none are given. Slots that nothing stays in are shared, unless `sharing` says otherwise;
+    in those that are to be shared nothing stays. The replicas of a cell are in no order.
     """
-    rng = np.random.default_rng(seed)
+    rng, order = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+    keep = 0.0 if sharing == "shared" else keep
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     before_LE = np.stack([rng.permutation(topology.contiguous_home_E(num_experts)) for _ in range(num_layers)])
     before_LE = before_LE if homes is None else homes
@@ -45,6 +47,9 @@ def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None)
                 loads_G[rank] += tokens_G.sum()
                 slots_LGP[layer, rank, slot] = expert
                 replicas.append((expert, rank, slot, fetched, tokens_G))
+            cell = replicas[offsets[-1] :]
+            order.shuffle(cell)
+            replicas[offsets[-1] :] = cell
             np.add.at(loads_G, home_LE[layer], rest_EG.sum(axis=1))
             largest_ML[m, layer] = loads_G.max()
             offsets.append(len(replicas))
@@ -64,7 +69,7 @@ def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None)
         max_load_ML=largest_ML,
         bound_ML=counts_MLGE.sum(axis=(2, 3)) / num_ranks,
         counts_digest=counts_digest(counts_MLGE),
-        slots="shared" if all(columns[3]) else "layer",
+        slots=sharing or ("shared" if all(columns[3]) else "layer"),
     )
 
 

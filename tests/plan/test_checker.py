@@ -161,7 +161,7 @@ CORRUPTIONS = {
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 def test_every_corruption_is_seen(kind):
     corrupt, message = CORRUPTIONS[kind]
-    plan, counts = small_case(5, keep=0.6)
+    plan, counts = small_case(2, keep=0.6)
     verify(plan, counts)
     with pytest.raises(PlanError, match=message):
         verify(corrupt(plan), counts)

@@ -12,8 +12,7 @@ from foreroute.ep.dispatch import expand
 from foreroute.errors import PlanError
 from foreroute.plan import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule_kernels import colour_edges
-from tests.ep.planned import split_plan
-from tests.ep.transfer.plans import no_tokens, random_homes, random_plan
+from tests.ep.transfer.plans import no_tokens, random_homes, random_plan, split_plan
 
 
 @settings(max_examples=60)

@@ -11,31 +11,19 @@ from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.model_chunks import VOCABULARY
 from tests.adapters.megatron.presented import MegatronUnderTest
 
-ROUTINGS = {
-    "softmax after, full recompute": ("softmax after", "uniform"),
-    "softmax before, selective recompute": ("softmax before, scaled", "selective"),
-    "sigmoid with bias, of groups, block recompute": ("sigmoid with bias, of groups, scaled", "block"),
-}
-"""configuration: (routing, recomputation where the kit asks for any)."""
 
-
-def report_of(name):
-    """(text, outcomes and reasons by check) of the adapter."""
-    return _plain(run_conformance(under_test(name)))
+def report_of(routing, recompute):
+    """(text, outcomes and reasons by check) of the adapter, with this recomputation where the kit asks for any."""
+    settings, groups = on.ROUTINGS[routing], None
+    if "moe_router_num_groups" in settings:
+        groups = Groups(settings["moe_router_num_groups"], settings["moe_router_group_topk"])
+    build = builder(settings, recompute)
+    return _plain(run_conformance(MegatronUnderTest(routing, build, vocabulary=VOCABULARY, groups=groups)))
 
 
 def bare_report():
     """The same of `RouterReplay`, with full recomputation."""
     return _plain(run_conformance(Bare()))
-
-
-def under_test(name):
-    routing, recompute = ROUTINGS[name]
-    settings = on.ROUTINGS[routing]
-    groups = None
-    if "moe_router_num_groups" in settings:
-        groups = Groups(settings["moe_router_num_groups"], settings["moe_router_group_topk"])
-    return MegatronUnderTest(name, builder(settings, recompute), vocabulary=VOCABULARY, groups=groups)
 
 
 def builder(settings, recompute):

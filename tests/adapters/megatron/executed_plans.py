@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, layout
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.adapters import megatron
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.options import SlotSharing
 from foreroute.planner import plan
+from foreroute.trace import digest
 from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.home_move_checks import parameters_of, put_together, whole_experts
-from tests.adapters.megatron.micro_batches import make_batches
+from tests.adapters.megatron.micro_batches import layout_of, make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 from tests.plan.random_plans import random_plan
@@ -27,7 +27,6 @@ from tests.plan.random_plans import random_plan
 STEPS = 2
 """The second one trains on weights that a plan has trained."""
 SLOTS = 2
-WITHOUT_REPLICAS = ("static", "homes")
 LINKS = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
 
 
@@ -63,7 +62,7 @@ class Planned:
         model = optimizer and Trained(chunks, optimizer)
         batches = make_batches(case.cell)
         traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
-        shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(batches, traces, strict=True)]
+        shards = cut(routed, case, batches, traces)
         made, counts_MLGE, _ = make_plan(routed, model, kind, 0, shards, None)
         return cls(chunks, routed, model, batches, traces, shards, made, counts_MLGE)
 
@@ -82,13 +81,14 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
 
     Args:
         case: see `grid.ExecutionCase`.
-        planned: "static", "planned", "shared", "homes", "homes and replicas" or "random"; None for Megatron as it is.
+        planned: "static", "planned", "shared" or "random", which also moves homes; None for Megatron as it is,
+            "moved" for the same with homes elsewhere from every other step on.
         after_schedule: called before gradients are summed over ranks.
         path: that weights of replicas take.
 
     Returns:
-        Losses, gradients after reduction by (step, parameter), weights and optimizer state; rows off the plan, cells
-        with replicas and moves of homes.
+        Losses, gradients after reduction by (step, parameter), weights, buffers and optimizer state; recorded routes
+        where nothing is executed; rows off the plan, cells with replicas and moves of homes.
     """
     cell = case.cell
     doubles_stay()
@@ -101,24 +101,31 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
     if dict(case.told).get("overlap_grad_reduce"):
         of_chunks = [chunk.no_sync for chunk in model.chunks]
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
-    forward = routed.replaying(forward_step)
-    found = {"losses": [], "gradients": {}, "off_plan": 0, "replicas": 0, "moved": 0, "transfers": []}
+    forward = routed.replaying(forward_step, padding=case.padding) if case.replays else forward_step
+    executes = planned not in (None, "moved")
+    found = {"losses": [], "traces": [], "gradients": {}, "off_plan": 0, "replicas": 0, "moved": 0}
     for number in range(steps):
         model.zero_grad()
+        before_LE = routed.home_LE
+        if planned == "moved" and number % 2:
+            routed.move_homes(np.random.default_rng(number).permuted(before_LE, axis=1), model.optimizer)
         batches = make_batches(cell, seed=number)
         traces = [skewed(batch, case, number, m) for m, batch in enumerate(batches)]
-        shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(batches, traces, strict=True)]
+        shards = cut(routed, case, batches, traces)
         with contextlib.ExitStack() as stack:
-            if planned is not None:
-                before_LE = routed.home_LE
+            if executes:
                 made, counts_MLGE, shards = make_plan(routed, model, planned, number, shards, (batches, traces))
                 execution = stack.enter_context(routed.execute(made, counts_MLGE, shards))
-            found["losses"].append(step(model.chunks, carrying(batches, shards), forward)[0])
-        if planned is not None:
+            else:
+                recording = stack.enter_context(routed.record())
+            given = carrying(batches, shards) if case.replays else batches
+            found["losses"].append(step(model.chunks, given, forward)[0])
+        found["moved"] += int((routed.home_LE != before_LE).sum())
+        if executes:
             found["replicas"] += len(made.hosts.expert_R)
-            found["moved"] += int((routed.home_LE != before_LE).sum())
             found["off_plan"] += rows_off_plan(routed, execution, counts_MLGE) if case.complete else 0
-            found["transfers"].append(execution.transfers)
+        else:
+            found["traces"].append(digest(recording.trace()))
         after_schedule()
         finalize_model_grads(model.chunks)
         found["gradients"].update({(number, *key): grad for key, grad in whole_gradients(routed, model).items()})
@@ -132,7 +139,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
         **{
             (i, name): tensor.detach().clone()
             for i, chunk in enumerate(model.chunks)
-            for name, tensor in chunk.named_parameters()
+            for name, tensor in itertools.chain(chunk.named_parameters(), chunk.named_buffers())
             if "experts." not in name
         },
     }
@@ -142,35 +149,31 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
     return found
 
 
+def cut(routed, case, batches, traces):
+    """The routes of this rank, of each micro-batch."""
+    return [
+        routed.shard(trace, layout_of(batch), padding=case.padding)
+        for batch, trace in zip(batches, traces, strict=True)
+    ]
+
+
 def make_plan(routed, model, planned, number, shards, data):
     """(plan, counts, shards) of a step. A random plan also moves homes, after which padding is spread elsewhere.
 
     Slots of "planned" are kept, those of other plans shared.
-    Plans of "homes" are the planner's too: homes for the counts of all groups of expert data parallelism together.
     """
     ranks = parallel_state.get_expert_model_parallel_world_size()
-    topology = Topology(ranks, ranks, 0 if planned in WITHOUT_REPLICAS else SLOTS, LINKS)
+    topology = Topology(ranks, ranks, 0 if planned == "static" else SLOTS, LINKS)
     counts_MLGE = routed.gather_counts(shards)
     if planned == "random":
         homes = random_plan(counts_MLGE, topology, seed=number, moves=4).home_LE
         routed.move_homes(homes, model.optimizer)
-        shards = [routed.shard(trace, laid_out(batch)) for batch, trace in zip(*data, strict=True)]
+        shards = [routed.shard(trace, layout_of(batch)) for batch, trace in zip(*data, strict=True)]
         counts_MLGE = routed.gather_counts(shards)
         return random_plan(counts_MLGE, topology, seed=number, keep=0.0, homes=homes), counts_MLGE, shards
-    if planned in ("homes", "homes and replicas"):
-        homes = plan(of_all_groups(counts_MLGE), topology, PlanOptions(home_moves=None), home_LE=routed.home_LE)
-        routed.move_homes(homes, model.optimizer)
     slots: SlotSharing = "layer" if planned == "planned" else "shared"
-    options = PlanOptions(tolerance=0.0, slots=slots, replicas=planned not in WITHOUT_REPLICAS)
+    options = PlanOptions(tolerance=0.0, slots=slots, replicas=planned != "static")
     return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
-
-
-def of_all_groups(counts_MLGE):
-    """Counts of the groups of expert data parallelism, one after another along the first axis."""
-    group = parallel_state.get_expert_data_parallel_group()
-    everywhere = [None] * group.size()
-    dist.all_gather_object(everywhere, counts_MLGE, group=group)
-    return np.concatenate(everywhere)
 
 
 def skewed(batch, case, number, m):
@@ -185,13 +188,6 @@ def skewed(batch, case, number, m):
         for n in batch.lengths
     ]
     return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
-
-
-def laid_out(batch):
-    """Where the rows of a batch are, before ranks share it."""
-    if batch.packed:
-        return layout.pack(np.array(batch.lengths), align=batch.align)
-    return layout.pad(np.array(batch.lengths), side="right", order="sbhd", to=batch.width)
 
 
 def rows_off_plan(routed, execution, counts_MLGE):
@@ -232,11 +228,49 @@ def reduced(model, parameter):
     return 0, parameter.numel(), grad[:0] if parts else grad.clone()
 
 
+def whole_experts(routed, trained):
+    """(decoder layer, expert, tensor-parallel rank, name) -> what all ranks have of it, put together."""
+    place, part = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+    mine = []
+    for layer, block in moe_layers([chunk.module for chunk in trained.chunks]).items():
+        row = [named.index for named in routed.spec.layers].index(layer)
+        for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
+            for name, parameter in parameters_of(block.experts, slot).items():
+                key = (layer, expert, part, name)
+                mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
+                mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
+    return put_together(mine)
+
+
+def parameters_of(experts, slot):
+    if hasattr(experts, "local_experts"):
+        return dict(experts.local_experts[slot].named_parameters())
+    return {n.removesuffix(str(slot)): p for n, p in experts.named_parameters() if n.endswith(f"weight{slot}")}
+
+
+def put_together(mine):
+    """Key -> the whole tensor, flat, of (key, first element, elements of the whole, tensor) of all ranks."""
+    everywhere = [None] * dist.get_world_size()
+    # as bytes: tensors are pickled by way of files, one each
+    as_bytes = [(*of, t.dtype, t.reshape(-1).contiguous().view(torch.uint8).numpy()) for *of, t in mine]
+    dist.all_gather_object(everywhere, as_bytes)
+    whole = {}
+    for key, first, numel, dtype, held in itertools.chain.from_iterable(everywhere):
+        flat = torch.from_numpy(held).view(dtype)
+        values = whole.setdefault(key, torch.full((numel,), torch.nan, dtype=flat.dtype))
+        before = values[first : first + len(flat)]
+        assert bool((before.isnan() | (before == flat)).all()), f"copies of {key} differ"
+        values[first : first + len(flat)] = flat
+    gaps = [key for key, values in whole.items() if values.isnan().any()]
+    assert not gaps, f"nobody has all of {gaps[0]}"
+    return whole
+
+
 def furthest(one, other):
     """The largest difference of each kind, over the largest magnitude in the tensor; over all ranks."""
     losses = [abs(a - b) / abs(b) for a, b in zip(_flat(one["losses"]), _flat(other["losses"]), strict=True)]
     found = {"losses": max(losses, default=0.0)}
-    for kind in ("gradients", "weights"):
+    for kind in [kind for kind in ("gradients", "weights") if kind in one]:
         assert one[kind].keys() == other[kind].keys()
         found[kind] = max(_apart(one[kind][key], other[kind][key]) for key in one[kind])
     largest = torch.tensor(list(found.values()), dtype=torch.float64)

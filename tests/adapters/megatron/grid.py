@@ -95,8 +95,11 @@ def with_settings(cell_settings, **cell):
     return Cell(settings=tuple(cell_settings.items()), **cell)
 
 
-SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
-BIASED = {**SIGMOID, "moe_router_enable_expert_bias": True}
+BIASED = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+}
 
 SHAPES = {
     "dense first, on two stages": with_settings({"moe_layer_freq": [0, 1, 1, 1]}, pp=2, recompute="uniform"),
@@ -127,27 +130,12 @@ SHAPES = {
     ),
     "experts over four ranks": with_settings({}, ep=4, layers=2, recompute="selective"),
     "two blocks to a checkpoint": with_settings({"recompute_num_layers": 2}, recompute="uniform"),
+    "a shared expert, limited to groups": with_settings(
+        {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 32},
+        recompute="uniform",
+    ),
 }
 """name: cell."""
-
-SCORES = {
-    "softmax before top-k": with_settings({"moe_router_pre_softmax": True}, recompute="uniform"),
-    "sigmoid": with_settings(SIGMOID, recompute="uniform"),
-    "sigmoid with expert bias": with_settings(BIASED, recompute="uniform"),
-    "limited to groups": with_settings(
-        {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2}, recompute="uniform"
-    ),
-    # without padding, which replay keeps out of these losses and Megatron without a padding mask does not
-    "auxiliary loss": with_settings(
-        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, recompute="uniform", packed=True
-    ),
-    "sequence auxiliary loss and z-loss": with_settings(
-        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01},
-        recompute="uniform",
-        packed=True,
-    ),
-    "shared expert": with_settings({"moe_shared_expert_intermediate_size": 32}, recompute="uniform"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +149,8 @@ class ExecutionCase:
         told: what DistributedDataParallel is told.
         complete: whether every row has a route, as an engine's last rows have not.
         rounded: whether weights are those of a model in bfloat16.
+        replays: whether routes are given at all.
+        padding: what becomes of it in replay.
     """
 
     cell: Cell
@@ -169,6 +159,8 @@ class ExecutionCase:
     told: tuple = ()
     complete: bool = True
     rounded: bool = False
+    replays: bool = True
+    padding: str = "spread"
 
     def __str__(self):
         said = " ".join(f"{name}={value}" for name, value in self.told)

@@ -5,9 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from foreroute import layout
 from foreroute.adapters import megatron
-from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, made_up, make_batches, put_together, shifted
+from tests.adapters.megatron.micro_batches import (
+    PAD_ROW,
+    expected_rows,
+    layout_of,
+    made_up,
+    make_batches,
+    shifted,
+    split,
+)
 from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import Dispatched, forward_step, moe_layers, native_routes, same, step
 
@@ -22,13 +29,15 @@ def check_cells(cells):
 
 
 def check_cell(cell, thorough=False):
-    """Native routes change no bit, foreign ones reach every dispatcher as recorded; and the negative controls."""
+    """Recorded routes change no bit, foreign ones reach every dispatcher as they are; and the negative controls."""
     initialize(cell)
     chunks, batches = build(cell), make_batches(cell)
-    losses, grads, picks, native = native_routes(chunks, batches)
+    losses, grads, _, native = native_routes(chunks, batches)
     routed = megatron.attach(chunks)
     forward = routed.replaying(forward_step, padding="native")
-    own = put_together(picks, batches, cell.routed_layers)
+    with routed.record() as recording:
+        step(chunks, batches)
+    own = split(recording.trace(), batches)
     assert_same_step(chunks, carrying(batches, own), forward, (losses, grads), "its own routes")
 
     forward = routed.replaying(forward_step)
@@ -50,13 +59,7 @@ def placed(routed, batches, traces):
     """Every other trace laid out by hand, the rest left for the adapter to find its place in the batch."""
     given = carrying(batches, traces)
     for m in range(0, len(given), 2):
-        batch, trace = given[m], traces[m]
-        whole = (
-            layout.pack(trace.lengths, align=batch.align)
-            if batch.packed
-            else layout.pad(trace.lengths, side="right", order="sbhd", to=batch.width)
-        )
-        given[m] = dataclasses.replace(batch, routes=routed.shard(trace, whole))
+        given[m] = dataclasses.replace(given[m], routes=routed.shard(traces[m], layout_of(given[m])))
     return given
 
 

@@ -22,8 +22,8 @@ from foreroute.errors import PlacementError
 from foreroute.layout import block_homes
 from foreroute.testing.megatron_on_cpu import write_checkpoints_without_server
 from tests.adapters.megatron.cpu_optimizers import Trained
+from tests.adapters.megatron.executed_plans import whole_experts
 from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.home_move_checks import whole_experts
 from tests.adapters.megatron.micro_batches import make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
 from tests.adapters.megatron.training_step import moe_layers, step

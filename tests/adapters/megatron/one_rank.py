@@ -12,6 +12,7 @@ from foreroute.adapters import megatron
 from tests.adapters.megatron import model_chunks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
+from tests.adapters.megatron.training_step import gradients, watching
 from tests.adapters.megatron.training_step import same as same
 from tests.replay.session_subject import Batch, Given, require_followed
 
@@ -77,11 +78,7 @@ def step(built, ids, **more):
     built.zero_grad(set_to_none=True)
     loss = forward(built, ids, **more)
     loss.backward()
-    return loss.detach(), gradients(built)
-
-
-def gradients(built):
-    return {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients([built])
 
 
 def recorded(routed, ids, **more):
@@ -120,27 +117,15 @@ def replayed(built, routed, routes, ids, **policy):
 @contextlib.contextmanager
 def maps_given(routed):
     """A list of what the dispatchers of MoE layers are given, forwards and recomputations in turn."""
-    given = []
-    dispatchers = [site.block.token_dispatcher for chunk in routed.chunks for site in chunk.sites]
+    given, blocks = [], [site.block for chunk in routed.chunks for site in chunk.sites]
 
-    def watch(column, dispatcher):
-        inner = dispatcher.dispatch_preprocess
+    def note(column, hidden, routing_map, probs):
+        shape = (*hidden.shape[:2], -1)
+        map_BTE, weights_BTE = (x.view(shape).transpose(0, 1) for x in (routing_map, probs))
+        given.append(Given(column, map_BTE.numpy().copy(), weights_BTE.float().numpy().copy()))
 
-        def preprocess(hidden, routing_map, probs):
-            shape = (*hidden.shape[:2], -1)
-            map_BTE, weights_BTE = (x.detach().view(shape).transpose(0, 1) for x in (routing_map, probs))
-            given.append(Given(column, map_BTE.numpy().copy(), weights_BTE.float().numpy().copy()))
-            return inner(hidden, routing_map, probs)
-
-        dispatcher.dispatch_preprocess = preprocess
-
-    for column, dispatcher in enumerate(dispatchers):
-        watch(column, dispatcher)
-    try:
+    with watching(dict(enumerate(blocks)), note):
         yield given
-    finally:
-        for dispatcher in dispatchers:
-            del dispatcher.dispatch_preprocess
 
 
 def assert_followed(given, trace, lengths=(WIDTH, WIDTH)):

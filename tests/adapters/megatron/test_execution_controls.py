@@ -19,21 +19,23 @@ from tests.adapters.megatron.plan_execution_checks import EXACT, in_float64
 
 SEEN = 1e-6
 """A million times what is let pass."""
+TWO = ExecutionCase(Cell(ep=2, layers=2))
+
+
+def require_seen(case, planned="planned", what="gradients", **broken):
+    """Each of these contexts has a step end far from the one with every expert at home."""
+    case = in_float64(case)
+    plain = trained(case, None, steps=1)
+    for name, way in broken.items():
+        with way:
+            apart = furthest(trained(case, planned, steps=1), plain)
+        assert apart[what] > SEEN, f"{name}: {apart}"
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled():
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2)))
-    plain = trained(case, None, steps=1)
-    for name, broken in (
-        ("dropped", returned(0)),
-        ("doubled", returned(2)),
-        ("not refilled", not_refilled()),
-    ):
-        with broken:
-            apart = furthest(trained(case, "planned", steps=1), plain)
-        assert apart["gradients"] > SEEN, f"{name}: {apart}"
+    require_seen(TWO, dropped=returned(0), doubled=returned(2), not_refilled=not_refilled())
 
 
 @pytest.mark.slow
@@ -65,7 +67,6 @@ def test_gradients_that_are_late_for_their_bucket():
 @on_ranks(2)
 def test_an_expert_that_is_looked_for_in_the_slot_of_another():
     """After homes have moved: two experts of the first rank change places, in all layers."""
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2, packed=True)))
     parameters_of = executions.home_parameters
 
     def swapped(site):
@@ -74,41 +75,27 @@ def test_an_expert_that_is_looked_for_in_the_slot_of_another():
         experts._modules["0"], experts._modules["1"] = experts[1], experts[0]
         return found
 
-    plain = trained(case, None, steps=1)
-    assert max(furthest(trained(case, "homes", steps=1), plain).values()) == 0.0
-    with mock.patch.object(executions, "home_parameters", swapped):
-        apart = furthest(trained(case, "homes", steps=1), plain)
-    assert apart["losses"] > SEEN, apart
-
-
-class Other:
-    """Stands for another pass of the same shape."""
-
-    def __init__(self, current):
-        self.rows = current.rows
+    case = ExecutionCase(Cell(ep=2, layers=2, packed=True))
+    require_seen(case, "random", "losses", swapped=mock.patch.object(executions, "home_parameters", swapped))
 
 
 @on_ranks(2)
 def test_an_uploaded_index_of_another_micro_step():
     """The rows that are sent are those of the micro-step before, on all ranks; as many as there should be."""
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2)))
     rows_of = PlanExecution._rows_of
 
     def of_another(self, current, micro_step, layers):
-        own, before = rows_of(self, current, micro_step, layers), rows_of(self, Other(current), micro_step - 1, layers)
+        other = type("Other", (), {"rows": current.rows})()  # stands for another pass of the same shape
+        own, before = rows_of(self, current, micro_step, layers), rows_of(self, other, micro_step - 1, layers)
         return {layer: own[layer]._replace(taken_R=before[layer].taken_R) for layer in layers}
 
-    plain = trained(case, None, steps=1)
-    with mock.patch.object(PlanExecution, "_rows_of", of_another):
-        apart = furthest(trained(case, "planned", steps=1), plain)
-    assert apart["losses"] > SEEN, apart
+    require_seen(TWO, what="losses", other=mock.patch.object(PlanExecution, "_rows_of", of_another))
 
 
 @pytest.mark.slow
 @on_ranks(4)
 def test_the_key_of_the_latest_forward():
     """A recomputation that takes the cell of whatever ran last, as a global variable would say. Seen on two stages."""
-    case = in_float64(ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4))
     latest, rows_of = [], PlanExecution._rows_of
     begin_pass, micro_step = PlanExecution.begin_pass, executions._micro_step
 
@@ -124,14 +111,14 @@ def test_the_key_of_the_latest_forward():
         self._rows.clear()
         return rows_of(self, *what)
 
-    plain = trained(case, None, steps=1)
     with (
         mock.patch.object(PlanExecution, "begin_pass", begin),
-        mock.patch.object(executions, "_micro_step", of_latest),
         mock.patch.object(PlanExecution, "_rows_of", anew),
     ):
-        apart = furthest(trained(case, "planned", steps=1), plain)
-    assert apart["gradients"] > SEEN, apart
+        require_seen(
+            ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4),
+            latest=mock.patch.object(executions, "_micro_step", of_latest),
+        )
 
 
 @pytest.mark.slow
@@ -167,17 +154,12 @@ def test_fused_gradients_and_those_sent_through_autograd():
 @pytest.mark.slow
 @on_ranks(2)
 def test_experts_in_one_module():
-    """The same wrong ways behind TEGroupedMLP, whose kernels add gradients of weights to main_grad."""
-    case = in_float64(GROUPED["grouped, fused"])
-    plain = trained(case, None, steps=1)
-    for name, broken in (
-        ("dropped", returned(0)),
-        ("refilled behind a recomputation", refilled_behind_a_recomputation()),
-        ("through autograd", mock.patch.object(SeparateReplicas, "add_home", through_autograd)),
-    ):
-        with broken:
-            apart = furthest(trained(case, "planned", steps=1), plain)
-        assert apart["gradients"] > SEEN, f"{name}: {apart}"
+    """Wrong ways behind TEGroupedMLP, whose kernels add gradients of weights to main_grad."""
+    require_seen(
+        GROUPED["grouped, fused"],
+        refilled_behind_a_recomputation=refilled_behind_a_recomputation(),
+        through_autograd=mock.patch.object(SeparateReplicas, "add_home", through_autograd),
+    )
 
 
 def through_autograd(self, returned, grads):

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
-from foreroute.ep.transfer import engine
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from tests.adapters.megatron.executed_plans import Planned, furthest, rows_off_plan
+from tests.adapters.megatron.executed_plans import Planned, rows_off_plan
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
-from tests.adapters.megatron.plan_execution_checks import EXACT, in_float64
 from tests.adapters.megatron.training_step import moe_layers
 
 RECOMPUTE = ("none", "selective", "uniform")
@@ -74,31 +72,6 @@ def rows_of(at, transfers, path):
     found = dict(zip(PATHS, bytes_P.tolist(), strict=True))
     assert [name for name, num_bytes in found.items() if num_bytes] == [path]
     return found[path] / sum(parameter.nbytes for parameter in expert.parameters())
-
-
-@on_ranks(2)
-def test_what_slots_held_of_the_weights_before_is_forgotten():
-    """In the control, the second execution finds the slots of the first."""
-    at = Planned.of(in_float64(ExecutionCase(Cell(ep=2, layers=2))))
-    for is_spoilt in (False, True):
-        sets, made = engine.SlotSets, []
-
-        def same(*what, sets=sets, made=made):
-            made[:] = made or [sets(*what)]
-            return made[0]
-
-        with mock.patch.object(engine, "SlotSets", same) if is_spoilt else contextlib.nullcontext():
-            outcome_of(at)
-            with torch.no_grad():
-                for parameter in at.chunks[0].parameters():
-                    parameter.mul_(1.25)
-            executed, _ = outcome_of(at)
-        both = [
-            {"losses": [losses], "gradients": grads, "weights": {"none": torch.zeros(1)}}
-            for losses, grads in (executed, at.step())
-        ]
-        apart = furthest(*both)
-        assert (max(apart.values()) > EXACT) == is_spoilt, apart
 
 
 @on_ranks(2)

@@ -3,37 +3,30 @@
 import pytest
 
 from tests.adapters.megatron.forked_ranks import run
-from tests.adapters.megatron.grid import BIASED, Cell, with_settings
+from tests.adapters.megatron.grid import BIASED, Cell, ExecutionCase, with_settings
 
-EXPERTS = 8
 BALANCED = {**BIASED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
-CASES = {
-    2: [
-        ((Cell(ep=2, layers=2), "adamw", False), pytest.mark.exhaustive),
-        ((Cell(ep=2, layers=2, dispatcher="allgather", packed=True, recompute="uniform"), "adafactor", True), ()),
-        ((Cell(ep=2, tp=2, layers=2, packed=True, recompute="selective"), "momentum", True), pytest.mark.exhaustive),
-        ((with_settings(BALANCED, ep=2, layers=2), "float32", False), pytest.mark.slow),
-        ((Cell(ep=2, layers=2), "master weights", True), pytest.mark.exhaustive),
-    ],
-    4: [
-        ((Cell(ep=2, layers=2), "distributed", True), pytest.mark.exhaustive),
-        ((with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), "adamw", True), pytest.mark.slow),
-        ((Cell(ep=2, tp=2, layers=1, dispatcher="allgather"), "distributed master weights", False), pytest.mark.slow),
-    ],
-}
-"""By ranks: how the model is split, its optimizer, and whether routes are replayed; and when that runs."""
+CASES = [
+    (ExecutionCase(Cell(ep=2, layers=2), 2, "adamw", replays=False), pytest.mark.exhaustive),
+    (ExecutionCase(Cell(ep=2, layers=2, dispatcher="allgather", packed=True, recompute="uniform"), 2, "adafactor"), ()),
+    (ExecutionCase(Cell(ep=2, tp=2, layers=2, packed=True, recompute="selective")), pytest.mark.exhaustive),
+    (ExecutionCase(with_settings(BALANCED, ep=2, layers=2), 2, "float32", replays=False), pytest.mark.slow),
+    (ExecutionCase(Cell(ep=2, layers=2), 2, "master weights"), pytest.mark.exhaustive),
+    (ExecutionCase(Cell(ep=2, layers=2), 4, "distributed"), pytest.mark.exhaustive),
+    (ExecutionCase(with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), 4, "adamw"), pytest.mark.slow),
+    (
+        ExecutionCase(
+            Cell(ep=2, tp=2, layers=1, dispatcher="allgather"), 4, "distributed master weights", replays=False
+        ),
+        pytest.mark.slow,
+    ),
+]
+"""How the model is split, its optimizer, and whether routes are replayed; and when that runs."""
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case"),
-    [
-        pytest.param(ranks, case, marks=marks, id=f"{ranks} {case[0]} {case[1]}")
-        for ranks, cases in CASES.items()
-        for case, marks in cases
-    ],
-)
-def test_losses_weights_state_and_routes_are_equal_bit_for_bit(ranks, case):
-    run("home_move_checks.check_cases", [case], ranks=ranks)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks) for case, marks in CASES], ids=str)
+def test_losses_weights_state_and_routes_are_equal_bit_for_bit(case):
+    run("home_move_checks.check_moves_change_nothing", case, ranks=case.ranks)
 
 
 @pytest.mark.slow

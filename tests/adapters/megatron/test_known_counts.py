@@ -1,8 +1,6 @@
 """Counts known ahead: what the dispatcher no longer asks for and waits for; and plans of other counts or ranks."""
 
 import dataclasses
-import os
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -14,7 +12,7 @@ from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.errors import CountsError, PlanError, ReplayError, TraceError, TransferError
+from foreroute.errors import CountsError, PlanError, ReplayError, TraceError
 from tests.adapters.megatron.executed_plans import Planned, make_plan, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
@@ -110,24 +108,6 @@ def test_wrong_counts_end_all_ranks_alike():
         for layer, block in layers.items():
             assert (block.token_dispatcher, dict(block.__dict__)) == before[layer], "the layer is left as it was"
     execute(shards)
-
-
-def brings_other_routes():
-    """What the other raises, when the first brings micro-batches in another order than it announced, and ends."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
-    first = dist.get_rank() == 0
-    batches = carrying(at.batches, at.shards[::-1] if first else at.shards)
-    refusal = pytest.raises(CountsError, match="micro-batch 0 brings other routes")
-    try:
-        with refusal if first else nullcontext(), at.execute():
-            step(at.model.chunks, batches, at.routed.replaying(forward_step))
-    except (RuntimeError, TransferError) as error:
-        if not first:
-            return type(error).__name__
-        raise
-    if first:
-        os._exit(1)
-    return "nothing"
 
 
 @on_ranks(2)

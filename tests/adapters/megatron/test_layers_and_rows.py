@@ -1,19 +1,22 @@
-"""Which routers belong to a model, rows that have no route, and traces that are recorded."""
+"""Which routers belong to a model, which rows its batches have however it is called, and traces that are recorded."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.forward_args import lengths_of
-from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
+from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, SpecMismatchError
 from foreroute.layout import pack, pad
 from foreroute.trace import DecisionStream
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.model_chunks import build, initialize
+from tests.adapters.megatron.model_chunks import attached
 
 
 @on_ranks(1)
@@ -113,10 +116,8 @@ def test_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
 @on_ranks(1)
 def test_static_inference_is_captured_in_the_same_type():
     """Prefill and steps over a cache give the routes of one forward over the whole, and replay in training."""
-    initialize(Cell())
-    [built] = build(Cell(layers=2, as_shipped=True))
+    [built], routed = attached(Cell(layers=2, as_shipped=True))
     built.eval()
-    routed = megatron.attach(built)
     ids = on.tokens()
     context = StaticInferenceContext(2, on.WIDTH)
     causal = torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool).triu(1)[None, None]
@@ -144,3 +145,62 @@ def test_static_inference_is_captured_in_the_same_type():
             lambda: built.eval()(ids, None, causal, inference_context=context, runtime_gather_output=True),
         )
         on.forward(built, ids)
+
+
+@on_ranks(1)
+def test_packed_batches_with_rows_in_another_order_are_refused():
+    """The newest Megatron turns rows around between attention and the router: shapes fit, and rows would not."""
+    built, routed, ids, trace = packing()
+    placed = routed.shard(trace, pack(trace.lengths))
+    for name in ("tokens_per_sample", "local_cp_size"):
+        offsets = torch.tensor([0, on.WIDTH, 2 * on.WIDTH], dtype=torch.int32)
+        packed = PackedSeqParams("thd", offsets, offsets, offsets, offsets, on.WIDTH, on.WIDTH)
+        run = partial(built, ids.view(1, -1), torch.arange(on.WIDTH).repeat(2)[None], None, packed_seq_params=packed)
+        with routed.replay(trace), routed.record():
+            run()
+        setattr(packed, name, on.WIDTH)
+        for session in (routed.replay(trace), routed.replay(placed), routed.record()):
+            with session:
+                on.refuses(BatchMismatchError, f"packed_seq_params.{name}", run)
+                setattr(packed, name, None)
+                run()
+                setattr(packed, name, on.WIDTH)
+
+
+@on_ranks(1)
+def test_packed_parameters_of_a_padded_batch_do_not_make_it_packed():
+    """They tell attention of its padding; rows stay in the order of the batch."""
+    built, routed, ids, trace = packing()
+    offsets = torch.tensor([0, on.WIDTH], dtype=torch.int32)
+    packed = PackedSeqParams("sbhd", offsets, offsets, offsets, offsets, on.WIDTH, on.WIDTH)
+    with on.maps_given(routed) as maps, routed.replay(trace), routed.record() as recording:
+        built(ids, torch.arange(on.WIDTH).expand_as(ids), None, packed_seq_params=packed)
+    on.assert_followed(maps, trace)
+    assert recording.trace().equals(trace)
+
+
+@on_ranks(1)
+def test_embeddings_in_place_of_tokens_are_replayed_on_placed_routes():
+    """As a model of images calls its language model: only the layout says what is where."""
+    built, routed, ids, trace = on.prepared()
+    embedded = built.embedding(ids, torch.arange(on.WIDTH).expand_as(ids))
+    run = partial(built, None, None, torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool).triu(1), decoder_input=embedded)
+
+    def replayed(routes):
+        with routed.replay(routes):
+            run()
+
+    with on.maps_given(routed) as maps:
+        replayed(routed.shard(trace, pad(trace.lengths, side="right", order="sbhd")))
+    on.assert_followed(maps, trace)
+    on.refuses(BatchMismatchError, "given no tokens", lambda: replayed(trace))
+    fewer = trace.select([0])
+    placed = routed.shard(fewer, pad(fewer.lengths, side="right", order="sbhd"))
+    on.refuses(ReplayError, "sees only part of the batch", lambda: replayed(placed))
+
+
+def packing():
+    """A model that takes packed batches, attached, with tokens and routes that no router chose."""
+    [built], routed = attached(Cell(layers=2, packed=True))
+    ids = on.tokens()
+    return built.train(), routed, ids, on.foreign(routed.spec, ids)

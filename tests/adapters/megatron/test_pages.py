@@ -1,43 +1,118 @@
 """What the documentation says about Megatron runs: its code blocks, and the example."""
 
+import contextlib
+import io
 import re
+import runpy
+import sys
+import traceback
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from tests.adapters.megatron.forked_ranks import ROOT, run
+from foreroute.adapters import megatron
+from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
+from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.model_chunks import VOCABULARY, build, initialize
 
+PAGE = "docs/megatron.md"
+PAGE_WIDTH = 16
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def blocks_of(text):
-    """(number of the line before it, code) of each Python block."""
-    return [(text[: found.start(1)].count("\n"), found.group(1)) for found in FENCE.finditer(text)]
-
-
+@on_ranks(1)
 def test_every_block_of_the_page_runs():
-    blocks = blocks_of((ROOT / "docs" / "megatron.md").read_text())
+    text = (ROOT / PAGE).read_text()
+    blocks = [(text[: found.start(1)].count("\n"), found.group(1)) for found in FENCE.finditer(text)]
     assert len(blocks) == 8
-    run("page_worker.run_blocks", "docs/megatron.md", blocks)
+    run_blocks(blocks)
 
 
+@on_ranks(1)
 def test_a_block_that_fails_is_seen():
-    with pytest.raises(AssertionError, match=r'File "docs/megatron.md", line 3(.|\n)*NameError'):
-        run("page_worker.run_blocks", "docs/megatron.md", [(2, "no_such_name\n")])
+    with pytest.raises(NameError) as failed:
+        run_blocks([(2, "no_such_name\n")])
+    *_, last = traceback.extract_tb(failed.tb)
+    assert (last.filename, last.lineno) == (PAGE, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param((), id="experts"),
-        pytest.param(("--pipeline", "2"), id="pipeline", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_example_trains_on_two_ranks(arguments):
-    printed, other = run("page_worker.run_example", "--steps", "3", *arguments, ranks=2, timeout=300)
+@on_ranks(2)
+def test_the_example_trains_on_two_ranks():
+    require_trained()
+
+
+@pytest.mark.exhaustive
+@on_ranks(2)
+def test_the_example_trains_on_two_stages():
+    require_trained("--pipeline", "2")
+
+
+def require_trained(*arguments):
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    lines = re.findall(seen, printed + other, re.MULTILINE)
-    assert len(lines) == 3, printed + other
+    printed = [None, None]
+    dist.all_gather_object(printed, run_example("--steps", "3", *arguments))
+    lines = re.findall(seen, "".join(printed), re.MULTILINE)
+    assert len(lines) == 3, printed
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))
     assert 0 < replayed < native / 2, lines
     assert all(planned == executed for *_, planned, executed in lines), lines
+
+
+def run_example(*arguments):
+    """What a process of torchrun prints, in the group that is there."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(sys, "argv", ["grpo.py", *arguments]),
+    ):
+        runpy.run_path(str(ROOT / "examples" / "megatron" / "grpo.py"), run_name="__main__")
+    return printed.getvalue()
+
+
+def run_blocks(blocks):
+    """As a reader would, one after the other. Blocks are (number of the line before it, code)."""
+    namespace = a_users_things()
+    for line, code in blocks:
+        exec(compile("\n" * line + code, PAGE, "exec"), namespace)
+
+
+def a_users_things():
+    """A model that is trained, its forward step, micro-batches, and what an engine recorded of them."""
+    initialize(Cell())
+    [model] = build(Cell(as_shipped=True, recompute="uniform"))
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"tokens": torch.randint(1, VOCABULARY, (2, PAGE_WIDTH), generator=generator)} for _ in range(2)]
+    spec = megatron.attach(model).spec
+    traces = [
+        on.foreign(spec, batch["tokens"], seed, lengths=(PAGE_WIDTH, PAGE_WIDTH), complete=False)
+        for seed, batch in enumerate(batches)
+    ]
+    return {
+        "torch": torch,
+        "get_forward_backward_func": get_forward_backward_func,
+        "model": model.train(),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "forward_step": forward_step,
+        "batches": batches,
+        "traces": traces,
+        "schedule": {
+            "num_microbatches": len(batches),
+            "seq_length": PAGE_WIDTH,
+            "micro_batch_size": 2,
+            "forward_only": False,
+        },
+    }
+
+
+def forward_step(batches, model):
+    tokens = next(batches)["tokens"]
+    positions = torch.arange(PAGE_WIDTH).expand_as(tokens)
+    ahead = torch.ones(PAGE_WIDTH, PAGE_WIDTH, dtype=torch.bool).triu(1)[None, None]
+    losses = model(tokens, positions, ahead, labels=tokens.roll(-1, 1))
+    return losses, lambda losses: (losses.mean(), {"loss": losses.mean().item()})

@@ -13,12 +13,9 @@ from tests.adapters.megatron.grid import (
     EXECUTED,
     EXECUTED_SHAPES,
     GROUPED,
-    OVERLAP,
     PLANS,
     RECOMPUTE,
     SAMPLED,
-    Cell,
-    ExecutionCase,
     executed_shape,
     executions_of,
 )
@@ -56,23 +53,6 @@ def test_layers_of_every_shape_are_executed():
     run("plan_execution_checks.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(ExecutionCase(Cell(ep=2, layers=2, packed=True, recompute="selective")), marks=pytest.mark.slow),
-        pytest.param(
-            ExecutionCase(Cell(ep=2, layers=2, packed=True), 4, "distributed", OVERLAP), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ExecutionCase(Cell(ep=4, layers=2, packed=True, dispatcher="allgather"), 4), marks=pytest.mark.exhaustive
-        ),
-    ],
-    ids=str,
-)
-def test_homes_move_in_every_step_and_replicas_serve_beside_them(case):
-    run("plan_execution_checks.check_homes_move_and_replicas_serve", [case], ranks=case.ranks, timeout=300)
-
-
 def test_every_pair_of_values_is_in_the_sample():
     axes = [RECOMPUTE, ("alltoall", "allgather"), (False, True), PLANS]
     for one, other in itertools.combinations(range(len(axes)), 2):
@@ -88,14 +68,6 @@ def test_every_pair_of_values_is_in_the_sample():
 @pytest.mark.parametrize("rows", ["padding_is", pytest.param("rows_without_a_route_are", marks=pytest.mark.slow)])
 def test_rows_that_nothing_depends_on_are_spread_by_the_plan(rows):
     run(f"plan_execution_checks.check_{rows}_spread_by_the_plan", ranks=2)
-
-
-@pytest.mark.slow
-def test_a_rank_that_brings_other_routes_ends_the_others():
-    """It alone can know, since no rank asks another within a schedule."""
-    gone, other = run("test_known_counts.brings_other_routes", ranks=2, dying={0})
-    assert gone is None
-    assert other in ("RuntimeError", "DistBackendError", "TransferError")
 
 
 @pytest.mark.parametrize(

@@ -116,38 +116,28 @@ def refusing(experts):
         at.step()
 
 
+@contextlib.contextmanager
 def said(part, name, value):
-    return mock.patch.object(part, name, value, create=True)
+    before, is_there = getattr(part, name, None), hasattr(part, name)
+    setattr(part, name, value)
+    try:
+        yield
+    finally:
+        setattr(part, name, before) if is_there else delattr(part, name)
+
+
+def as_a(part, kind):
+    return said(part, "__class__", kind)
 
 
 def of_class(part, name, **methods):
     return as_a(part, type(name, (type(part),), methods))
 
 
-@contextlib.contextmanager
-def as_a(part, kind):
-    before, part.__class__ = type(part), kind
-    try:
-        yield
-    finally:
-        part.__class__ = before
-
-
-@contextlib.contextmanager
 def frozen(parameter):
-    parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        parameter.requires_grad_(True)
+    return said(parameter, "requires_grad", False)
 
 
-@contextlib.contextmanager
 def sharded(module):
-    whole = module.weight
     mesh = DeviceMesh("cpu", [1], _init_backend=False, _rank=1)
-    module.weight = torch.nn.Parameter(DTensor.from_local(whole.detach(), mesh, run_check=False))
-    try:
-        yield
-    finally:
-        module.weight = whole
+    return said(module, "weight", torch.nn.Parameter(DTensor.from_local(module.weight.detach(), mesh, run_check=False)))

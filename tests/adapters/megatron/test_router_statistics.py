@@ -56,14 +56,11 @@ def test_auxiliary_losses_count_what_the_switch_says():
             built.zero_grad(set_to_none=True)
             on.forward(built, ids, lengths=LENGTHS)
         [logits_RE] = seen
-        real = ~padding().T.reshape(-1)
-        scores_RE = logits_RE.detach().softmax(-1)[real]
-        ids_RK = torch.from_numpy(trace.expert_ids_NLK[rows()[real.numpy()], 0].astype(np.int64))
-        picks_RK = ids_RK if counts == "replayed" else scores_RE.topk(2).indices
-        counted_E = torch.bincount(picks_RK.reshape(-1), minlength=8)
-        wanted = (scores_RE.sum(0) * counted_E).sum() * 8 * 0.3 / (2 * len(scores_RE) ** 2)
+        scores_RE = logits_RE.detach().softmax(-1)[real_R()]
+        by_switch = {switch: counted_E(trace, ids, scores_RE, switch) for switch in ("native", "replayed")}
+        wanted = (scores_RE.sum(0) * by_switch[counts]).sum() * 8 * 0.3 / (2 * len(scores_RE) ** 2)
         assert torch.allclose(logged_loss(site), wanted, rtol=1e-5), counts
-        assert not torch.equal(ids_RK.sort(1).values, scores_RE.topk(2).indices.sort(1).values)
+        assert not torch.equal(*by_switch.values())
 
 
 @on_ranks(1)
@@ -75,16 +72,13 @@ def test_expert_bias_counts_what_the_switch_says_and_no_padding():
             seen = scores_of(site.module)
             with routed.replay(trace, counts=counts):
                 on.step(built, ids, lengths=LENGTHS)
-            real = ~padding().T.reshape(-1)
-            biased = seen[-1].detach().sigmoid() + site.module.expert_bias
-            ids_RK = torch.from_numpy(trace.expert_ids_NLK[np.maximum(rows(), 0), 0].astype(np.int64))
-            picks_RK = (ids_RK if counts == "replayed" else biased.topk(2).indices)[real]
-            counted_E = torch.bincount(picks_RK.reshape(-1), minlength=8).float()
-            assert torch.equal(site.module.local_tokens_per_expert, counted_E), f"{recompute}, {counts}"
-            assert counted_E.sum() == 2 * sum(LENGTHS)
+            biased_RE = (seen[-1].detach().sigmoid() + site.module.expert_bias)[real_R()]
+            wanted_E = counted_E(trace, ids, biased_RE, counts).float()
+            assert torch.equal(site.module.local_tokens_per_expert, wanted_E), f"{recompute}, {counts}"
+            assert wanted_E.sum() == 2 * sum(LENGTHS)
             with torch.no_grad(), routed.replay(trace, counts=counts):
                 on.forward(built, ids, lengths=LENGTHS)
-            assert torch.equal(site.module.local_tokens_per_expert, counted_E), "a forward-only pass was counted"
+            assert torch.equal(site.module.local_tokens_per_expert, wanted_E), "a forward-only pass was counted"
 
 
 @pytest.mark.slow
@@ -110,11 +104,16 @@ def padding():
     return torch.arange(on.WIDTH)[None] >= torch.tensor(LENGTHS)[:, None]
 
 
-def rows():
-    """The trace row of each router row, -1 in padding: sequence first."""
-    first = np.cumsum([0, *LENGTHS])
-    rows_BT = np.where(padding().numpy(), -1, first[:-1, None] + np.arange(on.WIDTH))
-    return rows_BT.T.reshape(-1)
+def real_R():
+    """The router rows that are no padding: sequence first."""
+    return ~padding().T.reshape(-1)
+
+
+def counted_E(trace, ids, scores_RE, counts):
+    """Assignments in the first routed layer to each expert: those of the trace, or those of the largest scores."""
+    if counts == "replayed":
+        return torch.from_numpy(map_of(trace, Batch(ids, LENGTHS), 0).sum((0, 1)))
+    return torch.bincount(scores_RE.topk(2).indices.reshape(-1), minlength=8)
 
 
 def own_routes(routed, ids):

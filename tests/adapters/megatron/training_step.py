@@ -3,11 +3,11 @@
 import contextlib
 
 import numpy as np
-import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from tests.adapters.megatron.micro_batches import model_inputs
+from tests.replay.session_subject import same as same
 
 
 def forward_step(iterator, model):
@@ -59,6 +59,28 @@ def moe_layers(chunks):
     }
 
 
+@contextlib.contextmanager
+def watching(blocks, note):
+    """`note(key, hidden, routing_map, probs)` is told what the dispatchers of these layers are given."""
+
+    def watch(key, dispatcher):
+        inner = dispatcher.dispatch_preprocess
+
+        def watched(hidden_states, routing_map, probs):
+            note(key, hidden_states.detach(), routing_map.detach(), probs.detach())
+            return inner(hidden_states, routing_map, probs)
+
+        dispatcher.dispatch_preprocess = watched
+
+    for key, block in blocks.items():
+        watch(key, block.token_dispatcher)
+    try:
+        yield
+    finally:
+        for block in blocks.values():
+            del block.token_dispatcher.dispatch_preprocess
+
+
 class Dispatched:
     """What the dispatchers of a model were given, seen where the dispatchers are called.
 
@@ -74,25 +96,13 @@ class Dispatched:
 
     @contextlib.contextmanager
     def watch(self):
-        for layer, module in self.layers.items():
-            self._wrap(layer, module.token_dispatcher)
-        try:
+        with watching(self.layers, self._note):
             yield self
-        finally:
-            for module in self.layers.values():
-                del module.token_dispatcher.dispatch_preprocess
 
-    def _wrap(self, layer, dispatcher):
-        inner = dispatcher.dispatch_preprocess
-
-        def watched(hidden_states, routing_map, probs):
-            key = hidden_states.detach().numpy().tobytes()
-            seen = {k for k, *_ in self.calls[layer]}
-            given = (routing_map.detach().clone().numpy(), probs.detach().clone().numpy())
-            self.calls[layer].append((key, *given, key in seen))
-            return inner(hidden_states, routing_map, probs)
-
-        dispatcher.dispatch_preprocess = watched
+    def _note(self, layer, hidden_states, routing_map, probs):
+        key = hidden_states.numpy().tobytes()
+        seen = {k for k, *_ in self.calls[layer]}
+        self.calls[layer].append((key, routing_map.clone().numpy(), probs.clone().numpy(), key in seen))
 
     def forwards(self, layer):
         """The maps of first forwards, in order of micro-batches."""
@@ -118,8 +128,3 @@ def native_routes(chunks, batches, forward=forward_step):
     with Dispatched(chunks).watch() as seen:
         losses, grads = step(chunks, batches, forward)
     return losses, grads, {layer: [picks(c) for c in seen.forwards(layer)] for layer in seen.layers}, seen
-
-
-def same(left, right):
-    """Bit for bit."""
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

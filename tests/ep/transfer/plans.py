@@ -1,97 +1,47 @@
-"""Random valid plans, made by hand, and the order in which their cells run."""
+"""Random plans for ranks of one node, and the order in which their cells run."""
 
 import numpy as np
 
 from foreroute.ep.transfer import Cell
-from foreroute.plan import Hosts, Links, StepPlan, Topology
+from foreroute.layout import block_homes
+from foreroute.plan import Links, Topology
+from tests.plan import random_plans
 
 LINKS = Links(
     node_bytes_per_s=4e9, cluster_bytes_per_s=1e9, host_bytes_per_s=2e9, node_latency_s=1e-5, cluster_latency_s=5e-5
 )
+SLOTS = 2
 
 
 def random_homes(rng, num_experts, num_ranks):
     return rng.permutation(np.arange(num_experts) % num_ranks).astype(np.int16)
 
 
-def random_plan(
-    seed,
-    *,
-    ranks,
-    experts=8,
-    micro_steps=2,
-    layers=3,
-    slots=2,
-    per_node=None,
-    keep=0.0,
-    shuffled=True,
-    homes=None,
-    sharing=None,
-):
-    """A plan whose replicas, slots and kept slots are drawn at random. Token splits are left at zero.
-
-    Args:
-        seed: of everything drawn.
-        ranks: G.
-        experts: E.
-        micro_steps: M.
-        layers: L.
-        slots: P.
-        per_node: ranks of a node; all by default.
-        keep: share of replicas that stay in their slot from the micro-step before, as per-layer slots allow.
-        shuffled: False leaves experts at their usual homes, in blocks.
-        homes: int16 [L, E], instead of drawing them.
-        sharing: of slots; by default "layer", or "shared" where no replica stays.
-    """
-    rng = np.random.default_rng(seed)
-    topology = Topology(ranks, per_node or ranks, slots, LINKS)
-    blocks_E = topology.contiguous_home_E(experts)
-    home_LE = np.stack([random_homes(rng, experts, ranks) if shuffled else blocks_E for _ in range(layers)])
-    home_LE = home_LE if homes is None else homes
-    rows, offsets, held = [], [0], {}
-    for _ in range(micro_steps):
-        for layer in range(layers):
-            cell = _random_cell(rng, home_LE[layer], ranks, slots, held.get(layer, {}), keep)
-            held[layer] = {**held.get(layer, {}), **{(rank, slot): expert for expert, rank, slot, _ in cell}}
-            rows += cell
-            offsets.append(len(rows))
-    expert_R, rank_R, slot_R, fetched_R = np.array(rows, np.int64).reshape(-1, 4).T
-    fetched_R = np.ones_like(fetched_R) if sharing == "shared" else fetched_R
-    return StepPlan(
-        topology,
-        home_LE,
-        Hosts(
-            home_LE,
-            np.array(offsets),
-            expert_R.astype(np.int16),
-            rank_R.astype(np.int16),
-            slot_R.astype(np.int16),
-            fetched_R.astype(np.bool_),
-            np.zeros((len(rows), ranks), np.int32),
-        ),
-        np.zeros((micro_steps, layers), np.int64),
-        np.zeros((micro_steps, layers)),
-        "0" * 32,
-        sharing or ("shared" if fetched_R.all() else "layer"),
+def random_plan(seed, *, ranks, experts=8, micro_steps=2, layers=3, slots=2, per_node=None, keep=0.0, **how):
+    """One that serves no token; `how` as `random_plans.random_plan` takes it."""
+    counts_MLGE = np.zeros((micro_steps, layers, ranks, experts), np.int32)
+    return random_plans.random_plan(
+        counts_MLGE, Topology(ranks, per_node or ranks, slots, LINKS), seed=seed, keep=keep, **how
     )
+
+
+def split_plan(seed, counts_MLGE, home_LE, *, slots=SLOTS, sharing=None):
+    """One that gives replicas random shares of the tokens."""
+    topology = Topology(counts_MLGE.shape[2], counts_MLGE.shape[2], slots, LINKS)
+    return random_plans.random_plan(counts_MLGE, topology, seed=seed, homes=home_LE, sharing=sharing)
+
+
+def static_plan(counts_MLGE, home_LE=None):
+    """Every expert at its home alone, in blocks by default."""
+    num_layers, num_ranks, num_experts = counts_MLGE.shape[1:]
+    block_LE = np.tile(block_homes(num_experts, num_ranks).astype(np.int16), (num_layers, 1))
+    return split_plan(0, counts_MLGE, block_LE if home_LE is None else home_LE, slots=0)
 
 
 def no_tokens(plan):
     """int32 [M, L, G, E], the counts of a plan that serves no token."""
     num_micro_steps, num_layers, num_experts = plan.shape
     return np.zeros((num_micro_steps, num_layers, plan.topology.num_ranks, num_experts), np.int32)
-
-
-def _random_cell(rng, home_E, ranks, slots, held, keep):
-    cell, taken = [], set()
-    for rank in range(ranks):
-        for slot in rng.permutation(slots)[: rng.integers(slots + 1)].tolist():
-            kept = (rank, slot) in held and rng.random() < keep
-            expert = held[rank, slot] if kept else int(rng.integers(len(home_E)))
-            if home_E[expert] != rank and (expert, rank) not in taken:
-                taken.add((expert, rank))
-                cell.append((expert, rank, slot, held.get((rank, slot)) != expert))
-    return [cell[i] for i in rng.permutation(len(cell))]
 
 
 def asked(num_micro_steps, num_layers, *, updating, checkpointed):

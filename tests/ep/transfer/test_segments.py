@@ -7,7 +7,7 @@ import pytest
 
 from foreroute.ep.transfer.moves import shard_moves
 from foreroute.ep.transfer.segments import Extent, LayerExtents, require_complete, segments_for
-from foreroute.errors import TransferError
+from foreroute.errors import PlanError, TransferError
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
 
@@ -67,6 +67,11 @@ def memory(home_E, number_GD, of_ranks):
                     ]
                 lies[number, slot, name] = values
     return lies
+
+
+def test_a_change_of_homes_keeps_the_size_of_every_shard():
+    with pytest.raises(PlanError, match=r"ranks hold \[2, 2\] experts before and \[3, 1\] after"):
+        shard_moves(np.array([0, 0, 1, 1]), np.array([0, 0, 0, 1]))
 
 
 def test_gaps_are_refused():

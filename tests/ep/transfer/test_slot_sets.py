@@ -1,31 +1,35 @@
-"""Slots that are filled again while a backward pass still needs them: refused or brought back, never used as is."""
+"""Slots that are filled again while a backward pass still needs them are refused, never used as they are."""
+
+import contextlib
 
 import pytest
 import torch
 
+from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import WITHIN, all_experts, begin, largest_difference, make_engine, reference, run_step
+from tests.ep.transfer.toy import DTYPE, begin, make_engine, run_step, served, weight
 from tests.tiers import grid
 
 TIGHT = TransferOptions(prefetch=0)
 """With shared slots, one set of slots for all layers: every cell overwrites the one before."""
 
 
-def backward_through(rank, plan, options, how):
-    """One update without activation checkpointing; how slots are protected is what differs."""
+def kept_for_backward(rank, plan, options, protects=True):
+    """Autograd keeps the slots of every cell as they are handed out: the largest difference of what it has of them."""
     engine, homes = make_engine(plan, rank, options)
-    increment = torch.autograd.graph.increment_version
-    try:
-        if how == "unprotected":
-            torch.autograd.graph.increment_version = lambda tensor: None
-        run_step(engine, plan, homes, rank, refetch=how == "refetched")
-    finally:
-        torch.autograd.graph.increment_version = increment
-        engine.close()
-    everything = all_experts(plan)
-    reference(plan, everything)
-    return largest_difference(plan, homes, rank, everything)
+    uses, loss = [], torch.zeros((), dtype=DTYPE)
+    with contextlib.closing(engine), pytest.MonkeyPatch.context() as patch:
+        if not protects:
+            patch.setattr(torch.autograd.graph, "increment_version", lambda tensor: None)
+        begin(engine, 0, plan)
+        for layer, home in enumerate(homes):
+            slots = engine.fetch(Cell(0, 0, layer), home).wait()["down_proj"]
+            factor = torch.ones_like(slots, requires_grad=True)
+            uses.append((factor, [weight("down_proj", layer, e) for e in served(plan.cell(0, layer), rank)]))
+            loss = loss + (factor * slots).sum()
+        loss.backward()
+    return max(float((factor.grad - torch.stack(wanted)).abs().max()) for factor, wanted in uses)
 
 
 def full_plan(sharing="shared"):
@@ -41,23 +45,19 @@ def slots_of_each(plan):
 @pytest.mark.parametrize("paths", ["host", "direct"])
 def test_a_slot_refilled_before_its_backward_is_refused(workers, paths):
     options = TransferOptions(prefetch=0, paths=paths)
-    outcomes = workers(2).outcomes(backward_through, full_plan(), options, "version counters")
+    outcomes = workers(2).outcomes(kept_for_backward, full_plan(), options)
     assert {outcome.kind for outcome in outcomes} == {"RuntimeError"}
     assert all("modified by an inplace operation" in outcome.message for outcome in outcomes)
 
 
 def test_without_version_counters_it_would_be_silently_wrong(workers):
     options = TransferOptions(prefetch=0, paths="direct")
-    assert min(workers(2).run(backward_through, full_plan(), options, "unprotected")) > 1e-2
-
-
-def test_slots_are_refetched_for_backward(workers):
-    assert max(workers(2).run(backward_through, full_plan(), TIGHT, "refetched")) < WITHIN
+    assert min(workers(2).run(kept_for_backward, full_plan(), options, False)) > 1e-2
 
 
 def test_slots_per_layer_need_no_refetch(workers):
     plan = full_plan("layer")
-    assert max(workers(2).run(backward_through, plan, TransferOptions(), "version counters")) < WITHIN
+    assert workers(2).run(kept_for_backward, plan, TransferOptions()) == [0.0, 0.0]
 
 
 def step_twice(rank, plan, optimizer):
@@ -87,8 +87,6 @@ def test_weights_that_change_within_a_step_are_refused(workers, optimizer):
 def wrong_shards(rank, plan):
     engine, homes = make_engine(plan, rank, TIGHT)
     begin(engine, 0, plan, updating=False)
-    from foreroute.ep.transfer import Cell
-
     try:
         engine.fetch(Cell(0, 0, 0), homes[1])
     finally:

@@ -1,5 +1,7 @@
 """The engine, against one process that has all experts: losses and gradients under any plan, path and use of slots."""
 
+import gc
+import threading
 from unittest.mock import Mock
 
 import numpy as np
@@ -8,21 +10,19 @@ import torch
 
 from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer import slots as slot_transfers
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.replica_weights import next_cell
 from foreroute.errors import ConfigError
 from tests.ep.transfer.plans import asked, least_fetches_L, random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
     Multiplied,
-    all_experts,
     begin,
     largest_difference,
     make_engine,
     reference,
     run_step,
     served,
-    shards,
     summed,
     weight,
 )
@@ -38,12 +38,11 @@ def train(rank, plan, options, drop):
         recompute = summed(run_step(engine, plan, homes, rank, updating=False))
     records = engine.take_records()
     update = summed(run_step(engine, plan, homes, rank))
-    everything = all_experts(plan)
-    wanted = reference(plan, everything)
+    wanted, _ = reference(plan)
     engine.close()
     return {
         "loss": max(abs(recompute / wanted - 1), abs(update / wanted - 1)),
-        "grad": largest_difference(plan, homes, rank, everything),
+        "grad": largest_difference(plan, homes, rank),
         "recompute": records,
         "update": engine.take_records(),
         "row": sum(tensor[0].nbytes for tensor in homes[0].values()),
@@ -66,22 +65,6 @@ def test_losses_and_gradients_are_those_of_one_process(workers, ranks, options, 
         for outcome in workers(ranks).run(train, plan, options, 1):
             assert outcome["loss"] < WITHIN
             assert outcome["grad"] < WITHIN
-
-
-def train_in_pairs(rank, plan):
-    """Ranks 0 and 2, and ranks 1 and 3, each by themselves."""
-    pair = PeerGroup(ranks=[rank % 2, rank % 2 + 2], timeout_s=20.0)
-    homes = shards(plan, pair.rank)
-    engine = TransferEngine(dict(enumerate(homes)), TransferOptions(paths="host"), pair)
-    run_step(engine, plan, homes, pair.rank)
-    engine.close()
-    everything = all_experts(plan)
-    reference(plan, everything)
-    return largest_difference(plan, homes, pair.rank, everything)
-
-
-def test_expert_parallel_groups_beside_each_other(workers):
-    assert max(workers(4).run(train_in_pairs, random_plan(0, ranks=2))) < WITHIN
 
 
 @pytest.mark.parametrize("drop", [0, 2])
@@ -179,3 +162,45 @@ def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         TransferOptions(**options)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize(("updating", "checkpointed"), [(False, False), (True, False), (True, True)])
+def test_the_next_cell_is_guessed_right(num_layers, updating, checkpointed):
+    """Against the order in which passes really ask for cells."""
+    order = list(asked(3, num_layers, updating=updating, checkpointed=checkpointed))
+    # the same cell again needs no transfer, so what counts is the next other one
+    other = [cell for i, cell in enumerate(order) if i == 0 or cell != order[i - 1]]
+    guesses = []
+    for i, cell in enumerate(other):
+        before = other[i - 1] if i else None
+        guesses.append(next_cell(before, cell, range(num_layers), (3, num_layers), updating=updating))
+    assert guesses == [*other[1:], None]
+
+
+def transfer_threads():
+    return {thread for thread in threading.enumerate() if thread.name == "transfers"}
+
+
+def threads_of_a_run(rank, plan, options, closes):
+    """How many are new after each step, whether they are the same, and how many when the engine is gone."""
+    before = transfer_threads()
+    engine, homes = make_engine(plan, rank, options)
+    seen = []
+    for step in range(3):
+        run_step(engine, plan, homes, rank, step=step)
+        seen.append(transfer_threads() - before)
+    if closes:
+        engine.close()
+    del engine
+    gc.collect()
+    for thread in seen[0]:
+        thread.join(20)
+    return [len(each) for each in seen], seen[0] == seen[1] == seen[2], len(transfer_threads() - before)
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+def test_an_engine_has_one_thread_for_its_life(workers, closes):
+    for options in (TransferOptions(paths="direct", prefetch=2), TransferOptions(paths="host")):
+        found = workers(2).run(threads_of_a_run, random_plan(0, ranks=2, slots=3), options, closes)
+        assert found == [([1, 1, 1], True, 0)] * 2

@@ -67,16 +67,20 @@ def apply(rows, weights, i):
     return hidden @ weights["down_proj"][i].T
 
 
-def reference(plan, homes_of_all):
-    """Loss and gradients, by (layer, expert), of one process that has all experts."""
+def reference(plan):
+    """The loss of one process that has all experts, and per layer and expert its weights, with their gradients."""
+    num_micro_steps, num_layers, num_experts = plan.shape
+    experts = [
+        [{n: weight(n, i, e).requires_grad_() for n in SHAPES} for e in range(num_experts)] for i in range(num_layers)
+    ]
     total = torch.zeros((), dtype=DTYPE)
-    for micro_step in range(plan.shape[0]):
-        for layer in range(plan.shape[1]):
-            for expert, weights in enumerate(homes_of_all[layer]):
+    for micro_step in range(num_micro_steps):
+        for layer in range(num_layers):
+            for expert, weights in enumerate(experts[layer]):
                 rows = rows_of(Cell(0, micro_step, layer), expert)
                 total = total + apply(rows, {n: w[None] for n, w in weights.items()}, 0).square().sum()
     total.backward()
-    return total.item()
+    return total.item(), experts
 
 
 class Multiplied:
@@ -112,22 +116,6 @@ class _Replicas(torch.autograd.Function):
         return None, None, None, None, *(laid_out(returned[name], ctx.home[name]) for name in names)
 
 
-class _Views(torch.autograd.Function):
-    """Hands out the slots as they are, and leaves it to autograd to keep them."""
-
-    @staticmethod
-    def forward(ctx, engine, cell, home, *shards):
-        ctx.engine, ctx.cell, ctx.home = engine, cell, home
-        replicas = engine.fetch(cell, home).wait()
-        return tuple(replicas[name] for name in sorted(home))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        names = sorted(SHAPES)
-        returned = ctx.engine.send_home(ctx.cell, dict(zip(names, grads, strict=True))).wait()
-        return None, None, None, *(laid_out(returned[name], ctx.home[name]) for name in names)
-
-
 def laid_out(returned, shard):
     """What came home, as a gradient of the whole shard."""
     grad = torch.zeros_like(shard)
@@ -136,7 +124,7 @@ def laid_out(returned, shard):
     return grad
 
 
-def layer_loss(engine, plan, cell, home, rank, *, refetch=True):
+def layer_loss(engine, plan, cell, home, rank):
     """This rank's part of the loss of a cell."""
     plan_cell = plan.cell(cell.micro_step, cell.layer)
     hosts = {e: [int(plan_cell.home_E[e])] for e in range(len(plan_cell.home_E))}
@@ -144,12 +132,8 @@ def layer_loss(engine, plan, cell, home, rank, *, refetch=True):
         hosts[e].append(r)
     here = [(home, i, int(e)) for i, e in enumerate(np.flatnonzero(plan_cell.home_E == rank))]
     total = sum(_share(cell, hosts, e, rank, weights, i) for weights, i, e in here)
-    names = sorted(home)
     part_of = partial(_replica_part, cell, hosts, served(plan_cell, rank), rank)
-    mine = [home[name] for name in names]
-    if refetch:
-        return total + _Replicas.apply(engine, cell, home, part_of, *mine)
-    return total + part_of(dict(zip(names, _Views.apply(engine, cell, home, *mine), strict=True)))
+    return total + _Replicas.apply(engine, cell, home, part_of, *(home[name] for name in sorted(home)))
 
 
 def _replica_part(cell, hosts, experts, rank, replicas):
@@ -173,14 +157,14 @@ def begin(weights, step, plan, *, updating=True):
     weights.begin_step(step, plan, schedule, updating=updating)
 
 
-def run_step(engine, plan, homes, rank, *, step=0, updating=True, refetch=True):
+def run_step(engine, plan, homes, rank, *, step=0, updating=True):
     """All micro-steps of a step, forward and backward; the loss of each rank and the gradients stay in `homes`."""
     begin(engine, step, plan, updating=updating)
     total = 0.0
     for micro_step in range(plan.shape[0]):
         cells = [Cell(step, micro_step, layer) for layer in range(plan.shape[1])]
         with torch.set_grad_enabled(updating):
-            losses = [layer_loss(engine, plan, c, homes[c.layer], rank, refetch=refetch) for c in cells]
+            losses = [layer_loss(engine, plan, c, homes[c.layer], rank) for c in cells]
         total += sum(loss.item() for loss in losses)
         if updating:
             # from the last layer to the first, as a model would
@@ -196,8 +180,9 @@ def summed(value):
     return total.item()
 
 
-def largest_difference(plan, homes, rank, per_expert):
+def largest_difference(plan, homes, rank):
     """Of this rank's gradients from those of `reference`, relative to the largest element of each."""
+    _, per_expert = reference(plan)
     worst = 0.0
     for layer, home in enumerate(homes):
         for i, e in enumerate(np.flatnonzero(plan.home_LE[layer] == rank).tolist()):
@@ -205,14 +190,6 @@ def largest_difference(plan, homes, rank, per_expert):
                 wanted = per_expert[layer][e][name].grad
                 worst = max(worst, ((home[name].grad[i] - wanted).abs().max() / wanted.abs().max()).item())
     return worst
-
-
-def all_experts(plan):
-    """Per layer and expert, name -> a trainable tensor."""
-    return [
-        [{n: weight(n, layer, e).requires_grad_() for n in SHAPES} for e in range(plan.shape[2])]
-        for layer in range(plan.shape[1])
-    ]
 
 
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
