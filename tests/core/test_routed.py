@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.core import AttachError, ReplayError, attach
-from foreroute.core.selection import LayerPass
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
@@ -28,7 +26,6 @@ from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 SHAPE = (3, 9)
-CHOOSE = LayerPass.choose
 
 
 def padded(trace):
@@ -102,77 +99,24 @@ def test_own_routes_change_no_bit_and_others_are_counted():
     assert lines[1].path == "model.layers.1.mlp.gate"
 
 
-@grid("use_reentrant", [True, False], quick=1)
-def test_rows_without_a_route_run_the_same_experts_again(use_reentrant, monkeypatch):
-    """Though their router would pick others by then: here it picks at random."""
-    model = tiny("qwen3_moe").train()
-    routed = attach(model)
-    choose = LayerPass.choose
-
-    def at_random(now, own):
-        return choose(now, None if own is None else torch.rand(len(own), 8).topk(own.shape[1]).indices)
-
-    monkeypatch.setattr(LayerPass, "choose", at_random)
-    ids = padded(random_routes(routed_spec(model), BATCH))
-    ids[:, ::2] = -1
-    checkpoint_by_hand(model, use_reentrant)
-    given, again = given_twice(model, routed, ids)
-    assert len(given) == routed_spec(model).num_layers
-    assert all(torch.equal(again[path], ids) for path, ids in given)
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_picks_that_are_made_one_after_the_other_are_made_again(use_reentrant):
     """PhiMoE picks one expert and then another; by the time of backward its routers would pick others."""
     model = build("phimoe").train()
-    routed = attach(model)
-    ids = padded(random_routes(routed_spec(model), BATCH))
+    routed, spec = attach(model), hf.attach(model).spec
+    ids = padded(random_routes(spec, BATCH))
     ids[:, ::2] = -1
     checkpoint_by_hand(model, use_reentrant)
-
-    def turn_routers():
+    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
+        loss = loss_of(model, BATCH)
+        given = dict(log)
         for router in routed.stacks[0].routers:
             for weight in router.selecting[0].parameters():
                 weight.data.neg_()
-
-    given, again = given_twice(model, routed, ids, before_backward=turn_routers)
-    assert len(given) == len(again) == routed_spec(model).num_layers
-    assert all(torch.equal(again[path], ids) for path, ids in given)
-
-
-def given_twice(model, routed, ids, before_backward=lambda: None):
-    """What the experts of each layer are given in a replayed forward, in order, and in its recomputation, by layer."""
-    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
-        loss = loss_of(model, BATCH)
-        first = len(log)
-        before_backward()
         loss.backward()
-    return log[:first], dict(log[first:])
-
-
-def routed_spec(model):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerPass, "choose", CHOOSE)
-        return hf.attach(model).spec
-
-
-def test_a_whole_model_in_a_checkpoint_finds_its_rows():
-    seen = []
-    for whole in (False, True):
-        model = tiny("qwen3_moe").train()
-        routed = attach(model)
-        ids = padded(random_routes(routed_spec(model), BATCH))
-        anchor = torch.zeros(1, requires_grad=True)
-        with routed.replay(ids, BATCH["attention_mask"]):
-            if whole:
-                loss = checkpoint(lambda zero, run=model: loss_of(run, BATCH) + zero, anchor, use_reentrant=True)
-            else:
-                loss = loss_of(model, BATCH)
-        with routed.replay(ids.roll(1, 0)), torch.no_grad():
-            model(**BATCH)
-        loss.backward()
-        seen.append(gradients(model))
-    assert all(torch.equal(seen[1][name], gradient) for name, gradient in seen[0].items())
+    assert len(given) == spec.num_layers
+    assert len(log) == 2 * len(given)
+    assert all(torch.equal(given[path], ids) for path, ids in log)
 
 
 def test_rows_are_made_once_and_replayed_often():

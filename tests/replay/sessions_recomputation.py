@@ -76,30 +76,6 @@ def check_a_backward_of_native_routes_in_a_session_is_refused(framework):
             refuses(ReplayError, "outside a forward", native.backward)
 
 
-def check_forward_only_passes_between_updates_change_nothing(framework):
-    other = batch_of(3, 5, seed=9)
-    for recompute in framework.recomputations:
-        weights = []
-        for with_extra_passes in (False, True):
-            on = framework.built(recompute=recompute)
-            optimizer = torch.optim.SGD(on.model.parameters(), lr=0.1)
-            for number in range(2):
-                with on.routed.replay(foreign(on.routed.spec, BATCH, number)):
-                    loss = on.loss(BATCH)
-                    if with_extra_passes:
-                        with torch.no_grad():
-                            on.run(BATCH)
-                if with_extra_passes:
-                    with torch.no_grad():
-                        replayed(on, foreign(on.routed.spec, other), other)
-                        on.run(other)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            weights.append(dict(on.model.named_parameters()))
-        assert same(*weights), recompute
-
-
 def check_a_recomputation_gives_experts_what_the_forward_gave_them(framework):
     """In rows without a route and in padding too, though a router would pick others by then. Recorded once."""
     for padding, is_other_by_then in (("native", False), ("spread", False), ("native", True)):
