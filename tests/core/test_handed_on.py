@@ -20,7 +20,9 @@ from tests.adapters.hf.model_runs import (
     gradients,
     loss_of,
     random_routes,
+    with_routes,
 )
+from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -73,21 +75,11 @@ def hook_of(change):
     return lambda model: router_of(model).register_forward_hook(change)
 
 
-def replays(routed, trace):
-    return routed.replay(trace)
-
-
-def records(routed, trace):
-    return routed.record()
-
-
-@pytest.mark.parametrize("session", [replays, records])
+@pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("how", [forward_of, hook_of])
 @pytest.mark.parametrize("change", [next_experts, written_to, one_row])
-def test_what_rewrites_a_selection_is_named(change, how, session):
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
+def test_what_rewrites_a_selection_is_named(change, how, replays):
+    model, routed, trace = with_routes(BATCH)
     how(change)(model)
     who = (
         r"function that took the place of its forward\(\)"
@@ -96,7 +88,8 @@ def test_what_rewrites_a_selection_is_named(change, how, session):
     )
     said = rf"router model\.layers\.1\.mlp\.gate selected its experts, and a {who}.* handed on other ones"
     for inference in (torch.no_grad, torch.inference_mode):
-        with pytest.raises(ReplayError, match=said), session(routed, trace), inference():
+        session = routed.replay(trace) if replays else routed.record()
+        with pytest.raises(ReplayError, match=said), session, inference():
             model(**BATCH)
 
 
@@ -122,7 +115,7 @@ def test_what_only_looks_is_let_be(change, how, use_reentrant):
         loss.backward()
         assert [(dict(module.__dict__), dict(module._forward_hooks)) for module in model.modules()] == before
         seen.append((gradients(model), [ids for _, ids in log]))
-    assert all(torch.equal(seen[1][0][name], gradient) for name, gradient in seen[0][0].items())
+    assert same(seen[1][0], seen[0][0])
     assert all(torch.equal(*each) for each in zip(seen[0][1], seen[1][1], strict=True))
 
 
@@ -205,20 +198,18 @@ def test_a_device_is_asked_and_not_waited_for(how):
             optimizer.step()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("what", ["blocks", "routers"])
-def test_places_exchanged_after_attach_are_named(what, compiled):
-    """Routes would follow the modules, and in a compiled graph no router looks around."""
-    model = tiny("qwen3_moe", experts="grouped_mm" if compiled else "eager")
-    routed = hf.attach(model)
+def test_places_exchanged_after_attach_are_named_in_a_compiled_graph(what):
+    """Where no router looks around."""
+    model, routed, trace = with_routes(BATCH, experts="grouped_mm")
     one, other = model.model.layers[0], model.model.layers[2]
     if what == "blocks":
         one.mlp, other.mlp = other.mlp, one.mlp
     else:
         one.mlp.gate, other.mlp.gate = other.mlp.gate, one.mlp.gate
-    call = torch.compile(model, backend="eager") if compiled else model
+    call = torch.compile(model, backend="eager")
     said = r"layers\.2\.mlp\.gate stands where model\.layers\.0\.mlp\.gate stood .* Attach again"
-    with pytest.raises(ReplayError, match=said), routed.replay(random_routes(routed.spec, BATCH)):
+    with pytest.raises(ReplayError, match=said), routed.replay(trace):
         call(**BATCH, use_cache=False)
 
 
@@ -234,9 +225,7 @@ def test_blocks_exchanged_in_a_session_are_named():
 
 
 def test_a_block_that_is_another_and_picks_of_another_number_are_named():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
+    model, routed, trace = with_routes(BATCH)
     for layer in model.model.layers:
         layer.mlp.gate.top_k = 3
     for session in (routed.replay(trace), routed.record()):

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.core import AttachError, ReplayError, attach
-from foreroute.core.selection import LayerPass
+from foreroute.core import ReplayError, attach
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
@@ -24,11 +22,12 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
+from tests.adapters.hf.test_stacks import encoder_decoder
+from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 SHAPE = (3, 9)
-CHOOSE = LayerPass.choose
 
 
 def padded(trace):
@@ -47,6 +46,13 @@ def own_routes(model, routed, batch=BATCH):
     return recording.ids()[0], logits
 
 
+def with_own_routes(**options):
+    """A model, attached, with what it picks by itself, and its logits."""
+    model = tiny("qwen3_moe", **options)
+    routed = attach(model)
+    return model, routed, *own_routes(model, routed)
+
+
 @grid("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"], quick=1)
 def test_tensors_and_traces_are_replayed_alike(family):
     """Bits of the loss and of every gradient, routers' among them."""
@@ -62,7 +68,7 @@ def test_tensors_and_traces_are_replayed_alike(family):
             with routed.replay(padded(trace), BATCH["attention_mask"]):
                 loss_of(model, BATCH).backward()
         seen[kind] = gradients(model)
-    assert all(torch.equal(seen["tensors"][name], gradient) for name, gradient in seen["trace"].items())
+    assert same(seen["tensors"], seen["trace"])
 
 
 @grid("num_experts", [127, 128, 129, 256, 257, 32_768, 32_769], quick=2)
@@ -85,9 +91,7 @@ def test_every_number_of_experts_is_attached_and_replayed(num_experts):
 
 
 def test_own_routes_change_no_bit_and_others_are_counted():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, native = own_routes(model, routed)
+    model, routed, own, native = with_own_routes()
     with routed.replay(own, BATCH["attention_mask"]), torch.no_grad():
         assert torch.equal(model(**BATCH, use_cache=False).logits, native)
     real = int(BATCH["attention_mask"].sum())
@@ -102,83 +106,28 @@ def test_own_routes_change_no_bit_and_others_are_counted():
     assert lines[1].path == "model.layers.1.mlp.gate"
 
 
-@grid("use_reentrant", [True, False], quick=1)
-def test_rows_without_a_route_run_the_same_experts_again(use_reentrant, monkeypatch):
-    """Though their router would pick others by then: here it picks at random."""
-    model = tiny("qwen3_moe").train()
-    routed = attach(model)
-    choose = LayerPass.choose
-
-    def at_random(now, own):
-        return choose(now, None if own is None else torch.rand(len(own), 8).topk(own.shape[1]).indices)
-
-    monkeypatch.setattr(LayerPass, "choose", at_random)
-    ids = padded(random_routes(routed_spec(model), BATCH))
-    ids[:, ::2] = -1
-    checkpoint_by_hand(model, use_reentrant)
-    given, again = given_twice(model, routed, ids)
-    assert len(given) == routed_spec(model).num_layers
-    assert all(torch.equal(again[path], ids) for path, ids in given)
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_picks_that_are_made_one_after_the_other_are_made_again(use_reentrant):
     """PhiMoE picks one expert and then another; by the time of backward its routers would pick others."""
     model = build("phimoe").train()
-    routed = attach(model)
-    ids = padded(random_routes(routed_spec(model), BATCH))
+    routed, spec = attach(model), hf.attach(model).spec
+    ids = padded(random_routes(spec, BATCH))
     ids[:, ::2] = -1
     checkpoint_by_hand(model, use_reentrant)
-
-    def turn_routers():
+    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
+        loss = loss_of(model, BATCH)
+        given = dict(log)
         for router in routed.stacks[0].routers:
             for weight in router.selecting[0].parameters():
                 weight.data.neg_()
-
-    given, again = given_twice(model, routed, ids, before_backward=turn_routers)
-    assert len(given) == len(again) == routed_spec(model).num_layers
-    assert all(torch.equal(again[path], ids) for path, ids in given)
-
-
-def given_twice(model, routed, ids, before_backward=lambda: None):
-    """What the experts of each layer are given in a replayed forward, in order, and in its recomputation, by layer."""
-    with routed.replay(ids, BATCH["attention_mask"]), experts_log(model) as log:
-        loss = loss_of(model, BATCH)
-        first = len(log)
-        before_backward()
         loss.backward()
-    return log[:first], dict(log[first:])
-
-
-def routed_spec(model):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerPass, "choose", CHOOSE)
-        return hf.attach(model).spec
-
-
-def test_a_whole_model_in_a_checkpoint_finds_its_rows():
-    seen = []
-    for whole in (False, True):
-        model = tiny("qwen3_moe").train()
-        routed = attach(model)
-        ids = padded(random_routes(routed_spec(model), BATCH))
-        anchor = torch.zeros(1, requires_grad=True)
-        with routed.replay(ids, BATCH["attention_mask"]):
-            if whole:
-                loss = checkpoint(lambda zero, run=model: loss_of(run, BATCH) + zero, anchor, use_reentrant=True)
-            else:
-                loss = loss_of(model, BATCH)
-        with routed.replay(ids.roll(1, 0)), torch.no_grad():
-            model(**BATCH)
-        loss.backward()
-        seen.append(gradients(model))
-    assert all(torch.equal(seen[1][name], gradient) for name, gradient in seen[0].items())
+    assert len(given) == spec.num_layers
+    assert len(log) == 2 * len(given)
+    assert all(torch.equal(given[path], ids) for path, ids in log)
 
 
 def test_rows_are_made_once_and_replayed_often():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, native = own_routes(model, routed)
+    model, routed, own, native = with_own_routes()
     rows = routed.rows(own, BATCH["attention_mask"])
     for _ in range(2):
         with routed.replay(rows), torch.no_grad():
@@ -201,9 +150,7 @@ def test_gate_weights_are_forced_as_constants():
 
 @pytest.mark.slow
 def test_a_compiled_model_is_replayed_with_a_break_in_its_graph():
-    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2)
-    routed = attach(model)
-    own, _ = own_routes(model, routed)
+    model, routed, own, _ = with_own_routes(experts="grouped_mm", num_hidden_layers=2)
     other = (own + 1) % 8
     compiled = torch.compile(model, backend="eager")
     seen = []
@@ -243,11 +190,7 @@ def test_routers_with_other_numbers_of_picks_are_replayed():
 
 
 def test_both_stacks_of_an_encoder_decoder_are_replayed():
-    from transformers import SwitchTransformersForConditionalGeneration
-
-    config = build("switch_transformers", num_decoder_layers=2, num_sparse_decoder_layers=2).config
-    config.is_encoder_decoder = True
-    model = SwitchTransformersForConditionalGeneration(config).eval()
+    model = encoder_decoder()
     routed = attach(model)
     tokens = torch.arange(1, 9)[None]
     given = {"input_ids": tokens, "decoder_input_ids": tokens[:, :5], "use_cache": False}
@@ -257,7 +200,7 @@ def test_both_stacks_of_an_encoder_decoder_are_replayed():
     assert [ids.shape[1] for ids in own] == [8, 5]
     with routed.replay(own), torch.no_grad():
         assert torch.equal(model(**given).logits, native)
-    other = [(ids + 1) % config.num_experts for ids in own]
+    other = [(ids + 1) % model.config.num_experts for ids in own]
     with routed.replay(other), routed.record() as recording, torch.no_grad():
         model(**given)
     assert all(torch.equal(recording.ids(stack)[0], ids) for stack, ids in enumerate(other))
@@ -272,9 +215,7 @@ def test_both_stacks_of_an_encoder_decoder_are_replayed():
     ],
 )
 def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, native = own_routes(model, routed)
+    model, routed, own, native = with_own_routes()
     wrong = own.clone()
     change(wrong)
     with (
@@ -288,9 +229,7 @@ def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
 
 
 def test_rows_that_later_tokens_depend_on_may_be_asked_for():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, _ = own_routes(model, routed)
+    model, routed, own, _ = with_own_routes()
     own[torch.arange(3), BATCH["attention_mask"].sum(1) - 1] = -1  # the last of each sequence is before no other
     mask = BATCH["attention_mask"]
     with routed.replay(own, mask, missing="error"), torch.no_grad():
@@ -320,9 +259,7 @@ def test_shapes_and_types_are_refused_at_once(ids, said):
 
 
 def test_a_session_of_another_batch_or_without_a_forward_is_refused():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, _ = own_routes(model, routed)
+    model, routed, own, _ = with_own_routes()
     with pytest.raises(ReplayError, match=r"runs on \[3, 8\] \[B, T\], the routes are of \[3, 9\]"), routed.replay(own):
         model(input_ids=BATCH["input_ids"][:, 1:])
     with pytest.raises(ReplayError, match="nothing was replayed"), routed.replay(own):
@@ -331,11 +268,6 @@ def test_a_session_of_another_batch_or_without_a_forward_is_refused():
         with pytest.raises(ReplayError, match="already replaying"), routed.replay(own):
             pass
         model(**BATCH)
-
-
-def test_a_model_without_routers_is_refused():
-    with pytest.raises(AttachError, match="has no router"):
-        attach(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.slow

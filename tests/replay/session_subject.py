@@ -57,7 +57,7 @@ class Subject:
 
     - `gates` and `recomputations`: names of all kinds of gate and all ways of recomputing activations. The usual gate
       and "none" are first.
-    - `built(gate, recompute, seed=, top_k=)`: one of them, always the same; `attach(model)`: the adapter's own door.
+    - `built(gate, recompute, seed=)`: one of them, always the same; `attach(model)`: the adapter's own door.
     - `layers`: the list of decoder layers; `overridden`: pairs of a module and a method that sessions put stand-ins on.
     - `run(batch)`: log-probabilities [B, T - 1] of the next tokens, from one forward; those at padding mean nothing.
     - `given()`: a context with a list of `Given`, which grows with every forward and recomputation of a layer.

@@ -51,21 +51,6 @@ def loss_in_a_checkpoint(on, use_reentrant):
     return lambda batch: checkpoint(lambda zero: on.loss(batch) + zero, anchor, use_reentrant=use_reentrant)[0]
 
 
-def check_one_checkpoint_around_two_forwards_is_refused(framework):
-    """Its recomputation would run the second on the routes of the first."""
-    on = framework.built()
-    anchor = torch.zeros(1, requires_grad=True)
-    twice = lambda zero: on.loss(BATCH) + on.loss(BATCH) + zero  # noqa: E731
-    for use_reentrant in (True, False):
-        with on.routed.replay(foreign(on.routed.spec, BATCH)):
-            refuses(
-                ReplayError,
-                "holds two forwards of a model",
-                lambda kind=use_reentrant: checkpoint(twice, anchor, use_reentrant=kind),
-            )
-            on.loss(BATCH)
-
-
 def check_a_backward_of_native_routes_in_a_session_is_refused(framework):
     """Its recomputation could take the routes of another batch; so it does not run at all."""
     for recompute in framework.recomputations[1:3]:
@@ -74,30 +59,6 @@ def check_a_backward_of_native_routes_in_a_session_is_refused(framework):
         with on.routed.replay(foreign(on.routed.spec, BATCH)):
             on.run(BATCH)
             refuses(ReplayError, "outside a forward", native.backward)
-
-
-def check_forward_only_passes_between_updates_change_nothing(framework):
-    other = batch_of(3, 5, seed=9)
-    for recompute in framework.recomputations:
-        weights = []
-        for with_extra_passes in (False, True):
-            on = framework.built(recompute=recompute)
-            optimizer = torch.optim.SGD(on.model.parameters(), lr=0.1)
-            for number in range(2):
-                with on.routed.replay(foreign(on.routed.spec, BATCH, number)):
-                    loss = on.loss(BATCH)
-                    if with_extra_passes:
-                        with torch.no_grad():
-                            on.run(BATCH)
-                if with_extra_passes:
-                    with torch.no_grad():
-                        replayed(on, foreign(on.routed.spec, other), other)
-                        on.run(other)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            weights.append(dict(on.model.named_parameters()))
-        assert same(*weights), recompute
 
 
 def check_a_recomputation_gives_experts_what_the_forward_gave_them(framework):

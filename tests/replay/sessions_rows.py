@@ -137,19 +137,6 @@ def check_whoever_writes_to_the_loss_mask_changes_no_recomputation(framework):
         assert same(*steps)
 
 
-def check_with_one_pick_per_token_expert_0_is_an_expert(framework):
-    on = framework.built(top_k=1)
-    trace = foreign(on.routed.spec, BATCH, absent=ABSENT["gap"] + LASTS)
-    trace.expert_ids_NLK[...] = 0
-    for missing in ("native", "drop"):
-        with on.routed.replay(trace, missing=missing) as session, on.routed.record() as recording:
-            on.run(BATCH)
-            assert session.loss_mask_BT.any()
-        executed = recording.trace().expert_ids_NLK
-        assert not executed[trace.valid_N].any()
-        assert executed[~trace.valid_N].any()
-
-
 def check_padding_is_spread_over_experts_and_real_rows_go_where_they_went(framework):
     """Neither counted nor given weights nor in the loss."""
     for gate in framework.gates:

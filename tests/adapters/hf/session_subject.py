@@ -57,9 +57,9 @@ class HuggingFaceSubject(Subject):
     family = "qwen3_moe"
 
     @classmethod
-    def built(cls, gate=None, recompute="none", *, seed=0, top_k=None):
+    def built(cls, gate=None, recompute="none", *, seed=0):
         family = gate or cls.gates[0]
-        on = cls(tiny(family, seed=seed, **({} if top_k is None else {"num_experts_per_tok": top_k})).train())
+        on = cls(tiny(family, seed=seed).train())
         on.family = family
         RECOMPUTATIONS[recompute](on)
         return on

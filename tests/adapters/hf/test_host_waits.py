@@ -20,6 +20,7 @@ from foreroute.replay import rows as rows_of_traces
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace, concatenate
+from tests.replay.session_subject import Batch, foreign
 from tests.tiers import grid
 
 LENGTHS = (7, 4, 8)
@@ -90,21 +91,8 @@ POLICIES = {
 
 def trace_of(spec, missing=NONE):
     """Routes that no router chose; those of the last row of each sequence and of these are absent."""
-    rng = np.random.default_rng(3)
-    found = []
-    for tokens, lacking in zip(SEQUENCES, missing, strict=True):
-        routes = np.argsort(rng.random((len(tokens), spec.num_layers, spec.num_experts)), -1)[..., : spec.top_k]
-        rows = [
-            RoutingTrace.unrouted(spec, [[token]])
-            if p in (*lacking, len(tokens) - 1)
-            else RoutingTrace.from_sequences(spec, [[token]], [routes[p : p + 1]])
-            for p, token in enumerate(tokens)
-        ]
-        whole = rows[0]
-        for row in rows[1:]:
-            whole = whole.continued_by(row)
-        found.append(whole)
-    return concatenate(found)
+    absent = {(s, p) for s, lacking in enumerate(missing) for p in (*lacking, LENGTHS[s] - 1)}
+    return foreign(spec, Batch(torch.from_numpy(padded("right")["input_ids"]), LENGTHS), 3, absent)
 
 
 def model_on(device):
@@ -136,9 +124,11 @@ def replayed(routed, batch, *what, **policy):
     return *here, recording.trace()
 
 
-def waits(device, forward):
+def waits(device, routed, given):
+    """Of the host, in a forward without gradients."""
     device.reads.clear()
-    forward()
+    with torch.no_grad():
+        routed.model(**given, use_cache=False)
     return sum(device.reads.values())
 
 
@@ -164,17 +154,13 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
         there, given = model_there(), given_on(DEVICE, batch)
         seen = replayed(there, given, trace, **policy)
 
-        def forward():
-            with torch.no_grad():
-                there.model(**given, use_cache=False)
-
-        unpatched = waits(device, forward)
+        unpatched = waits(device, there, given)
         with there.replay(trace, **policy) as session:
-            assert waits(device, forward) == unpatched
+            assert waits(device, there, given) == unpatched
             assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
         monkeypatch.setattr(TraceRows, "_needs_host", lambda *_: True)  # the control: a wait that is put back
         with there.replay(trace, **policy) as session:
-            assert waits(device, forward) >= unpatched + 2
+            assert waits(device, there, given) >= unpatched + 2
             assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
     torch.testing.assert_close(seen[0], expected[0], rtol=1e-4, atol=1e-4)
     assert torch.equal(seen[1], expected[1])
@@ -215,25 +201,22 @@ def put(name, place, value):
     return spoil
 
 
-def turned(batch):
-    batch["attention_mask"] = np.roll(batch["attention_mask"], 1, axis=1)
-
-
-def halved(batch):
-    batch["attention_mask"] = batch["attention_mask"] / 2
-
-
-def numbered(batch):
-    batch["attention_mask"] = 2 - batch["attention_mask"]
+def masked(change):
+    """Spoils the mask."""
+    return lambda batch: batch.update(attention_mask=change(batch["attention_mask"]))
 
 
 REFUSED = {
     "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 17 in"),
     "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 11 in"),
     "other token, packed": ("packed", put("input_ids", (0, 18), 3), "sequence 2, position 7: token 3 in the batch"),
-    "other mask": ("right", turned, "sequence 0, position 0: token 2 in the batch, 1 in the trace"),
-    "no mask": ("right", halved, r"attention_mask holds 0\.5"),
-    "a mask of numbers": ("right", numbered, "attention_mask holds 2"),
+    "other mask": (
+        "right",
+        masked(lambda mask: np.roll(mask, 1, axis=1)),
+        "sequence 0, position 0: token 2 in the batch, 1 in the trace",
+    ),
+    "no mask": ("right", masked(lambda mask: mask / 2), r"attention_mask holds 0\.5"),
+    "a mask of numbers": ("right", masked(lambda mask: 2 - mask), "attention_mask holds 2"),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
     "no start": ("packed", put("position_ids", (0, 7), 1), "the batch has 2 sequences and the trace has 3"),
     "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 6), "sequence 1, position 0: token 7 in"),
@@ -261,12 +244,9 @@ def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil
         for other in (BATCHES[name], batch):
             given, session = given_on(DEVICE, other), there.replay(trace)
 
-            def forward(given=given):
-                there.model(**given, use_cache=False)
-
-            unpatched = waits(device, forward)
+            unpatched = waits(device, there, given)
             session.__enter__()
-            assert waits(device, forward) == unpatched, "what is wrong is not looked at in the forward"
+            assert waits(device, there, given) == unpatched, "what is wrong is not looked at in the forward"
             for each in given.values():
                 each.zero_()  # what was given is remembered
             if other is not batch:
@@ -395,12 +375,9 @@ def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(opt
     with other_device() as device, torch.no_grad():
         there, given = model_on(DEVICE), given_on(DEVICE, batch)
 
-        def forward():
-            there.model(**given, use_cache=False)
-
-        unpatched = waits(device, forward)
+        unpatched = waits(device, there, given)
         with there.record(**options) as recording:
-            assert waits(device, forward) == unpatched
+            assert waits(device, there, given) == unpatched
         for each in given.values():
             each.zero_()
         assert recording.trace().equals(expected.trace())
@@ -410,11 +387,7 @@ def test_telemetry_waits_for_nothing_until_it_is_asked_for():
     with other_device() as device:
         there, given = model_on(DEVICE), given_on(DEVICE, padded("right"))
 
-        def forward():
-            with torch.no_grad():
-                there.model(**given, use_cache=False)
-
-        unpatched = waits(device, forward)
+        unpatched = waits(device, there, given)
         with there.replay(trace_of(there.spec), telemetry=True) as session:
-            assert waits(device, forward) == unpatched
+            assert waits(device, there, given) == unpatched
         assert session.agreement().routing.rows == sum(LENGTHS) - len(LENGTHS)

@@ -50,8 +50,8 @@ class MegatronSubject(Subject):
     recomputations = (*RECOMPUTE_SETTINGS, *BY_HAND)
 
     @classmethod
-    def built(cls, gate=None, recompute="none", *, seed=0, top_k=None):
-        gate = gate or ("softmax before, one pick" if top_k == 1 else cls.gates[0])
+    def built(cls, gate=None, recompute="none", *, seed=0):
+        gate = gate or cls.gates[0]
         within, reentrant = BY_HAND.get(recompute, (recompute, None))
         on = cls._of(within, seed, **GATES[gate])
         for layer in on.layers if recompute in BY_HAND else ():

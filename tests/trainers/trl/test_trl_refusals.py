@@ -70,49 +70,43 @@ class OwnStep(GRPOTrainer):
         return next(model.parameters()).sum() * 0
 
 
-class OwnBatch(GRPOTrainer):
-    """Hands on what it knows, and nothing else."""
+def bringing(change):
+    """A kind of trainer whose batches are changed on their way."""
 
-    def _prepare_inputs(self, generation_batch):
-        inputs = dict(super()._prepare_inputs(generation_batch))
-        del inputs[ROWS]
-        return inputs
+    class Changed(GRPOTrainer):
+        def _prepare_inputs(self, generation_batch):
+            inputs = dict(super()._prepare_inputs(generation_batch))
+            change(inputs)
+            return inputs
 
-
-@grid(
-    ("kind", "message"),
-    [(OwnLoss, "computed a loss without"), (OwnStep, "a training step without"), (OwnBatch, "foreroute_rows")],
-    quick=1,
-)
-def test_a_step_in_which_nothing_was_replayed(kind, message, folder):
-    with pytest.raises(ReplayError, match=message):
-        make(folder, kind=kind).train()
+    return Changed
 
 
-class Swapped(GRPOTrainer):
-    """Gives every sequence the routes of another, as carrying them beside TRL's batch would."""
-
-    def _prepare_inputs(self, generation_batch):
-        inputs = dict(super()._prepare_inputs(generation_batch))
-        inputs[ROWS] = torch.flip(inputs[ROWS], [0])
-        return inputs
+def nothing_else(inputs):
+    del inputs[ROWS]
 
 
-class Late(GRPOTrainer):
-    """Brings the micro-batches of the rollout before."""
+def of_another_sequence(inputs):
+    """As carrying routes beside TRL's batch would."""
+    inputs[ROWS] = torch.flip(inputs[ROWS], [0])
 
-    def _prepare_inputs(self, generation_batch):
-        inputs = dict(super()._prepare_inputs(generation_batch))
-        inputs[ROWS] = inputs[ROWS] - torch.tensor([1, 0])
-        return inputs
+
+def of_the_rollout_before(inputs):
+    inputs[ROWS] = inputs[ROWS] - torch.tensor([1, 0])
 
 
 @grid(
     ("kind", "error", "message"),
-    [(Swapped, BatchMismatchError, "the sequences \\[1, 0\\] of the trace"), (Late, ReplayError, "rollouts \\[0\\]")],
-    quick=1,
+    [
+        (OwnLoss, ReplayError, "computed a loss without"),
+        (OwnStep, ReplayError, "a training step without"),
+        (bringing(nothing_else), ReplayError, "foreroute_rows"),
+        (bringing(of_another_sequence), BatchMismatchError, r"the sequences \[1, 0\] of the trace"),
+        (bringing(of_the_rollout_before), ReplayError, r"rollouts \[0\]"),
+    ],
+    quick=2,
 )
-def test_routes_of_other_sequences_or_rollouts(kind, error, message, folder):
+def test_a_step_in_which_nothing_was_replayed_or_routes_of_others(kind, error, message, folder):
     with pytest.raises(error, match=message):
         make(folder, kind=kind).train()
 

@@ -4,7 +4,6 @@ The oracle is the sampler: `generate` notes the log-probs of the scores that it 
 """
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.sampling import LEAVING_OUT
 from tests.tiers import grid
-from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.trl.trl_runs import logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
 
@@ -44,10 +43,9 @@ def configured(**settings):
 def test_what_leaves_tokens_out_is_scored_on_the_sets_whoever_asked_for_it(of_model, of_call, folder):
     k3 = {}
     for replay in ("R3", "none"):
-        trainer = make(
+        trainer = trained(
             folder, model=configured(**of_model), generation_kwargs=of_call, replay=replay, max_steps=1, temperature=0.9
         )
-        trainer.train()
         k3[replay] = logged(trainer, "mismatch/k3")[0]
         assert (SAMPLING in trainer.routing.rollout.trace.streams) == (replay == "R3")
     assert k3["R3"] < 1e-9
@@ -90,8 +88,7 @@ def test_processors_that_are_trusted_keep_the_distances_of_what_they_leave():
 
 
 def test_nothing_is_kept_where_nothing_is_left_out(folder):
-    trainer = make(folder, max_steps=1, top_p=0.8, min_p=0.0, generation_kwargs={"top_p": 1.0})
-    trainer.train()
+    trainer = trained(folder, max_steps=1, top_p=0.8, min_p=0.0, generation_kwargs={"top_p": 1.0})
     assert SAMPLING not in trainer.routing.rollout.trace.streams
     assert logged(trainer, "mismatch/k3")[0] < 1e-9
 
@@ -165,8 +162,7 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
         with monkeypatch.context() as patch:
             colocated(patch, as_they_are)
             settings = {"top_p": 0.5, "generation_kwargs": {"top_k": 30, "seed": 1}, **COLOCATE}
-            trainer = make(folder, replay=replay, max_steps=1, **settings)
-            trainer.train()
+            trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]
     assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
 
@@ -183,7 +179,7 @@ def test_a_rollout_without_the_masks_that_its_settings_call_for_is_refused(folde
         make(folder, rollout_func=roll_out, max_steps=1, top_p=0.8).train()
 
 
-def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first():
+def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first(folder, monkeypatch):
     """Each process begins anew, with the step that its trainer stands at."""
 
     class Drawn(Exception):  # noqa: N818
@@ -200,28 +196,17 @@ def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the
         def generate(self, prompts, sampling, generator):
             raise Drawn(torch.rand(1, generator=generator).item())
 
-    def trainer_at(step, rank=0):
-        model = policy()
-        accelerator = SimpleNamespace(unwrap_model=lambda model: model, process_index=rank)
-        settings = {"repetition_penalty": 1, "eos_token_ids": [1], "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        return SimpleNamespace(
-            model=model,
-            accelerator=accelerator,
-            args=SimpleNamespace(generation_kwargs=None, seed=7),
-            state=SimpleNamespace(global_step=step),
-            max_completion_length=3,
-            min_p=None,
-            _tokenize_prompts=lambda prompts: ([[2]],),
-            **settings,
-        )
+    trainer = make(folder)
 
-    def drawn(sample, step, rank=0):
+    def drawn(sample, step):
+        trainer.state.global_step = step
         with pytest.raises(Drawn) as found:
-            sample(["a"], trainer_at(step, rank))
+            sample(["a"], trainer)
         return found.value.args[0]
 
     run, resumed = rollout_with(Notes()), rollout_with(Notes())
     numbers = [drawn(run, step) for step in (0, 1, 1, 2)]
     assert len(set(numbers)) == 4, "two rollouts of one step have other numbers too"
     assert [drawn(resumed, step) for step in (1, 1, 2)] == numbers[1:]
-    assert drawn(rollout_with(Notes()), 2, rank=1) != numbers[3]
+    monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
+    assert drawn(rollout_with(Notes()), 2) != numbers[3]

@@ -73,28 +73,27 @@ def test_a_response_that_verl_cut_keeps_the_route_of_its_last_token():
     assert np.array_equal(trace.expert_ids_NLK[-1], telling_routes(np.concatenate(pairs[-1]), rows=99)[-1, 1:])
 
 
+def with_masks(batch, masks):
+    """The batch with these response masks, in its layout."""
+    rows = nested([np.array(mask) for mask in masks])
+    if not batch["response_mask"].is_nested:
+        rows = torch.nested.to_padded_tensor(rows, 0, batch["response_mask"].shape)
+    return {**batch, "response_mask": rows}
+
+
 def test_rows_that_no_trained_token_depends_on_may_be_absent(layout):
     """A tool answers last: its three tokens are not trained on, and the engine has not seen them."""
     pairs = [(np.arange(1, 5), np.arange(10, 16)), (np.arange(5, 9), np.arange(20, 23))]
     batch = layout(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens) - 4 if len(tokens) > 7 else None))
     masks = [[1, 1, 1, 0, 0, 0], [1, 1, 1]]
-    if batch["response_mask"].is_nested:
-        batch["response_mask"] = nested([np.array(mask) for mask in masks])
-    else:
-        batch["response_mask"][0, 3:] = 0
+    batch = with_masks(batch, masks)
     trace = trace_of(batch, model=SPEC)
     assert [mask.tolist() for mask in sampled_mask(batch)] == [[bool(x) for x in mask] for mask in masks]
     require_routed(trace, batch)
-    trains_on_one_more = dict(batch)
-    if batch["response_mask"].is_nested:
-        trains_on_one_more["response_mask"] = nested([np.array([1, 1, 1, 1, 0, 0]), np.array(masks[1])])
-    else:
-        trains_on_one_more["response_mask"] = batch["response_mask"].clone()
-        trains_on_one_more["response_mask"][0, 3] = 1
     with pytest.raises(
         ReplayError, match=r"sequence 0 .* no route at position 6, and trains on tokens up to position 7"
     ):
-        require_routed(trace, trains_on_one_more)
+        require_routed(trace, with_masks(batch, [[1, 1, 1, 1, 0, 0], masks[1]]))
 
 
 def test_a_sequence_that_fills_the_batch_up_needs_no_routes():
@@ -116,51 +115,46 @@ def test_log_probs_of_responses_are_those_of_the_positions_before_them(layout):
         assert found.tolist() == [len(prompt) - 1 + r for r in range(len(response))]
 
 
-def _without(name):
-    return lambda batch: batch.pop(name)
+def _put(place, value):
+    def spoil(batch):
+        batch["routed_experts"][place] = value
+
+    return spoil
 
 
-def _shorter(batch):
-    values = batch["routed_experts"].unbind()
-    batch["routed_experts"] = torch.nested.as_nested_tensor([values[0][:-1], *values[1:]], layout=torch.jagged)
+def _changed(change):
+    return lambda batch: batch.update(routed_experts=change(batch["routed_experts"]))
 
 
-def _duplicate(batch):
-    batch["routed_experts"][0, PROMPT - 1, 1] = 5
-
-
-def _too_high(batch):
-    batch["routed_experts"][0, PROMPT - 1, 1, 0] = 64
-
-
-def _in_the_dense_layer(batch):
-    batch["routed_experts"][0, PROMPT - 1, 0] = torch.tensor([3, 4])
-
-
-def _layers_more(batch):
-    batch["routed_experts"] = batch["routed_experts"].repeat(1, 1, 2, 1)
-
-
-def _unpadded_routes_alone(batch):
-    batch["routed_experts"] = unpadded(sequences(3))["routed_experts"]
-
-
-def _floats(batch):
-    batch["routed_experts"] = batch["routed_experts"].float()
+def _shorter(routes):
+    first, *others = routes.unbind()
+    return torch.nested.as_nested_tensor([first[:-1], *others], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
     ("make", "spoil", "message"),
     [
-        (padded, _without("routed_experts"), "has no 'routed_experts'.*enable_rollout_routing_replay"),
-        (padded, _without("attention_mask"), "has no 'attention_mask'"),
-        (padded, _unpadded_routes_alone, "input_ids are padded and routed_experts are unpadded"),
-        (padded, _duplicate, "an expert twice"),
-        (padded, _too_high, "expected 0 to 63"),
-        (padded, _in_the_dense_layer, "which the spec says is dense"),
-        (padded, _layers_more, "has routes in decoder layer 4, which the spec says is dense"),
-        (padded, _floats, "dtype float32; expected integers"),
-        (unpadded, _shorter, "sequence 0 has .* rows of routed_experts for .* tokens"),
+        (
+            padded,
+            lambda batch: batch.pop("routed_experts"),
+            "has no 'routed_experts'.*enable_rollout_routing_replay",
+        ),
+        (padded, lambda batch: batch.pop("attention_mask"), "has no 'attention_mask'"),
+        (
+            padded,
+            _changed(lambda _: unpadded(sequences(3))["routed_experts"]),
+            "input_ids are padded and routed_experts are unpadded",
+        ),
+        (padded, _put((0, PROMPT - 1, 1), 5), "an expert twice"),
+        (padded, _put((0, PROMPT - 1, 1, 0), 64), "expected 0 to 63"),
+        (padded, _put((0, PROMPT - 1, 0), torch.tensor([3, 4])), "which the spec says is dense"),
+        (
+            padded,
+            _changed(lambda routes: routes.repeat(1, 1, 2, 1)),
+            "has routes in decoder layer 4, which the spec says is dense",
+        ),
+        (padded, _changed(torch.Tensor.float), "dtype float32; expected integers"),
+        (unpadded, _changed(_shorter), "sequence 0 has .* rows of routed_experts for .* tokens"),
     ],
 )
 def test_what_cannot_be_true_is_refused(make, spoil, message):
@@ -211,20 +205,12 @@ def test_a_batch_without_any_route_is_refused_unless_it_trains_on_nothing(layout
     assert not trace.valid_N.any()
 
 
-def _hole(mask):
-    mask[0, PROMPT] = 0
-
-
-def _two(mask):
-    mask[0, PROMPT] = 2
-
-
-@pytest.mark.parametrize("spoil", [_hole, _two])
-def test_masks_with_holes_or_other_numbers_are_refused(spoil):
+@pytest.mark.parametrize("number", [0, 2], ids=["hole", "other"])
+def test_masks_with_holes_or_other_numbers_are_refused(number):
     batch = padded(sequences(3))
     batch["response_mask"] = batch["response_mask"].clone()
     trace = trace_of(batch, model=SPEC)
-    spoil(batch["attention_mask"])
+    batch["attention_mask"][0, PROMPT] = number
     for use in (
         lambda: trace_of(batch, model=SPEC),
         lambda: routed_experts(trace, batch),
