@@ -91,5 +91,9 @@ def test_the_command_line_says_which_extra_it_needs():
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{needed} brings it\n")
 
 
+def test_reading_runs_and_making_rows_load_no_plotting_library():
+    assert loaded_by("import foreroute.report").isdisjoint({"matplotlib", "jinja2"})
+
+
 def test_the_command_line_starts_without_torch():
     assert loaded_by("import foreroute.cli.main").isdisjoint(FRAMEWORKS)

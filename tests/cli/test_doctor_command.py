@@ -22,8 +22,6 @@ from tests.doctor.doctor_cases import generation, shifted
 from tests.tiers import grid
 from tests.train.small_runs import small_values
 
-HOSTILE = "\x1b]0;title\x07\u202e.safetensors"
-
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

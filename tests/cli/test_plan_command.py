@@ -13,22 +13,9 @@ from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, load_plan, verify
 from foreroute.plan.counts import COUNTS_FILE, packed_counts, save_counts
 from foreroute.testing.routes import synthetic_trace
-from tests.cli.command import foreroute
+from tests.cli.command import CLUSTER, foreroute
 from tests.tiers import grid
 from tests.traces import random_trace, spec_of
-
-TOML = """
-[topology]
-num_ranks = 4
-ranks_per_node = 2
-redundant_slots = 2
-[hardware]
-preset = "h100"
-[model]
-preset = "qwen3-30b-a3b"
-num_experts = 8
-top_k = 2
-"""
 
 
 def plan(*arguments, folder, columns=80):
@@ -44,7 +31,7 @@ def counts(seed=0):
 def files(tmp_path_factory):
     """A topology, counts, and two traces of one step, as `foreroute demo` writes them."""
     folder = tmp_path_factory.mktemp("plan")
-    (folder / "cluster.toml").write_text(TOML)
+    (folder / "cluster.toml").write_text(CLUSTER)
     save_counts(counts(), folder / "counts.safetensors")
     save_counts(counts(1), folder / "before.safetensors")
     for n in range(2):
@@ -171,7 +158,7 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message)
 
 @pytest.mark.slow
 def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
-    (tmp_path / "two.toml").write_text(TOML.replace("num_ranks = 4", "num_ranks = 2"))
+    (tmp_path / "two.toml").write_text(CLUSTER.replace("num_ranks = 4", "num_ranks = 2"))
     save_counts(np.ones((1, 2, 2, 8), np.int64), tmp_path / "counts.safetensors")
     two = ("--counts", "counts.safetensors", "--topology", "two.toml", "--output", "two.safetensors")
     assert plan(*two, "--no-baselines", folder=tmp_path).returncode == 0

@@ -97,7 +97,6 @@ def shell(command, folder, **variables):
 )
 def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):
     """`tests/robustness/test_doors.py` has more of them, names and widths that are hostile, for every verb."""
-    fr.save(random_trace(0), tmp_path / "trace")
     result = shell(command, tmp_path)
     assert (result.returncode, result.stderr) == (code, message)
 

@@ -18,15 +18,10 @@ from tests.tiers import grid
 SEEDS = range(2)
 
 
-def reference(seed=0):
-    rng, trace = planted.case(seed)
-    return rng, trace
-
-
 def pair(plant):
     """Some traces of a trainer, and of an engine in which something is planted."""
     for seed in SEEDS:
-        rng, own = reference(seed)
+        rng, own = planted.case(seed)
         seen = plant(rng, planted.natural(rng, own))
         yield own, seen[0] if isinstance(seen, tuple) else seen
 
@@ -211,7 +206,7 @@ def test_a_share_of_tokens_of_nothing_is_not_told():
 
 
 def test_the_rest_is_told_in_whole_sentences():
-    _, trace = reference()
+    _, trace = planted.case(0)
     all_fail = report(*(Outcome.FAILED for _ in ALL_CHECKS))
     for evidence in (
         Evidence(attach_error="model.layers.1.mlp has no router\n   that can be seen; upgrade"),
@@ -231,7 +226,7 @@ def severity(found, topic):
 
 @grid("version", [3, 4], quick=1)
 def test_a_larger_share_of_other_routes_is_never_judged_milder(version):
-    rng, own = reference(4)
+    rng, own = planted.case(4)
     severities = []
     for rate in (0.0, 0.1, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0):
         engine = swapped(rate)(rng, own).with_weight_version(version)
@@ -249,7 +244,7 @@ def test_most_tokens_twofold_apart_are_a_problem_with_and_without_replay():
 
 
 def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
-    rng, own = reference(1)
+    rng, own = planted.case(1)
     engine = planted.natural(rng, own)
     mixed = reordered(rng, engine)
     found, straight = (diagnose(without_model(own, each, np.full(9, -1.0))) for each in (mixed, engine))
@@ -266,7 +261,7 @@ def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
 
 
 def test_a_model_without_weights_is_compared_with_nothing():
-    rng, own = reference(2)
+    rng, own = planted.case(2)
     found = diagnose(replace(with_model(own, swapped(0.97)(rng, own), np.full(9, -1.0)), random_weights=True))
     assert (found.measures.routes, found.measures.without, found.measures.with_replay) == (None, None, None)
     assert found.measures.repeated is not None

@@ -9,6 +9,11 @@ from foreroute.mismatch import LOG10_EDGES
 LAYERS = 8
 
 
+def side(k3, f2=0.0, cells=0.0, tokens=0.0):
+    """The figures of one side that a summary of runs looks at."""
+    return {"k3": k3, "f2": f2, "differing_share": cells, "differing_tokens_share": tokens}
+
+
 def mismatch(rng, share, k3):
     """One measured mismatch in which every cell differs with probability `share`."""
     by_layer = np.clip(share * rng.uniform(0.6, 1.4, LAYERS), 0, 1)

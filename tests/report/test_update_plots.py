@@ -9,19 +9,9 @@ from foreroute.report.run_plots import _up_to_all, update_plots
 from foreroute.report.run_tables import describe
 from tests.report.report_runs import config, step_line, write_run
 
-FIGURES = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0}}
 
-
-def runs_of(tmp_path, figures, rl=()):
-    lines = [step_line(step) | figures for step in range(4)]
-    values = config("r")
-    values["rl"] |= dict(rl)
-    return [write_run(tmp_path / "run", values, lines)]
-
-
-def facts_of(folders):
-    (run,) = runs = read_runs(folders)
-    return describe(run, *summary_rows(runs))
+def runs_of(tmp_path, figures):
+    return [write_run(tmp_path / "run", config("r"), [step_line(step) | figures for step in range(4)])]
 
 
 def titles(folders):
@@ -29,7 +19,8 @@ def titles(folders):
 
 
 def test_a_bound_that_nothing_reached_is_no_plot(tmp_path):
-    assert titles(runs_of(tmp_path, FIGURES)) == ["Effective sample size"]
+    figures = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0}}
+    assert titles(runs_of(tmp_path, figures)) == ["Effective sample size"]
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -56,6 +47,6 @@ def test_a_run_says_where_it_ran(tmp_path):
     on_cpu, on_gpu = {"kind": "cpu", "name": "x86_64"}, {"kind": "cuda", "name": "NVIDIA <H100>"}
     peaks = [on_cpu, on_gpu | {"peak_memory_bytes": 3_000_000_000}, on_gpu | {"peak_memory_bytes": 2_500_000_000}]
     lines = [step_line(step) | {"device": device} for step, device in enumerate(peaks)]
-    folder = write_run(tmp_path / "run", config("r"), lines)
-    assert facts_of([folder])["device"] == "CPU, x86_64; NVIDIA <H100>, up to 3.00 GB"
-    assert "NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report(read_runs([folder]), tmp_path / "page.html").read_text()
+    (run,) = runs = read_runs([write_run(tmp_path / "run", config("r"), lines)])
+    assert describe(run, *summary_rows(runs))["device"] == "CPU, x86_64; NVIDIA <H100>, up to 3.00 GB"
+    assert "NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report(runs, tmp_path / "page.html").read_text()
