@@ -265,14 +265,16 @@ def test_hostile_trace_to_examine(trace):
         refuse_constant_layers(trace)
 
 
-@pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "temperature"])
+@pytest.mark.parametrize(
+    "field", ["max_new_tokens", "end_token", "group_size", "temperature", "top_p", "min_p", "top_k"]
+)
 @pytest.mark.parametrize("value", [None, True, "3", [], Raises(), float("nan"), 1j, -2, DEEP], **IDS)
 def test_hostile_sampling(field, value):
     with pytest.raises(ConfigError, match=f"{field} is"):
         Sampling(**{"max_new_tokens": 3, "end_token": 1, field: value})
 
 
-@pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size"])
+@pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "top_k"])
 def test_fractions_are_no_counts(field):
     with pytest.raises(ConfigError, match=f"{field} is"):
         Sampling(**{"max_new_tokens": 3, "end_token": 1, field: 2.5})

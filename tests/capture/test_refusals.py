@@ -73,20 +73,20 @@ def test_top_1_zero_filled_wire_is_ambiguous():
     refused(batch, r, "may as well be expert 0")
 
 
-@pytest.mark.parametrize(("rows", "match"), [(10, "Rows are missing"), (12, "Rows are too many"), (13, "too many")])
-def test_row_count(rows, match):
+@pytest.mark.parametrize(
+    ("shape", "match"),
+    [
+        ((10, 5, 3), "has 10 rows for 12 tokens.*expected 11.*Rows are missing"),
+        *(((rows, 5, 3), f"has {rows} rows for 12 tokens.*expected 11.*Rows are too many") for rows in (12, 13)),
+        *(((11, n, 3), rf"have {n} layers; expected 4 .*, or all decoder layers, 5 or more") for n in (1, 2, 3)),
+        ((11, 5, 2), "has 2 picks in a row; expected top_k = 3"),
+    ],
+)
+def test_axes_of_another_length(shape, match):
     r = wires.rollout(RNG)
     output = wires.vllm_narrow(r)
-    output.outputs[0].routed_experts = np.resize(output.outputs[0].routed_experts, (rows, 5, 3))
-    refused(output, r, rf"has {rows} rows for 12 tokens.*expected 11.*{match}")
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_layer_axis_that_is_too_short(layers):
-    r = wires.rollout(RNG)
-    output = wires.vllm_narrow(r)
-    output.outputs[0].routed_experts = np.resize(r.all_layers(), (11, layers, 3))
-    refused(output, r, rf"have {layers} layers; expected 4 .those that decide., or all decoder layers, 5 or more")
+    output.outputs[0].routed_experts = np.resize(r.all_layers(), shape)
+    refused(output, r, match)
 
 
 @pytest.mark.parametrize("writer", [wires.vllm_narrow, wires.vllm_http, wires.sglang, lambda r: wires.verl([r])])
@@ -109,35 +109,26 @@ def test_two_routers_of_one_layer_have_no_place_on_an_axis_of_layers():
     refused(r.routes_RLK[:, :2], r, "have 2 layers; expected 4 .*with one column for each", model=spec)
 
 
-def test_picks_axis():
-    r = wires.rollout(RNG)
-    output = wires.vllm_narrow(r)
-    output.outputs[0].routed_experts = r.all_layers()[..., :2]
-    refused(output, r, "has 2 picks in a row; expected top_k = 3")
-
-
-def test_raw_bytes_that_fit_no_shape():
-    r = wires.rollout(RNG)
-    refused(wires.sglang(r), r, "660 bytes without a shape; expected 10 rows of 3", token_ids=r.tokens[:-1])
-    refused(wires.sglang(r), r, "expected 9 rows", start=2)
-
-
-def test_sglang_returns_one_choice_only():
-    r = wires.rollout(RNG)
+def with_two_choices(r):
     body = json.loads(wires.sglang_openai(r))
-    refused({**body, "choices": body["choices"] * 2}, r, "the response has 2 choices")
+    return body | {"choices": body["choices"] * 2}
 
 
-def test_missing_and_contradicting_tokens():
+@pytest.mark.parametrize(
+    ("write", "match", "given"),
+    [
+        (wires.sglang, "660 bytes without a shape; expected 10 rows of 3", {"token_ids": [1] * 11}),
+        (wires.sglang, "expected 9 rows", {"start": 2}),
+        (with_two_choices, "the response has 2 choices", {}),
+        (wires.sglang, "does not carry the tokens of sequence 0", {"token_ids": None}),
+        (wires.vllm_narrow, "carries 12 tokens that differ from the 11", {"token_ids": [1] * 11}),
+        (lambda r: [wires.sglang(r)] * 2, "token_ids of 1 sequences for the routes of 2", {"token_ids": [[1] * 12]}),
+        (wires.vllm_narrow, "starts at 12; expected a position of its 12 tokens", {"start": 12}),
+    ],
+)
+def test_tokens_and_starts_that_do_not_fit(write, match, given):
     r = wires.rollout(RNG)
-    refused(wires.sglang(r), r, "does not carry the tokens of sequence 0", token_ids=None)
-    refused(wires.vllm_narrow(r), r, "carries 12 tokens that differ from the 11", token_ids=r.tokens[:-1])
-    refused([wires.sglang(r)] * 2, r, "got token_ids of 1 sequences for the routes of 2", token_ids=[r.tokens])
-
-
-def test_a_start_behind_the_tokens():
-    r = wires.rollout(RNG)
-    refused(wires.vllm_narrow(r), r, "starts at 12; expected a position of its 12 tokens", start=12)
+    refused(write(r), r, match, **given)
 
 
 @pytest.mark.parametrize(

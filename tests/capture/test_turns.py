@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.capture import decode
-from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
+from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.trace import NO_VERSION, RoutingTrace, extended
-from tests import wires
 from tests.traces import spec_of
 
 SPEC = spec_of()
@@ -62,24 +60,6 @@ def test_turns_match_the_oracle(data):
     assert seen == slow.rows
 
 
-def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
-    r = wires.rollout(np.random.default_rng(0), prompt=6, response=6)
-    half = wires.Rollout(r.spec, r.num_layers, r.prompt, r.response[:3], r.routes_RLK[:8])
-    resumed = wires.Rollout(r.spec, r.num_layers, r.tokens[:9], r.response[3:], (r.routes_RLK + 1) % 16)
-    first, second = wires.vllm_http(half), wires.vllm_http(resumed)
-    trace = extended(decode(first, model=r.spec, weight_version=1), decode(second, model=r.spec, weight_version=2))
-    assert trace.weight_versions_N.tolist() == [1] * 8 + [2] * 3 + [NO_VERSION]
-    assert np.array_equal(trace.expert_ids_NLK[:8], half.routes_RLK)
-    assert np.array_equal(trace.expert_ids_NLK[8:11], resumed.routes_RLK[8:])
-
-
-def test_prefix_cache_hit_and_tool_output_leave_the_gap_that_nobody_filled():
-    rng = np.random.default_rng(2)
-    first = decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5], start=2)
-    trace = extended(first, decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5, 6, 7, 8], start=5))
-    assert trace.valid_N.tolist() == [False, False, True, True, False, True, True, False]
-
-
 def test_what_does_not_continue_is_refused():
     rng = np.random.default_rng(3)
     start = turn([1, 2, 3], routes(rng, 2))
@@ -102,12 +82,3 @@ def test_extended_works_on_whole_batches():
     assert merged.weight_versions_N.tolist() == [1, 2, -1, 1, 1, 2, -1]
     assert np.array_equal(merged.expert_ids_NLK[[0, 3, 4]], a.expert_ids_NLK[a.valid_N])
     assert np.array_equal(merged.expert_ids_NLK[[1, 5]], b.expert_ids_NLK[[1, 5]])
-
-
-def test_from_rows_refuses_shapes_that_disagree():
-    with pytest.raises(TraceContentError, match="one row of each for every token"):
-        RoutingTrace.from_rows(
-            SPEC, [[1, 2]], [routes(np.random.default_rng(0), 1)], valid=[[1, 1]], weight_versions=[[0, 0]]
-        )
-    with pytest.raises(TraceContentError, match=r"of \[0, 1\] sequences"):
-        RoutingTrace.from_rows(SPEC, [[1, 2]], [], valid=[[1, 1]], weight_versions=[[0, 0]])

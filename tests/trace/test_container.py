@@ -1,4 +1,4 @@
-"""Building, cutting, joining and comparing traces, against plain Python lists."""
+"""Building and comparing traces, and what is refused; `test_streams.py` cuts and joins them."""
 
 import numpy as np
 import pytest
@@ -12,51 +12,19 @@ from foreroute.trace.checks import check_rows
 from foreroute.trace.operations import shared_picks
 from tests.traces import random_trace, spec_of
 
-
-def rows_of(trace):
-    """Every sequence as a list of (token, version, valid, ids): the oracle's view of a trace."""
-    listed = []
-    for s in range(len(trace)):
-        rows = range(int(trace.offsets[s]), int(trace.offsets[s + 1]))
-        listed.append(
-            [
-                (
-                    int(trace.token_ids_N[n]),
-                    int(trace.weight_versions_N[n]),
-                    bool(trace.valid_N[n]),
-                    trace.expert_ids_NLK[n].tolist(),
-                )
-                for n in rows
-            ]
-        )
-    return listed
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_select_concatenate_truncate_continue_match_lists(seed, data):
-    a, b = random_trace(seed), random_trace(seed + 1)
-    chosen = data.draw(st.lists(st.integers(0, len(a) - 1), max_size=6))
-    assert rows_of(a.select(chosen)) == [rows_of(a)[s] for s in chosen]
-    assert rows_of(fr.concatenate([a, b])) == rows_of(a) + rows_of(b)
-    kept = [data.draw(st.integers(0, int(n))) for n in a.lengths]
-    assert rows_of(a.truncated(kept)) == [rows[:n] for rows, n in zip(rows_of(a), kept, strict=True)]
-    c = a.select(np.arange(len(a))[::-1])
-    assert rows_of(a.continued_by(c)) == [x + y for x, y in zip(rows_of(a), rows_of(c), strict=True)]
+SPEC = spec_of(num_experts=4, top_k=2, num_layers=1)
 
 
 def test_last_token_has_no_route_and_no_version():
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
-    trace = fr.RoutingTrace.from_sequences(spec, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
+    trace = fr.RoutingTrace.from_sequences(SPEC, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
     assert trace.valid_N.tolist() == [True, True, False]
     assert trace.weight_versions_N.tolist() == [5, 5, NO_VERSION]
     assert trace.versions == (5,)
 
 
 def test_unrouted_rows_complete_a_trace():
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
-    trace = fr.RoutingTrace.from_sequences(spec, [[7], [8]], [[[[0, 1]]], [[[3, 2]]]])
-    longer = trace.continued_by(fr.RoutingTrace.unrouted(spec, [[1], [2]]))
+    trace = fr.RoutingTrace.from_sequences(SPEC, [[7], [8]], [[[[0, 1]]], [[[3, 2]]]])
+    longer = trace.continued_by(fr.RoutingTrace.unrouted(SPEC, [[1], [2]]))
     assert longer.token_ids_N.tolist() == [7, 1, 8, 2]
     assert longer.valid_N.tolist() == [True, False, True, False]
 
@@ -81,16 +49,14 @@ def test_id_width_follows_the_model_not_the_data(num_experts, dtype):
     ],
 )
 def test_impossible_routes_are_refused(ids, message):
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     with pytest.raises(TraceContentError, match=message):
-        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [ids])
+        fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [ids])
 
 
 @pytest.mark.parametrize("tokens", [[1.5, 2.0], [2**31, 1], [[1, 2], [3, 4]]])
 def test_tokens_that_would_change_are_refused(tokens):
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     with pytest.raises(TraceContentError, match=r"expected integers \[T\] from 0"):
-        fr.RoutingTrace.from_sequences(spec, [tokens], [[[[0, 1]]]])
+        fr.RoutingTrace.from_sequences(SPEC, [tokens], [[[[0, 1]]]])
 
 
 @pytest.mark.parametrize("version", [1.5, True, "1", None, -2, 2**31])
@@ -110,15 +76,16 @@ def test_weight_versions_are_whole_numbers(version):
         ({"token_ids": [[-1, 2]]}, "expected integers .T. from 0"),
         ({"token_ids": [[[1], [2, 3]]]}, "is no array"),
         ({"expert_ids": [[[[0, 1]], [[0]]]]}, "is no array"),
+        ({"valid": [[True, True]], "expert_ids": [[[[0, 1]]]]}, "one row of each for every token"),
+        ({"expert_ids": []}, r"of \[0, 1\] sequences"),
     ],
 )
 def test_rows_that_would_change_are_refused(changed, message):
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     good = {"token_ids": [[1, 2]], "expert_ids": [[[[0, 1]], [[0, 0]]]], "valid": [[True, False]]}
     good["weight_versions"] = [[3, 2**40]]  # of an absent row: not looked at
-    assert fr.RoutingTrace.from_rows(spec, **good).weight_versions_N.tolist() == [3, NO_VERSION]
+    assert fr.RoutingTrace.from_rows(SPEC, **good).weight_versions_N.tolist() == [3, NO_VERSION]
     with pytest.raises(TraceContentError, match=message):
-        fr.RoutingTrace.from_rows(spec, **{**good, **changed})
+        fr.RoutingTrace.from_rows(SPEC, **{**good, **changed})
 
 
 @pytest.mark.parametrize("lengths", [2.9, True, "1"])
@@ -140,24 +107,6 @@ def test_facts_of_joined_traces_do_not_grow_with_every_join():
         stepwise = fr.concatenate([stepwise, trace])
     for once in (stepwise, fr.concatenate(many)):
         assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
-
-
-@pytest.mark.parametrize(
-    ("experts", "top_k", "layers", "message"),
-    [
-        ("8", 2, 1, "num_experts is '8'"),
-        (8, 2.5, 1, "top_k is 2.5"),
-        (8, True, 1, "top_k is True"),
-        (8, 2, 1025, "1025 layers of 8 experts"),
-        (65_536, 2, 17, "1048576 experts in all"),
-    ],
-)
-def test_models_that_cannot_be_are_refused(experts, top_k, layers, message):
-    with pytest.raises(TraceContentError, match=message):
-        fr.RoutingSpec(experts, top_k, tuple(map(fr.RoutedLayer, range(layers))))
-    for index, kind in ((-1, fr.trace.LayerKind.MTP), (2.5, fr.trace.LayerKind.MTP), (0, "decoder")):
-        with pytest.raises(TraceContentError, match="layer"):
-            fr.RoutedLayer(index, kind)
 
 
 def test_a_model_takes_one_line_however_many_layers_it_has():
@@ -212,21 +161,6 @@ def test_digest_depends_on_tokens_routes_and_versions():
     tokens[0] += 1
     changed.append(fr.RoutingTrace(a.spec, a.expert_ids_NLK, a.valid_N, tokens, a.weight_versions_N, a.offsets))
     assert len({digest(t) for t in [a, *changed]}) == 4
-
-
-@settings(max_examples=30)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_overlap_counts_shared_sets(seed):
-    a = random_trace(seed)
-    b = random_trace(seed, route_seed=seed + 1)
-    shared_RL, rows_R = overlap(a, b)
-    expected = [
-        [len(set(x) & set(y)) for x, y in zip(a.expert_ids_NLK[n].tolist(), b.expert_ids_NLK[n].tolist(), strict=True)]
-        for n in range(a.num_rows)
-        if a.valid_N[n] and b.valid_N[n]
-    ]
-    assert shared_RL.tolist() == expected
-    assert rows_R.tolist() == np.flatnonzero(a.valid_N & b.valid_N).tolist()
 
 
 def test_overlap_of_other_tokens_is_refused():

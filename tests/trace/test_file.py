@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import ENCODINGS, digest
 from foreroute.trace.file import FORMAT, cut_chunks, encode
 from tests.trace.forging import forged, holding
-from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
+from tests.traces import mixed_trace, random_trace, spec_of, uneven_trace, with_decisions
 
 ARCHIVED = Path(__file__).parent / "data" / "trace-3.safetensors"
 
@@ -38,16 +39,25 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr("foreroute.trace.file.MOST_CHUNK_ROWS", 16)
 
 
-@settings(max_examples=60)
+MAKERS = [
+    mixed_trace,
+    uneven_trace,
+    *(partial(random_trace, num_experts=e, top_k=k) for e, k in ((1, 1), (256, 8), (300, 3), (65_536, 2))),
+    *(partial(uneven_trace, sizes=sizes) for sizes in (((255, 2), (1, 1)), ((256, 4), (256, 1), (3, 3)))),
+]
+"""Ids of either width, with fillers and without."""
+
+
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**32 - 1),
     encoding=st.sampled_from(ENCODINGS),
-    model=st.sampled_from([(8, 2), (1, 1), (256, 8), (300, 3), (65_536, 2)]),
+    make=st.sampled_from(MAKERS),
     decisions=st.booleans(),
     data=st.data(),
 )
-def test_what_was_saved_is_read_in_whole_and_in_part(seed, encoding, model, decisions, data):
-    trace = mixed_trace(seed) if model == (8, 2) else random_trace(seed, num_experts=model[0], top_k=model[1])
+def test_what_was_saved_is_read_in_whole_and_in_part(seed, encoding, make, decisions, data):
+    trace = make(seed)
     trace = (with_decisions(trace, seed) if decisions else trace).with_provenance(engine="ünïcode", note="")
     content, expected = bytes_of(trace, encoding), as_read(trace, encoding)
     read = fr.load(CountedBytes(content))

@@ -7,7 +7,6 @@ import pytest
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.testing.routes import synthetic_trace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
 from tests.trace.forging import STAIRCASE, forged, holding, setting
 from tests.traces import random_trace, with_decisions
@@ -166,14 +165,6 @@ def test_sets_of_experts_that_cannot_be_are_refused(tmp_path, edit, message):
         fr.load(forged(tmp_path / "t", TRACE, edit, encoding="sets"))
 
 
-def test_the_highest_gaps_do_not_wrap(tmp_path):
-    """Gaps of 255 in one byte each: their sum is no small id again."""
-    trace = random_trace(0, num_experts=256, top_k=3)
-    edit = holding(1, lambda content: np.where(np.tile(trace.valid_N, 3), 255, 0))
-    with pytest.raises(TraceFileError, match="an expert that the model does not have"):
-        fr.load(forged(tmp_path / "t", trace, edit, encoding="sets"))
-
-
 STREAMS = with_decisions(TRACE, 1)
 FRAME_OF = {"gate_weights": 4, "indexer": 7, "sampling": 9}  # behind the rows and three layers
 
@@ -264,12 +255,6 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
         assert fr.load(forged(tmp_path / "t", STREAMS, holding(frame, lambda content: None))).equals(STREAMS)
     for frame in (FRAME_OF["indexer"], FRAME_OF["sampling"]):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
-
-
-def test_every_kind_of_layer_is_read(tmp_path):
-    kinds = tuple(fr.RoutedLayer(0, kind) for kind in fr.trace.LayerKind)
-    trace = synthetic_trace(fr.RoutingSpec(4, 2, kinds), [3], seed=0)
-    assert fr.load(fr.save(trace, tmp_path / "t")).spec.layers == kinds
 
 
 def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp_path, monkeypatch):
