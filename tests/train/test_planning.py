@@ -53,19 +53,3 @@ def test_a_file_of_another_run_is_refused(before, after, message, tmp_path):
         planning_of(expert=4, topology=str(path))
     with pytest.raises(ConfigError, match="missing"):
         planning_of(expert=4, topology=str(tmp_path / "missing.toml"))
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"pay_off": True}, "pay_off = true goes by prices; name a topology file"),
-        ({"traffic": True, "slots": "shared"}, "traffic = true goes by prices; name a topology file"),
-        ({"traffic": True, "topology": "cluster.toml"}, "traffic = true refills all slots in every cell; set slots"),
-        ({"topology": "cluster.toml", "redundant_slots": 1}, "redundant_slots changes nothing beside topology"),
-        ({"topology": "cluster.toml", "ranks_per_node": 2}, "ranks_per_node changes nothing beside topology"),
-        ({"home_moves": "some"}, "home_moves"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(parallel, message):
-    with pytest.raises(ConfigError, match=message):
-        small_config(parallel={"expert": 4, **parallel}, rollout={"prompts": 8})

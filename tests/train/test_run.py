@@ -128,10 +128,6 @@ def test_a_warm_start_is_shared(whole, tmp_path):
         train(wrong, tmp_path / "third")
     with pytest.raises(RunFolderError, match="does not exist"):
         train(from_checkpoint("nowhere.pt"), tmp_path / "third")
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes(with_a_flipped_bit(checkpoint.read_bytes()))
-    with pytest.raises(RunFolderError, match=r"damaged\.safetensors is damaged: its checksum is"):
-        train(from_checkpoint(damaged), tmp_path / "third")
     assert not (tmp_path / "third").exists()
 
 
@@ -144,11 +140,6 @@ def test_folders_in_use_are_left_alone(whole, tmp_path):
     with pytest.raises(RunFolderError, match="no run to resume"):
         train(small_config(), tmp_path / "nothing", resume=True)
     assert {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()} == before
-
-
-def with_a_flipped_bit(checkpoint):
-    """One of the numbers of the last tensor, which is read as well as before."""
-    return checkpoint[:-6] + bytes([checkpoint[-6] ^ 1]) + checkpoint[-5:]
 
 
 @pytest.mark.parametrize(
@@ -168,12 +159,33 @@ def with_a_flipped_bit(checkpoint):
         ({"name": "../up"}, "name"),
         *[({"name": name}, "name: String should") for name in (".", "..", "a" * 5000, "ü" * 120)],
         ({"name": "name\n"}, "name"),
+        *[
+            ({"device": name}, "device: Input should be 'auto', 'cpu' or 'cuda'")
+            for name in ("gpu", "cuda:1", "CUDA", "")
+        ],
+        ({"rollout": {"prompts": 100_000, "group_size": 100}}, "prompts times group_size is 10000000; expected 999999"),
+        ({"rl": {"clip_high": 1.7e308}}, r"rl\.clip_high"),
+        ({"rl": {"learning_rate": 1e31}}, r"rl\.learning_rate"),
+        *[({"rollout": {"temperature": value}}, r"rollout\.temperature") for value in (1e-300, 1e30)],
+        ({"rollout": {"server": {"timeout_s": 1e30}}}, r"rollout\.server\.timeout_s: .* 604800"),
+        ({"parallel": {"expert": 2, "timeout_s": 1e30}}, r"parallel\.timeout_s: .* 604800"),
         (
             {"warm_start": {"checkpoint": "x.pt"}},
             "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
         ),
         ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
         ({"parallel": {"prefetch": 2, "slots": "shared"}}, "slots, prefetch change nothing with expert = 1"),
+        *[
+            ({"parallel": {"expert": 4, **parallel}, "rollout": {"prompts": 8}}, message)
+            for parallel, message in (
+                ({"pay_off": True}, "pay_off = true goes by prices; name a topology file"),
+                ({"traffic": True, "slots": "shared"}, "traffic = true goes by prices; name a topology file"),
+                ({"traffic": True, "topology": "a.toml"}, "traffic = true refills all slots in every cell; set slots"),
+                ({"topology": "a.toml", "redundant_slots": 1}, "redundant_slots changes nothing beside topology"),
+                ({"topology": "a.toml", "ranks_per_node": 2}, "ranks_per_node changes nothing beside topology"),
+                ({"home_moves": "some"}, "home_moves"),
+            )
+        ],
         ({"rollout": {"server": {"timeout_s": 5.0}}}, 'server changes nothing with engine = "embedded"'),
         ({"rollout": {"engine": "vllm", "precision": "float32"}}, r"needs server\.python"),
         ({"rollout": {"engine": "sglang"}}, r"needs server\.url"),
@@ -256,41 +268,21 @@ def test_every_kind_of_gate_trains_or_says_what_to_change(tmp_path, family):
     assert records(run.path)[0]["mismatch"]["replayed"]["differing_share"] == 0
 
 
-def model_is_another(state):
-    state["model"]["model.norm.weight"] = torch.zeros(3)
+NORM = "model.norm.weight"
+MISFITS = {
+    "another model": lambda model, moments: model.update({NORM: torch.zeros(3)}),
+    "a weight of whole numbers": lambda model, moments: model.update({NORM: model[NORM].long()}),
+    "moments of another weight": lambda model, moments: moments[0].update(exp_avg=torch.zeros(3)),
+    "moments missing": lambda model, moments: moments[0].pop("exp_avg"),
+    "steps below one": lambda model, moments: moments[0].update(step=torch.tensor(-1.0)),
+    "moments of no weight": lambda model, moments: moments.update({999: moments[0]}),
+}
 
 
-def a_weight_is_whole_numbers(state):
-    state["model"]["model.norm.weight"] = state["model"]["model.norm.weight"].long()
-
-
-def moments_of_another_weight(state):
-    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
-
-
-def moments_missing(state):
-    del state["optimizer"]["state"][0]["exp_avg"]
-
-
-def steps_below_one(state):
-    state["optimizer"]["state"][0]["step"] = torch.tensor(-1.0)
-
-
-def moments_of_no_weight(state):
-    state["optimizer"]["state"][999] = state["optimizer"]["state"][0]
-
-
-@grid(
-    "change",
-    [
-        *(model_is_another, a_weight_is_whole_numbers, moments_of_another_weight, moments_missing, steps_below_one),
-        moments_of_no_weight,
-    ],
-    quick=2,
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, change):
+@grid("name", MISFITS, quick=2)
+def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, name):
     state = load_checkpoint(copied.last_checkpoint())
-    change(state)
+    MISFITS[name](state["model"], state["optimizer"]["state"])
     copied.save_checkpoint(state, data="", keep=9)
     with pytest.raises(RunFolderError, match=r"step-000005.* does not fit this model and optimizer"):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)
