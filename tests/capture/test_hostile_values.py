@@ -16,20 +16,11 @@ ROUTES = R.routes_RLK
 TRACE = RoutingTrace.from_sequences(R.spec, [R.tokens], [ROUTES])
 
 
-def deep(depth=100_000):
-    inner: list = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
-
-
-DEEP = deep()
-
-
-def endless():
-    inner: list = []
-    inner.append(inner)
-    return inner
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
 
 
 class Raises:
@@ -123,12 +114,11 @@ CONTAINERS = [
     (),
     {},
     DEEP,
-    endless(),
+    ENDLESS,
     [None],
     [Raises()],
-    [DEEP],
     {"choices": DEEP},
-    {"choices": endless()},
+    {"choices": ENDLESS},
     {"routed_experts": DEEP},
     {"routed_experts": Raises()},
     {"routed_experts": {"data": DEEP, "shape": DEEP, "dtype": DEEP}},
@@ -139,7 +129,6 @@ CONTAINERS = [
     LyingShape(),
     LyingList(),
     LastingList([1]),
-    [[[DEEP]]],
     [[[{1: DEEP}]]],
     [[[10**5000]]],
     {"outputs": np.zeros(3)},
@@ -207,7 +196,7 @@ def test_integers_of_numpy_are_integers():
         set(R.tokens),
         iter(R.tokens),
         DEEP,
-        endless(),
+        ENDLESS,
         [DEEP],
         [Raises()] * 12,
         [*R.tokens[:-1], True],
@@ -281,17 +270,10 @@ def test_fractions_are_no_counts(field):
     assert Sampling(**{"max_new_tokens": 3, "end_token": 1, field: np.int64(2)})
 
 
-MASKS = {
-    "a hole": lambda mask: np.put(mask, 4, 0),
-    "a two": lambda mask: np.put(mask, 4, 2),
-    "a minus": lambda mask: np.put(mask, 4, -1),
-}
-
-
-@pytest.mark.parametrize("spoil", MASKS)
-def test_masks_of_verl_with_holes_or_other_numbers_are_refused(spoil):
+@pytest.mark.parametrize("value", [0, 2, -1])
+def test_masks_of_verl_with_holes_or_other_numbers_are_refused(value):
     batch = wires.verl([R])
-    MASKS[spoil](batch["attention_mask"])
+    batch["attention_mask"][0, 4] = value
     with pytest.raises(CaptureError, match="attention_mask"):
         decode(batch, model=R.spec)
 

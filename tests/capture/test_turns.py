@@ -24,40 +24,23 @@ def turn(tokens, rows, start=0, versions=NO_VERSION):
     return RoutingTrace.from_rows(SPEC, [tokens], [whole], valid=[valid], weight_versions=[versions_T])
 
 
-class Slow:
-    """The oracle: one dictionary for each position."""
-
-    def __init__(self):
-        self.rows = []
-
-    def add(self, tokens, rows, start, versions):
-        while len(self.rows) < len(tokens):
-            self.rows.append({"token": int(tokens[len(self.rows)]), "ids": None, "version": NO_VERSION})
-        for i, row in enumerate(rows):
-            slot = self.rows[start + i]
-            if slot["ids"] is None:
-                slot["ids"], slot["version"] = row.tolist(), int(versions[i])
-
-
 @settings(max_examples=150)
 @given(st.data())
 def test_turns_match_the_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    trace, slow, tokens = RoutingTrace.unrouted(SPEC, [[]]), Slow(), np.zeros(0, int)
+    trace, slow, tokens = RoutingTrace.unrouted(SPEC, [[]]), [], np.zeros(0, int)
     for _ in range(data.draw(st.integers(1, 5))):
         tokens = np.concatenate([tokens, rng.integers(0, 99, data.draw(st.integers(0, 6)))])
         start = data.draw(st.integers(0, len(tokens)))
         rows = routes(rng, data.draw(st.integers(0, len(tokens) - start)))
         versions = rng.integers(0, 4, len(rows))
         trace = extended(trace, turn(tokens, rows, start, versions))
-        slow.add(tokens, rows, start, versions)
-    seen = [
-        {"token": int(t), "ids": ids.tolist() if valid else None, "version": int(v)}
-        for t, ids, valid, v in zip(
-            trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N, strict=True
-        )
-    ]
-    assert seen == slow.rows
+        slow += [(int(token), None, NO_VERSION) for token in tokens[len(slow) :]]
+        for place, row, version in zip(range(start, len(tokens)), rows.tolist(), versions.tolist(), strict=False):
+            slow[place] = (slow[place][0], row, version) if slow[place][1] is None else slow[place]
+    columns = (trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N)
+    seen = [(t, ids if valid else None, v) for t, ids, valid, v in zip(*(c.tolist() for c in columns), strict=True)]
+    assert seen == slow
 
 
 def test_what_does_not_continue_is_refused():

@@ -22,7 +22,8 @@ from foreroute.testing.ranks import Workers
 from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
 from tests.cli.command import foreroute
-from tests.traces import choices_of, random_trace, spec_of
+from tests.mismatch import planted_defects as planted
+from tests.traces import choices_of, random_trace
 from tests.train.small_runs import SIZES, records, small_values
 
 
@@ -196,13 +197,8 @@ def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
 
 @pytest.mark.slow
 def test_diff_names_a_defect(tmp_path):
-    rng = np.random.default_rng(0)
-    spec = spec_of(num_experts=64, top_k=4, num_layers=3)
-    tokens = [rng.integers(0, 50, 40) for _ in range(4)]
-    routes = [np.argsort(rng.random((40, 3, 64)), axis=-1)[..., :4] for _ in tokens]
-    trace = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, routes), tmp_path / "a")
-    late = [np.concatenate([r[:1], r[:-1]]) for r in routes]
-    shifted = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, late), tmp_path / "b")
+    rng, own = planted.case(0)
+    trace, shifted = fr.save(own, tmp_path / "a"), fr.save(planted.shift(rng, own)[0], tmp_path / "b")
     assert foreroute("diff", trace, trace).returncode == 0
     result = foreroute("diff", trace, shifted)
     assert result.returncode == 1

@@ -2,12 +2,10 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Literal
 
 import pytest
-from pydantic import Field
 
-from foreroute.files.config_file import Count, Section
+from foreroute.files.config_file import Section
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,28 +18,6 @@ def reference():
     return module
 
 
-class Inner(Section):
-    """A table in a table."""
-
-    kind: Literal["a", "b"] | None = None
-    """One of | two."""
-
-
-class Outer(Section):
-    """Two
-    lines.
-
-    Not shown.
-    """
-
-    count: Count
-    """How many."""
-    shares: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.5,)
-    """Of the whole,
-    in parts."""
-    inner: Inner = Inner()
-
-
 class Silent(Section):
     """A key says nothing."""
 
@@ -52,22 +28,6 @@ class Silent(Section):
 
 def test_the_page_is_up_to_date(reference):
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run make config-reference"
-
-
-def test_a_table_shows_types_defaults_and_texts(reference):
-    assert [line for line in reference.tables(Outer, "outer") if line] == [
-        "### [outer]",
-        "Two lines.",
-        "| key | default, values | |",
-        "|---|---|---|",
-        "| `count` | required, integer ≥ 1 | How many. |",
-        "| `shares` | `[0.5]`, list of number in (0, 1] | Of the whole, in parts. |",
-        "### [outer.inner]",
-        "A table in a table.",
-        "| key | default, values | |",
-        "|---|---|---|",
-        '| `kind` | `"a"`, `"b"` | One of \\| two. |',
-    ]
 
 
 def test_a_key_without_a_text_is_refused(reference):

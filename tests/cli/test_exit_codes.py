@@ -14,6 +14,7 @@ import pytest
 import foreroute as fr
 from tests.cli.command import foreroute
 from tests.report.report_runs import config, step_line, write_run
+from tests.test_imports import blocked
 from tests.traces import random_trace
 
 ROOT = Path(__file__).parents[2]
@@ -156,18 +157,11 @@ def test_what_nohup_ignores_stays_ignored(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-LIGHT = f"""
-import contextlib, io, json, sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {OPTIONAL}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Absent())
+LIGHT = """
+import contextlib, io, json
 from foreroute.cli.main import main
 
-results = {{}}
+results = {}
 for arguments in json.load(sys.stdin):
     out, err, code = io.StringIO(), io.StringIO(), 0
     sys.argv = ["foreroute", *arguments]
@@ -209,7 +203,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
         "doctor --trainer t --rollout t --output page.html": "report",
     }
     done = subprocess.run(
-        [sys.executable, "-c", LIGHT],
+        [sys.executable, "-c", blocked(OPTIONAL) + LIGHT],
         input=json.dumps([command.split() for command in {**works, **lacks}]),
         capture_output=True,
         text=True,

@@ -24,12 +24,12 @@ TITLES = [
 ]
 
 
-def runs(tmp_path, count=2, name="run"):
+def runs(tmp_path, count=2):
     kinds = [("bfloat16", "none"), ("fp8", "R3"), ("float32", "R2")]
     return [
         write_run(
             tmp_path / f"{i}",
-            config(f"{name}-{i}", seed=i, precision=kinds[i % 3][0], routing=kinds[i % 3][1]),
+            config(f"run-{i}", seed=i, precision=kinds[i % 3][0], routing=kinds[i % 3][1]),
             [step_line(s, seed=i, native=s % 2 == 0, total=6) for s in range(6)],
         )
         for i in range(count)

@@ -39,8 +39,8 @@ SHOWN = {
 }
 
 
-def page(folder, found=None, given=None, **parts):
-    return write_simulation_page(found or record(), given or config(), folder / "page.html", **parts).read_text()
+def page(folder, found=None, **parts):
+    return write_simulation_page(found or record(), config(), folder / "page.html", **parts).read_text()
 
 
 @pytest.fixture(scope="module")

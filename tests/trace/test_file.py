@@ -158,21 +158,6 @@ def archived():
     return trace.with_stream("sampling", sets).with_stream("indexer", choices).with_stream("gate_weights", weights)
 
 
-def test_impossible_routes_and_unknown_encodings_are_not_written(tmp_path):
-    trace = random_trace(0)
-    twice, high = np.zeros_like(trace.expert_ids_NLK), trace.expert_ids_NLK.copy()
-    high[np.flatnonzero(trace.valid_N)[1], 1, 1] = 8
-    for ids_NLK, message in ((twice, "picked twice"), (high, "expected ids from 0 to 7")):
-        for encoding in ENCODINGS:
-            with pytest.raises(TraceContentError, match=message):
-                fr.save(replace(trace, expert_ids_NLK=ids_NLK), tmp_path / "t", encoding=encoding)
-    with pytest.raises(TraceContentError, match="expert_ids_NLK is int64 of shape"):
-        fr.save(replace(trace, expert_ids_NLK=trace.expert_ids_NLK.astype(np.int64)), tmp_path / "t")
-    with pytest.raises(TraceContentError, match="expected one of sets, ordered"):
-        fr.save(trace, tmp_path / "t", encoding="zip")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_parts_that_are_not_there_are_refused(tmp_path):
     trace = random_trace(0)
     path = fr.save(trace, tmp_path / "t")

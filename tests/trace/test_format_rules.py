@@ -1,6 +1,7 @@
 """Each rule of docs/formats.md for readers of traces: a file that breaks it is refused, though checksums are right."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
+from foreroute.trace.file import ENCODINGS
 from tests.trace.forging import STAIRCASE, forged, holding, setting
 from tests.traces import random_trace, with_decisions
 
@@ -278,20 +280,31 @@ def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):
         fr.save(TRACE.with_provenance(log='"' * most), tmp_path / "u")
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
     ("column", "at", "value", "message"),
     [
         ("token_ids_N", 0, -1, "a token id is -1"),
         ("weight_versions_N", 0, -2, "a weight version is below -1"),
         ("weight_versions_N", -1, 3, "or stated for a row without routes"),
+        ("expert_ids_NLK", 0, 0, "picked twice"),
+        ("expert_ids_NLK", (0, 1, 1), 8, "expected ids from 0 to 7"),
     ],
 )
-def test_what_a_reader_refuses_is_not_written(tmp_path, column, at, value, message):
+def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, column, at, value, message):
     trace = random_trace(0)
     getattr(trace, column)[at] = value
     with pytest.raises(TraceContentError, match=message):
-        fr.save(trace, tmp_path / "t")
-    for facts in ({"engine": 3}, {"engine": "\udcff"}):
-        with pytest.raises(TraceContentError, match=r"the provenance \{'engine'"):
-            fr.save(random_trace(0).with_provenance(**facts), tmp_path / "t")
+        fr.save(trace, tmp_path / "t", encoding=encoding)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_no_file_can_say_is_not_written(tmp_path):
+    for trace, encoding, message in (
+        (replace(TRACE, expert_ids_NLK=TRACE.expert_ids_NLK.astype(np.int64)), "sets", "expert_ids_NLK is int64 of"),
+        (TRACE, "zip", "expected one of sets, ordered"),
+        *((TRACE.with_provenance(engine=fact), "sets", r"the provenance \{'engine'") for fact in (3, "\udcff")),
+    ):
+        with pytest.raises(TraceContentError, match=message):
+            fr.save(trace, tmp_path / "t", encoding=encoding)
     assert not list(tmp_path.iterdir())

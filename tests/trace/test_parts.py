@@ -32,18 +32,23 @@ def part_traces(*, decisions=True):
     return [with_decisions(each, i) if decisions else each for i, each in enumerate(traces)]
 
 
+@pytest.fixture(autouse=True)
+def _empty_memory():
+    yield
+    MemoryFileSystem.store.clear()
+
+
 @pytest.fixture(
     params=["folder", *(pytest.param(each, marks=pytest.mark.slow) for each in ("file", "local")), "memory"]
 )
 def step(request, tmp_path):
     """The folder of a step: a path, a URL that is one, and URLs of stores, with files and without."""
-    yield {
+    return {
         "folder": tmp_path / "step-7",
         "file": f"file://{tmp_path}/step-7",
         "local": f"local://{tmp_path}/step-7/",
         "memory": "memory://run/step-7",
     }[request.param]
-    MemoryFileSystem.store.clear()
 
 
 def save_parts(traces, folder):
@@ -120,7 +125,6 @@ def test_a_prompt_and_a_short_sequence_do_not_bring_others_with_them():
     with TensorFile(only_file("memory://chunks"), TraceFileError) as file:
         assert file.read("chunk_rows").tolist() == [300, 256, 318, 4]
         assert file.tensors["frame_bytes"].dtype == file.tensors["content_bytes"].dtype == np.uint16
-    MemoryFileSystem.store.clear()
 
 
 def only_file(folder):
@@ -159,7 +163,6 @@ def test_little_more_than_its_frames_is_read_in_few_requests(monkeypatch, sequen
     sizes, header = tensors["frame_bytes"][sequences].astype(int), len(stored) - tensors["frames"].size
     needed = header + sizes[:, 0].sum() + sizes[:, 1:][:, layers].sum()
     assert (len(asked), needed <= sum(asked) <= needed + requests * BUFFER_BYTES) == (requests, True)
-    MemoryFileSystem.store.clear()
 
 
 def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
@@ -174,7 +177,6 @@ def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
 
     monkeypatch.setattr(MemoryFileSystem, "_open", waiting)
     assert load_parts("memory://slow").equals(fr.concatenate(traces).without_pick_order())
-    MemoryFileSystem.store.clear()
 
 
 def test_a_reader_waits_for_writers_who_share_nothing(step):
@@ -250,7 +252,6 @@ def test_a_store_that_refuses_leaves_what_was_there(monkeypatch):
                 fr.save(random_trace(1), place, overwrite=True)
     assert list(MemoryFileSystem.store) == ["/full/trace"]
     assert fr.load(place).equals(trace.without_pick_order())
-    MemoryFileSystem.store.clear()
 
 
 def part(number, of, count):

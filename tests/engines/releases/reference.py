@@ -29,13 +29,7 @@ TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Sequence:
-    """One answered sequence.
-
-    Attributes:
-        trace: as `foreroute.capture.decode` read it, of one sequence.
-        num_prompt: tokens of the prompt.
-        logprobs_R: float64, of each sampled token.
-    """
+    """One answered sequence, as `foreroute.capture.decode` read it, and the log-prob of each sampled token."""
 
     trace: RoutingTrace
     num_prompt: int
@@ -43,11 +37,7 @@ class Sequence:
 
 
 class Reference:
-    """A tiny Qwen3-MoE of random weights, and what it picks.
-
-    Args:
-        seed: of the weights.
-    """
+    """A tiny Qwen3-MoE of random weights, and what it picks."""
 
     def __init__(self, seed: int):
         self.model = tiny("qwen3_moe", seed=seed, **SIZES).eval()

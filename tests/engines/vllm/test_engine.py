@@ -22,7 +22,7 @@ from foreroute.trace import SAMPLING
 from foreroute.train import parse_config
 from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
-from tests.engines.small_policy import END, SIZES, policy, seeded
+from tests.engines.small_policy import END, SIZES, seeded
 from tests.tiers import grid
 
 DATA = Path(__file__).parent / "data"
@@ -37,11 +37,6 @@ SETTINGS = {
 }
 SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["token_ids"], np.int32)
-
-
-@pytest.fixture(scope="module")
-def routed():
-    return policy()
 
 
 class Server:
