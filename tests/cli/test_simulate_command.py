@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.plan import save_counts
@@ -14,31 +15,11 @@ from foreroute.simulate import load_config, methods, parse_config
 from foreroute.simulate.fit import fit, load_measurements
 from foreroute.simulate.workload import DrawnStep
 from tests.cli.command import foreroute
+from tests.simulate.simulate_cases import small_values
 from tests.tiers import grid
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
-TOML = """
-methods = ["eplb_micro_step", "ours"]
-[cluster]
-gpus = 8
-expert_parallel = 4
-[model]
-num_layers = 6
-num_experts = 8
-top_k = 2
-hidden = 512
-intermediate = 256
-dense_parameters = 100000
-attention_width = 512
-vocabulary = 1000
-[workload]
-tokens_per_rank = 512
-micro_steps = 2
-layers = 2
-groups = 1
-[execution]
-planning_s = 0.25
-"""
+TOML = tomli_w.dumps(small_values(gpus=8, methods=["eplb_micro_step", "ours"], planning_s=0.25))
 SWEEP = "[sweep]\nskew = [2.0]\nhost_bandwidth = [0.5]\n"
 
 
@@ -52,7 +33,7 @@ def run(tmp_path):
 def measure(folder):
     """Two timed steps, as a user would write them down."""
     for number, count in enumerate((100, 400)):
-        save_counts(np.full((2, 6, 4, 8), count, np.int32), folder / f"counts-{number}.safetensors")
+        save_counts(np.full((2, 4, 4, 8), count, np.int32), folder / f"counts-{number}.safetensors")
     lines = [
         {"counts": f"counts-{number}.safetensors", "plan": None, "stage": "recompute", "seconds": seconds}
         for number, seconds in enumerate((0.004, 0.011))

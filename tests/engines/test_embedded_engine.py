@@ -14,6 +14,7 @@ from foreroute.errors import ConfigError
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
+from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.tiers import grid
 
 END = 3
@@ -35,20 +36,12 @@ def test_routes_and_log_probs_are_those_of_a_full_forward(family, temperature):
     generation = sampled(engine, temperature=temperature)
     assert len(generation) == len(PROMPTS) * 3
     assert generation.trace.versions == (4,)
-    routed = hf.attach(model)
     for s in range(len(generation)):
-        tokens = generation.trace.tokens(s)
-        prompt = PROMPTS[s // 3]
-        assert np.array_equal(tokens[: len(prompt)], prompt)
-        with routed.record() as recording, torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
-        mine = generation.trace.select([s])
-        assert mine.valid_N.tolist() == [True] * (len(tokens) - 1) + [False]
-        full = np.sort(recording.trace().expert_ids_NLK[:-1], -1)
-        assert np.array_equal(np.sort(mine.expert_ids_NLK[:-1], -1), full)
-        logprobs = (logits / temperature).log_softmax(-1)
-        expected = [logprobs[t - 1, tokens[t]].item() for t in range(len(prompt), len(tokens))]
-        np.testing.assert_allclose(generation.select([s]).logprobs_R, expected, atol=2e-5)
+        assert np.array_equal(generation.trace.tokens(s)[: len(PROMPTS[s // 3])], PROMPTS[s // 3])
+    assert np.flatnonzero(~generation.trace.valid_N).tolist() == (generation.trace.offsets[1:] - 1).tolist()
+    routed = hf.attach(model)
+    require_routes(generation.trace, forward(routed, generation.trace)[0])
+    np.testing.assert_allclose(generation.logprobs_R, response_logprobs(routed, generation, temperature), atol=2e-5)
 
 
 def test_responses_end_with_the_end_token_or_at_the_limit():

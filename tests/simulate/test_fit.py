@@ -15,18 +15,12 @@ from tests.simulate.simulate_cases import small_config
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
 
 
-def config_and_costs():
-    config = small_config()
-    costs = config.described().costs
-    links = replace(costs.hardware.links, node_bytes_per_s=RATES["node_bytes_per_s"])
-    own = {name: value for name, value in RATES.items() if name != "node_bytes_per_s"}
-    return config, replace(costs, hardware=replace(costs.hardware, links=links, **own))
-
-
 def steps(config, noise=0.0):
     """Twelve steps of other sizes and skews, planned or not, timed by a cluster with `RATES`."""
-    rng, (_, costs) = np.random.default_rng(0), config_and_costs()
-    topology, measured = config.described().topology, []
+    rng, costs, measured = np.random.default_rng(0), config.described().costs, []
+    links = replace(costs.hardware.links, node_bytes_per_s=RATES["node_bytes_per_s"])
+    own = {name: value for name, value in RATES.items() if name != "node_bytes_per_s"}
+    costs, topology = replace(costs, hardware=replace(costs.hardware, links=links, **own)), config.described().topology
     for number in range(12):
         counts = rng.multinomial(400 * (1 + number % 4), rng.dirichlet(np.full(8, 0.5 + number % 3)), (2, 4, 4))
         found = plan(counts.astype(np.int32), topology, PlanOptions(slots="shared")) if number % 2 else None
@@ -37,7 +31,7 @@ def steps(config, noise=0.0):
 
 
 def test_rates_that_made_the_measurements_are_found():
-    config, _ = config_and_costs()
+    config = small_config()
     found = fit(steps(config), config, tuple(RATES))
     assert found.parameters == pytest.approx(RATES, rel=1e-3)
     assert found.worst_error < 1e-4
@@ -47,7 +41,7 @@ def test_rates_that_made_the_measurements_are_found():
 
 
 def test_noise_of_five_percent_leaves_rates_near():
-    config, _ = config_and_costs()
+    config = small_config()
     found = fit(steps(config, noise=0.05), config, tuple(RATES))
     assert found.parameters == pytest.approx(RATES, rel=0.3)
     assert found.median_error < 0.08
@@ -64,7 +58,7 @@ def test_equal_values_share_a_rank_in_the_rank_correlation(different):
 
 
 def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
-    config, _ = config_and_costs()
+    config = small_config()
     same = [replace(one, seconds=0.5) for one in steps(config)]
     assert fit_record(same, config, config.described().costs, ["layer_s"]).rank_correlation is None
     assert fit_record(same[:1], config, config.described().costs, ["layer_s"]).rank_correlation is None
@@ -80,7 +74,7 @@ def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
     ],
 )
 def test_what_cannot_be_fitted_is_refused(names, message):
-    config, _ = config_and_costs()
+    config = small_config()
     with pytest.raises(ConfigError, match=message):
         fit(steps(config), config, names)
 

@@ -6,7 +6,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partialmethod
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part
 from foreroute.trace.file import FORMAT, encode
 from foreroute.trace.parts import CHUNK_ROWS
+from tests.trace.test_streams import rows_of
 from tests.traces import random_trace, spec_of, with_decisions
 
 LENGTHS = [[3, 40, 0, 7], [], [25, 1], [300, 6, 270, 12, 9]]
@@ -55,46 +55,21 @@ def save_parts(traces, folder):
     return [save_part(trace, folder, i, len(traces)) for i, trace in enumerate(traces)]
 
 
-def rows_of(trace, sequence, layers=None):
-    """All that a trace says of a sequence, row by row, in plain Python: what a reader of a part is held against."""
-    streams = {name: each.arrays() for name, each in trace.streams.items()}
-    rows = []
-    for n in range(int(trace.offsets[sequence]), int(trace.offsets[sequence + 1])):
-        beside = {}
-        for name, arrays in streams.items():
-            if "values_NLK" in arrays:
-                beside[name] = [arrays["values_NLK"][n, i].tolist() for i in layers or range(trace.spec.num_layers)]
-            else:
-                depth = (len(arrays["offsets"]) - 1) // trace.num_rows
-                bounds = arrays["offsets"][n * depth : (n + 1) * depth + 1].tolist()
-                sets = [arrays["ids"][a:b].tolist() for a, b in pairwise(bounds)]
-                beside[name] = (bool(arrays["valid_N"][n]), sets)
-        ids_LK = [trace.expert_ids_NLK[n, i].tolist() for i in layers or range(trace.spec.num_layers)]
-        rows.append(
-            (int(trace.token_ids_N[n]), int(trace.weight_versions_N[n]), bool(trace.valid_N[n]), ids_LK, beside)
-        )
-    return rows
-
-
 def test_every_rank_reads_its_rows_and_layers(step):
     traces = part_traces()
     save_parts(traces, step)
-    stored = [each.without_pick_order() for each in traces]
-    everything = [(trace, s) for trace in stored for s in range(len(trace))]
-    assert load_parts(step).equals(fr.concatenate(stored))
+    stored = fr.concatenate([each.without_pick_order() for each in traces])
+    assert load_parts(step).equals(stored)
     rng = np.random.default_rng(0)
-    for ranks in (1, 3, 11):  # of several sequences each that are no neighbours, and of none
-        for numbers in np.array_split(rng.permutation(len(everything)), ranks):
-            for layers in (None, [2], [1, 0]):
-                chosen = None if layers is None else [spec_of().layers[i] for i in layers]
+    for layers in (None, [2], [1, 0]):
+        chosen = None if layers is None else [spec_of().layers[i] for i in layers]
+        expected = rows_of(stored if layers is None else stored.select_layers(chosen))
+        for ranks in (1, 3, 11):  # of several sequences each that are no neighbours, and of none
+            for numbers in np.array_split(rng.permutation(len(stored)), ranks):
                 part = load_parts(step, sequences=numbers, layers=chosen)
-                assert len(part) == len(numbers)
-                for s, number in enumerate(numbers.tolist()):
-                    assert rows_of(part, s) == rows_of(*everything[number], layers)
+                assert rows_of(part) == [expected[number] for number in numbers]
     twice = load_parts(step, sequences=[10, 0, 10], streams=["sampling"])
-    assert [rows_of(twice, s) for s in range(3)] == [
-        rows_of(everything[n][0].without_streams("gate_weights", "indexer"), everything[n][1]) for n in (10, 0, 10)
-    ]
+    assert twice.equals(stored.without_streams("gate_weights", "indexer").select([10, 0, 10]))
     nothing = load_parts(step, sequences=[])
     assert (len(nothing), nothing.spec) == (0, traces[0].spec)
 

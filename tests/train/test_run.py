@@ -143,88 +143,6 @@ def test_folders_in_use_are_left_alone(whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"rl": {"learning_rat": 1e-3}}, r"rl\.learning_rat: unknown key; did you mean learning_rate\?"),
-        ({"optimiser": {}}, r"optimiser: unknown key; known are name, seed"),
-        ({"rl": {"steps": "ten"}}, r"rl\.steps: .*integer.*'ten'"),
-        ({"rl": {"routing": "R4"}}, r"rl\.routing: .*'none', 'R2', 'R3' or 'R3\+weights'"),
-        ({"rollout": {"group_size": 1}}, r"rollout\.group_size"),
-        ({"rl": {"mini_steps": 25}}, "exceeds the 24 sequences"),
-        ({"task": {"min_operands": 9}}, "min_operands = 9 exceeds max_operands = 4"),
-        ({"rl": {"clip_low": 1.5}}, r"rl\.clip_low"),
-        ({"rl": {"learning_rate": float("inf")}}, r"rl\.learning_rate"),
-        ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 12 tokens"),
-        ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
-        ({"name": "../up"}, "name"),
-        *[({"name": name}, "name: String should") for name in (".", "..", "a" * 5000, "ü" * 120)],
-        ({"name": "name\n"}, "name"),
-        *[
-            ({"device": name}, "device: Input should be 'auto', 'cpu' or 'cuda'")
-            for name in ("gpu", "cuda:1", "CUDA", "")
-        ],
-        ({"rollout": {"prompts": 100_000, "group_size": 100}}, "prompts times group_size is 10000000; expected 999999"),
-        ({"rl": {"clip_high": 1.7e308}}, r"rl\.clip_high"),
-        ({"rl": {"learning_rate": 1e31}}, r"rl\.learning_rate"),
-        *[({"rollout": {"temperature": value}}, r"rollout\.temperature") for value in (1e-300, 1e30)],
-        ({"rollout": {"server": {"timeout_s": 1e30}}}, r"rollout\.server\.timeout_s: .* 604800"),
-        ({"parallel": {"expert": 2, "timeout_s": 1e30}}, r"parallel\.timeout_s: .* 604800"),
-        (
-            {"warm_start": {"checkpoint": "x.pt"}},
-            "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
-        ),
-        ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
-        ({"parallel": {"prefetch": 2, "slots": "shared"}}, "slots, prefetch change nothing with expert = 1"),
-        *[
-            ({"parallel": {"expert": 4, **parallel}, "rollout": {"prompts": 8}}, message)
-            for parallel, message in (
-                ({"pay_off": True}, "pay_off = true goes by prices; name a topology file"),
-                ({"traffic": True, "slots": "shared"}, "traffic = true goes by prices; name a topology file"),
-                ({"traffic": True, "topology": "a.toml"}, "traffic = true refills all slots in every cell; set slots"),
-                ({"topology": "a.toml", "redundant_slots": 1}, "redundant_slots changes nothing beside topology"),
-                ({"topology": "a.toml", "ranks_per_node": 2}, "ranks_per_node changes nothing beside topology"),
-                ({"home_moves": "some"}, "home_moves"),
-            )
-        ],
-        ({"rollout": {"server": {"timeout_s": 5.0}}}, 'server changes nothing with engine = "embedded"'),
-        ({"rollout": {"engine": "vllm", "precision": "float32"}}, r"needs server\.python"),
-        ({"rollout": {"engine": "sglang"}}, r"needs server\.url"),
-        ({"rollout": {"engine": "vllm", "server": {"url": "http://a"}}}, "url and weights_folder go together"),
-        (
-            {"rollout": {"engine": "sglang", "server": {"url": "http://a", "weights_folder": "w", "python": "x"}}},
-            "python changes nothing beside url",
-        ),
-        (
-            {
-                "rollout": {
-                    "engine": "vllm",
-                    "precision": "float32",
-                    "server": {"url": "http://a", "weights_folder": "w"},
-                }
-            },
-            r"precision changes nothing with server\.url",
-        ),
-        (
-            {"rollout": {"engine": "vllm", "precision": "fp8", "server": {"python": "x"}}},
-            "vLLM takes float32 or bfloat16",
-        ),
-        ({"task": {"data": "x.jsonl"}}, "data, a JSONL file, and reward go together"),
-        ({"task": {"max_prompt_tokens": 8}}, "max_prompt_tokens changes nothing without data"),
-        ({"model": {"tokenizer": "folder"}}, r"no use for the tokenizer in folder; set task\.data"),
-        (
-            {"rl": {"routing": "R3+weights"}, "rollout": {"engine": "vllm", "server": {"python": "x"}}},
-            "records gate weights",
-        ),
-    ],
-)
-def test_wrong_configurations_are_explained(sections, message):
-    values = small_values(**{k: v for k, v in sections.items() if k in small_values()})
-    values.update({k: v for k, v in sections.items() if k not in values})
-    with pytest.raises(ConfigError, match=message):
-        parse_config(values, source="test.toml")
-
-
-@pytest.mark.parametrize(
     ("family", "noise"),
     [
         ("phimoe", {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1}),
@@ -310,17 +228,10 @@ def test_a_run_whose_last_update_leaves_no_numbers_ends_with_an_error(copied):
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
-    """And the run that goes on from them ends with the same bits."""
-    config = counting_config(checkpoint={"every": 1, "keep": 2})
     with counting():
-        run = train(config, tmp_path / "run")
-        assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [
-            "step-000008.safetensors",
-            "step-000009.safetensors",
-        ]
-        whole = load_checkpoint(run.last_checkpoint())
-        run.last_checkpoint().unlink()
-        assert same_state(load_checkpoint(train(config, run.path, resume=True).last_checkpoint()), whole)
+        run = train(counting_config(checkpoint={"every": 1, "keep": 2}), tmp_path / "run")
+    names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    assert names == ["step-000008.safetensors", "step-000009.safetensors"]
 
 
 def test_the_metrics_are_read_once_when_a_run_goes_on_and_never_in_it(tmp_path, monkeypatch):
