@@ -110,9 +110,7 @@ SCALARS = [
     range(3),
 ]
 CONTAINERS = [
-    [],
     (),
-    {},
     DEEP,
     ENDLESS,
     [None],
@@ -148,7 +146,6 @@ CONTAINERS = [
     np.zeros((11, 4, 3), "V4"),
     np.full((11, 4, 3), 1 << 63, np.uint64),
     np.ma.masked_array(ROUTES, mask=ROUTES == 1),
-    "[" * 60_000,
     '{"a":' * 60_000,
     "[[[" + "1" * 5000 + "]]]",
     "\ud800",

@@ -37,7 +37,8 @@ def test_turns_match_the_oracle(data):
         trace = extended(trace, turn(tokens, rows, start, versions))
         slow += [(int(token), None, NO_VERSION) for token in tokens[len(slow) :]]
         for place, row, version in zip(range(start, len(tokens)), rows.tolist(), versions.tolist(), strict=False):
-            slow[place] = (slow[place][0], row, version) if slow[place][1] is None else slow[place]
+            if slow[place][1] is None:
+                slow[place] = (slow[place][0], row, version)
     columns = (trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N)
     seen = [(t, ids if valid else None, v) for t, ids, valid, v in zip(*(c.tolist() for c in columns), strict=True)]
     assert seen == slow

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,13 +23,6 @@ OPTIONAL = ("torch", "transformers", "jinja2", "matplotlib", "megatron", "trl", 
 BRINGS_HF = "pip install '.[hf]' in a clone of foreroute brings it"
 
 
-def raising(error):
-    def run(*arguments, **options):
-        raise error
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -41,19 +35,21 @@ def raising(error):
     ],
 )
 def test_what_a_user_can_mend_is_one_line(tmp_path, monkeypatch, error, code, message):
-    monkeypatch.setattr("foreroute.cli.traces.print_trace", raising(error))
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", Mock(side_effect=error))
     result = foreroute("inspect", tmp_path)
     assert (result.returncode, result.stderr) == (code, f"{message}\n")
 
 
 def test_a_bug_of_ours_can_be_reported(tmp_path, monkeypatch):
-    monkeypatch.setattr("foreroute.cli.traces.print_trace", raising(KeyError("wei\x1b[2Jghts")))
+    monkeypatch.setattr("foreroute.cli.traces.print_trace", Mock(side_effect=KeyError("wei\x1b[2Jghts")))
     result = foreroute("inspect", tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith("Traceback")
     assert result.stderr.splitlines()[-1].startswith("This is a bug of foreroute. Please report it")
     assert "\x1b" not in result.stderr
-    monkeypatch.setattr("foreroute.cli.traces.print_trace", raising(ModuleNotFoundError("", name="foreroute.gone")))
+    monkeypatch.setattr(
+        "foreroute.cli.traces.print_trace", Mock(side_effect=ModuleNotFoundError("", name="foreroute.gone"))
+    )
     assert "This is a bug" in foreroute("inspect", tmp_path).stderr
 
 

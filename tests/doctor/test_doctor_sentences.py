@@ -194,15 +194,22 @@ def test_one_token_is_told_and_none_is_refused():
         diagnose(none)
 
 
-def test_an_engine_that_is_equal_until_it_is_replayed_makes_things_worse():
-    found = diagnose(probabilities(0.0, 0.5))
-    assert found.worst is Severity.PROBLEM
-    assert "makes it worse" in found.headline
-
-
-def test_a_share_of_tokens_of_nothing_is_not_told():
-    assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline
-    assert "F(2) from 100.00% to 0.00%" in diagnose(probabilities(1.0, 0.01)).headline
+@pytest.mark.parametrize(
+    ("without", "replayed", "worst", "told"),
+    [
+        (0.0, 0.5, Severity.PROBLEM, "makes it worse"),
+        (1.0, None, Severity.PROBLEM, ""),
+        (1.0, 1.0, Severity.PROBLEM, ""),
+        (0.2, None, Severity.WARNING, ""),
+        (0.01, None, Severity.NOTE, ""),
+        (1.0, 0.01, Severity.NOTE, "F(2) from 100.00% to 0.00%"),
+    ],
+)
+def test_probabilities_are_judged_by_how_far_apart_they_are(without, replayed, worst, told):
+    found = diagnose(probabilities(without, replayed))
+    assert found.worst is worst
+    assert told in found.headline
+    assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline, "a share of nothing is not told"
 
 
 def test_the_rest_is_told_in_whole_sentences():
@@ -234,13 +241,6 @@ def test_a_larger_share_of_other_routes_is_never_judged_milder(version):
     assert severities == sorted(severities)
     assert severities[0] is Severity.FINE
     assert severities[4:] == [Severity.PROBLEM] * 4
-
-
-def test_most_tokens_twofold_apart_are_a_problem_with_and_without_replay():
-    assert diagnose(probabilities(1.0)).worst is Severity.PROBLEM
-    assert diagnose(probabilities(1.0, 1.0)).worst is Severity.PROBLEM
-    assert diagnose(probabilities(0.2)).worst is Severity.WARNING
-    assert diagnose(probabilities(0.01)).worst is Severity.NOTE
 
 
 def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():

@@ -160,21 +160,6 @@ def test_some_methods_alone(tmp_path, names, shown, finding):
     assert simulation_table(found).column("Method")[:-2] == [method.label for method in found.methods]
 
 
-@pytest.mark.parametrize(
-    ("factor", "words"),
-    [
-        (0.99, "and 0.99 times as fast as EPLB, per micro-step (not executed), the strongest"),
-        (1.0, "and as fast as EPLB, per micro-step (not executed), the strongest"),
-        (1.02, "and 1.02 times as fast as EPLB, per micro-step (not executed), the strongest"),
-    ],
-)
-def test_rivals_are_told_as_they_are(factor, words):
-    found = record(("static", "eplb_micro_step", "ours"))
-    rival = replace(found["eplb_micro_step"], stages=found["ours"].stages._replace(update=13.21 * (factor - 0.2)))
-    found = replace(found, methods=(*found.methods[::2], rival))
-    assert words in simulation_finding(found)
-
-
 @pytest.mark.usefixtures("unpainted")
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))

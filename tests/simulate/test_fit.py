@@ -109,9 +109,7 @@ def test_measurements_are_read_from_lines(folder):
         ("{", ConfigError, "line 1 is not JSON"),
         (line() + "\n{", ConfigError, "line 2 is not JSON"),
         ("3", ConfigError, "line 1 is not a valid configuration"),
-        (line(counts="\0"), ConfigError, "line 1: counts: "),
         (line(counts="."), CountsError, "is a folder; expected a file"),
-        (line(seconds=10**400), ConfigError, "line 1: seconds: an integer of more than 64 bits"),
         ("x" * (1 << 21), ConfigError, "1048576 at most"),
         (line(second=1), ConfigError, "second: unknown key; did you mean seconds"),
         (

@@ -1,4 +1,4 @@
-"""Layers that differ in experts and picks: every operation beside lists of picks; no filler counts as an expert."""
+"""Layers that differ in experts and picks, beside lists of picks; no filler counts as an expert."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,12 +34,8 @@ def trace_of(*rows, spec=SPEC, dtype=np.int64):
 
 @settings(max_examples=60)
 @given(trace=traces(), data=st.data())
-def test_cutting_and_joining_match_lists(trace, data):
+def test_layers_and_padded_batches_match_lists(trace, data):
     rows, spec = picks_of(trace), trace.spec
-    cut = [rows[a:b] for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]
-    chosen = data.draw(st.lists(st.integers(0, len(trace) - 1), max_size=4))
-    assert picks_of(trace.select(chosen)) == [row for s in chosen for row in cut[s]]
-    assert picks_of(fr.concatenate([trace, trace.select(chosen)])) == rows + [row for s in chosen for row in cut[s]]
     at = data.draw(st.permutations(range(spec.num_layers)))[: data.draw(st.integers(1, spec.num_layers))]
     part = trace.select_layers([spec.layers[i] for i in at])
     assert picks_of(part) == [None if row is None else [row[i] for i in at] for row in rows]
