@@ -9,7 +9,7 @@ from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, load_checkpoint, train
 from tests.train.expert_parallel_runs import path_of, run, run_config, step_on
 from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
-from tests.train.small_runs import records, same_state
+from tests.train.small_runs import records, same_state, tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -93,18 +93,8 @@ def distance(steps, others):
         for key in ("loss", "grad_norm", "entropy")
     ]
     apart = [abs(ours - truth).item() / max(abs(truth).item(), 1e-3) for ours, truth in pairs]
-    states = zip(tensors(steps.state), tensors(others.state), strict=True)
+    states = zip(tensors_of(steps.state), tensors_of(others.state), strict=True)
     return max(*apart, *(((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item() for a, b in states))
-
-
-def tensors(state):
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        return [tensor for key in sorted(state, key=str) for tensor in tensors(state[key])]
-    if isinstance(state, list | tuple):
-        return [tensor for each in state for tensor in tensors(each)]
-    return []
 
 
 def test_one_process_is_not_two(tmp_path):
