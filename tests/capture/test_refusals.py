@@ -20,50 +20,49 @@ def refused(output, r, match, **kwargs):
         decode(output, model=kwargs.pop("model", r.spec), token_ids=kwargs.pop("token_ids", r.tokens), **kwargs)
 
 
-def edited(r, *, put):
-    """The output of a rollout after `rows[where] = value` for each pair."""
+def edited(r, where, value):
+    """The output of a rollout after `rows[where] = value`."""
     rows = r.all_layers()
-    for where, value in put:
-        rows[where] = value
+    rows[where] = value
     output = wires.vllm_narrow(r)
     output.outputs[0].routed_experts = rows.astype(np.int32)
     return output
 
 
 @pytest.mark.parametrize(
-    ("put", "match"),
+    ("where", "value", "match"),
     [
-        ([(np.s_[:], 0)], "nothing but zeros in 4 of 4 layers .*enforce_eager"),
-        ([(np.s_[:, 2], 0)], "nothing but zeros in 1 of 4 layers .first: decoder 2."),
-        ([(np.s_[3, 2], [4, 4, 1])], "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"),
-        ([(np.s_[3, 2, 0], 16)], "from 0 to 16; expected 0 to 15.*physical ids"),
-        ([(np.s_[3, 2], -1)], "from -1 to 15; expected 0 to 15.*not filled"),
-        ([(np.s_[3, 2:], -1)], "from -1 to 15; expected 0 to 15"),
-        ([(np.s_[:, 0], [1, 2, 3])], "decoder layer 0, which the spec says is dense"),
+        (np.s_[:], 0, "nothing but zeros in 4 of 4 layers .*enforce_eager"),
+        (np.s_[:, 2], 0, "nothing but zeros in 1 of 4 layers .first: decoder 2."),
+        (np.s_[3, 2], [4, 4, 1], "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"),
+        (np.s_[3, 2, 0], 16, "from 0 to 16; expected 0 to 15.*physical ids"),
+        (np.s_[3, 2], -1, "from -1 to 15; expected 0 to 15.*not filled"),
+        (np.s_[3, 2:], -1, "from -1 to 15; expected 0 to 15"),
+        (np.s_[:, 0], [1, 2, 3], "decoder layer 0, which the spec says is dense"),
     ],
 )
-def test_false_rows(put, match):
+def test_false_rows(where, value, match):
     r = wires.rollout(RNG)
-    refused(edited(r, put=put), r, match)
+    refused(edited(r, where, value), r, match)
 
 
 def test_constant_layer():
     r = wires.rollout(RNG, prompt=40)
-    refused(edited(r, put=[(np.s_[:, 3], [5, 9, 2])]), r, r"decoder 3 sends all 44 rows to experts \[2, 5, 9\]")
+    refused(edited(r, np.s_[:, 3], [5, 9, 2]), r, r"decoder 3 sends all 44 rows to experts \[2, 5, 9\]")
 
 
 def test_constant_layer_of_a_repeated_token_or_a_short_prompt_is_accepted():
     r = wires.rollout(RNG, prompt=40)
     same = wires.Rollout(r.spec, r.num_layers, [7] * 40, r.response[:1] * 5, r.routes_RLK)
-    assert decode(edited(same, put=[(np.s_[:, 3], [5, 9, 2])]), model=r.spec)
+    assert decode(edited(same, np.s_[:, 3], [5, 9, 2]), model=r.spec)
     short = wires.rollout(RNG)
-    assert decode(edited(short, put=[(np.s_[:, 3], [5, 9, 2])]), model=short.spec)
+    assert decode(edited(short, np.s_[:, 3], [5, 9, 2]), model=short.spec)
 
 
 def test_top_1_zeros():
     r = wires.rollout(RNG, top_k=1)
-    refused(edited(r, put=[(np.s_[:], 0)]), r, "nothing but zeros")
-    assert decode(edited(r, put=[(np.s_[4], 0)]), model=r.spec).valid_N.sum() == 11
+    refused(edited(r, np.s_[:], 0), r, "nothing but zeros")
+    assert decode(edited(r, np.s_[4], 0), model=r.spec).valid_N.sum() == 11
 
 
 def test_top_1_zero_filled_wire_is_ambiguous():

@@ -95,27 +95,18 @@ def report(*outcomes):
     return ConformanceReport("test", tuple(results))
 
 
-def with_model(own, engine, logprobs_R=None):
-    """What `examine` hands over."""
-    passed = TrainerPass(own, logprobs_R)
-    return Evidence(
-        engine=engine,
-        engine_logprobs_R=None if logprobs_R is None else logprobs_R + 0.1,
-        native=passed,
-        replayed=TrainerPass(engine, None if logprobs_R is None else logprobs_R + 0.09),
-        repeated=passed,
-        repacked=passed,
-        conformance=report(Outcome.PASSED, Outcome.PASSED),
-    )
-
-
 def without_model(own, engine, logprobs_R=None):
     """What a user's own passes are."""
-    return Evidence(
-        engine=engine,
-        engine_logprobs_R=None if logprobs_R is None else logprobs_R + 0.1,
-        native=TrainerPass(own, logprobs_R),
-    )
+    of_engine = None if logprobs_R is None else logprobs_R + 0.1
+    return Evidence(engine=engine, engine_logprobs_R=of_engine, native=TrainerPass(own, logprobs_R))
+
+
+def with_model(own, engine, logprobs_R=None):
+    """What `examine` hands over."""
+    given = without_model(own, engine, logprobs_R)
+    replayed = TrainerPass(engine, None if logprobs_R is None else logprobs_R + 0.09)
+    wired = report(Outcome.PASSED, Outcome.PASSED)
+    return replace(given, replayed=replayed, repeated=given.native, repacked=given.native, conformance=wired)
 
 
 @pytest.mark.parametrize("given", [with_model, without_model])
@@ -168,14 +159,10 @@ def test_what_the_experts_were_given_is_told_in_whole_sentences(plant):
 
 def probabilities(without, replayed=None, repacked=None):
     """Evidence of log-probs alone, off by so many nats in every token."""
-    engine = np.full(50, -801.0)
-    return Evidence(
-        engine_logprobs_R=engine,
-        native=TrainerPass(None, engine + without),
-        replayed=None if replayed is None else TrainerPass(None, engine + replayed),
-        repacked=None if repacked is None else TrainerPass(None, engine + repacked),
-        repeated=None if repacked is None else TrainerPass(None, engine + repacked),
-    )
+    engine, off = np.full(50, -801.0), {"native": without, "replayed": replayed}
+    off |= {"repacked": repacked, "repeated": repacked}
+    passes = {name: TrainerPass(None, engine + nats) for name, nats in off.items() if nats is not None}
+    return Evidence(engine_logprobs_R=engine, **passes)
 
 
 @pytest.mark.parametrize("without", [0.0, 1e-6, 0.05, 0.5, 3.0, 800.0])
