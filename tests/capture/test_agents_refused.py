@@ -327,19 +327,14 @@ def test_a_parent_is_not_believed_but_compared(tmp_path):
     read = gym(tmp_path, made=[LAST])
     assert read.generation.prompt_lengths.tolist() == [len(LAST.prompt)]
     assert any("which it goes on from, is not there" in each for each in read.left_out)
-    lines = [scripted.gym_entry(LAST, "0-0", 3)]
-    read = read_nemo_gym(scripted.write_gym(tmp_path, lines), model=SPEC, weight_version=1)
+    read = gym(tmp_path, put(scripted.gym_entry(LAST, "0-0", 3), 0), made=[LAST])
     assert read.generation is None
     assert any("call c1 is left out: it holds what its prompt adds" in each for each in read.left_out)
-    lines = [scripted.gym_entry(TOOL, "0-0") | {"prompt_is_delta": True}]
-    read = read_nemo_gym(scripted.write_gym(tmp_path, lines), model=SPEC, weight_version=1)
-    assert read.generation is None
+    assert gym(tmp_path, put(True, 0, "prompt_is_delta"), made=[TOOL]).generation is None
 
 
 def test_a_call_is_trained_on_the_first_chain_that_has_routes(tmp_path):
-    entries = [scripted.gym_entry(call, "0-0") for call in MADE]
-    entries[0]["routed_experts"] = entries[1]["routed_experts"] = None
-    read = read_nemo_gym(scripted.write_gym(tmp_path, entries), model=SPEC, weight_version=1)
+    read = gym(tmp_path, *(put(None, number, "routed_experts") for number in (0, 1)))
     assert read.ends == ("c2",)
     assert read.generation.response(0).tolist() == [*TOOL.generated, *OTHER.generated]
     assert read.left_out == ("the chain to call c1 is left out: it has no routes",)

@@ -125,8 +125,3 @@ def test_bad_measurements_are_refused_with_their_number(folder, text, error, mes
     (folder / "m.jsonl").write_text(text)
     with pytest.raises(error, match=message):
         load_measurements(folder / "m.jsonl", small_config().described().topology)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"m.jsonl does not exist"):
-        load_measurements(tmp_path / "m.jsonl", small_config().described().topology)

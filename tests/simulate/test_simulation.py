@@ -166,14 +166,7 @@ def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it():
 
 
 def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(tmp_path):
-    rng = np.random.default_rng(0)
-    picks = np.stack(
-        [
-            np.bincount(rng.permuted(np.tile(np.arange(8), (40, 1)), axis=1)[:, :2].ravel(), minlength=8)
-            for _ in range(4)
-        ]
-    )
-    save_counts(np.broadcast_to(picks, (2, 2, 4, 8)).astype(np.int32), tmp_path / "counts.safetensors")
+    save_counts(UNIFORM, tmp_path / "counts.safetensors")
     values = small_config().model_dump()
     values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
     everything = parse_config(values | {"methods": list(METHODS)}, source="here")
