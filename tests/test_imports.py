@@ -70,10 +70,16 @@ BASE_ROOMS = (
 )
 """Rooms below `train` and `simulate`, and those beside them that take no configuration, where torch is installed."""
 OF_CLI = ("typer", "rich", "pydantic")
-BLOCKED = f"""
+
+
+def blocked(libraries):
+    """The text of a program that has none of these libraries."""
+    return f"""
+import sys
+
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {OF_CLI}:
+        if name.partition(".")[0] in {libraries}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
@@ -81,14 +87,18 @@ sys.meta_path.insert(0, Absent())
 
 
 def test_a_base_install_needs_none_of_the_libraries_of_the_command_line():
-    assert loaded_by(f"{BLOCKED}\n{all_of(BASE_ROOMS)}").isdisjoint(OF_CLI)
+    assert loaded_by(blocked(OF_CLI) + all_of(BASE_ROOMS)).isdisjoint(OF_CLI)
 
 
 def test_the_command_line_says_which_extra_it_needs():
-    code = f"import sys\n{BLOCKED}\nfrom foreroute.cli.__main__ import main\nmain()"
+    code = blocked(OF_CLI) + "from foreroute.cli.__main__ import main\nmain()"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     needed = "error: the command line needs typer, which is not installed; pip install '.[cli]' in a clone of foreroute"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{needed} brings it\n")
+
+
+def test_reading_runs_and_making_rows_load_no_plotting_library():
+    assert loaded_by("import foreroute.report").isdisjoint({"matplotlib", "jinja2"})
 
 
 def test_the_command_line_starts_without_torch():

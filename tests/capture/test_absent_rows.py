@@ -22,10 +22,6 @@ def valid_but(absent, count=11):
     return valid
 
 
-def test_rows_of_zeros_at_the_end_of_a_verl_batch_are_absent():
-    assert np.flatnonzero(~decode(verl([8, 9, 10]), model=R.spec).valid_N).tolist() == [8, 9, 10, 11]
-
-
 @pytest.mark.parametrize("absent", [[0], [4], [0, 1, 2, 3, 4], [3, 5, 10], list(range(10))])
 def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
     first = absent[0]

@@ -19,14 +19,9 @@ def by_time(made, key):
 
 
 def expect(generation, sequence, tokens, sampled, versions):
-    """Compare one sequence.
+    """Compare one sequence: `sampled` has the version that sampled each position.
 
-    Args:
-        generation: as it was read.
-        sequence: its number.
-        tokens: the tokens it must have.
-        sampled: of each sampled position, the version that sampled it.
-        versions: of each row, the weights that computed it and those that are stated; None for an absent row.
+    `versions` has for each row the weights that computed it and those that are stated; None for an absent row.
     """
     one = generation.select([sequence])
     trace = one.trace

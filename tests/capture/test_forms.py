@@ -52,20 +52,14 @@ def test_round_trip(name, shape):
     assert trace.provenance == {"wire": form}
 
 
-@pytest.mark.parametrize("writer", [wires.vllm_int32, wires.vllm_narrow, wires.vllm_http])
-def test_rows_before_the_start_are_absent(writer):
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith(("vllm", "sglang"))])
+def test_rows_before_the_start_are_absent(name):
     r = wires.rollout(RNG)
-    trace = decode(writer(r, 5), model=r.spec, start=5)
+    writer, _, has_tokens = FORMS[name]
+    trace = decode(writer(r, 5), model=r.spec, start=5, token_ids=None if has_tokens else r.tokens)
     assert trace.valid_N.tolist() == [False] * 5 + [True] * 6 + [False]
     assert np.array_equal(trace.expert_ids_NLK[5:11], r.routes_RLK[5:])
     assert set(trace.expert_ids_NLK[:5].ravel().tolist()) == {0}
-
-
-@pytest.mark.parametrize("writer", [wires.sglang, wires.sglang_openai])
-def test_sglang_start_len_comes_from_the_caller(writer):
-    r = wires.rollout(RNG)
-    trace = decode(writer(r, 4), model=r.spec, start=4, token_ids=r.tokens)
-    assert trace.valid_N.tolist() == [False] * 4 + [True] * 7 + [False]
 
 
 def test_verl_batch_drops_padding_and_marks_zero_rows():

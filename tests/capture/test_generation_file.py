@@ -106,13 +106,17 @@ def test_a_log_prob_that_was_rounded_above_0_is_taken(generation):
     assert len(Generation(generation.trace, generation.prompt_lengths, logprobs_R)) == len(generation)
 
 
-@pytest.mark.parametrize("make", [list, lambda given: given.astype(complex), lambda given: given.astype(str)])
-def test_log_probs_that_are_no_array_of_reals_are_refused(generation, make):
+@pytest.mark.parametrize(
+    "make", [list, lambda each: each.astype(complex), lambda each: each.astype(str), lambda each: each[1:]]
+)
+def test_log_probs_that_are_no_real_for_each_token_are_refused(generation, make):
     with pytest.raises(TraceContentError, match=r"expected floats \[\d+\], one for each sampled token"):
         Generation(generation.trace, generation.prompt_lengths, make(generation.logprobs_R))
 
 
-def test_what_is_no_trace_and_no_mask_is_named(generation):
+def test_what_is_no_trace_no_response_and_no_mask_is_named(generation):
+    with pytest.raises(TraceContentError, match="at least one token each"):
+        Generation(generation.trace, generation.trace.lengths, generation.logprobs_R)
     with pytest.raises(TraceContentError, match="the trace is None; expected a RoutingTrace"):
         Generation(None, generation.prompt_lengths, generation.logprobs_R)
     for sampled in (generation.sampled_N.tolist(), "x", 3, generation.sampled_N[1:]):

@@ -16,20 +16,11 @@ ROUTES = R.routes_RLK
 TRACE = RoutingTrace.from_sequences(R.spec, [R.tokens], [ROUTES])
 
 
-def deep(depth=100_000):
-    inner: list = []
-    for _ in range(depth):
-        inner = [inner]
-    return inner
-
-
-DEEP = deep()
-
-
-def endless():
-    inner: list = []
-    inner.append(inner)
-    return inner
+DEEP: list = []
+for _ in range(100_000):
+    DEEP = [DEEP]
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
 
 
 class Raises:
@@ -119,16 +110,13 @@ SCALARS = [
     range(3),
 ]
 CONTAINERS = [
-    [],
     (),
-    {},
     DEEP,
-    endless(),
+    ENDLESS,
     [None],
     [Raises()],
-    [DEEP],
     {"choices": DEEP},
-    {"choices": endless()},
+    {"choices": ENDLESS},
     {"routed_experts": DEEP},
     {"routed_experts": Raises()},
     {"routed_experts": {"data": DEEP, "shape": DEEP, "dtype": DEEP}},
@@ -139,7 +127,6 @@ CONTAINERS = [
     LyingShape(),
     LyingList(),
     LastingList([1]),
-    [[[DEEP]]],
     [[[{1: DEEP}]]],
     [[[10**5000]]],
     {"outputs": np.zeros(3)},
@@ -159,7 +146,6 @@ CONTAINERS = [
     np.zeros((11, 4, 3), "V4"),
     np.full((11, 4, 3), 1 << 63, np.uint64),
     np.ma.masked_array(ROUTES, mask=ROUTES == 1),
-    "[" * 60_000,
     '{"a":' * 60_000,
     "[[[" + "1" * 5000 + "]]]",
     "\ud800",
@@ -207,7 +193,7 @@ def test_integers_of_numpy_are_integers():
         set(R.tokens),
         iter(R.tokens),
         DEEP,
-        endless(),
+        ENDLESS,
         [DEEP],
         [Raises()] * 12,
         [*R.tokens[:-1], True],
@@ -265,31 +251,26 @@ def test_hostile_trace_to_examine(trace):
         refuse_constant_layers(trace)
 
 
-@pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "temperature"])
+@pytest.mark.parametrize(
+    "field", ["max_new_tokens", "end_token", "group_size", "temperature", "top_p", "min_p", "top_k"]
+)
 @pytest.mark.parametrize("value", [None, True, "3", [], Raises(), float("nan"), 1j, -2, DEEP], **IDS)
 def test_hostile_sampling(field, value):
     with pytest.raises(ConfigError, match=f"{field} is"):
         Sampling(**{"max_new_tokens": 3, "end_token": 1, field: value})
 
 
-@pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size"])
+@pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "top_k"])
 def test_fractions_are_no_counts(field):
     with pytest.raises(ConfigError, match=f"{field} is"):
         Sampling(**{"max_new_tokens": 3, "end_token": 1, field: 2.5})
     assert Sampling(**{"max_new_tokens": 3, "end_token": 1, field: np.int64(2)})
 
 
-MASKS = {
-    "a hole": lambda mask: np.put(mask, 4, 0),
-    "a two": lambda mask: np.put(mask, 4, 2),
-    "a minus": lambda mask: np.put(mask, 4, -1),
-}
-
-
-@pytest.mark.parametrize("spoil", MASKS)
-def test_masks_of_verl_with_holes_or_other_numbers_are_refused(spoil):
+@pytest.mark.parametrize("value", [0, 2, -1])
+def test_masks_of_verl_with_holes_or_other_numbers_are_refused(value):
     batch = wires.verl([R])
-    MASKS[spoil](batch["attention_mask"])
+    batch["attention_mask"][0, 4] = value
     with pytest.raises(CaptureError, match="attention_mask"):
         decode(batch, model=R.spec)
 

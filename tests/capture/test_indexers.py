@@ -19,19 +19,19 @@ INDEXERS = IndexerSpec(3, LAYERS)
 TRACE = synthetic_trace(spec_of(), [7, 1, 5], seed=0)
 
 
-def returned(seed=0, *, num_layers=3, indexers=INDEXERS):
-    """int32 [T - 1, layers, k] of each sequence, in any order, -1 behind the last; layer 1 has a copy of layer 0."""
-    rng, arrays = np.random.default_rng(seed), []
-    for length in TRACE.lengths:
-        array = np.full((length - 1, num_layers, indexers.top_k), -1, np.int32)
-        for p in range(length - 1):
-            for layer in range(num_layers):
-                ids = rng.permutation((p + 1) // indexers.unit)[: indexers.top_k]
-                array[p, layer, : len(ids)] = ids
-        if num_layers == 3:
-            array[:, 1] = array[:, 0]
-        arrays.append(array)
-    return arrays
+def drawn(num_rows, num_layers, indexers=INDEXERS):
+    """int32 [rows, layers, k] in any order, -1 behind the last; of three layers, the second copies the first."""
+    rng, array = np.random.default_rng(0), np.full((num_rows, num_layers, indexers.top_k), -1, np.int32)
+    for p, layer in np.ndindex(array.shape[:2]):
+        ids = rng.permutation((p + 1) // indexers.unit)[: indexers.top_k]
+        array[p, layer, : len(ids)] = ids
+    if num_layers == 3:
+        array[:, 1] = array[:, 0]
+    return array
+
+
+def returned(num_layers=3, indexers=INDEXERS):
+    return [drawn(length - 1, num_layers, indexers) for length in TRACE.lengths]
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["arrays", "base64"])
@@ -50,8 +50,7 @@ def test_choices_are_those_of_the_layers_with_an_indexer(as_text):
 
 def test_compressed_entries_come_by_layers_with_an_indexer_alone():
     entries = IndexerSpec(1, LAYERS, unit=2)
-    chosen = returned(num_layers=2, indexers=entries)
-    stream = with_indexer_choices(TRACE, chosen, entries).streams["indexer"]
+    stream = with_indexer_choices(TRACE, returned(2, entries), entries).streams["indexer"]
     assert stream.counts_ND[:6].tolist() == [[0, 0]] * 3 + [[1, 1]] * 3
 
 
@@ -71,6 +70,14 @@ REFUSED = {
     "no base64": (["!", *returned()[1:]], "are not base64"),
     "cut": ([base64.b64encode(b"\0" * 68).decode(), *returned()[1:]], "68 bytes without a shape; expected 6 rows of 3"),
     "of one token": ([returned()[0], base64.b64encode(b"\0" * 8).decode(), returned()[2]], "sequence 1 are 8 bytes"),
+    "of no layer": (
+        [each[:, :0] for each in returned()],
+        "expected 2 .those that decide., or all decoder layers, 3 or",
+    ),
+    "of one layer": (
+        [each[:, :1] for each in returned()],
+        "expected 2 .those that decide., or all decoder layers, 3 or",
+    ),
     "floats": ([returned()[0].astype(float), *returned()[1:]], "dtype float64; expected integers"),
 }
 
@@ -82,12 +89,6 @@ def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
         with_indexer_choices(TRACE, given, INDEXERS)
 
 
-@pytest.mark.parametrize("layers", [1, 0], ids=["one", "none"])
-def test_layers_that_an_engine_does_not_return_are_refused(layers):
-    with pytest.raises(CaptureError, match=r"expected 2 .those that decide., or all decoder layers, 3 or more"):
-        with_indexer_choices(TRACE, [each[:, :layers] for each in returned()], INDEXERS)
-
-
 @pytest.mark.parametrize("indexers", [None, 3, IndexerSpec(3, ()), IndexerSpec(3, LAYERS, heads=2)])
 def test_indexers_that_sglang_has_no_form_for_are_refused(indexers):
     with pytest.raises(CaptureError, match="expected an IndexerSpec of one head, with a layer or more"):
@@ -96,6 +97,7 @@ def test_indexers_that_sglang_has_no_form_for_are_refused(indexers):
 
 R = wires.rollout(np.random.default_rng(5), prompt=7, response=5)
 LENGTH = len(R.tokens)
+OWN = drawn(LENGTH - 1, len(LAYERS))
 
 
 def sglang(choices):
@@ -108,18 +110,9 @@ def sglang(choices):
     return answer
 
 
-def drawn(num_layers, seed=0):
-    rng = np.random.default_rng(seed)
-    array = np.full((LENGTH - 1, num_layers, INDEXERS.top_k), -1, np.int32)
-    for p, layer in np.ndindex(array.shape[:2]):
-        ids = rng.permutation(p + 1)[: INDEXERS.top_k]
-        array[p, layer, : len(ids)] = ids
-    return array
-
-
 @pytest.mark.parametrize("num_layers", [R.num_layers, len(LAYERS)], ids=["all", "own"])
 def test_an_answer_of_sglang_brings_its_choices(num_layers):
-    array = drawn(num_layers)
+    array = drawn(LENGTH - 1, num_layers)
     trace = decode(json.dumps(sglang(array)), model=R.spec, indexers=INDEXERS)
     columns = [0, 2] if num_layers > len(LAYERS) else [0, 1]
     stream = trace.streams["indexer"]
@@ -135,14 +128,14 @@ def test_an_answer_of_sglang_brings_its_choices(num_layers):
 
 
 NOT_READ = {
-    "of unknown indexers": (sglang(drawn(2)), None, "indexers are None; .*: pass indexers="),
-    "of some": ([sglang(drawn(2)), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
+    "of unknown indexers": (sglang(OWN), None, "indexers are None; .*: pass indexers="),
+    "of some": ([sglang(OWN), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
     "a number": (
         sglang(None) | {"meta_info": sglang(None)["meta_info"] | {"indexer_topk": 3}},
         INDEXERS,
         "base64 of int32",
     ),
-    "half": (sglang(drawn(2)[:-1]), INDEXERS, "expected 11 rows of 3"),
+    "half": (sglang(OWN[:-1]), INDEXERS, "expected 11 rows of 3"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,16 +26,13 @@ def sets_for(response, seed=0):
     return [rng.permutation([*{*few, token}]).tolist() for few, token in zip(others, response, strict=True)]
 
 
-def vllm(r, sets):
+def vllm(r, sets, make=sorted):
     output = wires.vllm_narrow(r)
-    output.outputs[0].sampling_mask = SimpleNamespace(token_ids=[sorted(ids) for ids in sets])
+    output.outputs[0].sampling_mask = SimpleNamespace(token_ids=[make(ids) for ids in sets])
     return output
 
 
-def vllm_arrays(r, sets):
-    output = wires.vllm_narrow(r)
-    output.outputs[0].sampling_mask = SimpleNamespace(token_ids=[np.array(ids, np.int32) for ids in sets])
-    return output
+vllm_arrays = partial(vllm, make=partial(np.array, dtype=np.int32))
 
 
 def vllm_http(r, sets):

@@ -5,10 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.capture import decode
-from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
+from foreroute.errors import BatchMismatchError, SpecMismatchError
 from foreroute.trace import NO_VERSION, RoutingTrace, extended
-from tests import wires
 from tests.traces import spec_of
 
 SPEC = spec_of()
@@ -26,58 +24,24 @@ def turn(tokens, rows, start=0, versions=NO_VERSION):
     return RoutingTrace.from_rows(SPEC, [tokens], [whole], valid=[valid], weight_versions=[versions_T])
 
 
-class Slow:
-    """The oracle: one dictionary for each position."""
-
-    def __init__(self):
-        self.rows = []
-
-    def add(self, tokens, rows, start, versions):
-        while len(self.rows) < len(tokens):
-            self.rows.append({"token": int(tokens[len(self.rows)]), "ids": None, "version": NO_VERSION})
-        for i, row in enumerate(rows):
-            slot = self.rows[start + i]
-            if slot["ids"] is None:
-                slot["ids"], slot["version"] = row.tolist(), int(versions[i])
-
-
 @settings(max_examples=150)
 @given(st.data())
 def test_turns_match_the_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    trace, slow, tokens = RoutingTrace.unrouted(SPEC, [[]]), Slow(), np.zeros(0, int)
+    trace, slow, tokens = RoutingTrace.unrouted(SPEC, [[]]), [], np.zeros(0, int)
     for _ in range(data.draw(st.integers(1, 5))):
         tokens = np.concatenate([tokens, rng.integers(0, 99, data.draw(st.integers(0, 6)))])
         start = data.draw(st.integers(0, len(tokens)))
         rows = routes(rng, data.draw(st.integers(0, len(tokens) - start)))
         versions = rng.integers(0, 4, len(rows))
         trace = extended(trace, turn(tokens, rows, start, versions))
-        slow.add(tokens, rows, start, versions)
-    seen = [
-        {"token": int(t), "ids": ids.tolist() if valid else None, "version": int(v)}
-        for t, ids, valid, v in zip(
-            trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N, strict=True
-        )
-    ]
-    assert seen == slow.rows
-
-
-def test_a_resumed_rollout_keeps_the_rows_and_version_of_its_first_weights():
-    r = wires.rollout(np.random.default_rng(0), prompt=6, response=6)
-    half = wires.Rollout(r.spec, r.num_layers, r.prompt, r.response[:3], r.routes_RLK[:8])
-    resumed = wires.Rollout(r.spec, r.num_layers, r.tokens[:9], r.response[3:], (r.routes_RLK + 1) % 16)
-    first, second = wires.vllm_http(half), wires.vllm_http(resumed)
-    trace = extended(decode(first, model=r.spec, weight_version=1), decode(second, model=r.spec, weight_version=2))
-    assert trace.weight_versions_N.tolist() == [1] * 8 + [2] * 3 + [NO_VERSION]
-    assert np.array_equal(trace.expert_ids_NLK[:8], half.routes_RLK)
-    assert np.array_equal(trace.expert_ids_NLK[8:11], resumed.routes_RLK[8:])
-
-
-def test_prefix_cache_hit_and_tool_output_leave_the_gap_that_nobody_filled():
-    rng = np.random.default_rng(2)
-    first = decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5], start=2)
-    trace = extended(first, decode(routes(rng, 2), model=SPEC, token_ids=[1, 2, 3, 4, 5, 6, 7, 8], start=5))
-    assert trace.valid_N.tolist() == [False, False, True, True, False, True, True, False]
+        slow += [(int(token), None, NO_VERSION) for token in tokens[len(slow) :]]
+        for place, row, version in zip(range(start, len(tokens)), rows.tolist(), versions.tolist(), strict=False):
+            if slow[place][1] is None:
+                slow[place] = (slow[place][0], row, version)
+    columns = (trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N)
+    seen = [(t, ids if valid else None, v) for t, ids, valid, v in zip(*(c.tolist() for c in columns), strict=True)]
+    assert seen == slow
 
 
 def test_what_does_not_continue_is_refused():
@@ -102,12 +66,3 @@ def test_extended_works_on_whole_batches():
     assert merged.weight_versions_N.tolist() == [1, 2, -1, 1, 1, 2, -1]
     assert np.array_equal(merged.expert_ids_NLK[[0, 3, 4]], a.expert_ids_NLK[a.valid_N])
     assert np.array_equal(merged.expert_ids_NLK[[1, 5]], b.expert_ids_NLK[[1, 5]])
-
-
-def test_from_rows_refuses_shapes_that_disagree():
-    with pytest.raises(TraceContentError, match="one row of each for every token"):
-        RoutingTrace.from_rows(
-            SPEC, [[1, 2]], [routes(np.random.default_rng(0), 1)], valid=[[1, 1]], weight_versions=[[0, 0]]
-        )
-    with pytest.raises(TraceContentError, match=r"of \[0, 1\] sequences"):
-        RoutingTrace.from_rows(SPEC, [[1, 2]], [], valid=[[1, 1]], weight_versions=[[0, 0]])

@@ -10,6 +10,13 @@ from unittest.mock import patch
 
 from foreroute.cli.main import main
 
+CLUSTER = """
+topology = {num_ranks = 4, ranks_per_node = 2, redundant_slots = 2}
+hardware = {preset = "h100"}
+model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
+"""
+"""The file of a topology for `plan`."""
+
 
 @dataclass
 class Result:

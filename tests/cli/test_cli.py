@@ -22,7 +22,8 @@ from foreroute.testing.ranks import Workers
 from foreroute.trace import DecisionStream
 from foreroute.train import load_checkpoint
 from tests.cli.command import foreroute
-from tests.traces import choices_of, random_trace, spec_of
+from tests.mismatch import planted_defects as planted
+from tests.traces import choices_of, random_trace
 from tests.train.small_runs import SIZES, records, small_values
 
 
@@ -166,27 +167,21 @@ def test_two_processes_train_and_one_of_them_speaks(tmp_path):
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def unknown_key(folder):
-    return ["train", config_file(folder, rl={"stepps": 3})], "rl.stepps: unknown key; did you mean steps?"
-
-
-def no_run_to_report(folder):
-    return ["report", folder], "metrics.jsonl"
-
-
-def one_process(folder):
-    return ["demo-ep", "--folder", folder / "run"], "1 process runs; start several: torchrun --nproc-per-node 4"
-
-
-@pytest.mark.parametrize("case", [unknown_key, no_run_to_report, one_process])
-def test_a_users_error_is_one_message_and_exit_code_2(tmp_path, case):
-    arguments, message = case(tmp_path)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    result = foreroute(*arguments, cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train config.toml", "rl.stepps: unknown key; did you mean steps?"),
+        ("report .", "metrics.jsonl"),
+        ("demo-ep --folder run", "1 process runs; start several: torchrun --nproc-per-node 4"),
+    ],
+)
+def test_a_users_error_is_one_message_and_exit_code_2(tmp_path, words, message):
+    before = config_file(tmp_path, rl={"stepps": 3}).read_bytes()
+    result = foreroute(*words.split(), cwd=tmp_path)
     assert result.returncode == 2
     assert message in result.stderr.replace("\n", " ")
     assert "Traceback" not in result.stderr
-    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"config.toml": before}
 
 
 def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
@@ -202,13 +197,8 @@ def test_validate_says_of_each_file_whether_it_is_sound(tmp_path):
 
 @pytest.mark.slow
 def test_diff_names_a_defect(tmp_path):
-    rng = np.random.default_rng(0)
-    spec = spec_of(num_experts=64, top_k=4, num_layers=3)
-    tokens = [rng.integers(0, 50, 40) for _ in range(4)]
-    routes = [np.argsort(rng.random((40, 3, 64)), axis=-1)[..., :4] for _ in tokens]
-    trace = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, routes), tmp_path / "a")
-    late = [np.concatenate([r[:1], r[:-1]]) for r in routes]
-    shifted = fr.save(fr.RoutingTrace.from_sequences(spec, tokens, late), tmp_path / "b")
+    rng, own = planted.case(0)
+    trace, shifted = fr.save(own, tmp_path / "a"), fr.save(planted.shift(rng, own)[0], tmp_path / "b")
     assert foreroute("diff", trace, trace).returncode == 0
     result = foreroute("diff", trace, shifted)
     assert result.returncode == 1
@@ -249,13 +239,10 @@ def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path
     assert "leave out the token that was sampled" in " ".join(result.stdout.split())
 
 
-def test_diff_and_inspect_name_choices_of_indexers(tmp_path):
+def test_diff_names_choices_of_indexers(tmp_path):
     trace, same = choices_of(), choices_of(noise=0.05)
     files = [fr.save(each, tmp_path / name) for each, name in ((trace, "a"), (same, "b"))]
-    shown = " ".join(foreroute("inspect", files[0], columns=200).stdout.split())
     stream = trace.streams["indexer"]
-    sets = int((stream.counts_ND > 0).sum())
-    assert f"{trace.num_rows} rows of {stream}, {len(stream.ids)} ids in {sets} sets" in shown
     result = foreroute("diff", files[0], files[1])
     assert (result.returncode, "indexer" in result.stdout) == (0, True)
     for rows, code in ((trace.offsets[1:] - 1, 0), (trace.offsets[1:] - 2, 1)):  # of the last token, or of another

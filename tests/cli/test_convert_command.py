@@ -84,8 +84,6 @@ def test_an_answer_needs_a_model(folder):
 
 def test_text_that_looks_like_a_header_is_not_taken_for_a_trace(folder):
     body = json.loads(wires.vllm_http(R))
-    (folder / "answer.json").write_text('{"out":[ ' + "{}], " + json.dumps(body)[1:])
-    assert (folder / "answer.json").read_text()[9] == "{"
     (folder / "answer.json").write_text('{"out": {' + "}, " + json.dumps(body)[1:])
     assert (folder / "answer.json").read_text()[8] == "{"
     assert converted(folder).returncode == 0

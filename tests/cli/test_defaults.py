@@ -1,7 +1,9 @@
-"""One default everywhere: on the command line, in Python, in the trainer and in the simulator."""
+"""One default everywhere, on the command line, in Python and in files; docs/configuration.md is what the code says."""
 
+import importlib.util
 import inspect
-from dataclasses import MISSING, fields
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -11,14 +13,10 @@ from foreroute.cli.doctor import run_doctor
 from foreroute.cli.main import app
 from foreroute.cli.plan_inputs import DEFAULT_BUDGET, read_step
 from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.files.config_file import Section
 from foreroute.plan import PlanOptions
 from foreroute.simulate.methods import PRESETS
 from foreroute.train import TrainConfig, parse_config, train
-
-SHOWN_OTHERWISE = {
-    "shared_slots": ("slots", {False: "layer", True: "shared"}),
-}
-"""Options of the command line that have another form in Python."""
 
 
 def of_command(name):
@@ -26,17 +24,9 @@ def of_command(name):
     return {
         parameter.name: parameter.default
         for parameter in get_command(app).commands[name].params
-        if not parameter.required and not _is_list(parameter)
+        # None or empty lists are for the verb to tell apart
+        if not parameter.required and parameter.nargs != -1 and not getattr(parameter, "multiple", False)
     }
-
-
-def _is_list(parameter):
-    """None or empty, which is for the verb to tell from a list."""
-    return parameter.nargs == -1 or getattr(parameter, "multiple", False)
-
-
-def of_dataclass(kind):
-    return {field.name: field.default for field in fields(kind) if field.default is not MISSING}
 
 
 def of_function(function):
@@ -47,7 +37,7 @@ def of_function(function):
 @pytest.mark.parametrize(
     ("verb", "python", "shared"),
     [
-        ("plan", of_dataclass(PlanOptions), 6),
+        ("plan", asdict(PlanOptions()), 6),
         ("plan", of_function(read_step), 3),
         ("convert", of_function(decode), 2),
         ("doctor", of_function(run_doctor), 7),
@@ -56,9 +46,8 @@ def of_function(function):
 )
 def test_an_option_of_the_command_line_has_the_default_of_its_argument(verb, python, shared):
     options = of_command(verb)
-    for name, (argument, values) in SHOWN_OTHERWISE.items():
-        if name in options:
-            options[argument] = values[options.pop(name)]
+    if "shared_slots" in options:  # which is another word in Python
+        options["slots"] = {False: "layer", True: "shared"}[options.pop("shared_slots")]
     both = options.keys() & python.keys()
     assert {name: options[name] for name in both} == {name: python[name] for name in both}
     assert len(both) == shared, both
@@ -75,3 +64,31 @@ def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     assert config.parallel.shared_memory == str(transfers.directory)
     assert PRESETS["ours"].options == default
     assert DEFAULT_BUDGET == 16_384
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "make" / "config_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Silent(Section):
+    """A key says nothing."""
+
+    shown: int = 1
+    """Something."""
+    silent: int = 1
+
+
+def test_the_page_is_up_to_date(reference):
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run make config-reference"
+
+
+def test_a_key_without_a_text_is_refused(reference):
+    with pytest.raises(SystemExit, match=r"Silent\.silent says nowhere what it means"):
+        list(reference.tables(Silent, "silent"))

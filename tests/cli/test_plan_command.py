@@ -13,26 +13,13 @@ from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, load_plan, verify
 from foreroute.plan.counts import COUNTS_FILE, packed_counts, save_counts
 from foreroute.testing.routes import synthetic_trace
-from tests.cli.command import foreroute
+from tests.cli.command import CLUSTER, foreroute
 from tests.tiers import grid
 from tests.traces import random_trace, spec_of
 
-TOML = """
-[topology]
-num_ranks = 4
-ranks_per_node = 2
-redundant_slots = 2
-[hardware]
-preset = "h100"
-[model]
-preset = "qwen3-30b-a3b"
-num_experts = 8
-top_k = 2
-"""
 
-
-def plan(*arguments, folder, columns=80):
-    return foreroute("plan", *arguments, cwd=folder, columns=columns)
+def plan(words, folder, columns=80):
+    return foreroute("plan", *words.split(), cwd=folder, columns=columns)
 
 
 def counts(seed=0):
@@ -44,7 +31,7 @@ def counts(seed=0):
 def files(tmp_path_factory):
     """A topology, counts, and two traces of one step, as `foreroute demo` writes them."""
     folder = tmp_path_factory.mktemp("plan")
-    (folder / "cluster.toml").write_text(TOML)
+    (folder / "cluster.toml").write_text(CLUSTER)
     save_counts(counts(), folder / "counts.safetensors")
     save_counts(counts(1), folder / "before.safetensors")
     for n in range(2):
@@ -55,17 +42,8 @@ def files(tmp_path_factory):
 
 def test_counts_to_table_plan_and_page(files, tmp_path):
     output = tmp_path / "out.safetensors"
-    options = (
-        "--counts",
-        "counts.safetensors",
-        "--previous-step",
-        "before.safetensors",
-        "--output",
-        output,
-        "--home-moves",
-        "2",
-    )
-    result = plan("--topology", "cluster.toml", *options, folder=files)
+    given = f"--topology cluster.toml --counts counts.safetensors --output {output}"
+    result = plan(f"{given} --previous-step before.safetensors --home-moves 2", files)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     paths = [line for line in lines if str(tmp_path) in line]
@@ -76,17 +54,18 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
     assert "foreroute plan" in output.with_suffix(".html").read_text()
-    again = plan("--topology", "cluster.toml", "--counts", "counts.safetensors", "--output", output, folder=files)
+    again = plan(given, files)
     assert again.returncode == 2
     assert "already exists" in again.stderr
-    warm = ("--counts", "before.safetensors", "--previous-plan", output, "--output", tmp_path / "next.safetensors")
-    result = plan("--topology", "cluster.toml", *warm, "--no-baselines", "--threads", "2", folder=files)
+    warm = (
+        f"--counts before.safetensors --previous-plan {output} --output {tmp_path / 'next.safetensors'} --no-baselines"
+    )
+    result = plan(f"--topology cluster.toml {warm} --threads 2", files)
     assert result.returncode == 0, result.stderr
     assert np.array_equal(load_plan(tmp_path / "next.safetensors").previous_home_LE, found.home_LE)
     assert "EPLB" not in result.stdout
     paid = load_plan(tmp_path / "next.safetensors")
-    free = ("--no-pay-off", "--no-baselines", "--overwrite")
-    result = plan("--topology", "cluster.toml", *warm, *free, folder=files)
+    result = plan(f"--topology cluster.toml {warm} --no-pay-off --overwrite", files)
     assert result.returncode == 0, result.stderr
     kept = load_plan(tmp_path / "next.safetensors")
     assert kept.num_replicas_ML.sum() > paid.num_replicas_ML.sum(), "few tokens pay for few"
@@ -96,8 +75,8 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
 def test_traces_are_packed_by_length(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     output = tmp_path / "plan.safetensors"
-    arguments = ("--topology", "cluster.toml", "--token-budget", "40", "--output", output, "--no-baselines")
-    result = plan(*traces, *arguments, folder=files)
+    names = " ".join(map(str, traces))
+    result = plan(f"{names} --topology cluster.toml --token-budget 40 --output {output} --no-baselines", files)
     assert result.returncode == 0, result.stderr
     assert "16 sequences by length, at most 40 tokens" in result.stdout
     step = read_step(files / "cluster.toml", traces=traces, token_budget=40)
@@ -124,44 +103,35 @@ def test_the_step_before_from_traces(files):
 
 
 @grid(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (("--counts", "none.safetensors"), "none.safetensors does not exist"),
-        (
-            ("--counts", "step-000000.safetensors"),
-            "step-000000.safetensors is no counts file: its metadata lack foreroute.counts",
-        ),
-        (("step-000000.safetensors", "--token-budget", "9" * 20), "the token budget is 99999999999999999999; expected"),
-        ((), "give either trace files or --counts"),
-        (("none.safetensors",), "none.safetensors"),
-        (("--counts", "counts.safetensors", "--token-budget", "40"), "--token-budget is for traces"),
-        (("--counts", "counts.safetensors", "--tolerance", "2"), "tolerance is 2.0"),
-        (("--counts", "counts.safetensors", "--home-moves", "many"), "Invalid value for '--home-moves'"),
-        (("--counts", "counts.safetensors", "--traffic"), "use slots='shared'"),
-        (
-            ("--counts", "counts.safetensors", "--previous-step", "three.safetensors"),
-            "three.safetensors has 3 layers of 8 experts",
-        ),
-        (("step-000000.safetensors", "other.safetensors"), "other.safetensors"),
-        (("--counts", "counts.safetensors", "--output", "plan.html"), "is the name of the page"),
-        (
-            ("--counts", "counts.safetensors", "--previous-plan", "counts.safetensors"),
-            "counts.safetensors is no plan file: its metadata lack foreroute.plan",
-        ),
-        (("--counts", "odd.safetensors"), "cannot be placed evenly"),
-        (("--counts", "ranks.safetensors"), "counts have 8 source ranks and the topology 4"),
-        (("--counts", "large.safetensors"), "describes a model with top-2 of 8 experts, the input has 16 experts"),
+        ("--counts none.safetensors", "none.safetensors does not exist"),
+        ("--counts step-000000.safetensors", "step-000000.safetensors is no counts file: its metadata lack"),
+        (f"step-000000.safetensors --token-budget {'9' * 20}", "the token budget is 99999999999999999999; expected"),
+        ("", "give either trace files or --counts"),
+        ("none.safetensors", "none.safetensors"),
+        ("--counts counts.safetensors --token-budget 40", "--token-budget is for traces"),
+        ("--counts counts.safetensors --tolerance 2", "tolerance is 2.0"),
+        ("--counts counts.safetensors --home-moves many", "Invalid value for '--home-moves'"),
+        ("--counts counts.safetensors --traffic", "use slots='shared'"),
+        ("--counts counts.safetensors --previous-step three.safetensors", "has 3 layers of 8 experts"),
+        ("step-000000.safetensors other.safetensors", "other.safetensors"),
+        ("--counts counts.safetensors --output plan.html", "is the name of the page"),
+        ("--counts counts.safetensors --previous-plan counts.safetensors", "is no plan file: its metadata lack"),
+        ("--counts odd.safetensors", "cannot be placed evenly"),
+        ("--counts ranks.safetensors", "counts have 8 source ranks and the topology 4"),
+        ("--counts large.safetensors", "describes a model with top-2 of 8 experts, the input has 16 experts"),
     ],
     quick=6,
 )
-def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message):
+def test_a_users_error_is_one_message_and_exit_code_2(files, words, message):
     save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
     fr.save(random_trace(0, num_layers=2), files / "other.safetensors", overwrite=True)
     odd = {"counts_MLGE": np.ones((1, 1, 4, 6), np.int32)}
     COUNTS_FILE.write(files / "odd.safetensors", {}, odd, overwrite=True)
     save_counts(np.ones((1, 1, 8, 8), np.int64), files / "ranks.safetensors", overwrite=True)
     save_counts(np.ones((1, 1, 4, 16), np.int64), files / "large.safetensors", overwrite=True)
-    result = plan("--topology", "cluster.toml", *arguments, folder=files)
+    result = plan(f"--topology cluster.toml {words}", files)
     assert result.returncode == 2
     assert result.stderr.startswith("error: ")
     assert message in result.stderr
@@ -171,10 +141,10 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, arguments, message)
 
 @pytest.mark.slow
 def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
-    (tmp_path / "two.toml").write_text(TOML.replace("num_ranks = 4", "num_ranks = 2"))
+    (tmp_path / "two.toml").write_text(CLUSTER.replace("num_ranks = 4", "num_ranks = 2"))
     save_counts(np.ones((1, 2, 2, 8), np.int64), tmp_path / "counts.safetensors")
-    two = ("--counts", "counts.safetensors", "--topology", "two.toml", "--output", "two.safetensors")
-    assert plan(*two, "--no-baselines", folder=tmp_path).returncode == 0
+    two = "--counts counts.safetensors --topology two.toml --output two.safetensors --no-baselines"
+    assert plan(two, tmp_path).returncode == 0
     with pytest.raises(InputError, match=r"on 2 ranks; expected \[2, 8\] on 4"):
         read_step(
             files / "cluster.toml", counts=files / "counts.safetensors", previous_plan=tmp_path / "two.safetensors"
@@ -186,17 +156,17 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
     for name in ("cluster.toml", "counts.safetensors"):
         shutil.copy(files / name, tmp_path)
 
-    def run(*more):
-        given = ("--topology", "cluster.toml", "--counts", "counts.safetensors", "--no-baselines")
-        return plan(*given, *more, folder=tmp_path, columns=400)
+    def run(more):
+        given = "--topology cluster.toml --counts counts.safetensors --no-baselines"
+        return plan(f"{given} {more}", tmp_path, columns=400)
 
     page, output = tmp_path / "plan.html", tmp_path / "plan.safetensors"
     page.write_text("mine")
     for more, message in (
-        ((), "plan.html already exists; pass another --output, or --overwrite"),
-        (("--overwrite",), "plan.html exists and is no page that foreroute wrote"),
+        ("", "plan.html already exists; pass another --output, or --overwrite"),
+        ("--overwrite", "plan.html exists and is no page that foreroute wrote"),
     ):
-        result = run(*more)
+        result = run(more)
         assert (result.returncode, message in result.stderr) == (2, True), result.stderr
         assert page.read_text() == "mine"
         assert not output.exists()
@@ -206,6 +176,6 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
     assert "plan.safetensors is no plan, which is all that --overwrite replaces" in run("--overwrite").stderr
     assert output.read_bytes() == trace
     output.unlink()
-    for more in ((), ("--overwrite",)):
-        assert run(*more).returncode == 0
+    for more in ("", "--overwrite"):
+        assert run(more).returncode == 0
         assert "Plan of a step" in page.read_text()

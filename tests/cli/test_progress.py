@@ -22,17 +22,12 @@ from foreroute.errors import ForerouteError
 from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.plan import save_counts
 from foreroute.train import parse_config
-from tests.cli.command import foreroute
+from tests.cli.command import CLUSTER, foreroute
 from tests.tiers import grid
 from tests.traces import random_trace
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
 ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}
-TOPOLOGY = """
-topology = {num_ranks = 4, redundant_slots = 1}
-hardware = {preset = "h100"}
-model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
-"""
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def works(monkeypatch):
 def files(tmp_path, monkeypatch):
     fr.save(random_trace(0, num_experts=8, top_k=2), tmp_path / "t")
     save_counts(np.ones((2, 3, 4, 8), np.int32), tmp_path / "counts.safetensors")
-    (tmp_path / "cluster.toml").write_text(TOPOLOGY)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
     (tmp_path / "simulate.toml").write_text("cluster = {gpus = 8, expert_parallel = 4}")
     (tmp_path / "run.toml").write_text('name = "slow"')
     monkeypatch.chdir(tmp_path)

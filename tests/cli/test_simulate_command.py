@@ -2,67 +2,38 @@
 
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 
-from foreroute.cli.main import main
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.plan import save_counts
 from foreroute.simulate import load_config, methods, parse_config
 from foreroute.simulate.fit import fit, load_measurements
 from foreroute.simulate.workload import DrawnStep
+from tests.cli.command import foreroute
+from tests.simulate.simulate_cases import small_values
 from tests.tiers import grid
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "simulate"
-TOML = """
-methods = ["eplb_micro_step", "ours"]
-[cluster]
-gpus = 8
-expert_parallel = 4
-[model]
-num_layers = 6
-num_experts = 8
-top_k = 2
-hidden = 512
-intermediate = 256
-dense_parameters = 100000
-attention_width = 512
-vocabulary = 1000
-[workload]
-tokens_per_rank = 512
-micro_steps = 2
-layers = 2
-groups = 1
-[execution]
-planning_s = 0.25
-"""
+TOML = tomli_w.dumps(small_values(gpus=8, methods=["eplb_micro_step", "ours"], planning_s=0.25))
 SWEEP = "[sweep]\nskew = [2.0]\nhost_bandwidth = [0.5]\n"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    """Runs the verb in a folder with `config.toml`; the exit code, and what was printed."""
+def run(tmp_path):
+    """Runs the verb in a folder with `config.toml`."""
     (tmp_path / "config.toml").write_text(TOML)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def command(*arguments):
-        monkeypatch.setattr(sys, "argv", ["foreroute", "simulate", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        return stopped.value.code, capsys.readouterr()
-
-    return command
+    return lambda *arguments, cwd=tmp_path: foreroute("simulate", *arguments, cwd=cwd, columns=80)
 
 
 def measure(folder):
     """Two timed steps, as a user would write them down."""
     for number, count in enumerate((100, 400)):
-        save_counts(np.full((2, 6, 4, 8), count, np.int32), folder / f"counts-{number}.safetensors")
+        save_counts(np.full((2, 4, 4, 8), count, np.int32), folder / f"counts-{number}.safetensors")
     lines = [
         {"counts": f"counts-{number}.safetensors", "plan": None, "stage": "recompute", "seconds": seconds}
         for number, seconds in enumerate((0.004, 0.011))
@@ -72,8 +43,8 @@ def measure(folder):
 
 def test_configuration_to_table_figures_and_page(run, tmp_path):
     (tmp_path / "config.toml").write_text(TOML + SWEEP)
-    code, printed = run("config.toml")
-    assert code == 0, printed.err
+    result = run("config.toml")
+    assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "simulate" / "config"
     assert sorted(path.name for path in folder.iterdir()) == [
         "cluster.toml",
@@ -83,11 +54,11 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     ]
     figures = json.loads((folder / "simulation.json").read_text())
     assert [method["name"] for method in figures["methods"]] == ["static", "eplb_micro_step", "ours"]
-    table = printed.out.partition("\nBy the cost model")[0].splitlines()
+    table = result.stdout.partition("\nBy the cost model")[0].splitlines()
     for method in figures["methods"]:
         (line,) = [line for line in table if line.startswith(f"{method['label']} ")]
         assert f"{method['speedup_over_static']:.2f}\N{MULTIPLICATION SIGN}" in line.split()
-    assert max(len(line) for line in printed.out.splitlines() if "runs/simulate" not in line) <= 80
+    assert max(len(line) for line in result.stdout.splitlines() if "runs/simulate" not in line) <= 80
     assert [(point["key"], point["value"]) for point in figures["sweeps"]] == [("host_bandwidth", 0.5), ("skew", 2.0)]
     assert [found["method"] for found in figures["timelines"]] == ["static", "ours"]
     resolved = parse_config(tomllib.loads(TOML + SWEEP), source="the test")
@@ -95,9 +66,9 @@ def test_configuration_to_table_figures_and_page(run, tmp_path):
     page = (folder / "report.html").read_text()
     assert "One RL step on 8 GPUs" in page
     assert page.count("data:image/svg+xml;base64,") == 2 + 2 + 2
-    code, printed = run("config.toml")
-    assert code == 2
-    assert "runs/simulate/config is not empty" in printed.err
+    result = run("config.toml")
+    assert result.returncode == 2
+    assert "runs/simulate/config is not empty" in result.stderr
 
 
 @pytest.mark.slow
@@ -109,26 +80,25 @@ def test_a_step_is_drawn_and_planned_once_for_the_table_and_its_timelines(run, t
 
     monkeypatch.setattr(methods, "plan", counted(planned, methods.plan))
     monkeypatch.setattr(DrawnStep, "counts", counted(drawn, DrawnStep.counts))
-    code, printed = run("config.toml")
-    assert code == 0, printed.err
+    result = run("config.toml")
+    assert result.returncode == 0, result.stderr
     assert len(json.loads((tmp_path / "runs/simulate/config/simulation.json").read_text())["timelines"]) == 2
     assert len(planned) == 2, "one plan that compiles, and one of the step"
     assert len(drawn) == 2, "the step, and the one before it"
 
 
-def test_the_folder_that_it_runs_in_is_not_replaced(run, tmp_path, monkeypatch):
+def test_the_folder_that_it_runs_in_is_not_replaced(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    code, printed = run("../config.toml", "--output", ".")
-    assert (code, printed.out) == (2, "")
-    assert printed.err.startswith("error: . is the folder that this runs in; nothing was changed")
+    result = run("../config.toml", "--output", ".", cwd=tmp_path / "empty")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: . is the folder that this runs in; nothing was changed")
 
 
 @pytest.mark.usefixtures("unpainted")
 def test_rates_are_fitted_first(run, tmp_path):
     measure(tmp_path)
-    code, printed = run("config.toml", "--fit", "measured.jsonl", "--rate", "gemm_flops_per_s", "--output", "out")
-    assert code == 0, printed.err
+    result = run("config.toml", "--fit", "measured.jsonl", "--rate", "gemm_flops_per_s", "--output", "out")
+    assert result.returncode == 0, result.stderr
     config = load_config(tmp_path / "config.toml")
     measured = load_measurements(tmp_path / "measured.jsonl", config.described().topology)
     found = fit(measured, config, ["gemm_flops_per_s"])
@@ -138,7 +108,7 @@ def test_rates_are_fitted_first(run, tmp_path):
     assert load_cluster(tmp_path / "out" / "cluster.toml") == fitted, "what plans can be priced by"
     figures = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert figures["fit"]["measured_s"] == [0.004, 0.011]
-    assert re.search(r"gemm_flops_per_s +600 TFLOP/s +[\d.,]+ TFLOP/s", printed.out)
+    assert re.search(r"gemm_flops_per_s +600 TFLOP/s +[\d.,]+ TFLOP/s", result.stdout)
     assert "Rates fitted to measurements" in (tmp_path / "out" / "report.html").read_text()
 
 
@@ -161,11 +131,11 @@ def test_a_users_error_is_one_message_and_exit_code_2(run, tmp_path, text, argum
     (tmp_path / "full" / "mine.txt").write_text("mine")
     measure(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    code, printed = run(*arguments)
-    assert code == 2
-    assert printed.err.startswith("error: ")
-    assert message in printed.err
-    assert printed.out == ""
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -27,32 +27,20 @@ def logprobs(seed, *, off=0.05, shape=(40, 30)):
 
 
 def routes(seed, plant=None, rate=0.1):
-    """Padded routes of a trainer, those of an engine in which something is planted, and their mask."""
+    """Padded routes of a trainer, those of an engine in which something is planted, and their mask; and their model."""
     rng, own = planted.case(seed)
     engine = planted.with_ids(own, planted.swapped(rng, own.expert_ids_NLK, own.spec, rate))
     engine = engine if plant is None else plant(rng, engine)
     engine = engine[0] if isinstance(engine, tuple) else engine
-    return (
-        own.to_padded().expert_ids_BTLK,
-        engine.to_padded().expert_ids_BTLK,
-        own.to_padded().attention_mask_BT,
-        own.spec,
-    )
+    (_, ids, attended), theirs = own.to_padded(), engine.to_padded().expert_ids_BTLK
+    return {"trainer_routes": ids, "engine_routes": theirs, "attention_mask": attended}, own.spec
 
 
 def test_the_figures_are_those_of_a_loop():
     trainer, engine, mask = logprobs(0)
     replayed = (trainer + engine) / 2
-    own, theirs, attended, _ = routes(0)
-    found = fr.compare(
-        trainer,
-        engine,
-        mask,
-        replayed_logprobs=replayed,
-        trainer_routes=own,
-        engine_routes=theirs,
-        attention_mask=attended,
-    ).metrics
+    given, _ = routes(0)
+    found = fr.compare(trainer, engine, mask, replayed_logprobs=replayed, **given).metrics
     for prefix, by_trainer in (("", trainer), ("replayed/", replayed)):
         log_r = [t - e for t, e, m in zip(by_trainer.flat, engine.flat, mask.flat, strict=True) if m]
         assert found[f"{prefix}response_tokens"] == len(log_r)
@@ -61,15 +49,9 @@ def test_the_figures_are_those_of_a_loop():
         assert found[f"{prefix}f2"] == np.mean([abs(x) > math.log(2) for x in log_r])
         assert found[f"{prefix}max_abs_log_ratio"] == max(map(abs, log_r))
     assert found["gain"] == found["k3"] / found["replayed/k3"]
-    pairs = [
-        (set(a), set(b))
-        for a, b in zip(
-            own[attended].reshape(-1, own.shape[-1]).tolist(),
-            theirs[attended].reshape(-1, own.shape[-1]).tolist(),
-            strict=True,
-        )
-        if -1 not in a
-    ]
+    own, theirs, attended = given.values()
+    rows = (ids[attended].reshape(-1, own.shape[-1]).tolist() for ids in (own, theirs))
+    pairs = [(set(a), set(b)) for a, b in zip(*rows, strict=True) if -1 not in a]
     assert found["routed_rows"] * own.shape[2] == len(pairs)
     assert found["differing_share"] == pytest.approx(np.mean([a != b for a, b in pairs]))
     assert found["overlap"] == pytest.approx(np.mean([len(a & b) / len(a) for a, b in pairs]))
@@ -81,18 +63,10 @@ def test_the_figures_are_those_of_a_loop():
 def test_tensors_have_the_figures_of_their_arrays(kind):
     trainer, engine, mask = (torch.from_numpy(each) for each in logprobs(1))
     trainer, engine = trainer.to(kind).requires_grad_(), engine.to(kind)
-    own, theirs, attended, _ = (torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in routes(1))
-    found = fr.compare(
-        trainer, engine, mask.float(), trainer_routes=own, engine_routes=theirs.int(), attention_mask=attended.long()
-    )
-    arrays = fr.compare(
-        trainer.detach().double().numpy(),
-        engine.double().numpy(),
-        mask.numpy(),
-        trainer_routes=own.numpy(),
-        engine_routes=theirs.numpy(),
-        attention_mask=attended.numpy(),
-    )
+    given, _ = routes(1)
+    tensors = {name: torch.from_numpy(each).long() for name, each in given.items()}
+    found = fr.compare(trainer, engine, mask.float(), **tensors)
+    arrays = fr.compare(trainer.detach().double().numpy(), engine.double().numpy(), mask.numpy(), **given)
     assert (found.metrics, found.errors) == (arrays.metrics, arrays.errors)
     assert all(type(value) is float for value in [*found.metrics.values(), *found.errors.values()])
     assert found.errors.keys() < found.metrics.keys()
@@ -100,10 +74,10 @@ def test_tensors_have_the_figures_of_their_arrays(kind):
 
 def test_the_errors_are_those_of_a_bootstrap_over_sequences():
     trainer, engine, mask = logprobs(2, off=0.3, shape=(200, 30))
-    own, theirs, attended, _ = routes(2)
-    many = np.random.default_rng(0).integers(0, len(own), 150)  # sequences enough to draw from
-    own, theirs, attended = own[many], theirs[many], attended[many]
-    given = {"trainer_routes": own, "engine_routes": theirs, "attention_mask": attended}
+    given, _ = routes(2)
+    many = np.random.default_rng(0).integers(0, len(given["attention_mask"]), 150)  # sequences enough to draw from
+    given = {name: each[many] for name, each in given.items()}
+    own, theirs, attended = given.values()
     errors = fr.compare(trainer, engine, mask, **given).errors
     by_token = [token_mismatch(trainer[s], engine[s], mask=mask[s]) for s in range(len(trainer))]
     by_row = [routing_mismatch(theirs[s : s + 1], own[s : s + 1], mask=attended[s : s + 1]) for s in range(len(many))]
@@ -179,14 +153,12 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     quick=2,
 )
 def test_a_defect_of_routes_is_named_from_arrays_alone(plant, words):
-    own, theirs, attended, spec = routes(7, plant)
+    given, spec = routes(7, plant)
     trainer, engine, mask = logprobs(4)
-    given = {"trainer_routes": own, "engine_routes": theirs, "attention_mask": attended}
     for of_model in (None, spec):
         found = fr.compare(trainer, engine, mask, **given, spec=of_model).diagnosis
         assert found.headline.startswith(f"Fix this first: The engine's trace {words}"), found.headline
-    given["engine_routes"] = routes(7)[1]
-    fine = fr.compare(trainer, engine, mask, **given).diagnosis
+    fine = fr.compare(trainer, engine, mask, **routes(7)[0]).diagnosis
     assert fine.worst < Severity.PROBLEM, fine.headline
 
 
@@ -217,12 +189,8 @@ def test_log_probs_of_the_neighbouring_token_are_named(tokens, replayed):
 
 def test_what_routes_exclude_is_not_called_a_cause():
     trainer, engine, mask = logprobs(9, off=0.3)
-    own, theirs, attended, _ = routes(9)
-    given = {"replayed_logprobs": trainer, "trainer_routes": own, "attention_mask": attended}
-    alike, other = (
-        " ".join(f.sentence for f in fr.compare(trainer, engine, mask, engine_routes=ids, **given).diagnosis.findings)
-        for ids in (theirs, routes(9, rate=0.5)[1])
-    )
+    sides = (fr.compare(trainer, engine, mask, replayed_logprobs=trainer, **routes(9, rate=r)[0]) for r in (0.1, 0.5))
+    alike, other = (" ".join(finding.sentence for finding in each.diagnosis.findings) for each in sides)
     assert "other weights and another prompt are unlikely" in alike
     assert "Causes can be FP8, other weights" in other
 
@@ -268,9 +236,8 @@ def test_it_is_shown_with_headline_figures_and_errors():
 )
 def test_what_cannot_be_compared_is_refused(changed, message):
     trainer, engine, mask = logprobs(6)
-    own, theirs, _, _ = routes(6)
-    good = {"trainer_logprobs": trainer, "engine_logprobs": engine, "mask": mask}
-    good |= {"trainer_routes": own, "engine_routes": theirs}
+    good = {"trainer_logprobs": trainer, "engine_logprobs": engine, "mask": mask, **routes(6)[0]}
+    del good["attention_mask"]
     assert fr.compare(**good).metrics["routed_rows"] > 0
     with pytest.raises(InputError, match=message):
         fr.compare(**{**good, **changed})
@@ -278,12 +245,13 @@ def test_what_cannot_be_compared_is_refused(changed, message):
 
 def test_padding_of_zeros_is_no_route_without_a_mask():
     trainer, engine, mask = logprobs(6)
-    own, theirs, attended, _ = routes(5)
-    own, theirs = (np.where(attended[..., None, None], ids, 0) for ids in (own, theirs))
+    given, _ = routes(5)
+    attended = given.pop("attention_mask")
+    given = {name: np.where(attended[..., None, None], ids, 0) for name, ids in given.items()}
     assert not attended.all()
-    assert fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs, attention_mask=attended).errors
+    assert fr.compare(trainer, engine, mask, **given, attention_mask=attended).errors
     with pytest.raises(TraceContentError, match="a row of zeros is no route"):
-        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs)
+        fr.compare(trainer, engine, mask, **given)
 
 
 def test_the_package_has_no_other_name_by_this_way():

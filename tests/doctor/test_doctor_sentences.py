@@ -18,15 +18,10 @@ from tests.tiers import grid
 SEEDS = range(2)
 
 
-def reference(seed=0):
-    rng, trace = planted.case(seed)
-    return rng, trace
-
-
 def pair(plant):
     """Some traces of a trainer, and of an engine in which something is planted."""
     for seed in SEEDS:
-        rng, own = reference(seed)
+        rng, own = planted.case(seed)
         seen = plant(rng, planted.natural(rng, own))
         yield own, seen[0] if isinstance(seen, tuple) else seen
 
@@ -100,27 +95,18 @@ def report(*outcomes):
     return ConformanceReport("test", tuple(results))
 
 
-def with_model(own, engine, logprobs_R=None):
-    """What `examine` hands over."""
-    passed = TrainerPass(own, logprobs_R)
-    return Evidence(
-        engine=engine,
-        engine_logprobs_R=None if logprobs_R is None else logprobs_R + 0.1,
-        native=passed,
-        replayed=TrainerPass(engine, None if logprobs_R is None else logprobs_R + 0.09),
-        repeated=passed,
-        repacked=passed,
-        conformance=report(Outcome.PASSED, Outcome.PASSED),
-    )
-
-
 def without_model(own, engine, logprobs_R=None):
     """What a user's own passes are."""
-    return Evidence(
-        engine=engine,
-        engine_logprobs_R=None if logprobs_R is None else logprobs_R + 0.1,
-        native=TrainerPass(own, logprobs_R),
-    )
+    of_engine = None if logprobs_R is None else logprobs_R + 0.1
+    return Evidence(engine=engine, engine_logprobs_R=of_engine, native=TrainerPass(own, logprobs_R))
+
+
+def with_model(own, engine, logprobs_R=None):
+    """What `examine` hands over."""
+    given = without_model(own, engine, logprobs_R)
+    replayed = TrainerPass(engine, None if logprobs_R is None else logprobs_R + 0.09)
+    wired = report(Outcome.PASSED, Outcome.PASSED)
+    return replace(given, replayed=replayed, repeated=given.native, repacked=given.native, conformance=wired)
 
 
 @pytest.mark.parametrize("given", [with_model, without_model])
@@ -173,14 +159,10 @@ def test_what_the_experts_were_given_is_told_in_whole_sentences(plant):
 
 def probabilities(without, replayed=None, repacked=None):
     """Evidence of log-probs alone, off by so many nats in every token."""
-    engine = np.full(50, -801.0)
-    return Evidence(
-        engine_logprobs_R=engine,
-        native=TrainerPass(None, engine + without),
-        replayed=None if replayed is None else TrainerPass(None, engine + replayed),
-        repacked=None if repacked is None else TrainerPass(None, engine + repacked),
-        repeated=None if repacked is None else TrainerPass(None, engine + repacked),
-    )
+    engine, off = np.full(50, -801.0), {"native": without, "replayed": replayed}
+    off |= {"repacked": repacked, "repeated": repacked}
+    passes = {name: TrainerPass(None, engine + nats) for name, nats in off.items() if nats is not None}
+    return Evidence(engine_logprobs_R=engine, **passes)
 
 
 @pytest.mark.parametrize("without", [0.0, 1e-6, 0.05, 0.5, 3.0, 800.0])
@@ -199,19 +181,26 @@ def test_one_token_is_told_and_none_is_refused():
         diagnose(none)
 
 
-def test_an_engine_that_is_equal_until_it_is_replayed_makes_things_worse():
-    found = diagnose(probabilities(0.0, 0.5))
-    assert found.worst is Severity.PROBLEM
-    assert "makes it worse" in found.headline
-
-
-def test_a_share_of_tokens_of_nothing_is_not_told():
-    assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline
-    assert "F(2) from 100.00% to 0.00%" in diagnose(probabilities(1.0, 0.01)).headline
+@pytest.mark.parametrize(
+    ("without", "replayed", "worst", "told"),
+    [
+        (0.0, 0.5, Severity.PROBLEM, "makes it worse"),
+        (1.0, None, Severity.PROBLEM, ""),
+        (1.0, 1.0, Severity.PROBLEM, ""),
+        (0.2, None, Severity.WARNING, ""),
+        (0.01, None, Severity.NOTE, ""),
+        (1.0, 0.01, Severity.NOTE, "F(2) from 100.00% to 0.00%"),
+    ],
+)
+def test_probabilities_are_judged_by_how_far_apart_they_are(without, replayed, worst, told):
+    found = diagnose(probabilities(without, replayed))
+    assert found.worst is worst
+    assert told in found.headline
+    assert "F(2)" not in diagnose(probabilities(0.05, 0.01)).headline, "a share of nothing is not told"
 
 
 def test_the_rest_is_told_in_whole_sentences():
-    _, trace = reference()
+    _, trace = planted.case(0)
     all_fail = report(*(Outcome.FAILED for _ in ALL_CHECKS))
     for evidence in (
         Evidence(attach_error="model.layers.1.mlp has no router\n   that can be seen; upgrade"),
@@ -231,7 +220,7 @@ def severity(found, topic):
 
 @grid("version", [3, 4], quick=1)
 def test_a_larger_share_of_other_routes_is_never_judged_milder(version):
-    rng, own = reference(4)
+    rng, own = planted.case(4)
     severities = []
     for rate in (0.0, 0.1, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0):
         engine = swapped(rate)(rng, own).with_weight_version(version)
@@ -241,15 +230,8 @@ def test_a_larger_share_of_other_routes_is_never_judged_milder(version):
     assert severities[4:] == [Severity.PROBLEM] * 4
 
 
-def test_most_tokens_twofold_apart_are_a_problem_with_and_without_replay():
-    assert diagnose(probabilities(1.0)).worst is Severity.PROBLEM
-    assert diagnose(probabilities(1.0, 1.0)).worst is Severity.PROBLEM
-    assert diagnose(probabilities(0.2)).worst is Severity.WARNING
-    assert diagnose(probabilities(0.01)).worst is Severity.NOTE
-
-
 def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
-    rng, own = reference(1)
+    rng, own = planted.case(1)
     engine = planted.natural(rng, own)
     mixed = reordered(rng, engine)
     found, straight = (diagnose(without_model(own, each, np.full(9, -1.0))) for each in (mixed, engine))
@@ -266,7 +248,7 @@ def test_sequences_in_another_order_are_diagnosed_and_compared_in_one():
 
 
 def test_a_model_without_weights_is_compared_with_nothing():
-    rng, own = reference(2)
+    rng, own = planted.case(2)
     found = diagnose(replace(with_model(own, swapped(0.97)(rng, own), np.full(9, -1.0)), random_weights=True))
     assert (found.measures.routes, found.measures.without, found.measures.with_replay) == (None, None, None)
     assert found.measures.repeated is not None

@@ -40,16 +40,29 @@ def seeded(seed=1):
     return torch.Generator().manual_seed(seed)
 
 
-def forward(routed, trace):
+def forward(routed, trace, temperature=SAMPLING.temperature):
     """Routes of the model itself on the trace's sequences, and the log-probs [T - 1] of each sequence's next tokens."""
     routes, logprobs = [], []
     for s in range(len(trace)):
         tokens = torch.from_numpy(trace.tokens(s))[None].long()
         with torch.no_grad(), routed.record() as recording:
-            logits = routed.model(input_ids=tokens, use_cache=False).logits[0, :-1] / SAMPLING.temperature
+            logits = routed.model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
         routes.append(recording.trace())
         logprobs.append(logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].numpy())
     return concatenate(routes), logprobs
+
+
+def response_logprobs(routed, generation, temperature=SAMPLING.temperature):
+    """What the model itself says of the tokens behind the prompts."""
+    _, logprobs = forward(routed, generation.trace, temperature)
+    return np.concatenate([row[n - 1 :] for row, n in zip(logprobs, generation.prompt_lengths, strict=True)])
+
+
+def require_routes(trace, own):
+    """The sets are the model's own in all rows but the last of each sequence."""
+    kept = np.delete(np.arange(own.num_rows), own.offsets[1:] - 1)
+    assert np.array_equal(trace.token_ids_N, own.token_ids_N)
+    assert np.array_equal(*(np.sort(each.expert_ids_NLK[kept], axis=-1) for each in (trace, own)))
 
 
 def set_match(routed, trace):

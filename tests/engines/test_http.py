@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from threading import Event, Thread
 
 import pytest
@@ -20,8 +20,8 @@ from tests.tiers import grid
 
 
 @contextmanager
-def dripping(first, then=b" "):
-    """A server that sends a few bytes, and then some every 50 ms for eight seconds."""
+def dripping(first, then=b" ", times=160):
+    """A server that sends a few bytes, and then some every 50 ms: for eight seconds, or so often."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -30,7 +30,7 @@ def dripping(first, then=b" "):
             connection.recv(1 << 16)
             try:
                 connection.sendall(first)
-                for _ in range(160):
+                for _ in range(times):
                     time.sleep(0.05)
                     connection.sendall(then)
             except OSError:
@@ -168,18 +168,9 @@ def test_an_answer_longer_than_what_was_asked_for_is_refused():
     ids=["shorter than announced", "no last chunk", "compressed", "head"],
 )
 def test_an_answer_that_is_not_what_it_announces_is_refused(head, body, said):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            connection, _ = listener.accept()
-            with connection, suppress(OSError):
-                connection.recv(1 << 16)
-                connection.sendall(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body)
-
-        Thread(target=serve, daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(EngineError, match=said):
-            Client(url, timeout_s=5, what="the server").get("/x")
+    answer = b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body
+    with dripping(answer, times=0) as url, pytest.raises(EngineError, match=said):
+        Client(url, timeout_s=5, what="the server").get("/x")
 
 
 def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_the_others_off():

@@ -25,32 +25,27 @@ class Model:
             raise OSError(28, "No space left on device")
 
 
-@pytest.fixture
-def model():
-    return Model()
-
-
 def contents(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "weights/thesis.txt", ".hidden"])
-def test_what_else_is_there_is_left_as_it_is(tmp_path, model, name):
+def test_what_else_is_there_is_left_as_it_is(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     before = contents(tmp_path)
     with pytest.raises(ConfigError, match="is not empty; nothing was written"):
-        ModelWriter(model).write(tmp_path)
+        ModelWriter(Model()).write(tmp_path)
     for _ in range(2):
-        folder = WeightsFolder(tmp_path, ModelWriter(model))
+        folder = WeightsFolder(tmp_path, ModelWriter(Model()))
         folder.put({})
         folder.close()
     assert [path for path in contents(tmp_path) if not path.startswith(OWN)] == before
 
 
-def test_each_checkpoint_has_a_name_of_its_own_and_takes_the_place_of_the_last(tmp_path, model, monkeypatch):
+def test_each_checkpoint_has_a_name_of_its_own_and_takes_the_place_of_the_last(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = WeightsFolder(Path("a/new"), ModelWriter(model))
+    folder = WeightsFolder(Path("a/new"), ModelWriter(Model()))
     first = folder.put({"x": torch.zeros(1)})
     second = folder.put({"x": torch.ones(1)})
     assert first != second
@@ -58,13 +53,13 @@ def test_each_checkpoint_has_a_name_of_its_own_and_takes_the_place_of_the_last(t
     assert contents(second.parent) == [second.name, f"{second.name}/config.json", f"{second.name}/model.bin"]
 
 
-def test_one_trainer_at_a_time(tmp_path, model):
-    first = WeightsFolder(tmp_path, ModelWriter(model))
+def test_one_trainer_at_a_time(tmp_path):
+    first = WeightsFolder(tmp_path, ModelWriter(Model()))
     with pytest.raises(ConfigError, match="is in use by another trainer"):
-        WeightsFolder(tmp_path, ModelWriter(model))
+        WeightsFolder(tmp_path, ModelWriter(Model()))
     first.close()
     first.close()
-    WeightsFolder(tmp_path, ModelWriter(model)).put({})
+    WeightsFolder(tmp_path, ModelWriter(Model())).put({})
 
 
 @pytest.mark.slow
@@ -86,7 +81,8 @@ def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
     assert list((tmp_path / OWN).iterdir()) == [whole]
 
 
-def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path, model):
+def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
+    model = Model()
     folder = WeightsFolder(tmp_path, ModelWriter(model))
     model.room = False
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left"):
@@ -94,13 +90,13 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path, model)
     assert contents(tmp_path) == [OWN]
 
 
-def test_a_place_that_is_no_folder_is_one_error(tmp_path, model):
+def test_a_place_that_is_no_folder_is_one_error(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
         with pytest.raises(ConfigError, match="cannot be written"):
-            WeightsFolder(path, ModelWriter(model))
+            WeightsFolder(path, ModelWriter(Model()))
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "mine").mkdir()
     (tmp_path / OWN).symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="cannot be written"):
-        WeightsFolder(tmp_path, ModelWriter(model))
+        WeightsFolder(tmp_path, ModelWriter(Model()))

@@ -4,7 +4,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 
 from experiments import noise
 from experiments.cells import Cell
@@ -14,6 +13,7 @@ from experiments.starts import configuration, loaded, started
 from experiments.tables import layouts
 from foreroute.testing.models import round_by_shape
 from foreroute.train.loop import make_trainer
+from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.train.small_runs import small_values
 
 pytestmark = pytest.mark.slow
@@ -41,31 +41,15 @@ def rolled_out(start, precision):
     return policy, engine, generation
 
 
-def by_the_model(policy, generation, temperature=TEMPERATURE):
-    """Routes and log-probs of each sequence alone, by a forward of the model without an engine."""
-    traces, logprobs = [], []
-    policy.model.eval()
-    for s in range(len(generation)):
-        tokens = torch.from_numpy(generation.trace.tokens(s)).long()
-        with torch.no_grad(), policy.record() as recording:
-            logits = policy.model(input_ids=tokens[None, :-1], use_cache=False).logits[0] / temperature
-        first = int(generation.prompt_lengths[s]) - 1
-        logprobs.append(logits.log_softmax(-1)[torch.arange(first, len(logits)), tokens[first + 1 :]].numpy())
-        traces.append(np.sort(recording.trace().expert_ids_NLK, axis=-1))
-    return traces, np.concatenate(logprobs)
-
-
 def test_every_pass_computes_the_model(start):
     policy, engine, generation = rolled_out(start, "float32")
-    routes, logprobs_R = by_the_model(policy, generation)
+    policy.model.eval()
+    own, _ = forward(policy, generation.trace)
     whole, others = passes(engine, generation, GROUP, TEMPERATURE, seed=0)
     assert list(others) == layouts()["noise"]["each"]["pass"][2:]
     for found in (whole, *others.values()):
-        np.testing.assert_allclose(found.logprobs_R, logprobs_R, atol=2e-5)
-        assert np.array_equal(found.trace.token_ids_N, generation.trace.token_ids_N)
-        for s, expected in enumerate(routes):
-            rows = found.trace.select([s]).expert_ids_NLK[:-1]
-            assert np.array_equal(np.sort(rows, axis=-1), expected)
+        np.testing.assert_allclose(found.logprobs_R, response_logprobs(policy, generation, TEMPERATURE), atol=2e-5)
+        require_routes(found.trace, own)
         assert compared(found, whole)[0].k3 < 1e-9
 
 

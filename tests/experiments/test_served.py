@@ -11,7 +11,7 @@ from experiments.noise import ScoringEngine
 from experiments.served import PASSES, passes
 from experiments.starts import configuration, loaded, started
 from foreroute.train.loop import make_trainer
-from tests.experiments.test_noise import by_the_model
+from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.train.small_runs import small_values
 
 PYTHON = Path(os.environ.get("FOREROUTE_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
@@ -27,11 +27,10 @@ def test_every_pass_computes_the_model(tmp_path):
     task, policy = loaded(config, started(tmp_path, "served", values, 3))
     engine = ScoringEngine(policy.model, "float32")
     generation = make_trainer(config, task, policy, engine).roll_out().generation
-    routes, logprobs_R = by_the_model(policy, generation, temperature=1.0)
+    policy.model.eval()
+    own, logprobs_R = forward(policy, generation.trace)[0], response_logprobs(policy, generation, 1.0)
     found = passes(policy, generation, PYTHON, dtype="float32")
     assert found.keys() == {name for _, asked in PASSES for name in asked}
     for name, each in found.items():
         np.testing.assert_allclose(each.logprobs_R, logprobs_R, atol=1e-3, err_msg=name)
-        for s, expected in enumerate(routes):
-            rows = each.trace.select([s]).expert_ids_NLK[:-1]
-            assert np.array_equal(np.sort(rows, axis=-1), expected), name
+        require_routes(each.trace, own)

@@ -9,6 +9,11 @@ from foreroute.mismatch import LOG10_EDGES
 LAYERS = 8
 
 
+def side(k3, f2=0.0, cells=0.0, tokens=0.0):
+    """The figures of one side that a summary of runs looks at."""
+    return {"k3": k3, "f2": f2, "differing_share": cells, "differing_tokens_share": tokens}
+
+
 def mismatch(rng, share, k3):
     """One measured mismatch in which every cell differs with probability `share`."""
     by_layer = np.clip(share * rng.uniform(0.6, 1.4, LAYERS), 0, 1)
@@ -26,57 +31,45 @@ def mismatch(rng, share, k3):
     }
 
 
-def step_line(step, *, seed=0, native=True, replayed=True, total=80, share=0.1, k3=1e-3):
+def step_line(step, *, seed=0, native=True, replayed=True, total=80):
     """One step with everything in it; drop keys from the answer to make a sparse one."""
-    rng = np.random.default_rng([seed, step])
-    shape = np.exp(-0.5 * ((LOG10_EDGES[:-1] + 1.7) / 0.7) ** 2)
-    drift = share * (1 + step / total)
-    sides = {}
+    rng, drift, sides = np.random.default_rng([seed, step]), 1 + step / total, {}
     if native:
-        sides["native"] = mismatch(rng, drift, float(k3 * (1 + step / total) * rng.lognormal(0, 0.35)))
+        sides["native"] = mismatch(rng, 0.1 * drift, 1e-3 * drift * float(rng.lognormal(0, 0.35)))
     if replayed:
-        sides["replayed"] = mismatch(rng, 0.0, float(k3 / 30 * rng.lognormal(0, 0.3)) if share else 0.0)
+        sides["replayed"] = mismatch(rng, 0.0, 3e-5 * float(rng.lognormal(0, 0.3)))
+    shape = 1000 * np.exp(-0.5 * ((LOG10_EDGES[:-1] + 1.7) / 0.7) ** 2)
     return {
         "step": step,
         "weight_version": step,
-        "seconds": {
-            "rollout": 0.4 + 0.02 * rng.random(),
-            "recompute": 0.1 + 0.01 * rng.random(),
-            "update": 0.35 + 0.03 * rng.random(),
-            "measure": 0.08,
-        },
-        "reward_mean": float(
-            np.clip(0.2 + 0.6 / (1 + np.exp(-(step - total / 2.5) / (total / 10))) + rng.normal(0, 0.05), 0, 1)
-        ),
+        "seconds": {"rollout": 0.4, "recompute": 0.1, "update": 0.35, "measure": 0.08},
+        "reward_mean": float(min(0.2 + 0.6 * step / total + rng.uniform(0, 0.1), 1)),
         "reward_std": 0.2,
         "exact_share": 0.3,
         "response_tokens_mean": 9.0,
-        "entropy": float(1.8 * np.exp(-step / (0.6 * total)) + 0.2 + rng.normal(0, 0.03)),
-        "grad_norm": float(0.8 + rng.lognormal(-1, 0.6)),
+        "entropy": 2.0 - step / total,
+        "grad_norm": 0.8 + float(rng.lognormal(-1, 0.6)),
         "clip_share": 0.01,
         "loss": 0.0,
         "tokens": 4096,
         "mismatch": sides,
-        "margins_LB": [(shape * rng.uniform(800, 1200, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
-        "expert_load": {
-            str(ranks): float(1 + 0.12 * ranks**0.7 * (1 + 0.3 * step / total) + rng.normal(0, 0.02))
-            for ranks in (4, 8, 16)
-        },
+        "margins_LB": [(shape * rng.uniform(0.8, 1.2, len(shape))).astype(int).tolist() for _ in range(LAYERS)],
+        "expert_load": {str(ranks): 1 + 0.12 * ranks**0.7 * drift for ranks in (4, 8, 16)},
     }
 
 
-def execution(step, *, ranks=4, micro_steps=3, layers=2):
+def execution(step):
     """What an expert-parallel run records: uneven with experts at their homes, even as executed."""
     rng = np.random.default_rng([7, step])
-    at_home = rng.integers(40, 160, (micro_steps, layers, ranks))
-    executed = np.broadcast_to(at_home.sum(axis=2, keepdims=True) // ranks, at_home.shape)
+    at_home = rng.integers(40, 160, (3, 2, 4))
+    executed = np.broadcast_to(at_home.sum(axis=2, keepdims=True) // 4, at_home.shape)
     stages = {"executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
     stages = {
         name: stages | {"priced_options": {"pay_off": "on: where it saves time"}} for name in ("recompute", "update 0")
     }
     most = float(at_home.max(axis=2).sum() / at_home.mean(axis=2).sum())
     return {
-        "ranks": ranks,
+        "ranks": 4,
         "max_over_mean": {"planned": 1.0, "executed": 1.0, "at_home": most},
         "replicas": 12,
         "bytes": {"host": 3_000_000, "direct": 1_000_000 * step, "gradients": 5_000_000},

@@ -31,7 +31,7 @@ def config(**tables):
     return parse_config(values | tables, source="the test")
 
 
-def method(name, training=None, imbalance=1.02, planning=2.13):
+def method(name, training=None):
     """A fifth of recompute and update is recompute; parts are shares of these. Other balancers are not executed."""
     training = TRAINING[name] if training is None else training
     waits = 0.0 if name == "static" else 0.0123
@@ -47,12 +47,12 @@ def method(name, training=None, imbalance=1.02, planning=2.13):
         stages=stages,
         recompute_parts=parts[0],
         update_parts=parts[1],
-        imbalance=2.09 if name == "static" else imbalance,
+        imbalance=2.09 if name == "static" else 1.02,
         share_of_forced_balance=FORCED / training,
         share_of_bound=BOUND / training,
         speedup_over_static=TRAINING["static"] / training,
         groups_waiting=0.012,
-        planning_s=0.0 if name == "static" else planning,
+        planning_s=0.0 if name == "static" else 2.13,
         fetches_per_cell=0.0 if name == "static" else 120.4 if name == "eplb_micro_step" else 3.1,
         moved_bytes={"rows": {"node": 2.5e9, "cluster": 1.25e9}},
         gpu_hours=sum(stages) * 64 / 3600,
@@ -96,11 +96,11 @@ def sweeps(names=("static", "eplb_micro_step", "ours", "ours_traffic")):
     ]
 
 
-def timelines(names=("static", "ours"), *, num_ranks=16, num_layers=5, fetches=True):
-    return [timeline(name, num_ranks, num_layers, fetches=fetches) for name in names]
+def timelines():
+    return [timeline(name) for name in ("static", "ours")]
 
 
-def timeline(name, num_ranks=16, num_layers=5, *, fetches=True):
+def timeline(name, num_ranks=16, num_layers=5):
     """Layers one after the other from 0.1 s on, each a fifth of a millisecond and more, by the slowest rank."""
     spans, now = [], 0.1
     for layer in range(20, 20 + num_layers):
@@ -114,7 +114,7 @@ def timeline(name, num_ranks=16, num_layers=5, *, fetches=True):
                 Span(rank, "links", "dispatch", layer, now + 1e-3, start),
                 Span(rank, "compute", "experts", layer, start, start + experts),
             ]
-            if fetches and name != "static" and rank % 3 == 0:
+            if name != "static" and rank % 3 == 0:
                 spans.append(Span(rank, "copy engine", "fetch", layer, now - 8e-4, now - 6e-4))
         end = now + 1.3e-3 + slowest
         spans += [Span(rank, "links", "combine", layer, end, end + 3e-4) for rank in range(num_ranks)]

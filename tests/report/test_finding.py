@@ -10,7 +10,7 @@ from foreroute.report.finding import run_finding
 from foreroute.report.run import write_report
 from foreroute.report.run_plots import layers_of
 from foreroute.trace import RoutedLayer, RoutingSpec, save
-from tests.report.report_runs import config, execution, write_run
+from tests.report.report_runs import config, execution, side, write_run
 from tests.traces import random_trace
 
 STEPS = 20
@@ -19,9 +19,9 @@ STEPS = 20
 def line(step, *, native=(0.02, 2e-3), replayed=(0.0, 1e-4), reward=0.5, **more):
     """A step whose two sides have this differing share and k3; a side that is None was not measured."""
     sides = {
-        name: {"k3": side[1], "f2": 0.0, "differing_share": side[0], "differing_tokens_share": 3 * side[0]}
-        for name, side in (("native", native), ("replayed", replayed))
-        if side is not None
+        name: side(figures[1], cells=figures[0], tokens=3 * figures[0])
+        for name, figures in (("native", native), ("replayed", replayed))
+        if figures is not None
     }
     return {"step": step, "mismatch": sides, **({} if reward is None else {"reward_mean": reward}), **more}
 
@@ -152,8 +152,8 @@ TRACE = "step-000000.safetensors"
 def test_layers_have_the_numbers_of_the_runs_traces(tmp_path):
     spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
     sides = line(0)
-    for side in sides["mismatch"].values():
-        side["differing_share_by_layer"] = [0.1, 0.2, 0.3]
+    for each in sides["mismatch"].values():
+        each["differing_share_by_layer"] = [0.1, 0.2, 0.3]
     folders = [write_run(tmp_path / name, config(name), [sides]) for name in ("a", "b", "damaged")]
     for folder in folders:
         (folder / "rollouts").mkdir()

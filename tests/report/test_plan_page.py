@@ -97,6 +97,7 @@ def test_one_empty_cell(tmp_path):
     [
         (1.0, 2.0, 1.5, "2.00 times as fast as static and 1.50 times as fast as the strongest other balancer, EPLB"),
         (1.0, 1.004, 0.5, "is as fast as static and 0.50 times as fast as the strongest other balancer, EPLB"),
+        (1.0, 0.99, 1.02, "is 0.99 times as fast as static and 1.02 times as fast as the strongest other balancer"),
         (1.0, 0.5, None, "is 0.50 times as fast as static; the slowest rank"),
     ],
 )

@@ -2,16 +2,16 @@
 
 import base64
 import re
-import subprocess
-import sys
 
 import pytest
+from matplotlib.figure import Figure
 
-from foreroute.errors import RunFolderError
 from foreroute.records import read_runs
-from foreroute.report import load_table, write_report
+from foreroute.report import load_table, summary_rows, write_report
+from foreroute.report.run_plots import _up_to_all, update_plots
+from foreroute.report.run_tables import describe
 from tests.report.pages import plots_of, rows_of, text_of
-from tests.report.report_runs import config, execution, step_line, write_run
+from tests.report.report_runs import config, execution, side, step_line, write_run
 
 TITLES = [
     "Mismatch of trainer and rollout engine (k3)",
@@ -27,12 +27,12 @@ TITLES = [
 ]
 
 
-def runs(tmp_path, count=2, name="run"):
+def runs(tmp_path, count=2):
     kinds = [("bfloat16", "none"), ("fp8", "R3"), ("float32", "R2")]
     return [
         write_run(
             tmp_path / f"{i}",
-            config(f"{name}-{i}", seed=i, precision=kinds[i % 3][0], routing=kinds[i % 3][1]),
+            config(f"run-{i}", seed=i, precision=kinds[i % 3][0], routing=kinds[i % 3][1]),
             [step_line(s, seed=i, native=s % 2 == 0, total=6) for s in range(6)],
         )
         for i in range(count)
@@ -43,8 +43,8 @@ def small_run(folder, name="small", **rl):
     """A run of which four plots can be drawn, and so quickly."""
     lines = [{"step": i, "entropy": 1.0 - i / 10, "mismatch": step_line(i)["mismatch"]} for i in range(3)]
     for line in lines:
-        for side in line["mismatch"].values():
-            del side["differing_share_by_layer"]
+        for each in line["mismatch"].values():
+            del each["differing_share_by_layer"]
     return write_run(folder, config(name, **rl), lines)
 
 
@@ -81,15 +81,12 @@ def test_a_comparison_names_every_run_and_marks_what_differs(comparison):
 
 @pytest.mark.usefixtures("unpainted")
 def test_numbers_of_the_table_reach_the_page(tmp_path):
-    def side(k3, share):
-        return {"k3": k3, "f2": share / 10, "differing_share": share, "differing_tokens_share": 2 * share}
-
+    native = side(0.00123, f2=0.025, cells=0.25, tokens=0.5)
     lines = [
-        {"step": i, "reward_mean": 0.25, "seconds": {"all": 1.5}, "mismatch": {"native": side(0.00123, 0.25)}}
-        for i in range(20)
+        {"step": i, "reward_mean": 0.25, "seconds": {"all": 1.5}, "mismatch": {"native": native}} for i in range(20)
     ]
     for line in lines[::5]:
-        line["mismatch"]["replayed"] = side(0.0, 0.0)
+        line["mismatch"] = {"native": native, "replayed": side(0.0)}
     html = page_of([write_run(tmp_path / "a", config("solo"), lines)], tmp_path)
     shown = re.findall(r'<tr class="( strong)?"><th scope="row"><span.*?</span>(solo</th>.*?)</tr>', html)
     cells = [[mark, *re.findall(r"<td[^>]*>(.*?)</td>", row.replace("\N{NO-BREAK SPACE}", " "))] for mark, row in shown]
@@ -156,11 +153,6 @@ def test_a_killed_run_is_reported_with_a_note(tmp_path):
     assert "killed: Line 4 of metrics.jsonl is half written" in text_of(page_of([folder], tmp_path))
 
 
-def test_reading_and_rows_load_no_plotting_library():
-    code = "import foreroute.report, sys; sys.exit(bool({'matplotlib', 'jinja2'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.usefixtures("unpainted")
 def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on_average(tmp_path):
     executions = [execution(step) for step in range(4)]
@@ -200,17 +192,43 @@ def test_loads_of_a_run_alone_or_live_are_not_drawn(tmp_path, more):
     assert "Load of" not in page_of([run], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"ranks": 3}, "loads of 3 ranks"),
-        ({"max_over_mean": {}}, "max_over_mean needs at_home and executed"),
-        ({"stages": {"recompute": {"at_home_MLG": [[[1, 2, 3, 4]]], "executed_MLG": [[[1, 2]]]}}}, "the same numbers"),
-        ({"stages": {"recompute": {"at_home_MLG": [], "executed_MLG": []}}}, "the same numbers"),
-    ],
-)
-def test_damaged_loads_are_refused(tmp_path, change, message):
-    lines = [step_line(0) | {"execution": execution(0) | change}, step_line(1)]
-    run = write_run(tmp_path / "run", config(), lines)
-    with pytest.raises(RunFolderError, match=message):
-        write_report(read_runs([run]), tmp_path / "report.html")
+def runs_of(tmp_path, figures):
+    return [write_run(tmp_path / "run", config("r"), [step_line(step) | figures for step in range(4)])]
+
+
+def titles(folders):
+    return [plot.caption.title for plot in update_plots(read_runs(folders))]
+
+
+def test_a_bound_that_nothing_reached_is_no_plot(tmp_path):
+    figures = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0}}
+    assert titles(runs_of(tmp_path, figures)) == ["Effective sample size"]
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_everything_that_happened_is_shown(tmp_path):
+    importance = {"effective_share": 0.5, "cut_share": 0.2}
+    folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance})
+    expected = ["Effective sample size", "Clipped tokens", "Corrected tokens"]
+    assert titles(folders) == expected
+    page = write_report(read_runs(folders), tmp_path / "page.html").read_text()
+    assert all(title in page for title in expected)
+
+
+def test_shares_near_all_are_told_apart():
+    axes = Figure().subplots()
+    axes.plot([0, 1], [0.98, 1.0])
+    _up_to_all(axes)
+    low, high = axes.get_ylim()
+    assert 0.97 < low < 0.98
+    assert 1 < high < 1.01
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_a_run_says_where_it_ran(tmp_path):
+    on_cpu, on_gpu = {"kind": "cpu", "name": "x86_64"}, {"kind": "cuda", "name": "NVIDIA <H100>"}
+    peaks = [on_cpu, on_gpu | {"peak_memory_bytes": 3_000_000_000}, on_gpu | {"peak_memory_bytes": 2_500_000_000}]
+    lines = [step_line(step) | {"device": device} for step, device in enumerate(peaks)]
+    (run,) = runs = read_runs([write_run(tmp_path / "run", config("r"), lines)])
+    assert describe(run, *summary_rows(runs))["device"] == "CPU, x86_64; NVIDIA <H100>, up to 3.00 GB"
+    assert "NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report(runs, tmp_path / "page.html").read_text()

@@ -10,11 +10,7 @@ from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.records import read_runs
 from foreroute.report import summary_rows, write_report
 from foreroute.report.run_tables import alarm_table
-from tests.report.report_runs import config, step_line, write_run
-
-
-def side(k3, f2=0.0, cells=0.0, tokens=0.0):
-    return {"k3": k3, "f2": f2, "differing_share": cells, "differing_tokens_share": tokens}
+from tests.report.report_runs import config, side, step_line, write_run
 
 
 def row_of(tmp_path, lines, **settings):

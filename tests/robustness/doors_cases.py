@@ -62,18 +62,12 @@ class Case:
     """One process.
 
     Attributes:
-        verb: of the command line.
-        door: the argument or stream.
-        condition: what is wrong with it.
         words: the command line, where @ is the argument.
-        codes: exit codes that are right.
         given: the argument; relative to the case's folder.
         valid: what would be right, in the folder of valid files; empty for outputs.
         may_change: a folder that is there to be changed.
         unprivileged: whether it runs as nobody, for whom modes of files count.
-        no_space: whether it can write nothing into a file.
         streams: of standard input, output and error, what is not as usual: closed, full, or cut (nobody reads).
-        environment: what is set.
     """
 
     verb: str

@@ -6,51 +6,27 @@ import numpy as np
 import tomli_w
 
 from tests import wires
+from tests.simulate.simulate_cases import small_values
+from tests.train import small_runs
+from tests.train.small_runs import SIZES
 
-LAYERS, EXPERTS, PICKS = 2, 4, 2
+LAYERS, EXPERTS, PICKS = (SIZES[name] for name in ("num_hidden_layers", "num_experts", "num_experts_per_tok"))
 CLUSTER = {
     "topology": {"num_ranks": 2, "ranks_per_node": 2, "redundant_slots": 1},
     "hardware": {"preset": "h100"},
     "model": {"preset": "qwen3-30b-a3b", "num_experts": EXPERTS, "top_k": PICKS},
 }
-SIMULATION = {
-    "methods": ["ours"],
-    "cluster": {"gpus": 4, "expert_parallel": 2},
-    "model": {
-        "num_layers": LAYERS,
-        "num_experts": EXPERTS,
-        "top_k": PICKS,
-        "hidden": 64,
-        "intermediate": 32,
-        "dense_parameters": 1000,
-        "attention_width": 64,
-        "vocabulary": 100,
-    },
-    "workload": {"tokens_per_rank": 512, "micro_steps": 1, "layers": 1, "groups": 1},
-    "execution": {"planning_s": 0.25},
-    "sweep": {"skew": [2.0], "host_bandwidth": [0.5]},
-}
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": PICKS,
-    "moe_intermediate_size": 8,
-    "max_position_embeddings": 64,
-}
+SIMULATION = small_values(gpus=4, expert_parallel=2, experts=EXPERTS, micro_steps=1, methods=["ours"], planning_s=0.25)
+SIMULATION["model"]["num_layers"] = LAYERS
+SIMULATION["sweep"] = {"skew": [2.0], "host_bandwidth": [0.5]}
 MODEL = SIZES | {"vocab_size": 50, "head_dim": 8}
-TRAINING = {
-    "name": "doors",
-    "model": {"sizes": SIZES},
-    "task": {"min_operands": 2, "max_operands": 2},
-    "warm_start": {"max_steps": 1, "batch_size": 4},
-    "rollout": {"prompts": 2, "group_size": 2},
-    "rl": {"steps": 2, "warmup_steps": 1},
-    "checkpoint": {"every": 1},
-    "measure": {"save_trace_every": 1},
-}
+TRAINING = small_runs.small_values(
+    warm_start={"max_steps": 1, "batch_size": 4},
+    rollout={"prompts": 2, "group_size": 2},
+    rl={"steps": 2, "warmup_steps": 1},
+    checkpoint={"every": 1},
+    measure={"save_trace_every": 1},
+)
 
 
 def write_files(folder):

@@ -24,23 +24,13 @@ def readers(folder):
         if path.read_bytes() != make(None):
             raise InputError("the file holds something else")
 
-    def crashes(raw):
-        if b"7" not in raw:
-            ctypes.string_at(0)
-        return sound(raw)
+    def harmed(harm):
+        def read(raw):
+            if b"7" not in raw:
+                harm()
+            return sound(raw)
 
-    def hangs(raw):
-        if b"7" not in raw:
-            signal.sigwait([signal.SIGUSR1])  # nobody sends it
-        return sound(raw)
-
-    def takes_memory(raw):
-        np.ones((100 if b"7" not in raw else 1) << 17)
-        return sound(raw)
-
-    def takes_address_space(raw):
-        np.empty((1 << 30) if b"7" not in raw else 1)
-        return sound(raw)
+        return read
 
     def check(raw, value):
         assert max(value["values"]) < 40
@@ -54,8 +44,8 @@ def readers(folder):
         target("breaks a rule", sound, check=check),
         target("traceback", json.loads),
         target("names no file", names_no_file, file=folder / "given", has_checksum=True),
-        target("crash", crashes),
-        target("hang", hangs),
-        target("takes memory", takes_memory),
-        target("takes address space", takes_address_space),
+        target("crash", harmed(lambda: ctypes.string_at(0))),
+        target("hang", harmed(lambda: signal.sigwait([signal.SIGUSR1]))),
+        target("takes memory", harmed(lambda: np.ones(100 << 17))),
+        target("takes address space", harmed(lambda: np.empty(1 << 30))),
     ]

@@ -42,13 +42,7 @@ AT = struct.Struct("<qq")
 
 @dataclass
 class Tally:
-    """What became of the inputs of one target.
-
-    Attributes:
-        verdicts: how often each.
-        extra_mb: the most memory that an input took beyond the valid one.
-        failures: some of them, with the number of the case.
-    """
+    """What became of the inputs of one target: the most memory is beyond the valid one's, failures are some of them."""
 
     verdicts: Counter = field(default_factory=Counter)
     extra_mb: float = 0.0
@@ -58,14 +52,7 @@ class Tally:
 def attack(group, inputs, *, hangs_after_s=HANGS_AFTER_S, most_failures=20):
     """Give each target of a group `inputs` malformed inputs for each unit of its weight, or a few more.
 
-    Args:
-        group: as `load_group` takes it.
-        inputs: how many.
-        hangs_after_s: whole seconds that a case may take.
-        most_failures: after as many crashes and hangs a target is left alone; as many failures are listed of each.
-
-    Returns:
-        Tallies by name of the target.
+    After `most_failures` crashes and hangs a target is left alone; as many failures are listed of each.
     """
     tallies, target, case = {}, 0, 0
     with tempfile.TemporaryDirectory() as folder:

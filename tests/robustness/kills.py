@@ -65,8 +65,7 @@ class Verb:
     """A command that is killed.
 
     Attributes:
-        whole: a folder, for what it makes when nobody kills it.
-        words: the command line that fills a folder, or goes on filling it.
+        words: the command line that fills a folder, or goes on filling it; `whole`, where nobody kills it.
         read: the content of a folder; None when it isn't there yet. Raises when something is not whole.
         moment: when to kill, given the folder and a function that says whether the command runs: returns seconds to
             wait from then on. By default any, and more often towards the end, where files are written.
@@ -117,12 +116,7 @@ class Verb:
 
 
 def verbs(home, steps):
-    """What is killed, by name, with its inputs in a folder.
-
-    Args:
-        home: an empty folder.
-        steps: of a run.
-    """
+    """What is killed, by name, with its inputs in a folder; a run has so many steps."""
     train, topology, trace, counts = (
         home / name for name in ("train.toml", "topology.toml", "trace.safetensors", "counts.safetensors")
     )
@@ -167,13 +161,7 @@ def verbs(home, steps):
 
 
 class Command:
-    """`foreroute ARGUMENTS` in a process of its own.
-
-    Args:
-        arguments: of the command.
-        log: what it prints.
-        forked: from one that has imported everything; or else started anew.
-    """
+    """`foreroute ARGUMENTS` in a process of its own: forked from one that has imported everything, or started anew."""
 
     def __init__(self, arguments, log, *, forked=True):
         self._log, words = log, [str(each) for each in arguments]

@@ -29,13 +29,7 @@ def damage(raw, rng):
 
 
 def forge(raw, rng, apart=()):
-    """A file with one to three changed fields and a right checksum, as someone with this library could make it.
-
-    Args:
-        raw: a valid safetensors file.
-        rng: draws the changes.
-        apart: tensors that the checksum is not of.
-    """
+    """A file with one to three changed fields and a right checksum, which is not of the tensors `apart`."""
     tensors, metadata = load(raw), metadata_of(raw)
     for _ in range(int(rng.integers(1, 4))):
         if rng.random() < 0.25:

@@ -4,10 +4,10 @@ import json
 
 import torch
 
-from foreroute.mismatch import LOG10_EDGES
 from foreroute.records import read_run
 from foreroute.train import RunFolder, load_checkpoint, load_config, parse_config
 from foreroute.train.prompts import parse_row
+from tests.report.report_runs import step_line
 from tests.robustness.mutations import forge, forge_json
 from tests.robustness.target import Target
 from tests.robustness.texts import json_lines, require_unchanged, toml_target
@@ -34,49 +34,30 @@ def run_targets(folder):
     run.mkdir()
     config = {"name": "fuzz", "seed": 3, "rollout": {"precision": "bfloat16"}, "rl": {"routing": "R3"}}
     (run / "config.json").write_text(json.dumps(config))
+
+    def target(name, make, read, check, file=None, forge=forge_line, **more):
+        return Target(name, make, read, file=file and folder / file, forge=forge, check=check, **more)
+
+    def checkpoint(rng):
+        return _checkpoint_bytes(rng, folder / "made")
+
+    whole = {"forge": forge, "has_checksum": True, "weight": 2}
     return [
         toml_target("training", TRAINING, load_config, _require_config, folder),
-        Target(
-            "data set",
-            lambda rng: json_lines(ROWS),
-            lambda raw: [parse_row("rows.jsonl", line) for line in raw.removesuffix(b"\n").split(b"\n")],
-            forge=forge_line,
-            check=_require_rows,
+        target("data set", lambda rng: json_lines(ROWS), _parsed_rows, _require_rows),
+        target("metrics, reported", _metrics_bytes, lambda _: read_run(run).steps, _require_steps, "run/metrics.jsonl"),
+        target(
+            "metrics, resumed", _metrics_bytes, lambda _: RunFolder(folder).records(), _require_all, "metrics.jsonl"
         ),
-        Target(
-            "metrics, reported",
-            _metrics_bytes,
-            lambda path: read_run(run).steps,
-            file=run / "metrics.jsonl",
-            forge=forge_line,
-            check=_require_steps,
-        ),
-        Target(
-            "metrics, resumed",
-            _metrics_bytes,
-            lambda path: RunFolder(folder).records(),
-            file=folder / "metrics.jsonl",
-            forge=forge_line,
-            check=lambda raw, records: [record["step"] for record in records] == list(range(len(records))),
-        ),
-        Target(
+        target(
             "configuration, resumed",
-            lambda rng: STORED.encode(),
+            lambda _: STORED.encode(),
             _of_this_run,
-            file=folder / "config.json",
-            forge=forge_json,
-            check=_require_stored,
+            _require_stored,
+            "config.json",
+            forge_json,
         ),
-        Target(
-            "checkpoint",
-            lambda rng: _checkpoint_bytes(rng, folder / "made"),
-            load_checkpoint,
-            file=folder / "checkpoint.file",
-            forge=forge,
-            check=_require_state,
-            has_checksum=True,
-            weight=2,
-        ),
+        target("checkpoint", checkpoint, load_checkpoint, _require_state, "checkpoint.file", **whole),
     ]
 
 
@@ -101,6 +82,10 @@ def _require_config(given, config):
     assert "/" not in config.name
 
 
+def _parsed_rows(raw):
+    return [parse_row("rows.jsonl", line) for line in raw.removesuffix(b"\n").split(b"\n")]
+
+
 def _require_rows(raw, rows):
     lines = [line for line in raw.split(b"\n") if line]
     assert len(rows) == len(lines)
@@ -110,6 +95,10 @@ def _require_rows(raw, rows):
         assert values == given
         texts = [given["prompt"]] if "prompt" in given else [m["content"] for m in given["messages"]]
         assert all(isinstance(text, str) for text in texts)
+
+
+def _require_all(raw, records):
+    assert [record["step"] for record in records] == list(range(len(records)))
 
 
 def _require_steps(raw, steps):
@@ -129,38 +118,7 @@ def _require_steps(raw, steps):
 
 
 def _metrics_bytes(rng):
-    return json_lines([_step(number, 0.1) for number in range(3)])
-
-
-def _step(number, reward):
-    layers, response_tokens = 2, 40
-    mismatch = {
-        "response_tokens": response_tokens,
-        "k3": 0.02,
-        "f2": 0.01,
-        "max_abs_log_ratio": 3.0,
-        "routed_rows": 50,
-        "differing_share": 0.1,
-        "differing_tokens_share": 0.2,
-        "differing_share_by_layer": [0.1] * layers,
-    }
-    return {
-        "step": number,
-        "weight_version": number,
-        "seconds": {"rollout": 0.4, "recompute": 0.1, "update": 0.3, "measure": 0.1},
-        "reward_mean": reward,
-        "reward_std": 0.2,
-        "exact_share": 0.3,
-        "response_tokens_mean": 9.0,
-        "entropy": 1.5,
-        "grad_norm": 0.8,
-        "clip_share": 0.01,
-        "loss": 0.0,
-        "tokens": 4096,
-        "mismatch": {"native": mismatch, "replayed": mismatch},
-        "margins_LB": [[3] * (len(LOG10_EDGES) - 1)] * layers,
-        "expert_load": {"4": 1.3},
-    }
+    return json_lines([step_line(number) for number in range(3)])
 
 
 def _of_this_run(path):

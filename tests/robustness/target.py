@@ -21,13 +21,9 @@ class Target:
     """A reader of bytes from outside.
 
     Attributes:
-        name: of the reader.
-        make: draws a valid input with a generator of numpy, bytes.
         read: what is tried; raises `ForerouteError` for what it refuses. Takes the bytes, or the path of `file`.
-        file: where the bytes are written for it.
         forge: a malformed input that an attacker makes with this library: right checksums, or right syntax.
-        check: given the bytes and the value, raises when the value breaks a rule of the format, which is written out
-            anew: none of the reader's own checks is asked.
+        check: raises when a value breaks a rule of the format, written out anew: no check of the reader's is asked.
         has_checksum: whether damage must be refused, with the name of the file, or leave the content as it was.
         weight: share of the inputs, relative to the others.
     """

@@ -35,15 +35,7 @@ def text_targets(folder):
 
 
 def toml_target(name, values, read, check, folder):
-    """A reader of TOML.
-
-    Args:
-        name: of the reader.
-        values: valid ones.
-        read: what is tried.
-        check: given the values as a TOML parser sees them, and what the reader made of them.
-        folder: for the file.
-    """
+    """A reader of TOML. `check` is given the values as a TOML parser sees them, and what the reader made of them."""
     return Target(
         name,
         lambda rng: tomli_w.dumps(values).encode(),

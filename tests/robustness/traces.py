@@ -8,12 +8,12 @@ from safetensors.numpy import save as file_of
 
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import ENCODINGS, INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingSpec, concatenate, load
+from foreroute.trace import ENCODINGS, DecisionStream, IndexerSpec, RoutedLayer, RoutingSpec, concatenate, load
 from foreroute.trace.file import FORMAT, encode
 from tests.robustness.mutations import damage, forge, metadata_of, put_checksum_right
 from tests.robustness.target import Target
 from tests.trace.forging import frame_contents, set_contents
-from tests.traces import with_decisions
+from tests.traces import foreign_choices, with_decisions
 
 MODELS = (
     ((8, 2),) * 3,
@@ -29,36 +29,23 @@ MODELS = (
 def trace_targets(folder):
     """The reader of traces, per encoding, with streams, whole and in part, and the reader of generations."""
 
-    def target(name, make, weight, read=load):
-        return Target(
-            f"trace, {name}",
-            make,
-            read,
-            file=folder / "given.trace",
-            forge=forge_trace,
-            check=require_possible,
-            has_checksum=True,
-            weight=weight,
-        )
+    def target(name, make, weight, read=load, check=require_possible, file="given.trace"):
+        how = {"forge": forge_trace, "check": check, "has_checksum": True}
+        return Target(name, make, read, file=folder / file, weight=weight, **how)
 
     def in_part(path):
         return load(path, sequences=[3, 0])
 
+    def saved(rng):
+        return _saved_generation(rng, rollout).read_bytes()
+
     rollout = folder / "given.safetensors"
     return [
-        *(target(each, lambda rng, each=each: bytes_of(_trace(rng), each), 3) for each in ENCODINGS),
-        target("streams", lambda rng: bytes_of(with_decisions(_trace(rng), rng), _either(rng)), 3),
-        target("indexers", lambda rng: bytes_of(_with_choices(_trace(rng), rng), _either(rng)), 3),
-        target("in part", lambda rng: bytes_of(_trace(rng), "sets"), 2, in_part),
-        Target(
-            "generation",
-            lambda rng: _saved_generation(rng, rollout).read_bytes(),
-            load_generation,
-            file=rollout,
-            forge=forge_trace,
-            check=_require_generation,
-            has_checksum=True,
-        ),
+        *(target(f"trace, {each}", lambda rng, each=each: bytes_of(_trace(rng), each), 3) for each in ENCODINGS),
+        target("trace, streams", lambda rng: bytes_of(with_decisions(_trace(rng), rng), _either(rng)), 3),
+        target("trace, indexers", lambda rng: bytes_of(_with_choices(_trace(rng), rng), _either(rng)), 3),
+        target("trace, in part", lambda rng: bytes_of(_trace(rng), "sets"), 2, in_part),
+        target("generation", saved, 1, load_generation, _require_generation, rollout.name),
     ]
 
 
@@ -134,18 +121,10 @@ def _trace(rng):
 
 
 def _with_choices(trace, rng):
-    """Choices of indexers that last from query to query, so that sets resemble each other."""
-    spec = IndexerSpec(int(rng.integers(1, 12)), (RoutedLayer(0), RoutedLayer(3)), heads=int(rng.integers(1, 3)))
-    positions = trace.positions_N
-    chosen = []
-    for _ in spec.layers:
-        scores_UH, sets = rng.random((int(positions.max()) + 1, spec.heads)), []
-        for seen in spec.num_visible(positions).tolist():
-            scores_UH += 0.1 * rng.standard_normal(scores_UH.shape)
-            units_KH = np.argsort(scores_UH[:seen], axis=0)[-spec.top_k :]
-            sets.append(np.sort((units_KH * spec.heads + np.arange(spec.heads)).reshape(-1)))
-        chosen.append((np.array([len(each) for each in sets]), np.concatenate(sets).astype(np.int32)))
-    return trace.with_stream(INDEXER, spec.stream(positions, chosen))
+    layers = (RoutedLayer(0), RoutedLayer(3))
+    return foreign_choices(
+        trace, IndexerSpec(int(rng.integers(1, 12)), layers, heads=int(rng.integers(1, 3))), seed=rng
+    )
 
 
 def _saved_generation(rng, path):

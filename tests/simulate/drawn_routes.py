@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from foreroute.kernels import kernel, next_below
 from foreroute.simulate.workload import draw_sequences
 
 
@@ -18,53 +17,12 @@ def sequence_counts(step, micro_step, layer):
 def routes_of(step, micro_step, layer):
     """The experts of every token of one cell: int32 [N, K], pairwise distinct in a row; int32 [N], their source ranks.
 
-    Beyond the counts, the experts of a token are as good as independent, and tokens follow in no particular order.
+    Systematic sampling over an order of experts of each sequence: beyond the counts, picks are as good as independent.
     """
-    here_S = step.micro_step_S == micro_step
+    here_S, rng, cells = step.micro_step_S == micro_step, np.random.default_rng([micro_step, layer]), []
     rows_S = step.rows_S[here_S]
-    ids_NK = np.empty((int(rows_S.sum()), step.workload.top_k), np.int32)
-    seed = np.random.default_rng([micro_step, layer]).integers(0, 2**64, dtype=np.uint64)
-    draw_rows(seed, sequence_counts(step, micro_step, layer), rows_S, step.workload.top_k, ids_NK)
-    return ids_NK, np.repeat(step.rank_S[here_S], rows_S)
-
-
-@kernel
-def draw_rows(seed, counts_SE, rows_S, top_k, ids_NK):
-    """Routes with given counts: row by row, each expert with probability (what it still needs) / (rows left).
-
-    Systematic sampling over a fresh order of experts in every row hits these probabilities exactly, never picks an
-    expert twice, and takes one that needs all rows left with certainty, so the counts always come out.
-    """
-    state = np.full(1, seed, np.uint64)
-    order = np.empty(counts_SE.shape[1], np.int32)
-    row = 0
-    for s in range(len(rows_S)):
-        need_E = counts_SE[s].copy()
-        size = 0
-        for e in range(len(need_E)):
-            if need_E[e]:
-                order[size] = e
-                size += 1
-        # what all experts still need is `left` * top_k, and none needs more than `left`: so a threshold every `left` of
-        # the running sum is passed top_k times, and by no expert twice
-        for left in range(rows_S[s], 0, -1):
-            threshold = next_below(state, left)
-            upto, k, i = 0, 0, 0
-            while k < top_k:
-                j = i + next_below(state, size - i)
-                e = order[j]
-                order[j] = order[i]
-                order[i] = e
-                upto += need_E[e]
-                if upto > threshold:
-                    threshold += left
-                    ids_NK[row, k] = e
-                    k += 1
-                    need_E[e] -= 1
-                    if need_E[e] == 0:
-                        # the last expert of the list takes its position and has not had its turn
-                        size -= 1
-                        order[i] = order[size]
-                        continue
-                i += 1
-            row += 1
+    for rows, need_E in zip(rows_S, sequence_counts(step, micro_step, layer), strict=True):
+        order = rng.permutation(len(need_E))
+        # the picks of an expert follow each other and are no more than the rows: no two of them fall into one row
+        cells.append(np.repeat(order, need_E[order]).reshape(step.workload.top_k, rows).T)
+    return np.concatenate(cells).astype(np.int32), np.repeat(step.rank_S[here_S], rows_S)

@@ -32,7 +32,7 @@ def rules(**changes):
     return ExecutionModel(**(given | changes))
 
 
-def small_config(
+def small_values(
     *,
     gpus=4,
     expert_parallel=4,
@@ -45,21 +45,18 @@ def small_config(
     **execution,
 ):
     """Four layers of a small model with top-2 routing, of which two are drawn."""
+    model = {"num_layers": 4, "num_experts": experts, "top_k": 2, "hidden": 512, "intermediate": 256}
+    model |= {"dense_parameters": 100_000, "attention_width": 512, "vocabulary": 1000}
     values = {
         "cluster": {"gpus": gpus, "expert_parallel": expert_parallel},
-        "model": {
-            "num_layers": 4,
-            "num_experts": experts,
-            "top_k": 2,
-            "hidden": 512,
-            "intermediate": 256,
-            "dense_parameters": 100_000,
-            "attention_width": 512,
-            "vocabulary": 1000,
-        },
+        "model": model,
         "workload": {"micro_steps": micro_steps, "layers": 2, "groups": groups, "tokens_per_rank": 512},
         "execution": {"planning_s": 0.0} | execution,
         "links": links or {},
         "costs": costs or {"dispatcher": "copies"},
     }
-    return parse_config(values if methods is None else values | {"methods": list(methods)}, source="the test")
+    return values if methods is None else values | {"methods": list(methods)}
+
+
+def small_config(**changes):
+    return parse_config(small_values(**changes), source="the test")

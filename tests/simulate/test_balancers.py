@@ -85,36 +85,26 @@ def check(given, name):
         before[layer] = set() if name in REFILLED else {*replicas, *serving}
 
 
-def _overdraw(cell):
-    cell.tokens_RG[0, np.argmin(cell.tokens_RG[0])] += 10_000
+SPOILED = {
+    "overdrawn": ("tokens_RG", (0, 0), lambda tokens: 10_000),
+    "lent": ("tokens_RG", (0, 0), lambda tokens: -1),
+    "a lie": ("fetched_R", -1, lambda fetched: not fetched),
+    "crowded": ("rank_R", slice(None), lambda rank_R: 0),
+    "moved": ("home_E", slice(None), lambda home_E: home_E[::-1].copy()),
+}
 
 
-def _lend(cell):
-    cell.tokens_RG[0, 0] = -1
-
-
-def _lie(cell):
-    cell.fetched_R[-1] ^= True
-
-
-def _crowd(cell):
-    cell.rank_R[:] = 0
-
-
-def _move(cell):
-    cell.home_E[:] = cell.home_E[::-1].copy()
-
-
-@pytest.mark.parametrize("spoil", [_overdraw, _lend, _lie, _crowd, _move])
+@pytest.mark.parametrize("spoiled_by", SPOILED)
 @pytest.mark.parametrize("name", ["eplb_step", "llep"])
-def test_the_check_sees_what_is_wrong(spoil, name, monkeypatch):
-    method = BALANCERS[name].method
+def test_the_check_sees_what_is_wrong(spoiled_by, name, monkeypatch):
+    method, (field, place, change) = BALANCERS[name].method, SPOILED[spoiled_by]
 
     def spoiled(given):
         for c, cell in enumerate(method(given)):
             if c == 3:
                 cell = cell._replace(home_E=cell.home_E.copy())
-                spoil(cell)
+                values = getattr(cell, field)
+                values[place] = change(values[place])
             yield cell
 
     monkeypatch.setitem(BALANCERS, name, replace(BALANCERS[name], method=spoiled))

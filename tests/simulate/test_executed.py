@@ -23,27 +23,13 @@ from foreroute.simulate.methods import METHODS, PRESETS, PlannerPreset, serve
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingTrace
 from tests.simulate.simulate_cases import small_config
+from tests.train.small_runs import SIZES
 
 ROOT = Path(__file__).parents[2]
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
-TESTS = {
-    "hf": {},
-    "megatron": {
-        Ability.EXPERT_DATA_PARALLEL: STATIC,
-    },
-}
+TESTS = {"hf": {}, "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC}}
 """The test that executes each ability."""
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
 RANKS, MICRO_STEPS = 4, 2
 ROWS = ("static", *PRESETS)
 COSTS = CostModel(
@@ -83,7 +69,7 @@ def planned(counts_MLGE, name, home_LE):
 
 def execute(rank):
     """Every row under its plan: forward and backward on routes that favour some experts, others in every micro-step."""
-    model = hf.build_model("qwen3_moe", seed=0, **SIZES)
+    model = hf.build_model("qwen3_moe", seed=0, **SIZES, vocab_size=64)
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=60)
     home_LE, rng = placed.home_LE, np.random.default_rng(rank)

@@ -15,18 +15,12 @@ from tests.simulate.simulate_cases import small_config
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
 
 
-def config_and_costs():
-    config = small_config()
-    costs = config.described().costs
-    links = replace(costs.hardware.links, node_bytes_per_s=RATES["node_bytes_per_s"])
-    own = {name: value for name, value in RATES.items() if name != "node_bytes_per_s"}
-    return config, replace(costs, hardware=replace(costs.hardware, links=links, **own))
-
-
 def steps(config, noise=0.0):
     """Twelve steps of other sizes and skews, planned or not, timed by a cluster with `RATES`."""
-    rng, (_, costs) = np.random.default_rng(0), config_and_costs()
-    topology, measured = config.described().topology, []
+    rng, costs, measured = np.random.default_rng(0), config.described().costs, []
+    links = replace(costs.hardware.links, node_bytes_per_s=RATES["node_bytes_per_s"])
+    own = {name: value for name, value in RATES.items() if name != "node_bytes_per_s"}
+    costs, topology = replace(costs, hardware=replace(costs.hardware, links=links, **own)), config.described().topology
     for number in range(12):
         counts = rng.multinomial(400 * (1 + number % 4), rng.dirichlet(np.full(8, 0.5 + number % 3)), (2, 4, 4))
         found = plan(counts.astype(np.int32), topology, PlanOptions(slots="shared")) if number % 2 else None
@@ -37,7 +31,7 @@ def steps(config, noise=0.0):
 
 
 def test_rates_that_made_the_measurements_are_found():
-    config, _ = config_and_costs()
+    config = small_config()
     found = fit(steps(config), config, tuple(RATES))
     assert found.parameters == pytest.approx(RATES, rel=1e-3)
     assert found.worst_error < 1e-4
@@ -47,7 +41,7 @@ def test_rates_that_made_the_measurements_are_found():
 
 
 def test_noise_of_five_percent_leaves_rates_near():
-    config, _ = config_and_costs()
+    config = small_config()
     found = fit(steps(config, noise=0.05), config, tuple(RATES))
     assert found.parameters == pytest.approx(RATES, rel=0.3)
     assert found.median_error < 0.08
@@ -64,7 +58,7 @@ def test_equal_values_share_a_rank_in_the_rank_correlation(different):
 
 
 def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
-    config, _ = config_and_costs()
+    config = small_config()
     same = [replace(one, seconds=0.5) for one in steps(config)]
     assert fit_record(same, config, config.described().costs, ["layer_s"]).rank_correlation is None
     assert fit_record(same[:1], config, config.described().costs, ["layer_s"]).rank_correlation is None
@@ -80,7 +74,7 @@ def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
     ],
 )
 def test_what_cannot_be_fitted_is_refused(names, message):
-    config, _ = config_and_costs()
+    config = small_config()
     with pytest.raises(ConfigError, match=message):
         fit(steps(config), config, names)
 
@@ -115,9 +109,7 @@ def test_measurements_are_read_from_lines(folder):
         ("{", ConfigError, "line 1 is not JSON"),
         (line() + "\n{", ConfigError, "line 2 is not JSON"),
         ("3", ConfigError, "line 1 is not a valid configuration"),
-        (line(counts="\0"), ConfigError, "line 1: counts: "),
         (line(counts="."), CountsError, "is a folder; expected a file"),
-        (line(seconds=10**400), ConfigError, "line 1: seconds: an integer of more than 64 bits"),
         ("x" * (1 << 21), ConfigError, "1048576 at most"),
         (line(second=1), ConfigError, "second: unknown key; did you mean seconds"),
         (
@@ -133,8 +125,3 @@ def test_bad_measurements_are_refused_with_their_number(folder, text, error, mes
     (folder / "m.jsonl").write_text(text)
     with pytest.raises(error, match=message):
         load_measurements(folder / "m.jsonl", small_config().described().topology)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"m.jsonl does not exist"):
-        load_measurements(tmp_path / "m.jsonl", small_config().described().topology)

@@ -10,6 +10,7 @@ from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, p
 
 EXPERT = 3 * 2048 * 768
 DENSE = 48 * 2 * 2048 * 128 * 36 + 151_936 * 2048
+DENSE_S = DENSE * (4 + 2) * (7 / 8 / 340e9 + 7 / 8 / 8 / 45e9)
 
 
 def described(ranks, gpus=64):
@@ -20,24 +21,21 @@ def described(ranks, gpus=64):
 
 def test_gradients_are_reduced_in_the_node_first():
     found = reduction_seconds(*described(16))
-    dense_s = DENSE * (4 + 2) * (7 / 8 / 340e9 + 7 / 8 / 8 / 45e9)
     # four ranks on as many nodes have the same 8 experts of a layer
     experts_s = 48 * 8 * EXPERT * (4 + 2) * 3 / 4 / 45e9
-    assert found == pytest.approx(dense_s + experts_s)
+    assert found == pytest.approx(DENSE_S + experts_s)
 
 
 def test_one_group_reduces_no_experts_and_one_gpu_nothing():
-    dense_s = DENSE * (4 + 2) * (7 / 8 / 340e9 + 7 / 8 / 8 / 45e9)
-    assert reduction_seconds(*described(64)) == pytest.approx(dense_s)
+    assert reduction_seconds(*described(64)) == pytest.approx(DENSE_S)
     assert reduction_seconds(*described(1, gpus=1)) == 0
 
 
 def test_groups_smaller_than_a_node_reduce_experts_inside_it():
     """EP 4: two of the 16 replicas in each node."""
     experts = 48 * 32 * EXPERT * (4 + 2)
-    dense_s = DENSE * (4 + 2) * (7 / 8 / 340e9 + 7 / 8 / 8 / 45e9)
     experts_s = experts * (1 / 2 / 340e9 + 7 / 8 / 2 / 45e9)
-    assert reduction_seconds(*described(4)) == pytest.approx(dense_s + experts_s)
+    assert reduction_seconds(*described(4)) == pytest.approx(DENSE_S + experts_s)
 
 
 def test_the_optimizer_reads_and_writes_its_share():

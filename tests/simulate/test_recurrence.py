@@ -40,34 +40,28 @@ def test_equals_a_play_of_events(seed, stage, shape, transfers, gradients, plann
     assert found.parts_X.sum() == pytest.approx(found.end_s)
 
 
-def plain(compute, moved, **rule):
-    return run(compute, moved, rules(**rule), stage=0)
+def one_cell(leg_s):
+    """A cell whose attention and experts take 1 each, and its all-to-alls this long; nothing is moved."""
+    compute, moved = random_work(0, micro_steps=1, layers=1)
+    ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
+    legs = {"all_to_all_ML": np.array([[leg_s]]), "head_MG": np.zeros_like(compute.head_MG), "layer_s": 0.0}
+    return compute._replace(**ones, **legs), without_cost(moved)
 
 
 @pytest.mark.parametrize(
     ("overlap", "expected"),
-    # attention and experts 1 each, two all-to-alls of 0.75
+    # two all-to-alls of 0.75
     [(0.0, 3.5), (0.25, 3.0), (0.75, 2.0), (1.0, 2.0)],
 )
 def test_overlap_hides_all_to_alls_behind_its_share_of_computing(overlap, expected):
-    compute, moved = random_work(0, micro_steps=1, layers=1)
-    ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = compute._replace(
-        **ones, all_to_all_ML=np.array([[0.75]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
-    )
-    assert plain(compute, without_cost(moved), overlap=overlap).end_s == pytest.approx(expected)
+    assert run(*one_cell(0.75), rules(overlap=overlap), stage=0).end_s == pytest.approx(expected)
 
 
 def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
     """Computing of 1 + 1 hides 0.75 of all-to-alls, so links have 5/8 of it left: 0.5 takes 0.8 of the experts."""
-    compute, moved = random_work(0, micro_steps=1, layers=1)
-    ones = {name: np.ones_like(getattr(compute, name)) for name in ("attention_MG2", "experts_MLG2")}
-    compute = compute._replace(
-        **ones, all_to_all_ML=np.array([[0.375]]), head_MG=np.zeros_like(compute.head_MG), layer_s=0.0
-    )
-    moved = without_cost(moved)
+    compute, moved = one_cell(0.375)
     moved.direct_KMLG4[0, 0, 0, 1, 2] = 0.5
-    found = plain(compute, moved, overlap=1.0)
+    found = run(compute, moved, rules(overlap=1.0), stage=0)
     assert found.direct_end_N[0] == pytest.approx(1 + 0.8)
     assert found.end_s == pytest.approx(1 + 0.8 + 1)
 

@@ -1,4 +1,6 @@
-"""Building, cutting, joining and comparing traces, against plain Python lists."""
+"""Specs, and traces: built, compared and refused, also of numpy's integers; `test_streams.py` cuts and joins them."""
+
+import json
 
 import numpy as np
 import pytest
@@ -6,57 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import foreroute as fr
-from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, count_assignments, digest, overlap
+from foreroute.capture import Generation, load_generation, save_generation
+from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, count_assignments, digest
 from foreroute.trace.checks import check_rows
 from foreroute.trace.operations import shared_picks
 from tests.traces import random_trace, spec_of
 
-
-def rows_of(trace):
-    """Every sequence as a list of (token, version, valid, ids): the oracle's view of a trace."""
-    listed = []
-    for s in range(len(trace)):
-        rows = range(int(trace.offsets[s]), int(trace.offsets[s + 1]))
-        listed.append(
-            [
-                (
-                    int(trace.token_ids_N[n]),
-                    int(trace.weight_versions_N[n]),
-                    bool(trace.valid_N[n]),
-                    trace.expert_ids_NLK[n].tolist(),
-                )
-                for n in rows
-            ]
-        )
-    return listed
-
-
-@settings(max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_select_concatenate_truncate_continue_match_lists(seed, data):
-    a, b = random_trace(seed), random_trace(seed + 1)
-    chosen = data.draw(st.lists(st.integers(0, len(a) - 1), max_size=6))
-    assert rows_of(a.select(chosen)) == [rows_of(a)[s] for s in chosen]
-    assert rows_of(fr.concatenate([a, b])) == rows_of(a) + rows_of(b)
-    kept = [data.draw(st.integers(0, int(n))) for n in a.lengths]
-    assert rows_of(a.truncated(kept)) == [rows[:n] for rows, n in zip(rows_of(a), kept, strict=True)]
-    c = a.select(np.arange(len(a))[::-1])
-    assert rows_of(a.continued_by(c)) == [x + y for x, y in zip(rows_of(a), rows_of(c), strict=True)]
+SPEC = spec_of(num_experts=4, top_k=2, num_layers=1)
 
 
 def test_last_token_has_no_route_and_no_version():
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
-    trace = fr.RoutingTrace.from_sequences(spec, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
+    trace = fr.RoutingTrace.from_sequences(SPEC, [[7, 8, 9]], [[[[0, 1]], [[3, 2]]]], weight_version=5)
     assert trace.valid_N.tolist() == [True, True, False]
     assert trace.weight_versions_N.tolist() == [5, 5, NO_VERSION]
     assert trace.versions == (5,)
 
 
 def test_unrouted_rows_complete_a_trace():
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
-    trace = fr.RoutingTrace.from_sequences(spec, [[7], [8]], [[[[0, 1]]], [[[3, 2]]]])
-    longer = trace.continued_by(fr.RoutingTrace.unrouted(spec, [[1], [2]]))
+    trace = fr.RoutingTrace.from_sequences(SPEC, [[7], [8]], [[[[0, 1]]], [[[3, 2]]]])
+    longer = trace.continued_by(fr.RoutingTrace.unrouted(SPEC, [[1], [2]]))
     assert longer.token_ids_N.tolist() == [7, 1, 8, 2]
     assert longer.valid_N.tolist() == [True, False, True, False]
 
@@ -81,16 +52,14 @@ def test_id_width_follows_the_model_not_the_data(num_experts, dtype):
     ],
 )
 def test_impossible_routes_are_refused(ids, message):
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     with pytest.raises(TraceContentError, match=message):
-        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [ids])
+        fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [ids])
 
 
 @pytest.mark.parametrize("tokens", [[1.5, 2.0], [2**31, 1], [[1, 2], [3, 4]]])
 def test_tokens_that_would_change_are_refused(tokens):
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     with pytest.raises(TraceContentError, match=r"expected integers \[T\] from 0"):
-        fr.RoutingTrace.from_sequences(spec, [tokens], [[[[0, 1]]]])
+        fr.RoutingTrace.from_sequences(SPEC, [tokens], [[[[0, 1]]]])
 
 
 @pytest.mark.parametrize("version", [1.5, True, "1", None, -2, 2**31])
@@ -110,15 +79,16 @@ def test_weight_versions_are_whole_numbers(version):
         ({"token_ids": [[-1, 2]]}, "expected integers .T. from 0"),
         ({"token_ids": [[[1], [2, 3]]]}, "is no array"),
         ({"expert_ids": [[[[0, 1]], [[0]]]]}, "is no array"),
+        ({"valid": [[True, True]], "expert_ids": [[[[0, 1]]]]}, "one row of each for every token"),
+        ({"expert_ids": []}, r"of \[0, 1\] sequences"),
     ],
 )
 def test_rows_that_would_change_are_refused(changed, message):
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
     good = {"token_ids": [[1, 2]], "expert_ids": [[[[0, 1]], [[0, 0]]]], "valid": [[True, False]]}
     good["weight_versions"] = [[3, 2**40]]  # of an absent row: not looked at
-    assert fr.RoutingTrace.from_rows(spec, **good).weight_versions_N.tolist() == [3, NO_VERSION]
+    assert fr.RoutingTrace.from_rows(SPEC, **good).weight_versions_N.tolist() == [3, NO_VERSION]
     with pytest.raises(TraceContentError, match=message):
-        fr.RoutingTrace.from_rows(spec, **{**good, **changed})
+        fr.RoutingTrace.from_rows(SPEC, **{**good, **changed})
 
 
 @pytest.mark.parametrize("lengths", [2.9, True, "1"])
@@ -142,24 +112,6 @@ def test_facts_of_joined_traces_do_not_grow_with_every_join():
         assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
 
 
-@pytest.mark.parametrize(
-    ("experts", "top_k", "layers", "message"),
-    [
-        ("8", 2, 1, "num_experts is '8'"),
-        (8, 2.5, 1, "top_k is 2.5"),
-        (8, True, 1, "top_k is True"),
-        (8, 2, 1025, "1025 layers of 8 experts"),
-        (65_536, 2, 17, "1048576 experts in all"),
-    ],
-)
-def test_models_that_cannot_be_are_refused(experts, top_k, layers, message):
-    with pytest.raises(TraceContentError, match=message):
-        fr.RoutingSpec(experts, top_k, tuple(map(fr.RoutedLayer, range(layers))))
-    for index, kind in ((-1, fr.trace.LayerKind.MTP), (2.5, fr.trace.LayerKind.MTP), (0, "decoder")):
-        with pytest.raises(TraceContentError, match="layer"):
-            fr.RoutedLayer(index, kind)
-
-
 def test_a_model_takes_one_line_however_many_layers_it_has():
     assert repr(spec_of(num_layers=48)) == "RoutingSpec(test, 48 layers (decoder 0 to decoder 47), top-2 of 8)"
     assert repr(fr.RoutingSpec(4, 1, (fr.RoutedLayer(3),))) == (
@@ -172,13 +124,6 @@ def test_counting_needs_whole_micro_steps():
     for wrong in (np.full(len(trace), 0.5), np.full(len(trace), -1), np.zeros(len(trace) + 1, int)):
         with pytest.raises(TraceContentError, match="micro-step"):
             count_assignments(trace, wrong)
-
-
-def test_a_refused_row_is_named():
-    spec = spec_of(num_experts=4, top_k=2, num_layers=2)
-    good, bad = [[[0, 1], [2, 3]]] * 2, [[[0, 1], [2, 3]], [[0, 1], [2, 2]]]
-    with pytest.raises(TraceContentError, match=r"sequence 1, position 1, decoder 1 has expert ids \[2, 2\]"):
-        fr.RoutingTrace.from_sequences(spec, [[1, 2], [1, 2]], [good, bad])
 
 
 def test_selecting_and_truncating_out_of_range_is_refused():
@@ -214,26 +159,6 @@ def test_digest_depends_on_tokens_routes_and_versions():
     assert len({digest(t) for t in [a, *changed]}) == 4
 
 
-@settings(max_examples=30)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_overlap_counts_shared_sets(seed):
-    a = random_trace(seed)
-    b = random_trace(seed, route_seed=seed + 1)
-    shared_RL, rows_R = overlap(a, b)
-    expected = [
-        [len(set(x) & set(y)) for x, y in zip(a.expert_ids_NLK[n].tolist(), b.expert_ids_NLK[n].tolist(), strict=True)]
-        for n in range(a.num_rows)
-        if a.valid_N[n] and b.valid_N[n]
-    ]
-    assert shared_RL.tolist() == expected
-    assert rows_R.tolist() == np.flatnonzero(a.valid_N & b.valid_N).tolist()
-
-
-def test_overlap_of_other_tokens_is_refused():
-    with pytest.raises(BatchMismatchError, match="different tokens"):
-        overlap(random_trace(0), random_trace(1))
-
-
 def test_positions_count_from_the_first_row_of_each_sequence():
     trace = random_trace(3).truncated(np.r_[0, random_trace(3).lengths[1:]])
     assert trace.positions_N.tolist() == [p for length in trace.lengths for p in range(length)]
@@ -252,10 +177,91 @@ def test_every_row_with_an_id_twice_or_too_high_is_refused_and_no_other(seed):
     if not bad:
         check_rows(ids_NLK, valid_N, offsets, spec)
         return
-    with pytest.raises(TraceContentError, match=r"sequence \d, position \d"):
+    named = f"sequence 0, position {bad[0]}" if bad[0] < 2 else f"sequence 2, position {bad[0] - 2}"
+    with pytest.raises(TraceContentError, match=rf"{named}, decoder [01] has expert ids \["):
         check_rows(ids_NLK, valid_N, offsets, spec)
 
 
 def test_more_shared_picks_than_a_byte_holds_are_counted():
     many = np.arange(300)[None]
     assert shared_picks(many, many).tolist() == [300]
+
+
+LAYERS = (fr.RoutedLayer(0), fr.RoutedLayer(2))
+MODEL = fr.RoutingSpec(8, 2, LAYERS)
+SETS = {"valid": [False, True, False], "counts": [0, 1, 0], "ids": [3]}
+ROUTES = np.argsort(np.random.default_rng(0).random((2, 2, 8)))[..., :2]
+
+
+def trace_of(spec, masks):
+    return fr.RoutingTrace.from_sequences(spec, [[1, 2, 3]], [ROUTES]).with_stream(SAMPLING, masks)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        fr.RoutingSpec(np.int64(8), np.uint8(2), LAYERS),
+        fr.RoutingSpec(8, 2, list(LAYERS)),
+        fr.RoutingSpec(8, 2, (fr.RoutedLayer(np.int32(0)), fr.RoutedLayer(np.int64(2)))),
+    ],
+    ids=["numpy's integers", "list of layers", "numpy's layer numbers"],
+)
+@pytest.mark.parametrize(
+    "masks",
+    [DecisionStream.from_sets(np.int64(50), **SETS), DecisionStream.absent(np.int64(50), 3)],
+    ids=["sets", "absent"],
+)
+def test_numpys_integers_and_lists_are_taken_by_every_room(spec, masks, tmp_path):
+    plain = trace_of(
+        MODEL, DecisionStream.from_sets(50, **SETS) if masks.valid_N.any() else DecisionStream.absent(50, 3)
+    )
+    given = trace_of(spec, masks)
+    assert digest(given) == digest(plain)
+    assert fr.load(fr.save(given, tmp_path / "trace", encoding="ordered")).equals(given)
+    MODEL.require_same(given.spec, what="the trace")
+    save_generation(Generation(given, np.array([1]), np.zeros(2, np.float32)), tmp_path / "generation")
+    assert load_generation(tmp_path / "generation").trace.equals(plain)
+
+
+def test_a_stream_keeps_its_layers_as_a_tuple_however_it_was_made():
+    made = DecisionStream.from_sets(9, [True], [[1, 1]], [3, 4], layers=iter(LAYERS))
+    bare = DecisionStream(np.int16(9), made.valid_N, made.offsets, made.ids, list(LAYERS))
+    assert bare.layers == made.layers == DecisionStream.absent(9, 1, layers=list(LAYERS)).layers == LAYERS
+    one = fr.RoutingTrace.unrouted(MODEL, [[1]])
+    assert one.with_stream("a", bare).equals(one.with_stream("a", made))
+
+
+def test_indexers_given_as_lists_take_their_own_choices():
+    spec = IndexerSpec(np.int64(1), list(LAYERS), np.int32(1), np.uint8(1))
+    assert spec == IndexerSpec(1, LAYERS)
+    assert json.dumps([spec.top_k, spec.unit, spec.heads]) == "[1, 1, 1]"
+    counts_N, ids = np.array([1, 1]), np.array([0, 1], np.int32)
+    spec.check(spec.stream(np.arange(2), [(counts_N, ids)] * 2), np.array([0, 2]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fr.RoutingSpec(8, 2, (0, 2)), r"layers are \(0, 2\); expected routed layers"),
+        (lambda: fr.RoutingSpec(8, 2, fr.RoutedLayer(0)), "expected routed layers"),
+        (lambda: fr.RoutingSpec(8, 2, None), "layers are None"),
+        (lambda: fr.RoutingSpec(8.0, 2, LAYERS), "num_experts is 8.0"),
+        (lambda: fr.RoutingSpec("8", 2, LAYERS), "num_experts is '8'"),
+        (lambda: fr.RoutingSpec(8, 2.5, LAYERS), "top_k is 2.5"),
+        (lambda: fr.RoutingSpec(8, True, LAYERS), "top_k is True"),
+        (lambda: fr.RoutingSpec(8, 2, map(fr.RoutedLayer, range(1025))), "1025 layers of 8 experts"),
+        (lambda: fr.RoutingSpec(65_536, 2, map(fr.RoutedLayer, range(17))), "1048576 experts in all"),
+        (lambda: fr.RoutedLayer(-1, fr.trace.LayerKind.MTP), "layer"),
+        (lambda: fr.RoutedLayer(2.5, fr.trace.LayerKind.MTP), "layer"),
+        (lambda: fr.RoutedLayer(0, "decoder"), "layer"),
+        (lambda: DecisionStream.absent(50, 3, layers=[1]), r"layers are \[1\]"),
+        (lambda: DecisionStream.absent(50.0, 3), "num_choices is 50.0"),
+        (lambda: IndexerSpec(3, ("a",)), "expected routed layers"),
+        (lambda: IndexerSpec(0, LAYERS), "top_k is 0; expected a whole number from 1 to"),
+        (lambda: IndexerSpec(3, LAYERS, unit=2.0), "unit is 2.0"),
+        (lambda: IndexerSpec(3, LAYERS, heads=True), "heads is True"),
+    ],
+)
+def test_what_is_no_fact_of_a_model_is_refused(make, message):
+    with pytest.raises(TraceContentError, match=message):
+        make()

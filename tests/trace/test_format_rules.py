@@ -1,14 +1,15 @@
 """Each rule of docs/formats.md for readers of traces: a file that breaks it is refused, though checksums are right."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.testing.routes import synthetic_trace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
+from foreroute.trace.file import ENCODINGS
 from tests.trace.forging import STAIRCASE, forged, holding, setting
 from tests.traces import random_trace, with_decisions
 
@@ -166,14 +167,6 @@ def test_sets_of_experts_that_cannot_be_are_refused(tmp_path, edit, message):
         fr.load(forged(tmp_path / "t", TRACE, edit, encoding="sets"))
 
 
-def test_the_highest_gaps_do_not_wrap(tmp_path):
-    """Gaps of 255 in one byte each: their sum is no small id again."""
-    trace = random_trace(0, num_experts=256, top_k=3)
-    edit = holding(1, lambda content: np.where(np.tile(trace.valid_N, 3), 255, 0))
-    with pytest.raises(TraceFileError, match="an expert that the model does not have"):
-        fr.load(forged(tmp_path / "t", trace, edit, encoding="sets"))
-
-
 STREAMS = with_decisions(TRACE, 1)
 FRAME_OF = {"gate_weights": 4, "indexer": 7, "sampling": 9}  # behind the rows and three layers
 
@@ -266,12 +259,6 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
 
 
-def test_every_kind_of_layer_is_read(tmp_path):
-    kinds = tuple(fr.RoutedLayer(0, kind) for kind in fr.trace.LayerKind)
-    trace = synthetic_trace(fr.RoutingSpec(4, 2, kinds), [3], seed=0)
-    assert fr.load(fr.save(trace, tmp_path / "t")).spec.layers == kinds
-
-
 def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp_path, monkeypatch):
     """Equal rows without routes take next to nothing in a file, and as much as any others in memory."""
     spec = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
@@ -293,20 +280,31 @@ def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):
         fr.save(TRACE.with_provenance(log='"' * most), tmp_path / "u")
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
     ("column", "at", "value", "message"),
     [
         ("token_ids_N", 0, -1, "a token id is -1"),
         ("weight_versions_N", 0, -2, "a weight version is below -1"),
         ("weight_versions_N", -1, 3, "or stated for a row without routes"),
+        ("expert_ids_NLK", 0, 0, "picked twice"),
+        ("expert_ids_NLK", (0, 1, 1), 8, "expected ids from 0 to 7"),
     ],
 )
-def test_what_a_reader_refuses_is_not_written(tmp_path, column, at, value, message):
+def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, column, at, value, message):
     trace = random_trace(0)
     getattr(trace, column)[at] = value
     with pytest.raises(TraceContentError, match=message):
-        fr.save(trace, tmp_path / "t")
-    for facts in ({"engine": 3}, {"engine": "\udcff"}):
-        with pytest.raises(TraceContentError, match=r"the provenance \{'engine'"):
-            fr.save(random_trace(0).with_provenance(**facts), tmp_path / "t")
+        fr.save(trace, tmp_path / "t", encoding=encoding)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_no_file_can_say_is_not_written(tmp_path):
+    for trace, encoding, message in (
+        (replace(TRACE, expert_ids_NLK=TRACE.expert_ids_NLK.astype(np.int64)), "sets", "expert_ids_NLK is int64 of"),
+        (TRACE, "zip", "expected one of sets, ordered"),
+        *((TRACE.with_provenance(engine=fact), "sets", r"the provenance \{'engine'") for fact in (3, "\udcff")),
+    ):
+        with pytest.raises(TraceContentError, match=message):
+            fr.save(trace, tmp_path / "t", encoding=encoding)
     assert not list(tmp_path.iterdir())

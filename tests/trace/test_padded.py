@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.errors import TraceContentError
+from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace.checks import host_array, recorded_rows
 from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
 
@@ -192,27 +193,12 @@ def test_a_tensor_comes_as_an_array_without_its_gradient_and_its_bfloat16(values
     assert found.tolist() == [0.5, -2.0]
 
 
-class OnADevice:
-    """Numbers that numpy cannot read until they are on the host, as those of a GPU."""
-
-    def __init__(self, tensor):
-        self.tensor, self.dtype = tensor, tensor.dtype
-
-    def __array__(self, *_):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-
-    def detach(self):
-        return self
-
-    def cpu(self):
-        return self.tensor
-
-
 def test_a_tensor_is_taken_from_its_device():
-    routes = OnADevice(torch.tensor([[[[0, 1]], [[2, 3]]]]))
-    with pytest.raises(TypeError, match="cuda"):
-        np.asarray(routes)
-    trace = fr.RoutingTrace.from_padded(spec_of(num_layers=1), OnADevice(torch.tensor([[5, 6]])), routes)
+    with other_device():
+        tokens, routes = torch.tensor([[5, 6]]).to(DEVICE), torch.tensor([[[[0, 1]], [[2, 3]]]]).to(DEVICE)
+        with pytest.raises(RuntimeError, match="not supported"):
+            np.asarray(routes)
+        trace = fr.RoutingTrace.from_padded(spec_of(num_layers=1), tokens, routes)
     assert trace.expert_ids_NLK.tolist() == [[[0, 1]], [[2, 3]]]
 
 

@@ -6,7 +6,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partialmethod
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part
 from foreroute.trace.file import FORMAT, encode
 from foreroute.trace.parts import CHUNK_ROWS
+from tests.trace.test_streams import rows_of
 from tests.traces import random_trace, spec_of, with_decisions
 
 LENGTHS = [[3, 40, 0, 7], [], [25, 1], [300, 6, 270, 12, 9]]
@@ -32,64 +32,44 @@ def part_traces(*, decisions=True):
     return [with_decisions(each, i) if decisions else each for i, each in enumerate(traces)]
 
 
+@pytest.fixture(autouse=True)
+def _empty_memory():
+    yield
+    MemoryFileSystem.store.clear()
+
+
 @pytest.fixture(
     params=["folder", *(pytest.param(each, marks=pytest.mark.slow) for each in ("file", "local")), "memory"]
 )
 def step(request, tmp_path):
     """The folder of a step: a path, a URL that is one, and URLs of stores, with files and without."""
-    yield {
+    return {
         "folder": tmp_path / "step-7",
         "file": f"file://{tmp_path}/step-7",
         "local": f"local://{tmp_path}/step-7/",
         "memory": "memory://run/step-7",
     }[request.param]
-    MemoryFileSystem.store.clear()
 
 
 def save_parts(traces, folder):
     return [save_part(trace, folder, i, len(traces)) for i, trace in enumerate(traces)]
 
 
-def rows_of(trace, sequence, layers=None):
-    """All that a trace says of a sequence, row by row, in plain Python: what a reader of a part is held against."""
-    streams = {name: each.arrays() for name, each in trace.streams.items()}
-    rows = []
-    for n in range(int(trace.offsets[sequence]), int(trace.offsets[sequence + 1])):
-        beside = {}
-        for name, arrays in streams.items():
-            if "values_NLK" in arrays:
-                beside[name] = [arrays["values_NLK"][n, i].tolist() for i in layers or range(trace.spec.num_layers)]
-            else:
-                depth = (len(arrays["offsets"]) - 1) // trace.num_rows
-                bounds = arrays["offsets"][n * depth : (n + 1) * depth + 1].tolist()
-                sets = [arrays["ids"][a:b].tolist() for a, b in pairwise(bounds)]
-                beside[name] = (bool(arrays["valid_N"][n]), sets)
-        ids_LK = [trace.expert_ids_NLK[n, i].tolist() for i in layers or range(trace.spec.num_layers)]
-        rows.append(
-            (int(trace.token_ids_N[n]), int(trace.weight_versions_N[n]), bool(trace.valid_N[n]), ids_LK, beside)
-        )
-    return rows
-
-
 def test_every_rank_reads_its_rows_and_layers(step):
     traces = part_traces()
     save_parts(traces, step)
-    stored = [each.without_pick_order() for each in traces]
-    everything = [(trace, s) for trace in stored for s in range(len(trace))]
-    assert load_parts(step).equals(fr.concatenate(stored))
+    stored = fr.concatenate([each.without_pick_order() for each in traces])
+    assert load_parts(step).equals(stored)
     rng = np.random.default_rng(0)
-    for ranks in (1, 3, 11):  # of several sequences each that are no neighbours, and of none
-        for numbers in np.array_split(rng.permutation(len(everything)), ranks):
-            for layers in (None, [2], [1, 0]):
-                chosen = None if layers is None else [spec_of().layers[i] for i in layers]
+    for layers in (None, [2], [1, 0]):
+        chosen = None if layers is None else [spec_of().layers[i] for i in layers]
+        expected = rows_of(stored if layers is None else stored.select_layers(chosen))
+        for ranks in (1, 3, 11):  # of several sequences each that are no neighbours, and of none
+            for numbers in np.array_split(rng.permutation(len(stored)), ranks):
                 part = load_parts(step, sequences=numbers, layers=chosen)
-                assert len(part) == len(numbers)
-                for s, number in enumerate(numbers.tolist()):
-                    assert rows_of(part, s) == rows_of(*everything[number], layers)
+                assert rows_of(part) == [expected[number] for number in numbers]
     twice = load_parts(step, sequences=[10, 0, 10], streams=["sampling"])
-    assert [rows_of(twice, s) for s in range(3)] == [
-        rows_of(everything[n][0].without_streams("gate_weights", "indexer"), everything[n][1]) for n in (10, 0, 10)
-    ]
+    assert twice.equals(stored.without_streams("gate_weights", "indexer").select([10, 0, 10]))
     nothing = load_parts(step, sequences=[])
     assert (len(nothing), nothing.spec) == (0, traces[0].spec)
 
@@ -120,7 +100,6 @@ def test_a_prompt_and_a_short_sequence_do_not_bring_others_with_them():
     with TensorFile(only_file("memory://chunks"), TraceFileError) as file:
         assert file.read("chunk_rows").tolist() == [300, 256, 318, 4]
         assert file.tensors["frame_bytes"].dtype == file.tensors["content_bytes"].dtype == np.uint16
-    MemoryFileSystem.store.clear()
 
 
 def only_file(folder):
@@ -159,7 +138,6 @@ def test_little_more_than_its_frames_is_read_in_few_requests(monkeypatch, sequen
     sizes, header = tensors["frame_bytes"][sequences].astype(int), len(stored) - tensors["frames"].size
     needed = header + sizes[:, 0].sum() + sizes[:, 1:][:, layers].sum()
     assert (len(asked), needed <= sum(asked) <= needed + requests * BUFFER_BYTES) == (requests, True)
-    MemoryFileSystem.store.clear()
 
 
 def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
@@ -174,7 +152,6 @@ def test_parts_at_a_url_are_asked_for_at_a_time(monkeypatch):
 
     monkeypatch.setattr(MemoryFileSystem, "_open", waiting)
     assert load_parts("memory://slow").equals(fr.concatenate(traces).without_pick_order())
-    MemoryFileSystem.store.clear()
 
 
 def test_a_reader_waits_for_writers_who_share_nothing(step):
@@ -250,20 +227,6 @@ def test_a_store_that_refuses_leaves_what_was_there(monkeypatch):
                 fr.save(random_trace(1), place, overwrite=True)
     assert list(MemoryFileSystem.store) == ["/full/trace"]
     assert fr.load(place).equals(trace.without_pick_order())
-    MemoryFileSystem.store.clear()
-
-
-def test_a_bit_that_is_another_is_refused():
-    save_part(with_decisions(random_trace(5), 5), "memory://bits", 0, 1)
-    (name,) = MemoryFileSystem.store
-    content, rng = MemoryFileSystem.store[name].getvalue(), np.random.default_rng(0)
-    for place in [*range(0, len(content), 7), *rng.integers(0, len(content), 200).tolist()]:
-        wrong = bytearray(content)
-        wrong[place] ^= 1 << int(rng.integers(8))
-        MemoryFileSystem().pipe_file(name, bytes(wrong))
-        with pytest.raises(TraceFileError):
-            load_parts("memory://bits")
-    MemoryFileSystem.store.clear()
 
 
 def part(number, of, count):

@@ -1,4 +1,4 @@
-"""Layers that differ in experts and picks: every operation beside lists of picks; no filler counts as an expert."""
+"""Layers that differ in experts and picks, beside lists of picks; no filler counts as an expert."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute import layout, plan
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
-from foreroute.trace import count_assignments, digest, extended, load_parts, overlap, save_part
+from foreroute.trace import count_assignments, digest, extended, overlap
 from foreroute.trace.file import ENCODINGS
-from tests.traces import picks_of, spec_of, uneven_trace, with_decisions
+from tests.traces import picks_of, spec_of, uneven_trace
 
 SIZES = ((8, 2), (6, 3), (8, 1))
 SPEC = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(3)), SIZES)
@@ -34,12 +34,8 @@ def trace_of(*rows, spec=SPEC, dtype=np.int64):
 
 @settings(max_examples=60)
 @given(trace=traces(), data=st.data())
-def test_cutting_and_joining_match_lists(trace, data):
+def test_layers_and_padded_batches_match_lists(trace, data):
     rows, spec = picks_of(trace), trace.spec
-    cut = [rows[a:b] for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]
-    chosen = data.draw(st.lists(st.integers(0, len(trace) - 1), max_size=4))
-    assert picks_of(trace.select(chosen)) == [row for s in chosen for row in cut[s]]
-    assert picks_of(fr.concatenate([trace, trace.select(chosen)])) == rows + [row for s in chosen for row in cut[s]]
     at = data.draw(st.permutations(range(spec.num_layers)))[: data.draw(st.integers(1, spec.num_layers))]
     part = trace.select_layers([spec.layers[i] for i in at])
     assert picks_of(part) == [None if row is None else [row[i] for i in at] for row in rows]
@@ -59,25 +55,6 @@ def test_cutting_and_joining_match_lists(trace, data):
 
 
 @settings(max_examples=60)
-@given(trace=traces(), encoding=st.sampled_from(ENCODINGS), decided=st.booleans(), data=st.data())
-def test_a_file_or_a_part_of_it_comes_back(tmp_path_factory, trace, encoding, decided, data):
-    folder = tmp_path_factory.mktemp("files")
-    trace = with_decisions(trace, 1) if decided else trace
-    expected = trace.without_pick_order() if encoding == "sets" else trace
-    path = fr.save(trace, folder / "t", encoding=encoding)
-    assert fr.load(path).equals(expected)
-    layers = data.draw(st.lists(st.sampled_from(trace.spec.layers), unique=True, min_size=1))
-    sequences = data.draw(st.lists(st.integers(0, len(trace) - 1), max_size=3))
-    part = fr.load(path, layers=layers, sequences=sequences)
-    assert part.equals(expected.select_layers(layers).select(sequences))
-    assert part.spec == expected.select_layers(layers).spec
-    save_part(trace, folder / "step", 0, 2, encoding=encoding)
-    save_part(trace.select(sequences), folder / "step", 1, 2, encoding=encoding)
-    joined = fr.concatenate([expected, expected.select(sequences)]).select_layers(layers)
-    assert load_parts(folder / "step", layers=layers).equals(joined)
-
-
-@settings(max_examples=60)
 @given(trace=traces(), data=st.data())
 def test_only_picks_are_counted_and_shared(trace, data):
     rows, spec = picks_of(trace), trace.spec
@@ -91,7 +68,9 @@ def test_only_picks_are_counted_and_shared(trace, data):
     other = replace(trace, expert_ids_NLK=ids.astype(spec.id_dtype))
     pairs = [(a, b) for a, b in zip(rows, picks_of(other), strict=True) if a is not None]
     shared = [[len({*x} & {*y}) for x, y in zip(a, b, strict=True)] for a, b in pairs]
-    assert overlap(trace, other)[0].tolist() == shared
+    shared_RL, rows_R = overlap(trace, other)
+    assert shared_RL.tolist() == shared
+    assert rows_R.tolist() == np.flatnonzero(trace.valid_N).tolist()
     counted = Counter((layer, e) for row in rows if row for layer, picks in enumerate(row) for e in picks)
     counts_LE = count_assignments(trace, [0] * len(trace)).sum(axis=0)
     assert counts_LE.shape == (spec.num_layers, spec.num_experts)

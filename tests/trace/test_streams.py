@@ -1,4 +1,4 @@
-"""Decisions beside the routes: cut, joined and read with their rows, against plain Python lists."""
+"""Rows, and decisions beside the routes: cut, joined and read with them, against plain Python lists."""
 
 import tracemalloc
 
@@ -11,7 +11,7 @@ import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import GATE_WEIGHTS, SAMPLING, DecisionStream, GateWeights, digest, extended
-from tests.traces import random_sets, random_trace, spec_of, weighted, with_decisions
+from tests.traces import picks_of, random_sets, random_trace, spec_of, uneven_trace, weighted, with_decisions
 
 
 def sets_of(stream):
@@ -31,16 +31,18 @@ def decisions_of(stream):
 
 
 def rows_of(trace):
-    """Each sequence as a list of all decisions of its rows."""
-    columns = [trace.token_ids_N.tolist(), *[decisions_of(trace.streams[name]) for name in sorted(trace.streams)]]
-    rows = list(zip(*columns, strict=True))
+    """Each sequence as a list of its rows: token, version, picks and all decisions."""
+    decisions = [decisions_of(trace.streams[name]) for name in sorted(trace.streams)]
+    rows = list(
+        zip(trace.token_ids_N.tolist(), trace.weight_versions_N.tolist(), picks_of(trace), *decisions, strict=True)
+    )
     return [rows[a:b] for a, b in zip(trace.offsets[:-1].tolist(), trace.offsets[1:].tolist(), strict=True)]
 
 
-@settings(max_examples=40)
-@given(seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_every_operation_carries_every_stream(seed, data):
-    a, b = with_decisions(random_trace(seed), seed), with_decisions(random_trace(seed + 1), seed + 1)
+@settings(max_examples=80)
+@given(seed=st.integers(0, 2**32 - 1), make=st.sampled_from([random_trace, uneven_trace]), data=st.data())
+def test_every_operation_carries_rows_and_every_stream(seed, make, data):
+    a, b = (with_decisions(make(each), each) for each in (seed, seed + 1))
     chosen = data.draw(st.lists(st.integers(0, len(a) - 1), max_size=6))
     assert rows_of(a.select(chosen)) == [rows_of(a)[s] for s in chosen]
     assert rows_of(fr.concatenate([a, b])) == rows_of(a) + rows_of(b)
@@ -49,21 +51,20 @@ def test_every_operation_carries_every_stream(seed, data):
     some = a.select_layers(a.spec.layers[1:])
     assert some.streams.keys() == a.streams.keys()
     assert np.array_equal(some.gate_weights_NLK, a.gate_weights_NLK[:, 1:])
-    for same in (a.with_weight_version(3), a.with_provenance(engine="x")):
-        assert rows_of(same) == rows_of(a)
-    sorted_picks = a.without_pick_order()
+    assert rows_of(a.with_provenance(engine="x")) == rows_of(a)
+    sorted_picks, later = a.without_pick_order(), a.with_weight_version(3)
+    assert np.array_equal(later.gate_weights_NLK, a.gate_weights_NLK)
     for name in (SAMPLING, "indexer"):
-        assert sets_of(sorted_picks.streams[name]) == sets_of(a.streams[name])
-    picked = [
-        sorted(zip(ids, weights, strict=True))
-        for ids, weights in zip(
-            a.expert_ids_NLK.reshape(-1, 2).tolist(), a.gate_weights_NLK.reshape(-1, 2).tolist(), strict=True
-        )
-    ]
-    kept = (sorted_picks.expert_ids_NLK, sorted_picks.gate_weights_NLK)
-    assert [
-        list(zip(*row, strict=True)) for row in zip(*(each.reshape(-1, 2).tolist() for each in kept), strict=True)
-    ] == picked
+        assert sets_of(sorted_picks.streams[name]) == sets_of(later.streams[name]) == sets_of(a.streams[name])
+
+    def pairs(trace):
+        rows = zip(picks_of(trace), decisions_of(trace.streams[GATE_WEIGHTS]), strict=True)
+        return [
+            [sorted(zip(*each, strict=True)) for each in zip(*row, strict=True)] if row[0] else None for row in rows
+        ]
+
+    assert pairs(sorted_picks) == pairs(a)
+    assert all(ids == sorted(ids) for row in picks_of(sorted_picks) if row for ids in row)
 
 
 @settings(max_examples=20)

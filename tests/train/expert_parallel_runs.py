@@ -15,21 +15,13 @@ def run_config(num_ranks, **sections):
     return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
 
 
-def run(rank, config, folder, *, resume=False, stop_after=None, watcher=None):
+def run(rank, config, folder, resume=False, stop_after=None):
     """Rank 0 alone is asked to stop."""
     seen = []
     stopping = Watcher(on_step=seen.append, should_stop=lambda: stop_after is not None and len(seen) >= stop_after)
     with scored_by_tokens():
-        train(config, folder, resume=resume, watcher=watcher or stopping)
+        train(config, folder, resume=resume, watcher=stopping)
     return len(seen)
-
-
-def resume(rank, config, folder):
-    return run(rank, config, folder, resume=True)
-
-
-def stop_early(rank, config, folder):
-    return run(rank, config, folder, stop_after=1)
 
 
 def step_on(rank, config, folder, step, wrong_state=False):

@@ -2,6 +2,8 @@
 
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 from torch.distributed.tensor import DTensor
@@ -67,17 +69,15 @@ def precise_trainer(config):
 
 
 def steps_without_sums(rank, config, count):
-    kept, ExpertParallelModel.sum_gradients = ExpertParallelModel.sum_gradients, lambda self: None
-    try:
+    with mock.patch.object(ExpertParallelModel, "sum_gradients", return_value=None):
         return parallel_steps(rank, config, count)
-    finally:
-        ExpertParallelModel.sum_gradients = kept
 
 
 def steps_alone(config, generations):
     """By one process, on these rollouts."""
-    policy = precise_policy(config)
-    trainer = make_trainer(config, make_task(config), policy, Canned(generations))
+    policy, waiting = precise_policy(config), list(generations)
+    sampled = SimpleNamespace(load_weights=lambda *_, **__: None, generate=lambda *_, **__: waiting.pop(0))
+    trainer = make_trainer(config, make_task(config), policy, sampled)
     return steps_of(trainer, len(generations))
 
 
@@ -93,22 +93,6 @@ def precise_policy(config):
     return policy
 
 
-class Canned:
-    """An engine that has sampled already."""
-
-    def __init__(self, generations):
-        self.waiting = list(generations)
-
-    def load_weights(self, weights, version):
-        pass
-
-    def generate(self, prompts, sampling, generator):
-        return self.waiting.pop(0)
-
-    def close(self):
-        pass
-
-
 @contextmanager
 def scored_by_tokens():
     """Rewards that a model without training gets too, and that leave some ranks with less to learn than others."""
@@ -119,8 +103,5 @@ def scored_by_tokens():
         points = [0 if hard[s] else sum(map(ord, text)) % 5 for s, text in enumerate(texts)]
         return np.array(points, np.float64)
 
-    kept, ChainTask.rewards = ChainTask.rewards, rewards
-    try:
+    with mock.patch.object(ChainTask, "rewards", rewards):
         yield
-    finally:
-        ChainTask.rewards = kept

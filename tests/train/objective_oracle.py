@@ -18,18 +18,12 @@ class Case:
     advantages: np.ndarray
 
     @classmethod
-    def random(cls, seed, *, spread=0.3, sequences=6, lengths=None):
+    def random(cls, seed, *, lengths=None):
         rng = np.random.default_rng(seed)
-        lengths = rng.integers(1, 9, sequences) if lengths is None else np.array(lengths)
-        total = int(lengths.sum())
-        old = -rng.exponential(1.0, total) - 0.1
-        return cls(
-            lengths,
-            old + spread * rng.standard_normal(total),
-            old,
-            old + spread * rng.standard_normal(total),
-            rng.standard_normal(len(lengths)),
-        )
+        lengths = rng.integers(1, 9, 6) if lengths is None else np.array(lengths)
+        old = -rng.exponential(1.0, int(lengths.sum())) - 0.1
+        now, engine = (old + 0.3 * rng.standard_normal(len(old)) for _ in range(2))
+        return cls(lengths, now, old, engine, rng.standard_normal(len(lengths)))
 
     def spans(self):
         ends = np.cumsum(self.lengths)

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import torch
 
 from benchmarks.harness import tiny_run
 from foreroute.train import parse_config
@@ -39,6 +40,14 @@ def records(folder):
     """Metrics without the times, which no two runs share."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def tensors_of(state):
+    """All tensors in a state, in an order of their places."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = [state[key] for key in sorted(state, key=str)] if isinstance(state, dict) else state
+    return [each for part in parts for each in tensors_of(part)] if isinstance(parts, list | tuple) else []
 
 
 def trainer_of(config):

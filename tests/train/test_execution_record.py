@@ -27,13 +27,7 @@ LOCK = threading.Lock()
 
 @dataclass
 class Meters:
-    """Of one rank.
-
-    Attributes:
-        rows: received in each all-to-all, in order.
-        arrived: bytes by "host", "fetching" and "returning".
-        planned: what the planner was given and what it made, in order.
-    """
+    """Of one rank: rows that each all-to-all received, bytes by way, and what the planner was given and made."""
 
     rows: list = field(default_factory=list)
     arrived: dict = field(default_factory=dict)

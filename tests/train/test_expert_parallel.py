@@ -134,16 +134,12 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
 
 def learn_alike(workers, config, count=STEPS):
     steps, *_ = workers(config.parallel.expert).run(parallel_steps, config, count)
-    learned_alike(steps, config)
-    return steps.records
-
-
-def learned_alike(steps, config):
     alone = steps_alone(config, steps.generations)
     for ours, truth in zip(steps.records, alone.records, strict=True):
         assert truth["grad_norm"] > 0
         same_numbers(ours, truth)
     same_numbers(steps.state, alone.state)
+    return steps.records
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import errno
 import os
 import signal
-from contextlib import contextmanager
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -14,13 +14,25 @@ from foreroute.files import container
 from foreroute.testing.ranks import Workers
 from foreroute.train import load_checkpoint
 from foreroute.train.loop import Trainer
-from tests.train.expert_parallel_runs import path_of, resume, run, run_config
+from tests.train.expert_parallel_runs import path_of, run, run_config
 from tests.train.small_runs import records
 
 
 def resume_broken(rank, config, folder, way):
-    with BREAKAGES[way](rank):
-        run(rank, config, folder, resume=True)
+    write = container.write_atomically
+
+    def without_room(target, *rest, **options):
+        if target.parent.name == "checkpoints":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(target, *rest, **options)
+
+    there, *replaced = {
+        "engine gone": (1, EmbeddedEngine, "generate", mock.Mock(side_effect=EngineError("the engine is gone"))),
+        "bug": (1, EmbeddedEngine, "generate", mock.Mock(side_effect=KeyError("no such thing"))),
+        "full disk": (0, container, "write_atomically", without_room),
+    }[way]
+    with mock.patch.object(*replaced) if rank == there else nullcontext():
+        run(rank, config, folder, True)
 
 
 def diverge_once(rank, config, folder):
@@ -45,62 +57,11 @@ def run_unlike(rank, config, folder):
 
 def resume_apart(rank, config, folder, elsewhere):
     """Rank 1 sees another folder at the same path, as without a shared file system."""
-    run(rank, config, elsewhere if rank == 1 else folder, resume=True)
+    run(rank, config, elsewhere if rank == 1 else folder, True)
 
 
 def replace_rl(config, **changes):
     return config.model_copy(update={"rl": config.rl.model_copy(update=changes)})
-
-
-def _raising(error):
-    def fail(*_, **__):
-        raise error
-
-    return fail
-
-
-@contextmanager
-def _engine_gone(rank):
-    with mock.patch.object(EmbeddedEngine, "generate", _raising(EngineError("the engine is gone"))):
-        yield
-
-
-@contextmanager
-def _bug(rank):
-    with mock.patch.object(EmbeddedEngine, "generate", _raising(KeyError("no such thing"))):
-        yield
-
-
-@contextmanager
-def _full_disk(rank):
-    write = container.write_atomically
-
-    def without_room(target, *rest, **options):
-        if target.parent.name == "checkpoints":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(target, *rest, **options)
-
-    with mock.patch.object(container, "write_atomically", without_room):
-        yield
-
-
-def _only(there, breakage):
-    @contextmanager
-    def on_that_rank(rank):
-        if rank != there:
-            yield
-            return
-        with breakage(rank):
-            yield
-
-    return on_that_rank
-
-
-BREAKAGES = {
-    "engine gone on rank 1": _only(1, _engine_gone),
-    "bug on rank 1": _only(1, _bug),
-    "full disk": _only(0, _full_disk),
-}
 
 
 def die_in_update(rank, config, folder):
@@ -125,8 +86,8 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
     config = run_config(2, rl={"steps": 2}, checkpoint={"every": 1}, parallel={"shared_memory": str(memory)})
     workers(2).run(run, run_config(2, rl={"steps": 1}, checkpoint={"every": 1}), folder)
     for way, kinds, message in [
-        ("engine gone on rank 1", ("RankError", "EngineError"), "the engine is gone"),
-        ("bug on rank 1", ("RankError", "KeyError"), "no such thing"),
+        ("engine gone", ("RankError", "EngineError"), "the engine is gone"),
+        ("bug", ("RankError", "KeyError"), "no such thing"),
         ("full disk", ("RunFolderError", "RankError"), "step-000002.safetensors cannot be written"),
     ]:
         outcomes = workers(2).outcomes(resume_broken, config, folder, way)
@@ -135,7 +96,7 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
         assert "\n" not in outcomes[0].message
         assert load_checkpoint(path_of(folder, 1))["step"] == 1
         assert [path.name for path in memory.iterdir()] == ["something"]
-    assert workers(2).run(resume, config, folder) == [1, 0]
+    assert workers(2).run(run, config, folder, True) == [1, 0]
     assert [record["step"] for record in records(folder)] == [0, 1]
 
 

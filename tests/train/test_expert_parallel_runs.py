@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, load_checkpoint, train
-from tests.train.expert_parallel_runs import path_of, resume, run, run_config, step_on, stop_early
+from tests.train.expert_parallel_runs import path_of, run, run_config, step_on
 from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
-from tests.train.small_runs import records, same_state
+from tests.train.small_runs import records, same_state, tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +23,8 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert workers(2).run(run, config, whole) == [3, 0]
     # rank 0 alone is asked to stop, and rank 1 stops with it
-    assert workers(2).run(stop_early, config, stopped) == [1, 0]
-    assert workers(2).run(resume, config, stopped) == [2, 0]
+    assert workers(2).run(run, config, stopped, False, 1) == [1, 0]
+    assert workers(2).run(run, config, stopped, True) == [2, 0]
     assert learned(stopped) == learned(whole)
     assert same_state(checkpoint(stopped, 3), checkpoint(whole, 3))
     trace = load_generation(whole / "rollouts" / "step-000002.safetensors").trace
@@ -93,18 +93,8 @@ def distance(steps, others):
         for key in ("loss", "grad_norm", "entropy")
     ]
     apart = [abs(ours - truth).item() / max(abs(truth).item(), 1e-3) for ours, truth in pairs]
-    states = zip(tensors(steps.state), tensors(others.state), strict=True)
+    states = zip(tensors_of(steps.state), tensors_of(others.state), strict=True)
     return max(*apart, *(((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item() for a, b in states))
-
-
-def tensors(state):
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        return [tensor for key in sorted(state, key=str) for tensor in tensors(state[key])]
-    if isinstance(state, list | tuple):
-        return [tensor for each in state for tensor in tensors(each)]
-    return []
 
 
 def test_one_process_is_not_two(tmp_path):

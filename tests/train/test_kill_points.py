@@ -26,12 +26,7 @@ class Killed(BaseException):
 
 
 class Disk:
-    """Counts touches of a folder, and dies at one of them.
-
-    Args:
-        folder: other places are not on this disk.
-        dies_at: the touch, from 0; None lives on.
-    """
+    """Counts touches of a folder, and dies at one of them; None lives on. Other places are not on this disk."""
 
     def __init__(self, folder, dies_at=None):
         self.folder, self.touches, self.dies_at = str(folder), 0, dies_at

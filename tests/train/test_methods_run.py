@@ -1,15 +1,9 @@
 """The methods inside the trainer: what a step learns from, what it leaves alone, and what it records."""
 
-import json
-import math
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
-from foreroute.mismatch import Signals, alarms
-from foreroute.records import parse_step
 from foreroute.train.chain import ChainTask
 from foreroute.train.config import METHODS
 from foreroute.train.policy import ScheduledPass
@@ -66,38 +60,6 @@ def test_metrics_of_a_step_are_those_of_its_tokens():
     assert seen["weight_mean"] == pytest.approx(np.minimum(ratio, 1.005).mean(), rel=1e-5)
     assert seen["cut_share"] == pytest.approx((ratio > 1.005).mean())
     assert 0 < seen["cut_share"] < 1
-
-
-def test_weights_that_degenerate_are_metrics_and_an_alarm():
-    """Ratios that float32 cannot hold; in logarithms, token by token, they are exact."""
-    rl = {"routing": "none", "correction": {"kind": "tis"}, "micro_step_tokens": 24}
-    trainer = trainer_of(small_config(rl=rl, **DISAGREEING))
-    generate = trainer.engine.generate
-
-    def far_apart(*given, **options):
-        generation = generate(*given, **options)
-        apart_S = 120.0 * (np.arange(len(generation)) % 3) / 2
-        return replace(
-            generation, logprobs_R=generation.logprobs_R - np.float32(apart_S.repeat(generation.response_lengths))
-        )
-
-    trainer.engine.generate = far_apart
-    experience, record = trainer.run_step()
-    recomputed = trainer_of(small_config(rl=rl, **DISAGREEING)).recompute(experience.generation, ALL, "native")
-    log_rho = recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R
-    total, squares = np.logaddexp.reduce(log_rho), np.logaddexp.reduce(2 * log_rho)
-    seen = parse_step(json.dumps({**record, "alarms": []}, allow_nan=False).encode()).importance
-    assert log_rho.max() > math.log(np.finfo(np.float32).max)
-    assert seen.effective_share == pytest.approx(np.exp(2 * total - squares) / len(log_rho), rel=1e-3)
-    assert 0 < seen.effective_share < 0.5
-    assert seen.ratio_max == pytest.approx(np.exp(log_rho.max()), rel=1e-3)
-    assert seen.ratio_mean <= seen.ratio_max
-    (alarm,) = [
-        each
-        for each in alarms([Signals.of({**record, "step": s}) for s in range(10)])
-        if each.kind == "effective_share"
-    ]
-    assert alarm.value == pytest.approx(seen.effective_share)
 
 
 @grid(

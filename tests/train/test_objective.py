@@ -33,18 +33,14 @@ def tensors(case, sequences=None):
     return objective.Tokens(now.requires_grad_(), old, engine, advantages, lengths), rows
 
 
-def ours(case, config, cut=None):
-    """Loss and gradient of a case, taken at once or in the given micro-batches."""
-    divisor = denominator(case.lengths, config.method)
-    loss, gradient = 0.0, np.zeros_like(case.now)
-    for part in cut or [range(len(case.lengths))]:
-        tokens, rows = tensors(case, part)
-        losses = token_losses(tokens, config).losses_R
-        summed = (coefficients(tokens.lengths_S, config.method, losses.dtype) * losses).sum() / divisor
-        summed.backward()
-        loss += summed.item()
-        gradient[rows] = tokens.logprobs_R.grad.numpy()
-    return loss, gradient
+def ours(case, config):
+    """Loss and gradient of a case."""
+    tokens, _ = tensors(case)
+    losses = token_losses(tokens, config).losses_R
+    weighted = coefficients(tokens.lengths_S, config.method, losses.dtype) * losses
+    loss = weighted.sum() / denominator(case.lengths, config.method)
+    loss.backward()
+    return loss.item(), tokens.logprobs_R.grad.numpy()
 
 
 def require_right(case, config):

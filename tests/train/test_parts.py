@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.adapters.hf.scoring import inputs, pad, response_log_probs, response_logits
+from foreroute.adapters.hf.scoring import response_log_probs, response_logits
 from foreroute.layout import padded_batches
 from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, right_share
 from foreroute.train.config import RLConfig, TaskConfig
@@ -68,17 +68,6 @@ def test_log_probs_and_entropy_match_one_sequence_at_a_time():
                 expected_entropy.append(-(row.exp() * row).sum().item())
     np.testing.assert_allclose(logprobs.numpy(), expected, atol=2e-5)
     np.testing.assert_allclose(entropy.numpy(), expected_entropy, atol=2e-5)
-
-
-def test_all_but_the_last_token_of_each_sequence_is_put_in():
-    config = small_config()
-    trainer = trainer_of(config)
-    trace = trainer.roll_out().generation.trace
-    input_ids, mask = pad(inputs(trace))
-    assert inputs(trace).valid_N.all()
-    for s in range(len(trace)):
-        assert np.array_equal(input_ids[s][mask[s] == 1], trace.tokens(s)[:-1])
-    assert mask.sum(axis=1).tolist() == (trace.lengths - 1).tolist()
 
 
 def test_little_of_a_micro_step_is_padding():

@@ -26,17 +26,23 @@ def seen_step(**rl):
 
 def taken_step(trainer):
     trainer.run_step()  # a second step has weights that differ from the engine's in more than precision
-    seen = {"experts": []}
-    layers = {path: i for i, path in enumerate(p.removesuffix("gate") + "experts" for p in trainer.policy.router_paths)}
+    seen = {"experts": [], "own": []}
+
+    def router_seen(router, args):
+        hidden = args[0].detach().reshape(-1, router.weight.shape[1])
+        seen["own"].append((hidden @ router.weight.detach().T).topk(router.top_k).indices.numpy())
 
     def watched(experience, mini_batches, old_logprobs_R, routes, **options):
-        handles = [
-            trainer.policy.model.get_submodule(path).register_forward_pre_hook(
-                lambda _, args, path=path: seen["experts"].append((layers[path], args[1].clone().numpy()))
+        handles = []
+        for layer, path in enumerate(trainer.policy.router_paths):
+            block = trainer.policy.model.get_submodule(path.removesuffix(".gate"))
+            handles.append(block.gate.register_forward_pre_hook(router_seen))
+            handles.append(
+                block.experts.register_forward_pre_hook(
+                    lambda _, args, layer=layer: seen["experts"].append((layer, args[1].clone().numpy()))
+                )
             )
-            for path in layers
-        ]
-        seen["old"] = old_logprobs_R
+        seen["old"], seen["mini_batches"] = old_logprobs_R, mini_batches
         seen["result"] = update(experience, mini_batches, old_logprobs_R, routes, **options)
         seen["lr"] = trainer.optimizer.param_groups[0]["lr"]
         for handle in handles:
@@ -101,6 +107,32 @@ def test_load_and_clipping_are_those_of_the_update():
     assert len(counts) > 6, "the case must have several micro-steps in a mini-batch"
     assert record["expert_load"]["4"] == pytest.approx(contiguous_imbalance(counts, 4))
     assert 0 < record["clip_share"] < 1
+
+
+@grid("routing", ["R2", "R3"], quick=1)
+def test_live_agreement_is_of_the_routers_inputs_in_the_update(routing):
+    """Live routes that have moved from replayed ones, against what routers and experts were seen to be given."""
+    changes = {"mini_steps": 3, "learning_rate": 0.02, "warmup_steps": 0}
+    trainer, experience, record, _, seen = seen_step(routing=routing, **changes)
+    pairs = zip(seen["own"], seen["experts"], strict=True)
+    differing = iter([(np.sort(own) != np.sort(ids)).any(axis=-1).sum() for own, (_, ids) in pairs])
+    num_layers, lengths = trainer.policy.spec.num_layers, experience.generation.trace.lengths
+    expected = []
+    for each in seen["mini_batches"]:
+        apart = sum(next(differing) for _ in range(len(each.micro_steps) * num_layers))
+        expected.append(1 - apart / (num_layers * (lengths[np.concatenate(each.micro_steps)] - 1).sum()))
+    assert record["live_agreement"] == pytest.approx(expected)
+    assert expected[2] < expected[0]
+    # the routes of R2 are of the weights that its first mini-batch still has
+    assert (expected[0] == 1) == (routing == "R2")
+
+
+def test_nothing_is_watched_where_nothing_is_replayed(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
+    assert "live_agreement" not in trainer_of(small_config(rl={"routing": "none"})).run_step()[1]
+    trainer = trainer_of(small_config(measure={"compare_every": 2}))
+    assert "live_agreement" in trainer.run_step()[1]
+    assert "live_agreement" not in trainer.run_step()[1]
 
 
 def test_the_learning_rate_warms_up():

@@ -128,10 +128,6 @@ def test_a_warm_start_is_shared(whole, tmp_path):
         train(wrong, tmp_path / "third")
     with pytest.raises(RunFolderError, match="does not exist"):
         train(from_checkpoint("nowhere.pt"), tmp_path / "third")
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes(with_a_flipped_bit(checkpoint.read_bytes()))
-    with pytest.raises(RunFolderError, match=r"damaged\.safetensors is damaged: its checksum is"):
-        train(from_checkpoint(damaged), tmp_path / "third")
     assert not (tmp_path / "third").exists()
 
 
@@ -144,72 +140,6 @@ def test_folders_in_use_are_left_alone(whole, tmp_path):
     with pytest.raises(RunFolderError, match="no run to resume"):
         train(small_config(), tmp_path / "nothing", resume=True)
     assert {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()} == before
-
-
-def with_a_flipped_bit(checkpoint):
-    """One of the numbers of the last tensor, which is read as well as before."""
-    return checkpoint[:-6] + bytes([checkpoint[-6] ^ 1]) + checkpoint[-5:]
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"rl": {"learning_rat": 1e-3}}, r"rl\.learning_rat: unknown key; did you mean learning_rate\?"),
-        ({"optimiser": {}}, r"optimiser: unknown key; known are name, seed"),
-        ({"rl": {"steps": "ten"}}, r"rl\.steps: .*integer.*'ten'"),
-        ({"rl": {"routing": "R4"}}, r"rl\.routing: .*'none', 'R2', 'R3' or 'R3\+weights'"),
-        ({"rollout": {"group_size": 1}}, r"rollout\.group_size"),
-        ({"rl": {"mini_steps": 25}}, "exceeds the 24 sequences"),
-        ({"task": {"min_operands": 9}}, "min_operands = 9 exceeds max_operands = 4"),
-        ({"rl": {"clip_low": 1.5}}, r"rl\.clip_low"),
-        ({"rl": {"learning_rate": float("inf")}}, r"rl\.learning_rate"),
-        ({"rl": {"micro_step_tokens": 8}}, "cannot hold a sequence of up to 12 tokens"),
-        ({"model": {"sizes": {"vocab_size": 7}}}, "vocab_size comes from the task"),
-        ({"name": "../up"}, "name"),
-        *[({"name": name}, "name: String should") for name in (".", "..", "a" * 5000, "ü" * 120)],
-        ({"name": "name\n"}, "name"),
-        (
-            {"warm_start": {"checkpoint": "x.pt"}},
-            "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
-        ),
-        ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
-        ({"parallel": {"prefetch": 2, "slots": "shared"}}, "slots, prefetch change nothing with expert = 1"),
-        ({"rollout": {"server": {"timeout_s": 5.0}}}, 'server changes nothing with engine = "embedded"'),
-        ({"rollout": {"engine": "vllm", "precision": "float32"}}, r"needs server\.python"),
-        ({"rollout": {"engine": "sglang"}}, r"needs server\.url"),
-        ({"rollout": {"engine": "vllm", "server": {"url": "http://a"}}}, "url and weights_folder go together"),
-        (
-            {"rollout": {"engine": "sglang", "server": {"url": "http://a", "weights_folder": "w", "python": "x"}}},
-            "python changes nothing beside url",
-        ),
-        (
-            {
-                "rollout": {
-                    "engine": "vllm",
-                    "precision": "float32",
-                    "server": {"url": "http://a", "weights_folder": "w"},
-                }
-            },
-            r"precision changes nothing with server\.url",
-        ),
-        (
-            {"rollout": {"engine": "vllm", "precision": "fp8", "server": {"python": "x"}}},
-            "vLLM takes float32 or bfloat16",
-        ),
-        ({"task": {"data": "x.jsonl"}}, "data, a JSONL file, and reward go together"),
-        ({"task": {"max_prompt_tokens": 8}}, "max_prompt_tokens changes nothing without data"),
-        ({"model": {"tokenizer": "folder"}}, r"no use for the tokenizer in folder; set task\.data"),
-        (
-            {"rl": {"routing": "R3+weights"}, "rollout": {"engine": "vllm", "server": {"python": "x"}}},
-            "records gate weights",
-        ),
-    ],
-)
-def test_wrong_configurations_are_explained(sections, message):
-    values = small_values(**{k: v for k, v in sections.items() if k in small_values()})
-    values.update({k: v for k, v in sections.items() if k not in values})
-    with pytest.raises(ConfigError, match=message):
-        parse_config(values, source="test.toml")
 
 
 @pytest.mark.parametrize(
@@ -256,41 +186,21 @@ def test_every_kind_of_gate_trains_or_says_what_to_change(tmp_path, family):
     assert records(run.path)[0]["mismatch"]["replayed"]["differing_share"] == 0
 
 
-def model_is_another(state):
-    state["model"]["model.norm.weight"] = torch.zeros(3)
+NORM = "model.norm.weight"
+MISFITS = {
+    "another model": lambda model, moments: model.update({NORM: torch.zeros(3)}),
+    "a weight of whole numbers": lambda model, moments: model.update({NORM: model[NORM].long()}),
+    "moments of another weight": lambda model, moments: moments[0].update(exp_avg=torch.zeros(3)),
+    "moments missing": lambda model, moments: moments[0].pop("exp_avg"),
+    "steps below one": lambda model, moments: moments[0].update(step=torch.tensor(-1.0)),
+    "moments of no weight": lambda model, moments: moments.update({999: moments[0]}),
+}
 
 
-def a_weight_is_whole_numbers(state):
-    state["model"]["model.norm.weight"] = state["model"]["model.norm.weight"].long()
-
-
-def moments_of_another_weight(state):
-    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
-
-
-def moments_missing(state):
-    del state["optimizer"]["state"][0]["exp_avg"]
-
-
-def steps_below_one(state):
-    state["optimizer"]["state"][0]["step"] = torch.tensor(-1.0)
-
-
-def moments_of_no_weight(state):
-    state["optimizer"]["state"][999] = state["optimizer"]["state"][0]
-
-
-@grid(
-    "change",
-    [
-        *(model_is_another, a_weight_is_whole_numbers, moments_of_another_weight, moments_missing, steps_below_one),
-        moments_of_no_weight,
-    ],
-    quick=2,
-)
-def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, change):
+@grid("name", MISFITS, quick=2)
+def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, name):
     state = load_checkpoint(copied.last_checkpoint())
-    change(state)
+    MISFITS[name](state["model"], state["optimizer"]["state"])
     copied.save_checkpoint(state, data="", keep=9)
     with pytest.raises(RunFolderError, match=r"step-000005.* does not fit this model and optimizer"):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)
@@ -318,17 +228,10 @@ def test_a_run_whose_last_update_leaves_no_numbers_ends_with_an_error(copied):
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
-    """And the run that goes on from them ends with the same bits."""
-    config = counting_config(checkpoint={"every": 1, "keep": 2})
     with counting():
-        run = train(config, tmp_path / "run")
-        assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == [
-            "step-000008.safetensors",
-            "step-000009.safetensors",
-        ]
-        whole = load_checkpoint(run.last_checkpoint())
-        run.last_checkpoint().unlink()
-        assert same_state(load_checkpoint(train(config, run.path, resume=True).last_checkpoint()), whole)
+        run = train(counting_config(checkpoint={"every": 1, "keep": 2}), tmp_path / "run")
+    names = sorted(path.name for path in (run.path / "checkpoints").iterdir())
+    assert names == ["step-000008.safetensors", "step-000009.safetensors"]
 
 
 def test_the_metrics_are_read_once_when_a_run_goes_on_and_never_in_it(tmp_path, monkeypatch):

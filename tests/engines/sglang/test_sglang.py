@@ -24,7 +24,6 @@ from tests.tiers import grid
 DATA = Path(__file__).parent / "data"
 SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
 PROMPT = np.array(payload(DATA / "generate.json")["request"]["input_ids"], np.int32)
-WITH_ROUTES = sorted(set(DATA.glob("*.json")) - {DATA / "generate_without_routes.json"})
 
 
 class Server:
@@ -67,31 +66,19 @@ def masks_for(tokens):
     }
 
 
-@pytest.mark.parametrize("path", WITH_ROUTES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
 def test_recorded_answers_decode_to_the_routes_of_the_model(path):
     record = payload(path)
     start = record["request"].get("routed_experts_start_len", 0)
-    trace = capture.decode(
-        record["response"],
-        model=record["spec"],
-        token_ids=record["tokens"],
-        start=start,
-    )
+    trace = capture.decode(record["response"], model=record["spec"], token_ids=record["tokens"], start=start)
     assert_routes(trace, record, start=start)
     assert trace.provenance["wire"] == "sglang"
 
 
-def test_an_answer_without_routes_says_how_to_ask_for_them():
-    record = payload(DATA / "generate_without_routes.json")
-    with pytest.raises(CaptureError, match="return"):
-        capture.decode(record["response"], model=record["spec"], token_ids=record["tokens"])
-
-
 def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
-    record, routed = payload(DATA / "generate.json"), policy()
-    prompt = np.array(record["request"]["input_ids"], np.int32)
+    record = payload(DATA / "generate.json")
     with serving(Server()) as server:
-        got = rollout(routed, server.url, tmp_path, prompt)
+        got = rollout(server.url, tmp_path)
     two = {**record, "tokens": record["tokens"] * 2, "expected": record["expected"] * 2}
     assert_routes(got.trace, two)
     assert got.trace.versions == (3,)
@@ -100,7 +87,7 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
     asked = dict(server.asked)
     assert asked["/update_weights_from_disk"]["flush_cache"]
     body = asked["/generate"]
-    assert body["input_ids"] == [prompt.tolist()] * 2
+    assert body["input_ids"] == [PROMPT.tolist()] * 2
     assert body["return_routed_experts"]
     assert len({params["sampling_seed"] for params in body["sampling_params"]}) == 2
     # with ignore_eos SGLang would not stop at the end token
@@ -108,12 +95,10 @@ def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
 
 
 def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_path):
-    record, routed = payload(DATA / "generate.json"), policy()
-    prompt = np.array(record["request"]["input_ids"], np.int32)
-    tokens = record["response"]["output_ids"]
+    record = payload(DATA / "generate.json")
     with serving(Server()) as server:
-        got = rollout(routed, server.url, tmp_path, prompt, top_p=0.9)
-        plain = rollout(routed, server.url, tmp_path / "other", prompt)
+        got = rollout(server.url, tmp_path, top_p=0.9)
+        plain = rollout(server.url, tmp_path / "other")
     asked = [body for path, body in server.asked if path == "/generate"]
     assert [body["return_sampling_mask"] for body in asked] == [True, False]
     cuts = {name: asked[0]["sampling_params"][0][name] for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -122,7 +107,7 @@ def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_
     masks = got.trace.streams[SAMPLING]
     rows = np.flatnonzero(masks.valid_N).reshape(2, 5)
     assert (rows - got.trace.offsets[:2, None] == np.arange(7, 12)).all()
-    expected = [sorted({token, (token + 9) % 64, (token + 3) % 64}) for token in tokens] * 2
+    expected = [sorted({token, (token + 9) % 64, (token + 3) % 64}) for token in record["response"]["output_ids"]] * 2
     assert masks.ids.tolist() == [*chain(*expected)]
     assert not plain.trace.streams
 
@@ -130,9 +115,9 @@ def test_a_rollout_with_cuts_asks_for_masks_and_takes_the_log_probs_on_them(tmp_
 @pytest.mark.parametrize("enabled", [True, False])
 def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_path, enabled):
     """By the source of SGLang: int32 [tokens - 1, layers, top-k], and -1 behind the last."""
-    record, routed = payload(DATA / "generate.json"), policy()
-    prompt, rows = np.array(record["request"]["input_ids"], np.int32), len(record["tokens"][0]) - 1
-    served = ServedModel.of(routed)
+    record = payload(DATA / "generate.json")
+    rows = len(record["tokens"][0]) - 1
+    served = ServedModel.of(policy())
     assert served.indexers is None
     indexers = IndexerSpec(2, (RoutedLayer(0), RoutedLayer(2)))
     served = replace(served, indexers=indexers)
@@ -150,10 +135,7 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
 
     info = {"enable_return_routed_experts": True, "enable_return_indexer_topk": enabled, "version": "0.5.23"}
     with serving(Server(lie=as_recorded, **{"/server_info": info})) as server:
-        engine = sglang.SGLangServerEngine(served, server.url, weights_folder=tmp_path)
-        engine.load_weights(routed.model.state_dict(), version=3)
-        got = engine.generate([prompt], Sampling(max_new_tokens=5, end_token=END, temperature=0.8), seeded())
-        engine.close()
+        got = rollout(server.url, tmp_path, served=served, group_size=1)
     assert dict(server.asked)["/generate"].get("return_indexer_topk", False) is enabled
     assert ("indexer" in got.trace.streams) is enabled
     if enabled:
@@ -163,14 +145,13 @@ def test_choices_of_indexers_are_asked_for_where_the_server_returns_them(tmp_pat
 
 
 def test_masks_that_sglang_could_not_return_or_did_not(tmp_path):
-    routed = policy()
     with serving(answers := Server()) as server:
         with pytest.raises(ConfigError, match="set top_k to 4096 at most"):
-            rollout(routed, server.url, tmp_path, PROMPT, top_k=5000)
+            rollout(server.url, tmp_path, top_k=5000)
         for mask, said in ((None, "lacks or garbles"), ([[1, 2]] * 5, "was sampled and is not in its mask")):
             answers.lie = lambda found, mask=mask: found[0]["meta_info"].update(output_token_sampling_mask=mask)
             with pytest.raises((EngineError, CaptureError), match=said):
-                rollout(routed, server.url, tmp_path, PROMPT, top_p=0.9)
+                rollout(server.url, tmp_path, top_p=0.9)
 
 
 def test_a_large_rollout_is_cut_into_batches(tmp_path):
@@ -222,7 +203,7 @@ def test_a_configuration_names_the_server(tmp_path):
 )
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
-        rollout(policy(), server.url, tmp_path, PROMPT)
+        rollout(server.url, tmp_path)
 
 
 def meta(answers):
@@ -292,13 +273,14 @@ def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_o
             engine.load_weights(routed.model.state_dict(), version=3)
         assert len(str(caught.value)) < 1000
         with pytest.raises(EngineError, match="weights are unknown"):
-            engine.generate([np.arange(8, dtype=np.int32)], Sampling(max_new_tokens=5, end_token=END), seeded())
+            engine.generate([PROMPT], SAMPLED, seeded())
 
 
-def rollout(routed, url, folder, prompt, **cuts):
-    engine = sglang.SGLangServerEngine(ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
+def rollout(url, folder, *, served=None, group_size=2, **cuts):
+    routed = policy()
+    engine = sglang.SGLangServerEngine(served or ServedModel.of(routed), url, weights_folder=folder, timeout_s=5)
     try:
         engine.load_weights(routed.model.state_dict(), version=3)
-        return engine.generate([prompt], replace(SAMPLED, group_size=2, **cuts), seeded())
+        return engine.generate([PROMPT], replace(SAMPLED, group_size=group_size, **cuts), seeded())
     finally:
         engine.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from foreroute.engines import vllm
+from tests.engines.small_policy import policy
 
 FAKE = Path(__file__).parent / "fake"
 STAND_INS = Path(__file__).parents[1] / "releases" / "stand_ins.py"
@@ -20,6 +21,11 @@ def vllm_python():
     if not named and not python.exists():
         pytest.skip("there is no vLLM environment: run `make vllm-env`, or set FOREROUTE_VLLM_PYTHON")
     return python
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return policy()
 
 
 @pytest.fixture

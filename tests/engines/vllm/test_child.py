@@ -23,15 +23,10 @@ from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
 from foreroute.trace import RoutingTrace, extended
-from tests.engines.small_policy import SAMPLING, policy, prompts, seeded
+from tests.engines.small_policy import SAMPLING, prompts, seeded
 from tests.tiers import grid
 
 PAIRS = replace(SAMPLING, group_size=2)
-
-
-@pytest.fixture(scope="module")
-def routed():
-    return policy()
 
 
 @pytest.fixture

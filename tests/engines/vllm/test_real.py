@@ -23,7 +23,7 @@ from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import ScheduledPass
 from foreroute.train.prompts import make_task
-from tests.engines.small_policy import SAMPLING, forward, policy, prompts, seeded, set_match
+from tests.engines.small_policy import SAMPLING, forward, policy, prompts, response_logprobs, seeded, set_match
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +58,7 @@ def counted(engine, name):
 
 def largest_difference(routed, generation):
     """Between the engine's log-probs and those of the model."""
-    _, expected = forward(routed, generation.trace)
-    parts = [row[n - 1 :] for row, n in zip(expected, generation.prompt_lengths, strict=True)]
-    return float(np.abs(np.concatenate(parts) - generation.logprobs_R).max())
+    return float(np.abs(response_logprobs(routed, generation) - generation.logprobs_R).max())
 
 
 def test_groups_with_prefix_cache_and_preemption(real):

@@ -16,7 +16,7 @@ from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
-from tests.engines.small_policy import SAMPLING, SIZES, policy, seeded
+from tests.engines.small_policy import SAMPLING, SIZES, seeded
 
 WITHOUT_TRANSFORMERS = """
 import sys
@@ -41,11 +41,6 @@ with vllm.VLLMEngine(ServedModel.at(checkpoint, spec=spec), settings) as engine:
 fr.save(generation.trace, out)
 assert not any(name.startswith("foreroute.adapters.hf") for name in sys.modules)
 """
-
-
-@pytest.fixture(scope="module")
-def routed():
-    return policy()
 
 
 @pytest.fixture

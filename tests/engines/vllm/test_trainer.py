@@ -1,53 +1,35 @@
 """The trainer with vLLM as its engine: configuration, a run on the fake, and what is left when a run fails."""
 
-import json
-
 import numpy as np
 import pytest
 
 from foreroute.errors import EngineError
-from foreroute.train import Watcher, parse_config, train
-
-RUN = {
-    "name": "run",
-    "model": {
-        "sizes": {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "max_position_embeddings": 64,
-        }
-    },
-    "warm_start": {"max_steps": 1, "batch_size": 2},
-    "rl": {"steps": 2, "warmup_steps": 0},
-}
+from foreroute.train import Watcher, train
+from tests.train.small_runs import records, small_config
 
 
 def config(settings, **rollout):
     place = {"python": str(settings.python), "options": dict(settings.options), "timeout_s": 60.0}
-    values = RUN | {"rollout": {"engine": "vllm", "prompts": 2, "group_size": 2, "server": place, **rollout}}
-    return parse_config(values, source="this test")
+    return small_config(
+        warm_start={"max_steps": 1, "batch_size": 2},
+        rollout={"engine": "vllm", "prompts": 2, "group_size": 2, "server": place, **rollout},
+        rl={"steps": 2, "warmup_steps": 0},
+    )
 
 
 def test_a_run_steps_with_the_weights_of_each_step(fake_settings, tmp_path):
     run = train(config(fake_settings()), tmp_path / "run")
-    records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["weight_version"] for record in records] == [0, 1]
+    assert [record["weight_version"] for record in records(run.path)] == [0, 1]
     # R3 forces the routes that the engine returned, whatever they are
-    assert all(record["mismatch"]["replayed"]["differing_share"] == 0 for record in records)
-    assert all(record["mismatch"]["native"]["differing_share"] > 0 for record in records)
+    assert all(record["mismatch"]["replayed"]["differing_share"] == 0 for record in records(run.path))
+    assert all(record["mismatch"]["native"]["differing_share"] > 0 for record in records(run.path))
 
 
 def test_a_run_with_top_k_scores_on_the_sets_that_vllm_returned(fake_settings, tmp_path):
     """The fake's log-probs are made up: what is seen is that masks were asked for, replayed and recorded."""
     run = train(config(fake_settings(), top_k=3), tmp_path / "run")
-    records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     # a set of three has at most that much entropy, and 16 tokens have 2.77
-    assert all(0 < record["entropy"] <= np.log(3) for record in records)
+    assert all(0 < record["entropy"] <= np.log(3) for record in records(run.path))
 
 
 def test_a_failing_engine_ends_the_run_with_its_reason(fake_settings, tmp_path):
