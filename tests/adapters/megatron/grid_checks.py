@@ -12,8 +12,8 @@ from tests.adapters.megatron.micro_batches import (
     layout_of,
     made_up,
     make_batches,
-    put_together,
     shifted,
+    split,
 )
 from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import Dispatched, forward_step, moe_layers, native_routes, same, step
@@ -29,13 +29,15 @@ def check_cells(cells):
 
 
 def check_cell(cell, thorough=False):
-    """Native routes change no bit, foreign ones reach every dispatcher as recorded; and the negative controls."""
+    """Recorded routes change no bit, foreign ones reach every dispatcher as they are; and the negative controls."""
     initialize(cell)
     chunks, batches = build(cell), make_batches(cell)
-    losses, grads, picks, native = native_routes(chunks, batches)
+    losses, grads, _, native = native_routes(chunks, batches)
     routed = megatron.attach(chunks)
     forward = routed.replaying(forward_step, padding="native")
-    own = put_together(picks, batches, cell.routed_layers)
+    with routed.record() as recording:
+        step(chunks, batches)
+    own = split(recording.trace(), batches)
     assert_same_step(chunks, carrying(batches, own), forward, (losses, grads), "its own routes")
 
     forward = routed.replaying(forward_step)

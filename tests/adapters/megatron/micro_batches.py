@@ -6,7 +6,6 @@ from inspect import signature
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
@@ -141,43 +140,17 @@ def made_up(batch, layers, seed, complete=False):
     return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
 
 
-def put_together(picks, batches, layers):
-    """The traces of the micro-batches, on every rank, from the picks of the routers on all ranks.
-
-    Args:
-        picks: per decoder layer of this rank and micro-batch, ids [R, K].
-    """
-    here = parallel_state.get_data_parallel_rank()
-    mine = [
-        (here, m, layer, expected_rows(batches[m]), ids_RK)
-        for layer, of_layer in picks.items()
-        for m, ids_RK in enumerate(of_layer)
-    ]
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    rows = [np.full((sum(batch.lengths), len(layers), TOP_K), EXPERTS) for batch in batches]
-    for replica, m, layer, rows_R, ids_RK in (part for parts in everywhere for part in parts):
-        if replica == here:
-            real = rows_R != PAD_ROW
-            rows[m][rows_R[real], layers.index(layer)] = ids_RK[real]
-    return [_trace(batch, rows_NLK, layers) for batch, rows_NLK in zip(batches, rows, strict=True)]
+def split(trace, batches):
+    """The trace of each micro-batch; of a padded one, rows of padding were recorded as well."""
+    ends = np.cumsum([len(batch.lengths) for batch in batches])
+    parts = [trace.select(np.arange(end - len(batch.lengths), end)) for end, batch in zip(ends, batches, strict=True)]
+    return [part.truncated(np.array(batch.lengths)) for part, batch in zip(parts, batches, strict=True)]
 
 
 def shifted(trace):
     """The same routes one row late in every sequence, as if prompts had a token more."""
-    routes = [np.roll(ids_NLK, 1, axis=0) for ids_NLK, _ in _by_sequence(trace)]
-    return RoutingTrace.from_sequences(trace.spec, [tokens for _, tokens in _by_sequence(trace)], routes)
-
-
-def _by_sequence(trace):
-    """(ids of the rows that have a route, tokens) of each sequence."""
-    return [
-        (trace.expert_ids_NLK[a:b][trace.valid_N[a:b]], trace.token_ids_N[a:b])
-        for a, b in itertools.pairwise(trace.offsets)
-    ]
-
-
-def _trace(batch, rows_NLK, layers):
-    spec = RoutingSpec(EXPERTS, TOP_K, tuple(map(RoutedLayer, layers)))
-    parts = np.split(rows_NLK, np.cumsum(batch.lengths)[:-1])
-    return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], parts)
+    ids_NLK = trace.expert_ids_NLK.copy()
+    for a, b in itertools.pairwise(trace.offsets):
+        routed = np.arange(a, b)[trace.valid_N[a:b]]
+        ids_NLK[routed] = np.roll(ids_NLK[routed], 1, axis=0)
+    return dataclasses.replace(trace, expert_ids_NLK=ids_NLK)

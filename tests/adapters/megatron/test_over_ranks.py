@@ -9,7 +9,7 @@ from foreroute.errors import AttachError
 from foreroute.trace import digest
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, make_batches
+from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, make_batches, split
 from tests.adapters.megatron.model_chunks import attached, build, initialize
 from tests.adapters.megatron.one_rank import refuses
 from tests.adapters.megatron.training_step import forward_step, native_routes, same, step
@@ -122,10 +122,3 @@ def test_the_refusal_of_one_stage_reaches_all():
         router = next(module for module in chunks[0].decoder.modules() if hasattr(module, "routing_type"))
         router.routing_type = "sinkhorn"
     refuses(AttachError, "'sinkhorn' does not select by top-k", lambda: megatron.attach(chunks))
-
-
-def split(trace, batches):
-    """The trace of each micro-batch; of a padded one, rows of padding were recorded as well."""
-    ends = np.cumsum([len(batch.lengths) for batch in batches])
-    parts = [trace.select(np.arange(end - len(batch.lengths), end)) for end, batch in zip(ends, batches, strict=True)]
-    return [part.truncated(np.array(batch.lengths)) for part, batch in zip(parts, batches, strict=True)]
