@@ -22,6 +22,7 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
+from tests.adapters.hf.test_stacks import encoder_decoder
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -187,11 +188,7 @@ def test_routers_with_other_numbers_of_picks_are_replayed():
 
 
 def test_both_stacks_of_an_encoder_decoder_are_replayed():
-    from transformers import SwitchTransformersForConditionalGeneration
-
-    config = build("switch_transformers", num_decoder_layers=2, num_sparse_decoder_layers=2).config
-    config.is_encoder_decoder = True
-    model = SwitchTransformersForConditionalGeneration(config).eval()
+    model = encoder_decoder()
     routed = attach(model)
     tokens = torch.arange(1, 9)[None]
     given = {"input_ids": tokens, "decoder_input_ids": tokens[:, :5], "use_cache": False}
@@ -201,7 +198,7 @@ def test_both_stacks_of_an_encoder_decoder_are_replayed():
     assert [ids.shape[1] for ids in own] == [8, 5]
     with routed.replay(own), torch.no_grad():
         assert torch.equal(model(**given).logits, native)
-    other = [(ids + 1) % config.num_experts for ids in own]
+    other = [(ids + 1) % model.config.num_experts for ids in own]
     with routed.replay(other), routed.record() as recording, torch.no_grad():
         model(**given)
     assert all(torch.equal(recording.ids(stack)[0], ids) for stack, ids in enumerate(other))

@@ -14,14 +14,18 @@ BATCH = batch_of()
 GAPS = [(0, 2), (0, 3), (2, 0)]
 
 
-def recount(on, scores, trace):
-    """Per layer (scores [N, E], own picks [N, K], replayed picks [N, K]), of rows that have a route."""
+def recount(scores, trace):
+    """Per layer (scores [N, E], own picks [N, K], replayed picks [N, K]), of the scores of rows that have a route."""
     layers = []
-    for layer, scores_BTE in enumerate(scores):
-        scores_NE = scores_BTE[BATCH.real_BT][trace.valid_N].numpy()
-        own_NK = np.argsort(-scores_NE, axis=-1, kind="stable")[:, : trace.spec.top_k]
-        layers.append((scores_NE, own_NK, trace.expert_ids_NLK[trace.valid_N, layer].astype(int)))
+    for layer, (scores_NE, (_, top_k)) in enumerate(zip(scores, trace.spec.sizes_L, strict=True)):
+        own_NK = np.argsort(-scores_NE, axis=-1, kind="stable")[:, :top_k]
+        layers.append((scores_NE, own_NK, trace.expert_ids_NLK[trace.valid_N, layer, :top_k].astype(int)))
     return layers
+
+
+def routed_rows(scores, trace):
+    """[N, E] of each layer, of scores [B, T, E]."""
+    return [scores_BTE[BATCH.real_BT][trace.valid_N].numpy() for scores_BTE in scores]
 
 
 def check_telemetry_is_what_a_recount_finds(framework):
@@ -31,24 +35,28 @@ def check_telemetry_is_what_a_recount_finds(framework):
             trace = foreign(on.routed.spec, BATCH, absent=absent)
             with on.scores() as scores, on.routed.replay(trace, missing="native", telemetry=True) as session:
                 on.run(BATCH)
-            require_agreement(on, session.agreement(), trace, recount(on, scores, trace))
+            layers = recount(routed_rows(scores, trace), trace)
+            require_agreement(session.agreement(), trace, layers, by_logits=on.selects_by_logits)
 
 
-def require_agreement(on, seen, trace, layers):
-    num_layers, top_k, num_rows = trace.spec.num_layers, trace.spec.top_k, int(trace.valid_N.sum())
+def require_agreement(seen, trace, layers, *, by_logits=False):
+    num_layers, num_rows = trace.spec.num_layers, int(trace.valid_N.sum())
+    picks_L = np.array([top_k for _, top_k in trace.spec.sizes_L])
     shared = np.array([[len(set(a) & set(b)) for a, b in zip(own, ids, strict=True)] for _, own, ids in layers])
-    differs = shared < top_k
+    differs = shared < picks_L[:, None]
     first = differs[:, differs.any(0)].argmax(0)
     assert seen.routing.rows == num_rows
+    assert np.array_equal(seen.routing.picks_L, picks_L)
     assert np.array_equal(seen.routing.shared_L, shared.sum(1))
     assert np.array_equal(seen.routing.differing_L, differs.sum(1))
     assert np.array_equal(seen.routing.by_differing_layers, np.bincount(differs.sum(0), minlength=num_layers + 1))
     assert np.array_equal(seen.routing.first_differing_L, np.bincount(first, minlength=num_layers))
+    assert seen.routing.overlap_L == pytest.approx(shared.mean(1) / picks_L)
     for layer, (scores, own, ids) in enumerate(layers):
-        margins = margins_of(scores, top_k)
+        margins = margins_of(scores, picks_L[layer])
         assert np.abs(seen.margins_LB[layer] - margin_histogram(margins[:, None])[0]).sum() <= 2
         assert seen.margins_LB[layer].sum() == num_rows
-        mass = np.exp(scores) if on.selects_by_logits else np.maximum(scores, 0)
+        mass = np.exp(scores) if by_logits else np.maximum(scores, 0)
         replaced = 0.0
         for row in range(num_rows):
             shares = mass[row, own[row]] / mass[row, own[row]].sum()
@@ -103,7 +111,7 @@ def check_counts_are_of_the_selection_that_the_switch_names_and_leave_padding_ou
     for counts in ("native", "replayed"):
         with on.scores() as scores, on.routed.replay(trace, telemetry=True, counts=counts) as session:
             on.run(BATCH)
-        picked = [own if counts == "native" else ids for _, own, ids in recount(on, scores, trace)]
+        picked = [own if counts == "native" else ids for _, own, ids in recount(routed_rows(scores, trace), trace)]
         expected = [np.bincount(each.reshape(-1), minlength=trace.spec.num_experts) for each in picked]
         assert np.array_equal(session.expert_counts_LE(), expected), counts
 

@@ -154,22 +154,3 @@ def test_a_rollout_without_a_cache_is_refused(routed):
     recording, output, mask = sampled(routed, use_cache=False)
     with pytest.raises(BatchMismatchError, match="with a key-value cache"):
         recording.rollout(output, mask)
-
-
-def test_a_static_cache_is_refused_by_its_name(routed):
-    with routed.record(), pytest.raises(BatchMismatchError, match=r"cache is static.*cache_implementation=.dynamic"):
-        routed.model.generate(**batch_of(4, 4), max_new_tokens=2, cache_implementation="static", pad_token_id=PAD)
-    with routed.record() as recording:
-        output = routed.model.generate(
-            **batch_of(4, 4), max_new_tokens=2, cache_implementation="dynamic", pad_token_id=PAD
-        )
-    assert recording.rollout(output).lengths.tolist() == [6, 6]
-
-
-def test_a_model_that_cannot_generate_is_recorded_too(routed):
-    trunk = hf.attach(routed.model.model)
-    assert not hasattr(trunk.model, "generate")
-    batch = batch_of(4, 4)
-    with trunk.record() as recording, torch.no_grad():
-        trunk.model(**batch)
-    assert recording.trace().lengths.tolist() == [4, 4]

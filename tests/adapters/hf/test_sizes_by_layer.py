@@ -8,12 +8,13 @@ from torch.nn.functional import linear
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError, SpecMismatchError
-from foreroute.mismatch import margin_histogram, routing_mismatch
+from foreroute.mismatch import routing_mismatch
 from foreroute.testing.models import tiny
 from tests.adapters.hf import family_checks
 from tests.adapters.hf.families import FAMILIES, Family
 from tests.adapters.hf.family_checks import CHECKS
 from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
+from tests.replay.sessions_telemetry import recount, require_agreement
 from tests.tiers import grid
 
 PICKS = [1, 3, 2]
@@ -100,22 +101,10 @@ def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert(sizes):
     session, executed, _ = run(model, trace, routed, telemetry=True, padding="spread")
     agreement, counts_LE = session.agreement(), session.expert_counts_LE()
     assert executed.without_streams().equals(trace)
-    assert agreement.routing.picks_L.tolist() == [top_k for _, top_k in sizes]
-    for layer, (num_experts, top_k) in enumerate(routed.spec.sizes):
-        scores = seen[layer].detach().double()
-        own, ids = scores.topk(top_k).indices, trace.expert_ids_NLK[:, layer, :top_k].astype(int)
-        shared = [len({*a} & {*b}) for a, b in zip(own.tolist(), ids.tolist(), strict=True)]
-        assert agreement.routing.shared_L[layer] == sum(shared)
-        assert agreement.routing.differing_L[layer] == sum(n < top_k for n in shared)
-        assert agreement.routing.overlap_L[layer] == pytest.approx(sum(shared) / top_k / len(shared))
-        ordered = scores.sort(descending=True).values
-        margins = ordered[:, top_k - 1] - ordered[:, top_k]
-        assert np.abs(agreement.margins_LB[layer] - margin_histogram(margins[:, None].numpy())[0]).sum() <= 2
-        mass = scores.gather(1, own) / scores.gather(1, own).sum(1, keepdim=True)
-        replaced = [[e not in row for e in picks] for picks, row in zip(own.tolist(), ids.tolist(), strict=True)]
-        assert agreement.replaced_mass_L[layer] == pytest.approx(float(mass[torch.tensor(replaced)].sum()), rel=1e-4)
-        assert counts_LE[layer].tolist() == np.bincount(own.flatten(), minlength=routed.spec.num_experts).tolist()
-        assert not counts_LE[layer, num_experts:].any()
+    layers = recount([scores.detach().double().numpy() for scores in seen], trace)
+    require_agreement(agreement, trace, layers)
+    for counts_E, (_, own, _) in zip(counts_LE, layers, strict=True):
+        assert counts_E.tolist() == np.bincount(own.flatten(), minlength=routed.spec.num_experts).tolist()
     session, *_ = run(model, trace, routed, telemetry=True, counts="replayed")
     assert np.array_equal(session.expert_counts_LE(), fr.trace.count_assignments(trace, [0] * 3)[0])
     margins_NL = recorded(model, routed, margins=True)[0].margins_NL()
