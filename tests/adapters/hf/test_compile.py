@@ -4,6 +4,7 @@ The oracle is the same model, eager. Backend `aot_eager` runs what AOTAutograd m
 backward cut apart, recomputation and mutation included) without waiting for a C++ compiler.
 """
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -24,12 +25,19 @@ from tests.adapters.hf.model_runs import (
 from tests.replay.session_subject import Batch, foreign
 from tests.replay.sessions_rows import ABSENT, LASTS
 from tests.roundings import TERMS, require_rounded
+from tests.traces import weighted
 
 BATCH = batch_of(9, 6, 4)
 OTHER = batch_of(9, 6, 4, seed=5)
 
 
 pytestmark = pytest.mark.usefixtures("no_graphs_left")
+
+
+def attached(count=1, *, layers=1, **options):
+    """So many equal models of few layers, attached."""
+    models = [tiny(**{"experts": "grouped_mm", "num_hidden_layers": layers, **options}) for _ in range(count)]
+    return [hf.attach(model) for model in models]
 
 
 def graphs():
@@ -114,11 +122,10 @@ def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
 )
 def test_a_compiled_model_with_checkpoints_is_replayed_or_refused(use_reentrant, experts, refused):
     """Whether its session is closed, and another batch was replayed since."""
-    model, eager = (tiny("qwen3_moe", experts=experts, num_hidden_layers=1) for _ in range(2))
-    routed, eager = hf.attach(model), hf.attach(eager)
-    for each in (model, eager.model):
-        enable_checkpointing(each, use_reentrant)
-    compiled = torch.compile(model, backend="aot_eager")
+    routed, eager = attached(2, experts=experts)
+    for each in (routed, eager):
+        enable_checkpointing(each.model, use_reentrant)
+    compiled = torch.compile(routed.model, backend="aot_eager")
 
     def trained():
         with routed.replay(random_routes(routed.spec, BATCH)):
@@ -126,7 +133,7 @@ def test_a_compiled_model_with_checkpoints_is_replayed_or_refused(use_reentrant,
         with routed.replay(random_routes(routed.spec, OTHER)), torch.no_grad():
             loss_of(compiled, OTHER)
         loss.backward()
-        return loss.detach(), gradients(model)
+        return loss.detach(), gradients(routed.model)
 
     if refused:
         with pytest.raises(ReplayError, match=refused):
@@ -178,9 +185,8 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
 @pytest.mark.slow
 def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     """The eager experts loop over the experts that were hit, which Dynamo cannot trace."""
-    model, eager = (tiny("mixtral", num_hidden_layers=1) for _ in range(2))
-    routed, eager = hf.attach(model), hf.attach(eager)
-    compiled = torch.compile(model, backend="eager")
+    routed, eager = attached(2, family="mixtral", experts="eager")
+    compiled = torch.compile(routed.model, backend="eager")
     step(routed, compiled, 0)
     before = graphs()
     assert before > 3
@@ -193,9 +199,8 @@ def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
 @pytest.mark.parametrize("telemetry", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
     """Also in the middle, and in another place in each batch."""
-    model, eager = (tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1) for _ in range(2))
-    routed, eager = hf.attach(model), hf.attach(eager)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    routed, eager = attached(2)
+    compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
     for seed, absent in enumerate(ABSENT.values()):
         trace = foreign(routed.spec, Batch(BATCH["input_ids"], (9, 6, 4)), seed, absent + LASTS)
         recorded = []
@@ -212,10 +217,9 @@ def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
 
 
 @pytest.mark.slow
-def test_a_compiled_forward_checks_its_batch():
-    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1)
-    routed = hf.attach(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+def test_a_compiled_forward_checks_its_batch_and_its_routers():
+    [routed] = attached(layers=2)
+    compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
     step(routed, compiled, 0)
     with (
         pytest.raises(BatchMismatchError, match="sequence 0, position 0"),
@@ -223,15 +227,7 @@ def test_a_compiled_forward_checks_its_batch():
     ):
         compiled(**BATCH, use_cache=False)
     step(routed, compiled, 1)
-
-
-@pytest.mark.slow
-def test_a_router_bypassed_in_a_compiled_forward_is_named():
-    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2)
-    routed = hf.attach(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    block = model.model.layers[1].mlp
-    block.forward = lambda hidden: hidden
+    routed.model.model.layers[1].mlp.forward = lambda hidden: hidden
     with (
         pytest.raises(ReplayError, match=r"model\.layers\.1\.mlp\.gate selected 0 times"),
         routed.replay(random_routes(routed.spec, BATCH)),
@@ -240,14 +236,11 @@ def test_a_router_bypassed_in_a_compiled_forward_is_named():
 
 
 def test_gate_weights_are_replayed_in_eager_mode_alone():
-    routed = hf.attach(tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1))
-    with torch.no_grad(), routed.record(gate_weights=True) as recording:
-        routed.model(**BATCH, use_cache=False)
+    [routed] = attached()
+    trace = random_routes(routed.spec, BATCH)
+    trace = weighted(trace, np.ones(trace.expert_ids_NLK.shape))
     compiled = torch.compile(routed.model, backend="eager")
-    with (
-        pytest.raises(ReplayError, match="eager mode alone"),
-        routed.replay(recording.trace(), gate_weights=True),
-    ):
+    with pytest.raises(ReplayError, match="eager mode alone"), routed.replay(trace, gate_weights=True):
         compiled(**BATCH, use_cache=False)
 
 
@@ -277,8 +270,8 @@ def test_a_compiled_layer_checkpointed_by_hand_finds_its_routes(how, use_reentra
     """When the session is closed, and another batch was replayed since."""
     seen = {}
     for by_hand in (False, True):
-        model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2).train()
-        routed = hf.attach(model)
+        [routed] = attached(layers=2)
+        model = routed.model.train()
         how(model)
         if by_hand:
             model.model.layers[1] = ByHand(model.model.layers[1], use_reentrant)
@@ -294,8 +287,8 @@ def test_a_compiled_layer_checkpointed_by_hand_finds_its_routes(how, use_reentra
 
 @pytest.mark.slow
 def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
-    model, eager = (tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1) for _ in range(2))
-    routed, eager = hf.attach(model), hf.attach(eager)
+    routed, eager = attached(2)
+    model = routed.model
     model(**BATCH, output_router_logits=True)  # transformers installs its hooks now, which it cannot in a graph
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     trace = random_routes(routed.spec, BATCH)
