@@ -23,8 +23,11 @@ class Watched(GRPOTrainer):
         self.passes = []
         super().__init__(*args, **kwargs)
 
+    def watching(self, model):
+        return attended(model)
+
     def _get_per_token_logps_and_entropies(self, model, *args, **options):
-        with attended(self.accelerator.unwrap_model(model)) as seen:
+        with self.watching(self.accelerator.unwrap_model(model)) as seen:
             result = super()._get_per_token_logps_and_entropies(model, *args, **options)
         if self.routing.rollout is not None:  # the check of the first rollout comes before it is taken
             self.passes.append((self.routing.rollout.trace, seen))
@@ -91,19 +94,11 @@ UNITS_AT_SLOTS = ("deepseek_v4", "minimax_m3_vl")
 """Families that cut units by their place in the batch."""
 
 
-class Recorded(GRPOTrainer):
-    """Keeps what was executed in each pass, with the rollout that it belongs to."""
+class Recorded(Watched):
+    """Keeps recordings of what was executed."""
 
-    def __init__(self, *args, **kwargs):
-        self.passes = []
-        super().__init__(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(self, *args, **options):
-        with self.routing.routed.record(indexers=True) as recording:
-            result = super()._get_per_token_logps_and_entropies(*args, **options)
-        if self.routing.rollout is not None:
-            self.passes.append((self.routing.rollout.trace, recording.trace()))
-        return result
+    def watching(self, model):
+        return self.routing.routed.record(indexers=True)
 
 
 def sparse_by_units(family):
@@ -127,7 +122,7 @@ def test_prompts_of_one_length_are_followed(folder, family):
     trainer = make(folder, kind=Recorded, model=sparse_by_units(family), **settings)
     trainer.train()
     assert len(trainer.passes) == 5
-    for trace, executed in trainer.passes:
-        others, rows = followed(chosen(executed), chosen(trace))
+    for trace, recording in trainer.passes:
+        others, rows = followed(chosen(recording.trace()), chosen(trace))
         assert (others, rows > 50) == (0, True)
         assert trace.streams["indexer"].ids.size

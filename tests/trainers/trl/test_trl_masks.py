@@ -54,28 +54,27 @@ def dense(model, tokens, own, temperature):
     return scored
 
 
-def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(folder):
-    trainer = make(folder, kind=Watched, model=saved_policy(folder), beta=0.1, max_steps=2, learning_rate=1e-6, **CUTS)
-    trainer.train()
-    assert max(logged(trainer, "mismatch/k3")) < 1e-9
-    seen = {True: 0, False: 0}
+def scored(trainer, temperature):
+    """(whether it is the reference's, log-probs of its completion, those of `dense`), by pass and sequence."""
     model = policy().eval()
     for is_reference, weights, trace, ids, mask, keep, found in trainer.passes:
         model.load_state_dict(weights)
         sequences = {tuple(trace.tokens(s).tolist()): trace.select([s]) for s in range(len(trace))}
         for row, own_mask in enumerate(mask.bool()):
-            tokens = ids[row][own_mask].tolist()
-            first = int(own_mask.int().argmax())
-            expected = np.full(ids.shape[1] - 1, np.nan)
-            expected[first : first + len(tokens) - 1] = dense(
-                model, tokens, sequences[tuple(tokens)], CUTS["temperature"]
-            )
-            expected = expected[-keep:]
-            scored = own_mask[-keep:].numpy()
-            assert np.array_equal(~np.isnan(expected), scored)
-            np.testing.assert_allclose(found[row][scored], expected[scored], atol=2e-5)
-            assert not found[row][~scored].any()
-            seen[is_reference] += scored.sum()
+            tokens, length = ids[row][own_mask].tolist(), int(own_mask[-keep:].sum())
+            assert not found[row][length:].any()
+            expected = dense(model, tokens, sequences[tuple(tokens)], temperature)[-length:]
+            yield is_reference, found[row][:length], expected
+
+
+def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(folder):
+    trainer = make(folder, kind=Watched, model=saved_policy(folder), beta=0.1, max_steps=2, learning_rate=1e-6, **CUTS)
+    trainer.train()
+    assert max(logged(trainer, "mismatch/k3")) < 1e-9
+    seen = {True: 0, False: 0}
+    for is_reference, found, expected in scored(trainer, CUTS["temperature"]):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+        seen[is_reference] += len(found)
     assert seen[False] == 2 * seen[True] > 0  # an old and an update pass, and one of the reference
 
 
@@ -154,7 +153,6 @@ TOOL = 2
 
 def with_a_tool(without, env_masks=None):
     """A `rollout_func` of our engine with an `env_mask`, whose traces lack the masks of some tokens."""
-
     sample = rollout_with(EmbeddedEngine(policy(), "float32"))
 
     def roll_out(prompts, trainer):
@@ -184,18 +182,12 @@ def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folde
     )
     trainer.train()
     assert max(logged(trainer, "mismatch/k3")) < 1e-9
-    model, seen = policy().eval(), 0
-    for _, weights, trace, ids, mask, keep, found in trainer.passes:
-        model.load_state_dict(weights)
-        sequences = {tuple(trace.tokens(s).tolist()): trace.select([s]) for s in range(len(trace))}
-        for row, own_mask in enumerate(mask.bool()):
-            tokens = ids[row][own_mask].tolist()
-            completion = int(own_mask[-keep:].sum())
-            expected = dense(model, tokens, sequences[tuple(tokens)], 1.0)[-completion:]
-            assert np.flatnonzero(np.isnan(expected)).tolist() == [TOOL]
-            np.testing.assert_allclose(found[row][:completion], np.nan_to_num(expected), atol=2e-5)
-            assert found[row][TOOL] == 0
-            seen += 1
+    seen = 0
+    for _, found, expected in scored(trainer, 1.0):
+        assert np.flatnonzero(np.isnan(expected)).tolist() == [TOOL]
+        np.testing.assert_allclose(found, np.nan_to_num(expected), atol=2e-5)
+        assert found[TOOL] == 0
+        seen += 1
     assert seen == 24  # the old, reference and update passes of 8 sequences
 
 

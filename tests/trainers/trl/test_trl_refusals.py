@@ -79,16 +79,6 @@ class OwnBatch(GRPOTrainer):
         return inputs
 
 
-@grid(
-    ("kind", "message"),
-    [(OwnLoss, "computed a loss without"), (OwnStep, "a training step without"), (OwnBatch, "foreroute_rows")],
-    quick=1,
-)
-def test_a_step_in_which_nothing_was_replayed(kind, message, folder):
-    with pytest.raises(ReplayError, match=message):
-        make(folder, kind=kind).train()
-
-
 class Swapped(GRPOTrainer):
     """Gives every sequence the routes of another, as carrying them beside TRL's batch would."""
 
@@ -109,10 +99,16 @@ class Late(GRPOTrainer):
 
 @grid(
     ("kind", "error", "message"),
-    [(Swapped, BatchMismatchError, "the sequences \\[1, 0\\] of the trace"), (Late, ReplayError, "rollouts \\[0\\]")],
-    quick=1,
+    [
+        (OwnLoss, ReplayError, "computed a loss without"),
+        (OwnStep, ReplayError, "a training step without"),
+        (OwnBatch, ReplayError, "foreroute_rows"),
+        (Swapped, BatchMismatchError, r"the sequences \[1, 0\] of the trace"),
+        (Late, ReplayError, r"rollouts \[0\]"),
+    ],
+    quick=2,
 )
-def test_routes_of_other_sequences_or_rollouts(kind, error, message, folder):
+def test_a_step_in_which_nothing_was_replayed_or_routes_of_others(kind, error, message, folder):
     with pytest.raises(error, match=message):
         make(folder, kind=kind).train()
 

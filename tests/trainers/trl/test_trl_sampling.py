@@ -4,7 +4,6 @@ The oracle is the sampler: `generate` notes the log-probs of the scores that it 
 """
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,7 +182,7 @@ def test_a_rollout_without_the_masks_that_its_settings_call_for_is_refused(folde
         make(folder, rollout_func=roll_out, max_steps=1, top_p=0.8).train()
 
 
-def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first():
+def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first(folder, monkeypatch):
     """Each process begins anew, with the step that its trainer stands at."""
 
     class Drawn(Exception):  # noqa: N818
@@ -200,28 +199,17 @@ def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the
         def generate(self, prompts, sampling, generator):
             raise Drawn(torch.rand(1, generator=generator).item())
 
-    def trainer_at(step, rank=0):
-        model = policy()
-        accelerator = SimpleNamespace(unwrap_model=lambda model: model, process_index=rank)
-        settings = {"repetition_penalty": 1, "eos_token_ids": [1], "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        return SimpleNamespace(
-            model=model,
-            accelerator=accelerator,
-            args=SimpleNamespace(generation_kwargs=None, seed=7),
-            state=SimpleNamespace(global_step=step),
-            max_completion_length=3,
-            min_p=None,
-            _tokenize_prompts=lambda prompts: ([[2]],),
-            **settings,
-        )
+    trainer = make(folder)
 
-    def drawn(sample, step, rank=0):
+    def drawn(sample, step):
+        trainer.state.global_step = step
         with pytest.raises(Drawn) as found:
-            sample(["a"], trainer_at(step, rank))
+            sample(["a"], trainer)
         return found.value.args[0]
 
     run, resumed = rollout_with(Notes()), rollout_with(Notes())
     numbers = [drawn(run, step) for step in (0, 1, 1, 2)]
     assert len(set(numbers)) == 4, "two rollouts of one step have other numbers too"
     assert [drawn(resumed, step) for step in (1, 1, 2)] == numbers[1:]
-    assert drawn(rollout_with(Notes()), 2, rank=1) != numbers[3]
+    monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
+    assert drawn(rollout_with(Notes()), 2) != numbers[3]

@@ -85,7 +85,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     before, engine = copy.deepcopy(model), Drawn(model)
     chosen = {
         "generate": {},
-        "environment": {"tools": (), "factory": Counter},
+        "environment": {"tools": (), "environment_factory": Counter},
         "engine": {"rollout_func": rollout_with(engine)},
         "branches": {"rollout_func": branching(engine), "tools": ()},
     }[source]

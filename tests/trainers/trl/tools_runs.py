@@ -7,13 +7,12 @@ import copy
 
 import numpy as np
 import torch
-from datasets import Dataset
 
 from examples.trl.tiny import agent, chat_tokenizer, look_up
 from foreroute.capture import Generation, Sampling
 from foreroute.trace import extended
 from foreroute.trainers.trl import GRPOTrainer, rollout_output
-from tests.trainers.trl.trl_runs import config
+from tests.trainers.trl import trl_runs
 
 PROMPTS = [[{"role": "user", "content": f"{'very ' * (i % 3)}many {i}"}] for i in range(32)]
 ONE_STEP = {
@@ -24,6 +23,8 @@ ONE_STEP = {
     "num_generations": 4,
     "max_steps": 1,
     "router_aux_loss_coef": 0.0,
+    "max_completion_length": 100,
+    "max_grad_norm": 0.0,
 }
 
 
@@ -45,20 +46,10 @@ def told_apart(completion_ids, **_):
     return [float(sum(ids) % 101) for ids in completion_ids]
 
 
-def make(folder, *, model=None, kind=Noting, tools=(look_up,), rollout_func=None, factory=None, **settings):
-    own = {"replay": settings.pop("replay")} if "replay" in settings else {}
-    return kind(
-        model=model or agent(),
-        processing_class=chat_tokenizer(),
-        reward_funcs=told_apart,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
-        args=config(folder, **{"max_completion_length": 100, "max_grad_norm": 0.0, **ONE_STEP, **settings}),
-        tools=list(tools),
-        rollout_func=rollout_func,
-        environment_factory=factory,
-        **own,
-    )
+def make(folder, *, model=None, kind=Noting, tools=(look_up,), **settings):
+    """As `trl_runs.make`, of one step."""
+    own = {"processing_class": chat_tokenizer(), "reward_funcs": told_apart, "prompts": PROMPTS, "tools": list(tools)}
+    return trl_runs.make(folder, kind=kind, model=model or agent(), **own, **{**ONE_STEP, **settings})
 
 
 def sequences_of(trainer):

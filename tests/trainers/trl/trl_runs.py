@@ -34,20 +34,28 @@ def config(folder, **settings):
     return GRPOConfig(output_dir=folder, **{**SETTINGS, **settings})
 
 
-def make(folder, *, kind=GRPOTrainer, model=None, rollout_func=None, peft_config=None, rewards=vowels, **settings):
-    """A trainer; `replay` and `prompts` among the settings go to it, the rest to its configuration."""
-    own = {"replay": settings.pop("replay")} if "replay" in settings else {}
-    prompts = Dataset.from_dict({"prompt": settings.pop("prompts", PROMPTS)})
+OF_TRAINER = (
+    "replay",
+    "rollout_func",
+    "peft_config",
+    "tools",
+    "environment_factory",
+    "processing_class",
+    "reward_funcs",
+)
+"""Settings that go to a trainer itself, and not to its configuration."""
+
+
+def make(folder, *, kind=GRPOTrainer, model=None, prompts=PROMPTS, **settings):
+    """A trainer of this kind on these prompts; settings are its own and those of its configuration."""
+    given = Dataset.from_dict({"prompt": prompts})
+    own = {name: settings.pop(name) for name in OF_TRAINER if name in settings}
     return kind(
         model=model or policy(),
-        processing_class=tokenizer(),
-        reward_funcs=rewards,
-        train_dataset=prompts,
-        eval_dataset=prompts.select(range(4)),
+        train_dataset=given,
+        eval_dataset=given.select(range(4)),
         args=config(folder, **settings),
-        rollout_func=rollout_func,
-        peft_config=peft_config,
-        **own,
+        **{"processing_class": tokenizer(), "reward_funcs": vowels, **own},
     )
 
 

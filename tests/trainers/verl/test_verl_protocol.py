@@ -116,51 +116,46 @@ def test_log_probs_of_responses_are_those_of_the_positions_before_them(layout):
         assert found.tolist() == [len(prompt) - 1 + r for r in range(len(response))]
 
 
-def _without(name):
-    return lambda batch: batch.pop(name)
+def _put(place, value):
+    def spoil(batch):
+        batch["routed_experts"][place] = value
+
+    return spoil
 
 
-def _shorter(batch):
-    values = batch["routed_experts"].unbind()
-    batch["routed_experts"] = torch.nested.as_nested_tensor([values[0][:-1], *values[1:]], layout=torch.jagged)
+def _changed(change):
+    return lambda batch: batch.update(routed_experts=change(batch["routed_experts"]))
 
 
-def _duplicate(batch):
-    batch["routed_experts"][0, PROMPT - 1, 1] = 5
-
-
-def _too_high(batch):
-    batch["routed_experts"][0, PROMPT - 1, 1, 0] = 64
-
-
-def _in_the_dense_layer(batch):
-    batch["routed_experts"][0, PROMPT - 1, 0] = torch.tensor([3, 4])
-
-
-def _layers_more(batch):
-    batch["routed_experts"] = batch["routed_experts"].repeat(1, 1, 2, 1)
-
-
-def _unpadded_routes_alone(batch):
-    batch["routed_experts"] = unpadded(sequences(3))["routed_experts"]
-
-
-def _floats(batch):
-    batch["routed_experts"] = batch["routed_experts"].float()
+def _shorter(routes):
+    first, *others = routes.unbind()
+    return torch.nested.as_nested_tensor([first[:-1], *others], layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
     ("make", "spoil", "message"),
     [
-        (padded, _without("routed_experts"), "has no 'routed_experts'.*enable_rollout_routing_replay"),
-        (padded, _without("attention_mask"), "has no 'attention_mask'"),
-        (padded, _unpadded_routes_alone, "input_ids are padded and routed_experts are unpadded"),
-        (padded, _duplicate, "an expert twice"),
-        (padded, _too_high, "expected 0 to 63"),
-        (padded, _in_the_dense_layer, "which the spec says is dense"),
-        (padded, _layers_more, "has routes in decoder layer 4, which the spec says is dense"),
-        (padded, _floats, "dtype float32; expected integers"),
-        (unpadded, _shorter, "sequence 0 has .* rows of routed_experts for .* tokens"),
+        (
+            padded,
+            lambda batch: batch.pop("routed_experts"),
+            "has no 'routed_experts'.*enable_rollout_routing_replay",
+        ),
+        (padded, lambda batch: batch.pop("attention_mask"), "has no 'attention_mask'"),
+        (
+            padded,
+            _changed(lambda _: unpadded(sequences(3))["routed_experts"]),
+            "input_ids are padded and routed_experts are unpadded",
+        ),
+        (padded, _put((0, PROMPT - 1, 1), 5), "an expert twice"),
+        (padded, _put((0, PROMPT - 1, 1, 0), 64), "expected 0 to 63"),
+        (padded, _put((0, PROMPT - 1, 0), torch.tensor([3, 4])), "which the spec says is dense"),
+        (
+            padded,
+            _changed(lambda routes: routes.repeat(1, 1, 2, 1)),
+            "has routes in decoder layer 4, which the spec says is dense",
+        ),
+        (padded, _changed(torch.Tensor.float), "dtype float32; expected integers"),
+        (unpadded, _changed(_shorter), "sequence 0 has .* rows of routed_experts for .* tokens"),
     ],
 )
 def test_what_cannot_be_true_is_refused(make, spoil, message):
@@ -211,20 +206,12 @@ def test_a_batch_without_any_route_is_refused_unless_it_trains_on_nothing(layout
     assert not trace.valid_N.any()
 
 
-def _hole(mask):
-    mask[0, PROMPT] = 0
-
-
-def _two(mask):
-    mask[0, PROMPT] = 2
-
-
-@pytest.mark.parametrize("spoil", [_hole, _two])
-def test_masks_with_holes_or_other_numbers_are_refused(spoil):
+@pytest.mark.parametrize("number", [0, 2], ids=["hole", "other"])
+def test_masks_with_holes_or_other_numbers_are_refused(number):
     batch = padded(sequences(3))
     batch["response_mask"] = batch["response_mask"].clone()
     trace = trace_of(batch, model=SPEC)
-    spoil(batch["attention_mask"])
+    batch["attention_mask"][0, PROMPT] = number
     for use in (
         lambda: trace_of(batch, model=SPEC),
         lambda: routed_experts(trace, batch),
