@@ -7,20 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foreroute.conformance import (
-    ALL_CHECKS,
-    KNOWN_BUGS,
-    Outcome,
-    bugs_of,
-    gate_checks,
-    indexer_checks,
-    kit,
-    mask_checks,
-    refusal_checks,
-    route_checks,
-    run_conformance,
-    session_checks,
-)
+from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, bugs_of, kit, run_conformance
 from foreroute.conformance.check import PLACEMENT
 from foreroute.errors import ConfigError
 from tests.conformance import broken_rows, broken_sessions
@@ -28,7 +15,6 @@ from tests.conformance.breaking import Adapter
 
 BROKEN = {**broken_rows.BROKEN, **broken_sessions.BROKEN}
 IDS = [check.id for check in ALL_CHECKS]
-KINDS = (gate_checks, indexer_checks, mask_checks, refusal_checks, route_checks, session_checks)
 
 
 @pytest.mark.slow
@@ -44,36 +30,29 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(attaching, "check_indexers", lambda routed, indexers: None)
 
 
-def own_file(adapter):
-    """Checks of one file look at the same thing."""
-    [kind] = [part.CHECKS for part in KINDS if BROKEN[adapter] in {check.id for check in part.CHECKS}]
-    return [check.id for check in kind if check.id in (adapter.checks or IDS)]
-
-
-AMONG = {
-    "itself": lambda adapter: [BROKEN[adapter]],
-    "those of its file": own_file,
-    "all": lambda adapter: adapter.checks,
+AT_ONCE = {
+    broken_rows.SomeRowsWrong,
+    broken_rows.SoftmaxGates,
+    broken_rows.MasksDropped,
+    broken_rows.ChoicesDropped,
+    broken_sessions.RecomputesWithTheLatest,
+    broken_sessions.TakesDuplicates,
 }
-"""Which checks are run."""
-ONE_OF_A_FILE = {next(a for a in BROKEN if BROKEN[a] in {check.id for check in kind.CHECKS}) for kind in KINDS}
+"""One for each file of checks."""
 
 
 def runs():
     """At once, one adapter of each file of checks in the check that is to catch it; in CI all of them, and those in
-    their file; by night all in their file, and in all."""
+    all checks; by night all in all."""
     for adapter in BROKEN:
-        sooner, later = (
-            ((), pytest.mark.slow) if adapter in ONE_OF_A_FILE else (pytest.mark.slow, pytest.mark.exhaustive)
-        )
-        marks = {"itself": sooner, "those of its file": later, "all": pytest.mark.exhaustive}
-        for name, among in AMONG.items():
-            yield pytest.param(adapter, among, marks=marks[name], id=f"{adapter.__name__}-{name}")
+        sooner, later = ((), pytest.mark.slow) if adapter in AT_ONCE else (pytest.mark.slow, pytest.mark.exhaustive)
+        yield pytest.param(adapter, [BROKEN[adapter]], marks=sooner, id=f"{adapter.__name__}-itself")
+        yield pytest.param(adapter, adapter.checks, marks=later, id=f"{adapter.__name__}-all")
 
 
 @pytest.mark.parametrize(("adapter", "among"), list(runs()))
 def test_a_broken_adapter_fails_its_own_check_and_no_other(adapter, among, unchecked):
-    report = run_conformance(adapter(), only=among(adapter))
+    report = run_conformance(adapter(), only=among)
     assert report.failed == (BROKEN[adapter],), report.text()
     assert not report.ok
 

@@ -61,32 +61,24 @@ def decode(model, cache, rows=2, num=1):
     return model(input_ids=torch.full((rows, num), 5), past_key_values=cache, use_cache=True)
 
 
-def static(model):
-    return StaticCache(config=model.config, max_cache_len=12)
-
-
-def made_by_the_model(model):
-    return None
-
-
-def dynamic(model):
-    return DynamicCache(config=model.config)
-
-
+MADE = {
+    "by the model": lambda model: None,
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=12),
+}
+"""Caches."""
 STATIC_TOO = ("reordered", "in place", "one layer")
 """What can be done to a static cache."""
 
 
 @pytest.mark.parametrize(
     ("make", "how"),
-    [(made_by_the_model, how) for how in CHANGES]
-    + [(dynamic, how) for how in CHANGES]
-    + [(static, how) for how in STATIC_TOO],
+    [(make, how) for make in MADE for how in (STATIC_TOO if make == "static" else CHANGES)],
 )
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_cache_that_was_changed_is_refused_in_the_session(routed, make, how, steps):
     model, (change, rows) = routed.model, CHANGES[how]
-    cache = make(model)
+    cache = MADE[make](model)
     with routed.record(), torch.no_grad():
         cache = prefilled(model, cache)
         for _ in range(steps):
@@ -129,7 +121,7 @@ def ids_of(routed, recording):
     return torch.from_numpy(trace.expert_ids_NLK.astype(int)).view(len(trace), -1, *trace.expert_ids_NLK.shape[1:])
 
 
-@pytest.mark.parametrize("make", [made_by_the_model, dynamic, static])
+@pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_cache_that_nobody_changes_is_followed(routed, make, mode):
     """Several tokens at a time too; a cache that was begun before the session, or anew, is no fault."""
@@ -139,7 +131,7 @@ def test_a_cache_that_nobody_changes_is_followed(routed, make, mode):
         with routed.record():
             decode(model, before)
             decode(model, before)
-        cache = make(model)
+        cache = MADE[make](model)
         with routed.record() as recording:
             cache = prefilled(model, cache)
             for num in (1, 3, 2):

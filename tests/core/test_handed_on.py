@@ -20,6 +20,7 @@ from tests.adapters.hf.model_runs import (
     gradients,
     loss_of,
     random_routes,
+    with_routes,
 )
 from tests.tiers import grid
 
@@ -85,9 +86,7 @@ def records(routed, trace):
 @pytest.mark.parametrize("how", [forward_of, hook_of])
 @pytest.mark.parametrize("change", [next_experts, written_to, one_row])
 def test_what_rewrites_a_selection_is_named(change, how, session):
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
+    model, routed, trace = with_routes(BATCH)
     how(change)(model)
     who = (
         r"function that took the place of its forward\(\)"
@@ -234,9 +233,7 @@ def test_blocks_exchanged_in_a_session_are_named():
 
 
 def test_a_block_that_is_another_and_picks_of_another_number_are_named():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
+    model, routed, trace = with_routes(BATCH)
     for layer in model.model.layers:
         layer.mlp.gate.top_k = 3
     for session in (routed.replay(trace), routed.record()):

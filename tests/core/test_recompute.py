@@ -81,11 +81,13 @@ def test_a_caller_ends_the_search():
     assert owner.again == []
 
 
-def test_one_checkpoint_around_two_passes_is_refused():
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_one_checkpoint_around_two_passes_is_refused(use_reentrant):
+    """Its recomputation would run the second on the routes of the first."""
     owner = Owner()
     twice = lambda x: part(owner, "second", "a")(part(owner, "first", "a")(x))  # noqa: E731
     with pytest.raises(ReplayError, match="holds two forwards"):
-        checkpoint(twice, leaf(), use_reentrant=False)
+        checkpoint(twice, leaf(), use_reentrant=use_reentrant)
 
 
 class Elsewhere(torch.autograd.Function):

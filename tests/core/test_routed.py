@@ -11,7 +11,7 @@ import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.core import AttachError, ReplayError, attach
+from foreroute.core import ReplayError, attach
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
@@ -272,11 +272,6 @@ def test_a_session_of_another_batch_or_without_a_forward_is_refused():
         with pytest.raises(ReplayError, match="already replaying"), routed.replay(own):
             pass
         model(**BATCH)
-
-
-def test_a_model_without_routers_is_refused():
-    with pytest.raises(AttachError, match="has no router"):
-        attach(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.slow

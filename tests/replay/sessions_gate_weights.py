@@ -1,13 +1,9 @@
 """Gate weights recorded and replayed: exactly, as constants, row by row."""
 
-import tempfile
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from foreroute.errors import TraceContentError
-from foreroute.trace import ENCODINGS, load, save
 from tests.replay.session_subject import batch_of, entering, foreign, recorded, refuses, same, step
 from tests.traces import weighted
 
@@ -82,15 +78,6 @@ def check_padding_and_rows_without_a_route_keep_their_own_weights(framework):
     with on.given() as given, torch.no_grad(), on.routed.replay(rollout, gate_weights=True, padding="spread"):
         on.run(RAGGED)
     assert all(((each.weights_BTE > 0) == each.map_BTE).all() for each in given), "padding has live weights"
-
-
-def check_a_file_gives_back_the_weights_of_its_picks(framework):
-    on, trace, native = prepared(framework)
-    for encoding in ENCODINGS:
-        with tempfile.TemporaryDirectory() as folder:
-            read = load(save(trace, Path(folder) / "trace.safetensors", encoding=encoding))
-        expected = native if read.pick_order_kept else forced(on, trace.without_pick_order())[0]
-        assert torch.equal(forced(on, read)[0], expected), encoding
 
 
 def check_a_trace_without_weights_is_refused(framework):

@@ -51,21 +51,6 @@ def loss_in_a_checkpoint(on, use_reentrant):
     return lambda batch: checkpoint(lambda zero: on.loss(batch) + zero, anchor, use_reentrant=use_reentrant)[0]
 
 
-def check_one_checkpoint_around_two_forwards_is_refused(framework):
-    """Its recomputation would run the second on the routes of the first."""
-    on = framework.built()
-    anchor = torch.zeros(1, requires_grad=True)
-    twice = lambda zero: on.loss(BATCH) + on.loss(BATCH) + zero  # noqa: E731
-    for use_reentrant in (True, False):
-        with on.routed.replay(foreign(on.routed.spec, BATCH)):
-            refuses(
-                ReplayError,
-                "holds two forwards of a model",
-                lambda kind=use_reentrant: checkpoint(twice, anchor, use_reentrant=kind),
-            )
-            on.loss(BATCH)
-
-
 def check_a_backward_of_native_routes_in_a_session_is_refused(framework):
     """Its recomputation could take the routes of another batch; so it does not run at all."""
     for recompute in framework.recomputations[1:3]:

@@ -16,9 +16,3 @@ def in_this_release(request):
     for given in request.node.callspec.params.values() if hasattr(request.node, "callspec") else ():
         if isinstance(given, str) and given in FAMILIES:
             skip_where_lacking(given)
-
-
-@pytest.fixture(params=[None, True, False], ids=["plain", "reentrant", "non_reentrant"])
-def checkpointing(request):
-    """The `use_reentrant` of activation checkpointing, or None without it."""
-    return request.param

@@ -13,6 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import foreroute as fr
+from foreroute.adapters import hf
+from foreroute.testing.models import tiny
 
 
 def batch_of(*lengths, seed=0, side="right"):
@@ -30,6 +32,13 @@ def batch_of(*lengths, seed=0, side="right"):
 
 def sequences_of(batch):
     return [ids[mask.bool()].numpy() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+
+
+def with_routes(batch, family="qwen3_moe", **options):
+    """A tiny model, attached, and routes of a batch that it would not take."""
+    model = tiny(family, **options)
+    routed = hf.attach(model)
+    return model, routed, random_routes(routed.spec, batch)
 
 
 def random_routes(spec, batch, seed=1):

@@ -7,7 +7,7 @@ import torch
 from foreroute.adapters import hf
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, random_routes
+from tests.adapters.hf.model_runs import batch_of, random_routes, with_routes
 from tests.roundings import require_rounded
 from tests.tiers import grid
 
@@ -16,14 +16,14 @@ KEPT = BATCH["attention_mask"].bool().reshape(-1)
 
 
 def executed_and_native(routed, trace, **kwargs):
-    """The model's output, the session, and per layer the ids [R, K] executed and those of the live logits."""
-    with routed.replay(trace, telemetry=True, **kwargs) as session, routed.record() as recording:
+    """The model's output, and per layer the ids [R, K] executed and those of the live logits."""
+    with routed.replay(trace, telemetry=True, **kwargs), routed.record() as recording:
         output = routed.model(**BATCH, output_router_logits=True, labels=BATCH["input_ids"])
     native = [logits.topk(routed.spec.top_k).indices for logits in output.router_logits]
     executed = [torch.zeros_like(ids) for ids in native]
     for layer, ids in enumerate(executed):
         ids[KEPT] = torch.from_numpy(recording.trace().expert_ids_NLK[:, layer].astype(np.int64))
-    return output, session, {"replayed": executed, "native": native}
+    return output, {"replayed": executed, "native": native}
 
 
 def switch_loss(router_logits, ids, num_experts):
@@ -42,21 +42,21 @@ def switch_loss(router_logits, ids, num_experts):
 @pytest.mark.parametrize("counts", ["native", "replayed"])
 @grid("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"], quick=2)
 def test_the_auxiliary_loss_counts_what_it_is_told_to(family, counts):
-    model = tiny(family)
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
-    output, _, ids = executed_and_native(routed, trace, counts=counts)
+    _, routed, trace = with_routes(BATCH, family)
+    output, ids = executed_and_native(routed, trace, counts=counts)
     losses = {name: switch_loss(output.router_logits, ids[name], 8) for name in ids}
     require_rounded(output.aux_loss, losses[counts])
     assert (losses["native"] - losses["replayed"]).abs() > 1e-2, "the check must be able to see a difference"
+    after = routed.model(**BATCH, output_router_logits=True)
+    own = [logits.topk(routed.spec.top_k).indices for logits in after.router_logits]
+    require_rounded(after.aux_loss, switch_loss(after.router_logits, own, 8))
 
 
 def test_the_loss_of_the_model_contains_it_and_its_gradient_reaches_the_router():
     gates = {}
     for counts in ("native", "replayed"):
-        model = tiny("qwen3_moe")
-        routed = hf.attach(model)
-        output, _, _ = executed_and_native(routed, random_routes(routed.spec, BATCH), counts=counts)
+        model, routed, trace = with_routes(BATCH)
+        output, _ = executed_and_native(routed, trace, counts=counts)
         gates[counts] = output.loss
         output.aux_loss.backward()
         gradient = model.model.layers[2].mlp.gate.weight.grad
@@ -67,18 +67,8 @@ def test_the_loss_of_the_model_contains_it_and_its_gradient_reaches_the_router()
     assert not torch.equal(gates["native", "grad"], gates["replayed", "grad"])
 
 
-def test_outside_a_session_nothing_is_counted_differently():
-    model, untouched = tiny("qwen3_moe"), tiny("qwen3_moe")
-    routed = hf.attach(model)
-    with routed.replay(random_routes(routed.spec, BATCH), counts="replayed"):
-        model(**BATCH, output_router_logits=True)
-    after, expected = (each(**BATCH, output_router_logits=True).aux_loss for each in (model, untouched))
-    assert torch.equal(after, expected)
-
-
 def test_a_loss_that_cannot_be_told_is_refused():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
+    model, routed, trace = with_routes(BATCH)
     forward = model.forward
 
     def with_a_loss_of_its_own(*args, **kwargs):
@@ -89,15 +79,13 @@ def test_a_loss_that_cannot_be_told_is_refused():
     model.forward = with_a_loss_of_its_own
     with (
         pytest.raises(ReplayError, match="selects 0 times where it has 3 routers"),
-        routed.replay(random_routes(routed.spec, BATCH), counts="replayed"),
+        routed.replay(trace, counts="replayed"),
     ):
         model(**BATCH)
 
 
 def test_a_session_that_was_refused_leaves_the_counts_of_the_one_that_is_open():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
+    model, routed, trace = with_routes(BATCH)
     losses = []
     for is_refused in (False, True):
         with routed.replay(trace, counts="replayed"):

@@ -1,4 +1,7 @@
-"""Several sequences in one row: each is replayed as if it were alone. The oracle is one forward per sequence."""
+"""Where the sequences of a batch are: several in one row, as a layout says, and none at all.
+
+The oracle of packed rows is one forward per sequence.
+"""
 
 import numpy as np
 import pytest
@@ -6,9 +9,10 @@ import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
+from foreroute.layout import pack, pad
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, experts_log, random_routes, sequences_of
+from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, sequences_of, with_routes
 
 ALONE = batch_of(5, 1, 4, 6, 3, 3)
 
@@ -45,10 +49,9 @@ def logits_alone(model, routed, trace, order):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_a_packed_batch_replays_each_sequence_as_if_alone(family, rows):
-    model = tiny(family)
-    routed = hf.attach(model)
+    model, routed, trace = with_routes(ALONE, family)
     order = sequence_order(rows)
-    trace = random_routes(routed.spec, ALONE).select(order)
+    trace = trace.select(order)
     batch = packed(rows)
     with torch.no_grad(), experts_log(model) as log:
         expected = logits_alone(model, routed, trace, order)
@@ -65,9 +68,7 @@ def test_a_packed_batch_replays_each_sequence_as_if_alone(family, rows):
 
 def test_without_positions_a_packed_row_is_refused():
     """The control: one long sequence is not six short ones."""
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, ALONE)
+    model, routed, trace = with_routes(ALONE)
     with (
         pytest.raises(BatchMismatchError, match="the batch has 1 sequences and the trace has 6"),
         routed.replay(trace),
@@ -81,9 +82,7 @@ def test_without_positions_a_packed_row_is_refused():
 
 
 def test_padding_at_the_end_of_a_row_is_sequences_without_a_route():
-    model = tiny("qwen3_moe")
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, ALONE)
+    model, routed, trace = with_routes(ALONE)
     batch = {name: torch.nn.functional.pad(value, (0, 2)) for name, value in packed(ROWS["one row"]).items()}
     with pytest.raises(BatchMismatchError, match="the batch has 8 sequences"), routed.replay(trace):
         model(**batch)
@@ -101,3 +100,67 @@ def test_packed_sequences_cannot_go_on_over_a_cache():
         model(input_ids=torch.tensor([[7]]), past_key_values=cache)
     with pytest.raises(ReplayError, match="packed into one row cannot be continued"):
         recording.trace()
+
+
+LENGTHS = (9, 6, 4)
+
+
+def step(model, routed, trace, batch, **how):
+    """Loss and gradients."""
+    model.zero_grad()
+    with routed.replay(trace, **how):
+        loss = loss_of(model, batch)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_layout_of_the_batch_changes_nothing(side):
+    batch = batch_of(*LENGTHS, side=side)
+    model, routed, trace = with_routes(batch)
+    layout = pad(trace.lengths, side=side, order="bshd")
+    seen, expected = (step(model, routed, trace, batch, **how) for how in ({"layout": layout}, {}))
+    assert torch.equal(seen[0], expected[0])
+    assert all(torch.equal(seen[1][name], gradient) for name, gradient in expected[1].items())
+
+
+def test_the_layout_of_a_packed_batch_is_taken():
+    model, routed, trace = with_routes(ALONE)
+    batch = packed(ROWS["one row"])
+    with torch.no_grad():
+        with routed.replay(trace):
+            expected = model(**batch, use_cache=False).logits
+        with routed.replay(trace, pack(trace.lengths)):
+            assert torch.equal(model(**batch, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "message"),
+    [
+        (lambda lengths: pad(lengths, side="right", order="sbhd"), LayoutError, "sequence first"),
+        (lambda lengths: pack(lengths, align=2).split_context(1, 0).split_sequence(2, 0), LayoutError, "split"),
+        (lambda lengths: "right", LayoutError, "layout is a str"),
+        (lambda lengths: pad(lengths[:2], side="right", order="bshd"), BatchMismatchError, "15 packed rows"),
+    ],
+)
+def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, kind, message):
+    _, routed, trace = with_routes(batch_of(*LENGTHS))
+    with pytest.raises(kind, match=message):
+        routed.replay(trace, layout(trace.lengths)).__enter__()
+
+
+@pytest.mark.parametrize("padding", ["native", "spread"])
+def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(padding):
+    """As that of a rank that got no sequence."""
+    model = tiny("qwen3_moe")
+    routed = hf.attach(model)
+    batch = {name: torch.zeros((2, 5), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    with torch.no_grad(), routed.record(gate_weights=True) as recording:
+        native = model(**batch, use_cache=False).logits
+    trace = recording.trace()
+    assert (len(trace), trace.num_rows) == (2, 0)
+    for how in ({}, {"gate_weights": True}, {"missing": "drop", "telemetry": True}):
+        with torch.no_grad(), routed.replay(trace, padding=padding, **how) as session:
+            replayed = model(**batch, use_cache=False).logits
+        assert torch.equal(replayed, native) == (padding == "native")
+    assert not session.loss_mask_BT.any()

@@ -55,9 +55,13 @@ def sampled(routed, *, tokens=8, samples=1, end=None, **options):
     return recording, output, mask
 
 
-@pytest.mark.parametrize("end", [None, [2, 5, 0], [0, 0, 0], [7, 3, 7]], ids=["none ends", "ragged", "at once", "one"])
-def test_a_rollout_is_what_one_forward_over_it_routes(routed, end):
-    recording, output, mask = sampled(routed, end=end)
+@pytest.mark.parametrize(
+    ("samples", "end"),
+    [(1, None), (1, [2, 5, 0]), (1, [0, 0, 0]), (1, [7, 3, 7]), (2, [1, 4, 8, 0, 2, 2])],
+    ids=["none ends", "ragged", "at once", "one", "two samples of each prompt"],
+)
+def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end):
+    recording, output, mask = sampled(routed, samples=samples, end=end)
     rollout = recording.rollout(output, mask)
     with routed.record() as whole, torch.no_grad():
         routed.model(input_ids=output, attention_mask=mask)
@@ -81,14 +85,6 @@ def test_sequences_may_be_given_without_padding(routed):
     assert recording.rollout(output.numpy(), mask.bool().numpy()).equals(expected)
     assert recording.rollout(output, mask.to(torch.bfloat16)).equals(expected)
     assert digest(recording.rollout(ragged)) == digest(expected)
-
-
-def test_several_samples_of_a_prompt_are_sequences_of_their_own(routed):
-    recording, output, mask = sampled(routed, samples=2, end=[1, 4, 8, 0, 2, 2])
-    rollout = recording.rollout(output, mask)
-    assert len(rollout) == 6
-    assert rollout.lengths.tolist() == mask.sum(1).tolist()
-    assert [rollout.tokens(s)[-1] == END for s in range(6)] == [True, True, False, True, True, True]
 
 
 def test_one_sampled_token_and_no_mask(routed):

@@ -1,5 +1,7 @@
 """What attach finds out by itself: routers written as no family has them yet, right ones and wrong ones."""
 
+import re
+
 import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -128,11 +130,18 @@ def test_a_router_that_replay_would_not_reach_is_refused(router, layers, reason)
         hf.attach(with_router(router, layers=layers))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "hunyuan_v1_moe"])
-def test_a_layer_that_runs_past_its_router_is_refused(family):
+@pytest.mark.parametrize(
+    ("family", "router", "past"),
+    [
+        ("qwen3_moe", "mlp.gate", lambda hidden: hidden),
+        ("hunyuan_v1_moe", "mlp.gate", lambda hidden: hidden),
+        ("jetmoe", "self_attention.experts.router", lambda hidden_states, **rest: (hidden_states, None, None)),
+    ],
+)
+def test_a_layer_that_runs_past_its_router_is_refused(family, router, past):
     model = build(family)
-    model.model.layers[1].mlp.forward = lambda hidden: hidden
-    with pytest.raises(AttachError, match=r"layers\.1\.mlp\.gate .* did not run, but its layer did"):
+    getattr(model.model.layers[1], router.partition(".")[0]).forward = past
+    with pytest.raises(AttachError, match=rf"layers\.1\.{re.escape(router)} .* did not run, but its layer did"):
         hf.attach(model)
 
 
@@ -152,14 +161,6 @@ def test_layers_that_share_a_router_are_named(part):
     model = tiny("qwen3_moe")
     share(model, part)
     with pytest.raises(AttachError, match=r"at model\.layers\.0\.mlp\.gate, model\.layers\.2\.mlp\.gate .*twice"):
-        hf.attach(model)
-
-
-def test_attention_that_runs_past_its_router_is_refused():
-    model = build("jetmoe")
-    attention = model.model.layers[1].self_attention
-    attention.forward = lambda hidden_states, **rest: (hidden_states, None, None)
-    with pytest.raises(AttachError, match=r"layers\.1\.self_attention\.experts\.router .* did not run"):
         hf.attach(model)
 
 

@@ -13,21 +13,14 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, random_routes
+from tests.adapters.hf.model_runs import batch_of, with_routes
 
 BATCH = batch_of(9, 6, 4)
 
 
-def attached(**more):
-    """A model, attached, and routes of BATCH."""
-    model = tiny("qwen3_moe", **more).eval()
-    routed = hf.attach(model)
-    return model, routed, random_routes(routed.spec, BATCH)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda routed: pickle.loads(pickle.dumps(routed))])
 def test_what_was_attached_can_be_copied_with_its_model(copied):
-    _, routed, trace = attached()
+    _, routed, trace = with_routes(BATCH)
     with routed.record(), pytest.raises(ReplayError, match="cannot be copied inside"):
         copied(routed.model.model.layers[1])
     other = copied(routed)
@@ -43,7 +36,7 @@ def test_what_was_attached_can_be_copied_with_its_model(copied):
 
 
 def test_layers_that_were_exchanged_are_attached_again():
-    model, _, trace = attached()
+    model, _, trace = with_routes(BATCH)
     layers = model.model.layers
     layers[0], layers[2] = layers[2], layers[0]
     with hf.attach(model).replay(trace):
@@ -52,7 +45,7 @@ def test_layers_that_were_exchanged_are_attached_again():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16, torch.float16])
 def test_masks_of_zeros_and_ones_may_have_any_type(dtype):
-    model, routed, trace = attached()
+    model, routed, trace = with_routes(BATCH)
     with routed.record() as recording, routed.replay(trace), torch.no_grad():
         model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"].to(dtype))
     assert recording.trace().equals(trace)
@@ -60,10 +53,8 @@ def test_masks_of_zeros_and_ones_may_have_any_type(dtype):
 
 def test_a_forward_that_continues_a_cache_is_not_replayed():
     """Even where its tokens are those of the trace: they stand at other positions."""
-    model = tiny("qwen3_moe").eval()
-    routed = hf.attach(model)
     batch = batch_of(4, seed=1)
-    trace = random_routes(routed.spec, batch)
+    model, routed, trace = with_routes(batch)
     with torch.no_grad():
         cache = model(input_ids=batch["input_ids"], use_cache=True).past_key_values
         with (

@@ -65,8 +65,7 @@ def run(model, trace, routed, **options):
     return session, recording.trace(), grads
 
 
-@pytest.mark.parametrize("encoding", fr.trace.ENCODINGS)
-def test_own_routes_come_back_from_a_file_and_change_no_bit(tmp_path, encoding):
+def test_own_routes_come_back_padded_and_change_no_bit():
     model = uneven()
     routed = hf.attach(model)
     assert routed.spec.sizes == SIZES
@@ -75,7 +74,6 @@ def test_own_routes_come_back_from_a_file_and_change_no_bit(tmp_path, encoding):
     model.zero_grad()
     recording, native = recorded(model, routed)
     own = recording.trace()
-    trace = fr.load(fr.save(own, tmp_path / "t", encoding=encoding))
     assert own.expert_ids_NLK[0, 2].tolist()[1:] == [255, 255]
     back = fr.RoutingTrace.from_padded(routed.spec, BATCH["input_ids"], *own.to_padded()[1:])
     assert back.equals(own)
@@ -85,7 +83,6 @@ def test_own_routes_come_back_from_a_file_and_change_no_bit(tmp_path, encoding):
     assert executed.without_streams().equals(own)
     assert grads.keys() == untouched.keys()
     assert all(torch.equal(grads[name], untouched[name]) for name in grads)
-    assert run(model, trace, routed)[1].without_streams().without_pick_order().equals(own.without_pick_order())
 
 
 @grid("sizes", [SIZES, ((200, 2), (6, 3), (150, 1)), ((300, 2), (6, 3), (5, 1))], quick=1)

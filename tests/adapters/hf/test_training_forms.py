@@ -5,6 +5,7 @@ gradients. Under other routes, the experts are seen to get exactly those.
 """
 
 import numpy as np
+import pytest
 import torch
 from transformers import modeling_layers
 
@@ -59,8 +60,9 @@ def seeded_loss(model):
 
 
 @grid("form", FORMS, quick=2)
-def test_native_replay_is_bit_equal(form, checkpointing):
-    untouched, model = ready(form(), checkpointing), ready(form(), checkpointing)
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_native_replay_is_bit_equal(form, use_reentrant):
+    untouched, model = ready(form(), use_reentrant), ready(form(), use_reentrant)
     expected = seeded_loss(untouched)
     expected.backward()
     routed = hf.attach(model)

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig
 from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
 
+from examples.trl.tiny import tokenizer
 from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -57,7 +56,7 @@ class AttachedTrainer:
         with tempfile.TemporaryDirectory() as folder:
             self.trainer = GRPOTrainer(
                 model=model,
-                processing_class=_tokenizer(),
+                processing_class=tokenizer(),
                 reward_funcs=lambda completions, **_: [0.0] * len(completions),
                 train_dataset=Dataset.from_dict({"prompt": ["a"]}),
                 args=GRPOConfig(folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[]),
@@ -156,9 +155,3 @@ def _shuffled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         torch.manual_seed(int(batch["ids"].sum()))
         shuffled: dict[str, Tensor] = shuffle_sequence_dict(batch)
     return shuffled
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """One that TRL asks for and nobody uses."""
-    words = Tokenizer(models.WordLevel(vocab={"<pad>": 0, "a": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")

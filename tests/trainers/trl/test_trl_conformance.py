@@ -1,13 +1,9 @@
 """The kit on our TRL adapter."""
 
-import os
-
 import pytest
 
 from foreroute.conformance import conformance_tests
 from foreroute.testing.models import FAMILIES
 from tests.trainers.trl.presented import TRLUnderTest
-
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 test_conformance = pytest.mark.slow(conformance_tests(TRLUnderTest("qwen3_moe", FAMILIES["qwen3_moe"])))

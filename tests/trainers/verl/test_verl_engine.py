@@ -48,10 +48,7 @@ def engine(group, folder, book):
 
 @pytest.fixture(scope="module")
 def exact(book):
-    """Log-probs in float64 of each sequence on its routes, and how far float32 is from them."""
-    exact = book.replayed(torch.float64)
-    rounding = max(float((a - b).abs().max()) for a, b in zip(exact, book.replayed(), strict=True))
-    return exact, rounding
+    return book.exact()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,12 +78,7 @@ def test_updates_follow_the_routes_and_so_does_their_recomputation(engine, book)
     counts = [followed(forward, book)[:2] for forward in forwards]
     assert all(no == 0 and yes == 4 for yes, no in counts), counts  # two layers, forward and recomputation
     metrics = output["metrics"]
-    log_r = np.concatenate(
-        [
-            logprobs[-len(sampled) :].numpy() - sampled
-            for logprobs, sampled in zip(book.replayed(), book.sampled, strict=True)
-        ]
-    ).astype(np.float64)
+    log_r = book.log_ratios()
     assert metrics["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]
     assert metrics["mismatch/f2"] == [pytest.approx(np.mean(np.abs(log_r) > np.log(2)))]
     assert metrics["mismatch/disagreement"] == [0.0]

@@ -19,17 +19,14 @@ def test_each_rank_replays_its_own_sequences_and_metrics_are_of_all(folder):
         mp.spawn(_rank, (folder, shared), nprocs=2)
         found = [torch.load(Path(shared) / f"{rank}.pt", weights_only=False) for rank in range(2)]
     book = Book(folder, count=8)
-    exact = book.replayed(torch.float64)
-    rounding = max(float((a - b).abs().max()) for a, b in zip(exact, book.replayed(), strict=True))
+    exact, rounding = book.exact()
     for rank, results in enumerate(found):
         assert results["counts"]
         assert all(no == 0 for _, no in results["counts"])
         for logprobs, wanted in zip(results["log_probs"], exact[4 * rank : 4 * rank + 4], strict=True):
             assert float((logprobs - wanted).abs().max()) < 8 * rounding
     assert found[0]["metrics"] == found[1]["metrics"]
-    log_r = np.concatenate(
-        [lp[-len(sampled) :].numpy() - sampled for lp, sampled in zip(book.replayed(), book.sampled, strict=True)]
-    ).astype(np.float64)
+    log_r = book.log_ratios()
     assert found[0]["metrics"]["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]
     assert found[0]["metrics"]["mismatch/disagreement"] == [0.0]
     for one, other in zip(found[0]["weights"], found[1]["weights"], strict=True):

@@ -45,23 +45,27 @@ class Book:
             for logprobs, drawn in zip(self.replayed(), noise, strict=True)
         ]
 
-    def traces(self):
-        return [self.trace([s]) for s in range(len(self.pairs))]
-
-    def trace(self, chosen):
-        tokens = [np.concatenate(self.pairs[s]) for s in chosen]
-        return RoutingTrace.from_sequences(self.routed.spec, tokens, [self.routes[s] for s in chosen])
-
     @torch.no_grad()
     def replayed(self, dtype=torch.float32):
         """Log-probs [T - 1] of each sequence, alone, on its routes, by the Hugging Face adapter."""
         self.model.to(dtype)
         found = []
-        for trace in self.traces():
-            with self.routed.replay(trace):
-                found.append(logprobs_of(self.model, trace.tokens(0)))
+        for pair, routes in zip(self.pairs, self.routes, strict=True):
+            tokens = np.concatenate(pair)
+            with self.routed.replay(RoutingTrace.from_sequences(self.routed.spec, [tokens], [routes])):
+                found.append(logprobs_of(self.model, tokens))
         self.model.float()
         return found
+
+    def exact(self):
+        """Those in float64, and how far those in float32 are from them."""
+        exact = self.replayed(torch.float64)
+        return exact, max(float((a - b).abs().max()) for a, b in zip(exact, self.replayed(), strict=True))
+
+    def log_ratios(self):
+        """float64, of the model on the routes to what sampled, for every sampled token."""
+        pairs = zip(self.replayed(), self.sampled, strict=True)
+        return np.concatenate([ours[-len(theirs) :].numpy() - theirs for ours, theirs in pairs]).astype(np.float64)
 
     @torch.no_grad()
     def native_of(self, tokens):
