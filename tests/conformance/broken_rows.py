@@ -82,16 +82,19 @@ class NewestVersionOnly(Adapter):
 
 class LastRowFilled(Adapter):
     def rows(self, trace):
-        last = np.zeros_like(trace.valid_N)
-        last[trace.offsets[1:] - 1] = True
-        return filled(trace, last & ~trace.valid_N)
+        return filled(trace, lasts(trace) & ~trace.valid_N)
 
 
 class GapsFilled(Adapter):
     def rows(self, trace):
-        last = np.zeros_like(trace.valid_N)
-        last[trace.offsets[1:] - 1] = True
-        return filled(trace, ~last & ~trace.valid_N)
+        return filled(trace, ~lasts(trace) & ~trace.valid_N)
+
+
+def lasts(trace):
+    """Bool [N], of each sequence."""
+    last = np.zeros_like(trace.valid_N)
+    last[trace.offsets[1:] - 1] = True
+    return last
 
 
 class PaddingConsumesRows(Adapter):

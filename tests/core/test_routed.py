@@ -23,6 +23,7 @@ from tests.adapters.hf.model_runs import (
     random_routes,
 )
 from tests.adapters.hf.test_stacks import encoder_decoder
+from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -60,7 +61,7 @@ def test_tensors_and_traces_are_replayed_alike(family):
             with routed.replay(padded(trace), BATCH["attention_mask"]):
                 loss_of(model, BATCH).backward()
         seen[kind] = gradients(model)
-    assert all(torch.equal(seen["tensors"][name], gradient) for name, gradient in seen["trace"].items())
+    assert same(seen["tensors"], seen["trace"])
 
 
 @grid("num_experts", [127, 128, 129, 256, 257, 32_768, 32_769], quick=2)

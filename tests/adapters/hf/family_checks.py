@@ -20,6 +20,7 @@ from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.model_runs import checkpointed_by_library, gradients, random_routes
+from tests.replay.session_subject import same
 from tests.traces import weighted
 
 TOKENS = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -243,18 +244,25 @@ def require_given_to_experts(trace, calls):
             assert torch.equal(call.ids.sort(-1).values, expected.sort(-1).values)
 
 
-def require_bit_equal(untouched, model, routed):
+def run(model):
+    """A scalar in which every element of the first output counts."""
+    torch.manual_seed(0)
+    output = model(input_ids=TOKENS, use_cache=False)[0]
+    return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).mean()
+
+
+def require_bit_equal(untouched, model, routed, loss_of=run, **options):
+    """A model under its own routes has the loss and the gradients of one that is not replayed. Returns the session."""
     with routed.record() as recording, torch.no_grad():
-        run(model)
-    expected = run(untouched)
+        loss_of(model)
+    expected = loss_of(untouched)
     expected.backward()
-    with routed.replay(recording.trace()):
-        loss = run(model)
-        loss.backward()
+    with routed.replay(recording.trace(), **options) as session:
+        loss = loss_of(model)
+    loss.backward()
     assert torch.equal(loss, expected)
-    mine, theirs = gradients(model), gradients(untouched)
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert same(gradients(model), gradients(untouched))
+    return session
 
 
 def written(folder, model, **changes):
@@ -311,13 +319,6 @@ def shared(name):
 
 
 attached_once = lru_cache(maxsize=1)(attached)
-
-
-def run(model):
-    """A scalar in which every element of the first output counts."""
-    torch.manual_seed(0)
-    output = model(input_ids=TOKENS, use_cache=False)[0]
-    return (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(1))).mean()
 
 
 def foreign_routes(routed, batch=BATCH, seed=1):

@@ -12,7 +12,9 @@ from transformers import modeling_layers
 from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, tiny
 from tests.adapters.hf.families import skip_in_older
+from tests.adapters.hf.family_checks import require_bit_equal
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, gradients, loss_of, random_routes
+from tests.replay.session_subject import same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -63,18 +65,7 @@ def seeded_loss(model):
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 def test_native_replay_is_bit_equal(form, use_reentrant):
     untouched, model = ready(form(), use_reentrant), ready(form(), use_reentrant)
-    expected = seeded_loss(untouched)
-    expected.backward()
-    routed = hf.attach(model)
-    with routed.record() as recording, torch.no_grad():
-        seeded_loss(model)
-    with routed.replay(recording.trace(), telemetry=True) as session:
-        loss = seeded_loss(model)
-    loss.backward()
-    assert torch.equal(loss, expected)
-    mine, theirs = gradients(model), gradients(untouched)
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    session = require_bit_equal(untouched, model, hf.attach(model), seeded_loss, telemetry=True)
     assert session.agreement().routing.differing_tokens_share == 0
 
 
@@ -117,10 +108,8 @@ def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
     for model, routed in ((after, routed_after), (before, attached[0])):
         with routed.replay(random_routes(routed.spec, BATCH)):
             seeded_loss(model).backward()
-    mine, theirs = gradients(before), gradients(after)
-    assert mine.keys() == theirs.keys()
-    assert all("lora" in name for name in mine)
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert same(gradients(before), gradients(after))
+    assert all("lora" in name for name in gradients(before))
 
 
 def test_noise_is_no_obstacle_because_routes_are_replayed_after_it():

@@ -6,8 +6,7 @@ import torch
 
 from foreroute.adapters import hf
 from tests.adapters.hf.families import build, config_fields, with_live_values
-from tests.adapters.hf.family_checks import run
-from tests.adapters.hf.model_runs import gradients
+from tests.adapters.hf.family_checks import require_bit_equal
 from tests.tiers import grid
 
 WHOLE = {
@@ -60,18 +59,8 @@ def build_whole(name, **overrides):
 
 @grid("name", WHOLE, quick=3)
 def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
-    untouched, model = build_whole(name), build_whole(name)
-    expected = run(untouched)
-    expected.backward()
-    routed = hf.attach(model)
-    with routed.record() as recording, torch.no_grad():
-        run(model)
-    with routed.replay(recording.trace()):
-        loss = run(model)
-    loss.backward()
-    assert torch.equal(loss, expected)
-    theirs = gradients(untouched)
-    assert all(torch.equal(mine, theirs[key]) for key, mine in gradients(model).items())
+    model = build_whole(name)
+    require_bit_equal(build_whole(name), model, hf.attach(model))
 
 
 def test_positions_of_an_image_are_rows_like_others():

@@ -13,7 +13,7 @@ from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from tests.adapters.hf.families import SPARSE, build
 from tests.attended import SIZES, attended, chosen, followed
 from tests.tiers import grid
-from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.trl.trl_runs import logged, make, trained
 
 
 class Watched(GRPOTrainer):
@@ -45,8 +45,7 @@ SOURCES = {"generate": None, "our engine": lambda model: rollout_with(EmbeddedEn
 def test_every_pass_attends_to_what_the_rollout_did(source, folder):
     model = sparse_policy()
     function = SOURCES[source] and SOURCES[source](model)
-    trainer = make(folder, kind=Watched, model=model, rollout_func=function, max_steps=2)
-    trainer.train()
+    trainer = trained(folder, kind=Watched, model=model, rollout_func=function, max_steps=2)
     assert len(trainer.passes) == 5  # old log-probs of 8 sequences, then an update for each micro-batch
     for trace, seen in trainer.passes:
         others, rows = followed(seen, chosen(trace))
@@ -56,8 +55,7 @@ def test_every_pass_attends_to_what_the_rollout_did(source, folder):
 
 @pytest.mark.slow
 def test_updates_of_r2_attend_to_what_the_old_pass_did(folder):
-    trainer = make(folder, kind=Watched, model=sparse_policy(), replay="R2", max_steps=2)
-    trainer.train()
+    trainer = trained(folder, kind=Watched, model=sparse_policy(), replay="R2", max_steps=2)
     for trace, seen in trainer.passes[-4:]:
         assert followed(seen, chosen(trace))[0] == 0
     assert logged(trainer, "mismatch/native_disagreement")
@@ -67,8 +65,7 @@ def test_without_replay_passes_attend_to_others(folder):
     """The control, with the same rollouts."""
     model = sparse_policy()
     function = SOURCES["our engine"](model)
-    trainer = make(folder, kind=Watched, model=model, rollout_func=function, replay="none", max_steps=1)
-    trainer.train()
+    trainer = trained(folder, kind=Watched, model=model, rollout_func=function, replay="none", max_steps=1)
     trace, seen = trainer.passes[0]
     assert followed(seen, chosen(trace))[0] > 0
 
@@ -119,8 +116,7 @@ def test_units_that_padding_moves_are_refused(folder, family, replay):
 def test_prompts_of_one_length_are_followed(folder, family):
     # TRL's auxiliary loss asks for a number of experts by a name that DeepSeek-V4 does not have
     settings = {"prompts": ["many vowels: "] * 8, "router_aux_loss_coef": 0.0, "max_steps": 2}
-    trainer = make(folder, kind=Recorded, model=sparse_by_units(family), **settings)
-    trainer.train()
+    trainer = trained(folder, kind=Recorded, model=sparse_by_units(family), **settings)
     assert len(trainer.passes) == 5
     for trace, recording in trainer.passes:
         others, rows = followed(chosen(recording.trace()), chosen(trace))

@@ -16,7 +16,7 @@ from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl.masked_head import HEAD, masks_at, scored_on_sampling_masks
-from tests.trainers.trl.trl_runs import logged, make, saved_policy
+from tests.trainers.trl.trl_runs import logged, make, saved_policy, trained
 
 CUTS = {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "temperature": 0.7}
 
@@ -54,8 +54,11 @@ def dense(model, tokens, own, temperature):
     return scored
 
 
-def scored(trainer, temperature):
-    """(whether it is the reference's, log-probs of its completion, those of `dense`), by pass and sequence."""
+def scored(folder, **settings):
+    """(whether it is the reference's, log-probs of its completion, those of `dense`), by pass and sequence of a run."""
+    steady = {"beta": 0.1, "max_steps": 2, "learning_rate": 1e-6}
+    trainer = trained(folder, kind=Watched, model=saved_policy(folder), **steady, **settings)
+    assert max(logged(trainer, "mismatch/k3")) < 1e-9
     model = policy().eval()
     for is_reference, weights, trace, ids, mask, keep, found in trainer.passes:
         model.load_state_dict(weights)
@@ -63,16 +66,13 @@ def scored(trainer, temperature):
         for row, own_mask in enumerate(mask.bool()):
             tokens, length = ids[row][own_mask].tolist(), int(own_mask[-keep:].sum())
             assert not found[row][length:].any()
-            expected = dense(model, tokens, sequences[tuple(tokens)], temperature)[-length:]
+            expected = dense(model, tokens, sequences[tuple(tokens)], trainer.temperature)[-length:]
             yield is_reference, found[row][:length], expected
 
 
 def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(folder):
-    trainer = make(folder, kind=Watched, model=saved_policy(folder), beta=0.1, max_steps=2, learning_rate=1e-6, **CUTS)
-    trainer.train()
-    assert max(logged(trainer, "mismatch/k3")) < 1e-9
     seen = {True: 0, False: 0}
-    for is_reference, found, expected in scored(trainer, CUTS["temperature"]):
+    for is_reference, found, expected in scored(folder, **CUTS):
         np.testing.assert_allclose(found, expected, atol=2e-5)
         seen[is_reference] += len(found)
     assert seen[False] == 2 * seen[True] > 0  # an old and an update pass, and one of the reference
@@ -170,20 +170,8 @@ def with_a_tool(without, env_masks=None):
 
 @pytest.mark.slow
 def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folder):
-    trainer = make(
-        folder,
-        kind=Watched,
-        model=saved_policy(folder),
-        rollout_func=with_a_tool(TOOL),
-        beta=0.1,
-        max_steps=2,
-        learning_rate=1e-6,
-        top_p=0.8,
-    )
-    trainer.train()
-    assert max(logged(trainer, "mismatch/k3")) < 1e-9
     seen = 0
-    for _, found, expected in scored(trainer, 1.0):
+    for _, found, expected in scored(folder, rollout_func=with_a_tool(TOOL), top_p=0.8):
         assert np.flatnonzero(np.isnan(expected)).tolist() == [TOOL]
         np.testing.assert_allclose(found, np.nan_to_num(expected), atol=2e-5)
         assert found[TOOL] == 0

@@ -70,31 +70,29 @@ class OwnStep(GRPOTrainer):
         return next(model.parameters()).sum() * 0
 
 
-class OwnBatch(GRPOTrainer):
-    """Hands on what it knows, and nothing else."""
+def bringing(change):
+    """A kind of trainer whose batches are changed on their way."""
 
-    def _prepare_inputs(self, generation_batch):
-        inputs = dict(super()._prepare_inputs(generation_batch))
-        del inputs[ROWS]
-        return inputs
+    class Changed(GRPOTrainer):
+        def _prepare_inputs(self, generation_batch):
+            inputs = dict(super()._prepare_inputs(generation_batch))
+            change(inputs)
+            return inputs
 
-
-class Swapped(GRPOTrainer):
-    """Gives every sequence the routes of another, as carrying them beside TRL's batch would."""
-
-    def _prepare_inputs(self, generation_batch):
-        inputs = dict(super()._prepare_inputs(generation_batch))
-        inputs[ROWS] = torch.flip(inputs[ROWS], [0])
-        return inputs
+    return Changed
 
 
-class Late(GRPOTrainer):
-    """Brings the micro-batches of the rollout before."""
+def nothing_else(inputs):
+    del inputs[ROWS]
 
-    def _prepare_inputs(self, generation_batch):
-        inputs = dict(super()._prepare_inputs(generation_batch))
-        inputs[ROWS] = inputs[ROWS] - torch.tensor([1, 0])
-        return inputs
+
+def of_another_sequence(inputs):
+    """As carrying routes beside TRL's batch would."""
+    inputs[ROWS] = torch.flip(inputs[ROWS], [0])
+
+
+def of_the_rollout_before(inputs):
+    inputs[ROWS] = inputs[ROWS] - torch.tensor([1, 0])
 
 
 @grid(
@@ -102,9 +100,9 @@ class Late(GRPOTrainer):
     [
         (OwnLoss, ReplayError, "computed a loss without"),
         (OwnStep, ReplayError, "a training step without"),
-        (OwnBatch, ReplayError, "foreroute_rows"),
-        (Swapped, BatchMismatchError, r"the sequences \[1, 0\] of the trace"),
-        (Late, ReplayError, r"rollouts \[0\]"),
+        (bringing(nothing_else), ReplayError, "foreroute_rows"),
+        (bringing(of_another_sequence), BatchMismatchError, r"the sequences \[1, 0\] of the trace"),
+        (bringing(of_the_rollout_before), ReplayError, r"rollouts \[0\]"),
     ],
     quick=2,
 )

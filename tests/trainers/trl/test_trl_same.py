@@ -5,18 +5,11 @@ import torch
 import trl
 from peft import LoraConfig
 
-from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.trl.trl_runs import logged, make, trained
 
 TIMES = ("time", "_per_second")
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 KINDS = ("loss", "grad_norm", "reward", "entropy", "aux_loss", "clip_ratio/region_mean", "completions/mean_length")
-
-
-def trained(*args, **settings):
-    """A trainer is made, which seeds the random numbers, and trained."""
-    trainer = make(*args, **settings)
-    trainer.train()
-    return trainer
 
 
 @pytest.fixture(scope="module")

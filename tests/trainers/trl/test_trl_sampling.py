@@ -17,7 +17,7 @@ from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.sampling import LEAVING_OUT
 from tests.tiers import grid
-from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.trl.trl_runs import logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
 
@@ -43,10 +43,9 @@ def configured(**settings):
 def test_what_leaves_tokens_out_is_scored_on_the_sets_whoever_asked_for_it(of_model, of_call, folder):
     k3 = {}
     for replay in ("R3", "none"):
-        trainer = make(
+        trainer = trained(
             folder, model=configured(**of_model), generation_kwargs=of_call, replay=replay, max_steps=1, temperature=0.9
         )
-        trainer.train()
         k3[replay] = logged(trainer, "mismatch/k3")[0]
         assert (SAMPLING in trainer.routing.rollout.trace.streams) == (replay == "R3")
     assert k3["R3"] < 1e-9
@@ -89,8 +88,7 @@ def test_processors_that_are_trusted_keep_the_distances_of_what_they_leave():
 
 
 def test_nothing_is_kept_where_nothing_is_left_out(folder):
-    trainer = make(folder, max_steps=1, top_p=0.8, min_p=0.0, generation_kwargs={"top_p": 1.0})
-    trainer.train()
+    trainer = trained(folder, max_steps=1, top_p=0.8, min_p=0.0, generation_kwargs={"top_p": 1.0})
     assert SAMPLING not in trainer.routing.rollout.trace.streams
     assert logged(trainer, "mismatch/k3")[0] < 1e-9
 
@@ -164,8 +162,7 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
         with monkeypatch.context() as patch:
             colocated(patch, as_they_are)
             settings = {"top_p": 0.5, "generation_kwargs": {"top_k": 30, "seed": 1}, **COLOCATE}
-            trainer = make(folder, replay=replay, max_steps=1, **settings)
-            trainer.train()
+            trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]
     assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
 

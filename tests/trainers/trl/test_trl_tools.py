@@ -18,7 +18,7 @@ from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl import trainer as adapter
 from foreroute.trainers.trl.rollout import Turn, joined_turns
 from tests.trainers.trl.routes_book import native, require_followed, watched
-from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of
+from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import logged
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
@@ -124,8 +124,7 @@ def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monke
     The control is in test_trl_vllm.py: without replay the same stand-ins and the policy disagree.
     """
     fake(monkeypatch, as_they_are)
-    trainer = make(folder, **settings)
-    trainer.train()
+    trainer = trained(folder, **settings)
     assert sum(not sampled[20:].all() for _, sampled, _ in sequences_of(trainer)) > 1
     assert logged(trainer, "mismatch/disagreement") == [0.0]
 
@@ -134,8 +133,7 @@ def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monke
 def test_sampling_masks_of_all_turns_are_scored_on(folder):
     k3 = {}
     for replay in ("R3", "none"):
-        trainer = make(folder, replay=replay, top_p=0.8)
-        trainer.train()
+        trainer = trained(folder, replay=replay, top_p=0.8)
         (k3[replay],) = logged(trainer, "mismatch/k3")
     assert k3["R3"] < 1e-9
     assert k3["none"] > 1e-2  # the control
@@ -145,8 +143,7 @@ def test_sampling_masks_of_all_turns_are_scored_on(folder):
 
 @pytest.mark.slow
 def test_r2_and_evaluation_need_nothing_of_a_turn(folder):
-    trainer = make(folder, replay="R2", num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=2)
-    trainer.train()
+    trainer = trained(folder, replay="R2", num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=2)
     assert len(logged(trainer, "eval_loss")) == 1
     assert logged(trainer, "mismatch/native_disagreement")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from foreroute.errors import CaptureError, ReplayError
-from tests.trainers.trl.trl_runs import logged, make
+from tests.trainers.trl.trl_runs import logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
 pytestmark = pytest.mark.slow
@@ -29,8 +29,7 @@ def test_routes_of_vllm_are_replayed_and_measured(mode, folder, monkeypatch):
     for replay in ("none", "R3"):
         with monkeypatch.context() as patch:
             fake(patch, as_they_are)
-            runs[replay] = trainer = make(folder, replay=replay, max_steps=1, **settings)
-            trainer.train()
+            runs[replay] = trained(folder, replay=replay, max_steps=1, **settings)
     first = {name: {m: logged(run, f"mismatch/{m}")[0] for m in ("k3", "disagreement")} for name, run in runs.items()}
     assert first["R3"]["disagreement"] == 0
     assert first["none"]["disagreement"] > 0.005
@@ -54,6 +53,5 @@ def test_a_server_that_returns_no_routes_is_refused_with_the_flag_to_start_it_wi
 
 def test_vllm_needs_no_routes_for_r2(folder, monkeypatch):
     served(monkeypatch, as_they_are, returns_routes=False)
-    trainer = make(folder, replay="R2", max_steps=1, **SERVER)
-    trainer.train()
+    trainer = trained(folder, replay="R2", max_steps=1, **SERVER)
     assert logged(trainer, "mismatch/k3")

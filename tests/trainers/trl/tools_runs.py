@@ -52,6 +52,12 @@ def make(folder, *, model=None, kind=Noting, tools=(look_up,), **settings):
     return trl_runs.make(folder, kind=kind, model=model or agent(), **own, **{**ONE_STEP, **settings})
 
 
+def trained(folder, **settings):
+    trainer = make(folder, **settings)
+    trainer.train()
+    return trainer
+
+
 def sequences_of(trainer):
     """(tokens, which of them were sampled, advantage) of each sequence of TRL's own batch."""
     batch = trainer.batch

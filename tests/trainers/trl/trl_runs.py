@@ -59,6 +59,13 @@ def make(folder, *, kind=GRPOTrainer, model=None, prompts=PROMPTS, **settings):
     )
 
 
+def trained(*args, **settings):
+    """A trainer is made, which seeds the random numbers, and trained."""
+    trainer = make(*args, **settings)
+    trainer.train()
+    return trainer
+
+
 def logged(trainer, name):
     """Every value of a metric in the trainer's own logs."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
