@@ -1,6 +1,7 @@
 """Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,8 @@ from tests.roundings import TERMS, require_rounded, roundings
 
 def on_two_ranks(work, *args):
     """`work(rank, *args)` on each; returns what each gave back."""
-    workers = Workers(2, timeout_s=300)
-    try:
+    with closing(Workers(2, timeout_s=300)) as workers:
         return workers.run(work, *args)
-    finally:
-        workers.close()
 
 
 BATCH = batch_of(9, 9, 6, 6)

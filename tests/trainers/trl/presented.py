@@ -46,11 +46,7 @@ class TRLUnderTest(HuggingFaceUnderTest):
 
 
 class AttachedTrainer:
-    """What a trainer replays, opened by hand.
-
-    Args:
-        model: the policy.
-    """
+    """What a trainer replays, opened by hand."""
 
     def __init__(self, model: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -111,9 +107,6 @@ class AttachedTrainer:
 
 class TRLModel(HuggingFaceModel):
     """A causal language model with TRL's head.
-
-    Args:
-        model: the model.
 
     Attributes:
         attached: the trainer around it, once there is one.

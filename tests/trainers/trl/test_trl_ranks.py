@@ -1,6 +1,7 @@
 """Two data-parallel processes: each replays its own sequences, and metrics are those of both."""
 
 import os
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -63,11 +64,8 @@ def deal_out(rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    workers = Workers(2, timeout_s=300)
-    try:
+    with closing(Workers(2, timeout_s=300)) as workers:
         return workers.run(train, str(tmp_path_factory.mktemp("ranks")))
-    finally:
-        workers.close()
 
 
 def test_routes_metrics_and_weights_on_two_processes(results):

@@ -55,11 +55,7 @@ class VerlUnderTest(HuggingFaceUnderTest):
 
 
 class BareEngine(FSDPEngineWithLMHead):
-    """The engine of verl around a model that is there.
-
-    Args:
-        module: the model.
-    """
+    """The engine of verl around a model that is there."""
 
     def __init__(self, module: Any) -> None:
         if not dist.is_initialized():
@@ -80,11 +76,7 @@ class ReplayEngine(FSDPRoutingReplay, BareEngine):
 
 
 class AttachedEngine:
-    """What an engine replays, opened by hand.
-
-    Args:
-        module: the policy.
-    """
+    """What an engine replays, opened by hand."""
 
     def __init__(self, module: Any) -> None:
         self.engine = ReplayEngine(module)
@@ -117,9 +109,6 @@ class AttachedEngine:
 
 class VerlModel(HuggingFaceModel):
     """A causal language model in an engine of verl.
-
-    Args:
-        model: the model.
 
     Attributes:
         attached: the engine with replay, once there is one.
