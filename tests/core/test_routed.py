@@ -46,6 +46,13 @@ def own_routes(model, routed, batch=BATCH):
     return recording.ids()[0], logits
 
 
+def with_own_routes(**options):
+    """A model, attached, with what it picks by itself, and its logits."""
+    model = tiny("qwen3_moe", **options)
+    routed = attach(model)
+    return model, routed, *own_routes(model, routed)
+
+
 @grid("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"], quick=1)
 def test_tensors_and_traces_are_replayed_alike(family):
     """Bits of the loss and of every gradient, routers' among them."""
@@ -84,9 +91,7 @@ def test_every_number_of_experts_is_attached_and_replayed(num_experts):
 
 
 def test_own_routes_change_no_bit_and_others_are_counted():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, native = own_routes(model, routed)
+    model, routed, own, native = with_own_routes()
     with routed.replay(own, BATCH["attention_mask"]), torch.no_grad():
         assert torch.equal(model(**BATCH, use_cache=False).logits, native)
     real = int(BATCH["attention_mask"].sum())
@@ -122,9 +127,7 @@ def test_picks_that_are_made_one_after_the_other_are_made_again(use_reentrant):
 
 
 def test_rows_are_made_once_and_replayed_often():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, native = own_routes(model, routed)
+    model, routed, own, native = with_own_routes()
     rows = routed.rows(own, BATCH["attention_mask"])
     for _ in range(2):
         with routed.replay(rows), torch.no_grad():
@@ -147,9 +150,7 @@ def test_gate_weights_are_forced_as_constants():
 
 @pytest.mark.slow
 def test_a_compiled_model_is_replayed_with_a_break_in_its_graph():
-    model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=2)
-    routed = attach(model)
-    own, _ = own_routes(model, routed)
+    model, routed, own, _ = with_own_routes(experts="grouped_mm", num_hidden_layers=2)
     other = (own + 1) % 8
     compiled = torch.compile(model, backend="eager")
     seen = []
@@ -214,9 +215,7 @@ def test_both_stacks_of_an_encoder_decoder_are_replayed():
     ],
 )
 def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, native = own_routes(model, routed)
+    model, routed, own, native = with_own_routes()
     wrong = own.clone()
     change(wrong)
     with (
@@ -230,9 +229,7 @@ def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
 
 
 def test_rows_that_later_tokens_depend_on_may_be_asked_for():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, _ = own_routes(model, routed)
+    model, routed, own, _ = with_own_routes()
     own[torch.arange(3), BATCH["attention_mask"].sum(1) - 1] = -1  # the last of each sequence is before no other
     mask = BATCH["attention_mask"]
     with routed.replay(own, mask, missing="error"), torch.no_grad():
@@ -262,9 +259,7 @@ def test_shapes_and_types_are_refused_at_once(ids, said):
 
 
 def test_a_session_of_another_batch_or_without_a_forward_is_refused():
-    model = tiny("qwen3_moe")
-    routed = attach(model)
-    own, _ = own_routes(model, routed)
+    model, routed, own, _ = with_own_routes()
     with pytest.raises(ReplayError, match=r"runs on \[3, 8\] \[B, T\], the routes are of \[3, 9\]"), routed.replay(own):
         model(input_ids=BATCH["input_ids"][:, 1:])
     with pytest.raises(ReplayError, match="nothing was replayed"), routed.replay(own):

@@ -17,7 +17,7 @@ from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl import trainer as adapter
 from foreroute.trainers.trl.rollout import Turn, joined_turns
-from tests.trainers.trl.routes_book import native, require_followed, watched
+from tests.trainers.trl.routes_book import native
 from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import logged
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
@@ -89,9 +89,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
         "engine": {"rollout_func": rollout_with(engine)},
         "branches": {"rollout_func": branching(engine), "tools": ()},
     }[source]
-    trainer = make(folder, model=model, **chosen)
-    with watched(model) as batches:
-        trainer.train()
+    trainer = trained(folder, model=model, **chosen)
     sequences = list(sequences_of(trainer))
     turns = [np.diff(sampled.astype(int)).clip(0).sum() for _, sampled, _ in sequences]
     assert max(turns) > 1
@@ -108,12 +106,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     for name, gradient in expected.items():
         torch.testing.assert_close(trainer.gradients[name], gradient, rtol=1e-3, atol=2e-5)
     assert logged(trainer, "mismatch/disagreement") == [0.0]
-    if own:
-        assert logged(trainer, "mismatch/k3")[0] < 1e-9
-        return
-    book = type("Book", (), {"routes": {tuple(tokens): engine.routes_of(tokens) for tokens, *_ in sequences}})
-    (update,) = [batch for batch in batches if batch.grad]
-    assert len(require_followed(update, book)) == len(sequences)
+    assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
 @pytest.mark.slow
@@ -137,8 +130,7 @@ def test_sampling_masks_of_all_turns_are_scored_on(folder):
         (k3[replay],) = logged(trainer, "mismatch/k3")
     assert k3["R3"] < 1e-9
     assert k3["none"] > 1e-2  # the control
-    trace = trainer.routing.rollout.trace
-    assert SAMPLING not in trace.streams
+    assert SAMPLING not in trainer.routing.rollout.trace.streams
 
 
 @pytest.mark.slow
