@@ -6,6 +6,7 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.capture import read_nemo_gym, read_skycap
+from foreroute.testing.models import tiny
 from tests import scripted
 from tests.tiers import grid
 
@@ -16,21 +17,10 @@ SEEDS = (166, 110)
 @pytest.fixture
 def model(monkeypatch):
     """A model that is the scripted engine too: 4 layers, of which the first is dense, in float64."""
-    built = hf.build_model(
-        "qwen3_moe",
-        experts_implementation="eager",  # grouped_mm knows no float64
-        seed=0,
+    built = tiny(
         vocab_size=scripted.VOCABULARY,
-        hidden_size=32,
         num_hidden_layers=scripted.LAYERS,
         mlp_only_layers=[0],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        intermediate_size=16,
-        initializer_range=0.3,
         max_position_embeddings=128,
     ).double()
 

@@ -10,7 +10,7 @@ import torch
 from transformers import modeling_layers
 
 from foreroute.adapters import hf
-from foreroute.testing.models import FAMILIES, tiny
+from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.family_checks import require_bit_equal
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, gradients, loss_of, random_routes
@@ -21,14 +21,9 @@ BATCH = batch_of(9, 6, 4)
 KEPT = BATCH["attention_mask"].bool().reshape(-1)
 
 
-def noisy(**sizes):
+def noisy():
     """Jitter on what routers see, dropout in attention."""
-    return hf.build_model(
-        "mixtral",
-        seed=0,
-        experts_implementation="eager",
-        **{**FAMILIES["mixtral"], "router_jitter_noise": 0.3, "attention_dropout": 0.2, **sizes},
-    )
+    return tiny("mixtral", router_jitter_noise=0.3, attention_dropout=0.2)
 
 
 def with_lora(**kwargs):

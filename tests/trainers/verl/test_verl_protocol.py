@@ -73,28 +73,27 @@ def test_a_response_that_verl_cut_keeps_the_route_of_its_last_token():
     assert np.array_equal(trace.expert_ids_NLK[-1], telling_routes(np.concatenate(pairs[-1]), rows=99)[-1, 1:])
 
 
+def with_masks(batch, masks):
+    """The batch with these response masks, in its layout."""
+    rows = nested([np.array(mask) for mask in masks])
+    if not batch["response_mask"].is_nested:
+        rows = torch.nested.to_padded_tensor(rows, 0, batch["response_mask"].shape)
+    return {**batch, "response_mask": rows}
+
+
 def test_rows_that_no_trained_token_depends_on_may_be_absent(layout):
     """A tool answers last: its three tokens are not trained on, and the engine has not seen them."""
     pairs = [(np.arange(1, 5), np.arange(10, 16)), (np.arange(5, 9), np.arange(20, 23))]
     batch = layout(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens) - 4 if len(tokens) > 7 else None))
     masks = [[1, 1, 1, 0, 0, 0], [1, 1, 1]]
-    if batch["response_mask"].is_nested:
-        batch["response_mask"] = nested([np.array(mask) for mask in masks])
-    else:
-        batch["response_mask"][0, 3:] = 0
+    batch = with_masks(batch, masks)
     trace = trace_of(batch, model=SPEC)
     assert [mask.tolist() for mask in sampled_mask(batch)] == [[bool(x) for x in mask] for mask in masks]
     require_routed(trace, batch)
-    trains_on_one_more = dict(batch)
-    if batch["response_mask"].is_nested:
-        trains_on_one_more["response_mask"] = nested([np.array([1, 1, 1, 1, 0, 0]), np.array(masks[1])])
-    else:
-        trains_on_one_more["response_mask"] = batch["response_mask"].clone()
-        trains_on_one_more["response_mask"][0, 3] = 1
     with pytest.raises(
         ReplayError, match=r"sequence 0 .* no route at position 6, and trains on tokens up to position 7"
     ):
-        require_routed(trace, trains_on_one_more)
+        require_routed(trace, with_masks(batch, [[1, 1, 1, 1, 0, 0], masks[1]]))
 
 
 def test_a_sequence_that_fills_the_batch_up_needs_no_routes():
