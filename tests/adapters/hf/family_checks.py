@@ -5,6 +5,7 @@ import inspect
 import json
 import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.core.hooks import overridden
 from foreroute.errors import ConfigError, ReplayError
-from foreroute.trace import LayerKind, RoutingTrace
+from foreroute.trace import LayerKind
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.model_runs import checkpointed_by_library, gradients, random_routes
@@ -330,8 +331,7 @@ def foreign_routes(routed, batch=BATCH, seed=1):
             routed.model(**{name: each.to(routed.model.device) for name, each in batch.items()}, use_cache=False)
         ids = trace.expert_ids_NLK.copy()
         ids[:, looked_up] = recording.trace().expert_ids_NLK[:, looked_up]
-        tokens = [trace.tokens(sequence) for sequence in range(len(trace))]
-        trace = RoutingTrace.from_sequences(routed.spec, tokens, np.split(ids, trace.offsets[1:-1]))
+        trace = replace(trace, expert_ids_NLK=ids)
     return trace
 
 

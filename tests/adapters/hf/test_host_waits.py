@@ -201,25 +201,22 @@ def put(name, place, value):
     return spoil
 
 
-def turned(batch):
-    batch["attention_mask"] = np.roll(batch["attention_mask"], 1, axis=1)
-
-
-def halved(batch):
-    batch["attention_mask"] = batch["attention_mask"] / 2
-
-
-def numbered(batch):
-    batch["attention_mask"] = 2 - batch["attention_mask"]
+def masked(change):
+    """Spoils the mask."""
+    return lambda batch: batch.update(attention_mask=change(batch["attention_mask"]))
 
 
 REFUSED = {
     "other token": ("right", put("input_ids", (2, 5), 3), "sequence 2, position 5: token 3 in the batch, 17 in"),
     "other token, left": ("left", put("input_ids", (1, 8), 3), "sequence 1, position 3: token 3 in the batch, 11 in"),
     "other token, packed": ("packed", put("input_ids", (0, 18), 3), "sequence 2, position 7: token 3 in the batch"),
-    "other mask": ("right", turned, "sequence 0, position 0: token 2 in the batch, 1 in the trace"),
-    "no mask": ("right", halved, r"attention_mask holds 0\.5"),
-    "a mask of numbers": ("right", numbered, "attention_mask holds 2"),
+    "other mask": (
+        "right",
+        masked(lambda mask: np.roll(mask, 1, axis=1)),
+        "sequence 0, position 0: token 2 in the batch, 1 in the trace",
+    ),
+    "no mask": ("right", masked(lambda mask: mask / 2), r"attention_mask holds 0\.5"),
+    "a mask of numbers": ("right", masked(lambda mask: 2 - mask), "attention_mask holds 2"),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
     "no start": ("packed", put("position_ids", (0, 7), 1), "the batch has 2 sequences and the trace has 3"),
     "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 6), "sequence 1, position 0: token 7 in"),

@@ -1,12 +1,14 @@
 """Selections that are no single top-k of a router's own forward, beyond what `test_every_family` asks of all."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, ReplayError
-from foreroute.trace import LayerKind, RoutingTrace
+from foreroute.trace import LayerKind
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_checks import attached, foreign_routes, run, watching
 from tests.adapters.hf.model_runs import batch_of
@@ -37,11 +39,10 @@ def test_a_trace_that_is_shifted_against_its_tokens_disagrees_with_the_hash_laye
     _, routed = attached("deepseek_v4")
     trace = foreign_routes(routed)
     assert [layer.kind for layer in routed.spec.layers] == [LayerKind.HASH, LayerKind.DECODER, LayerKind.DECODER]
-    tokens = [trace.tokens(sequence) for sequence in range(len(trace))]
     shifted = [np.roll(ids, 1, axis=0) for ids in np.split(trace.expert_ids_NLK, trace.offsets[1:-1])]
     with (
         pytest.raises(BatchMismatchError, match=r"hash 0 routes by a table.*the first is row 0, token \d+"),
-        routed.replay(RoutingTrace.from_sequences(routed.spec, tokens, shifted)),
+        routed.replay(replace(trace, expert_ids_NLK=np.concatenate(shifted))),
     ):
         run(routed.model)
 
@@ -73,15 +74,13 @@ def test_switch_counts_capacity_on_the_replayed_experts():
     name = "switch_transformers"
     model, routed = attached(name)
     trace = foreign_routes(routed)
-    everyone_to_3 = np.full_like(trace.expert_ids_NLK, 3)
-    tokens = [trace.tokens(sequence) for sequence in range(len(trace))]
-    trace = RoutingTrace.from_sequences(routed.spec, tokens, np.split(everyone_to_3, trace.offsets[1:-1]))
+    everyone_to_3 = replace(trace, expert_ids_NLK=np.full_like(trace.expert_ids_NLK, 3))
     for path in routed.router_paths:
         model.get_submodule(path).expert_capacity = 4
     chosen = []
     router = model.get_submodule(routed.router_paths[0])
     router.register_forward_hook(lambda _, args, output: chosen.append(output[0]))
-    with routed.replay(trace), torch.no_grad():
+    with routed.replay(everyone_to_3), torch.no_grad():
         run(model)
     assert chosen[0][..., 3].sum(-1).tolist() == [4, 4]
     assert chosen[0].sum() == 8

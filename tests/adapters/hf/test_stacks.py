@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from transformers import SwitchTransformersForConditionalGeneration
@@ -10,7 +9,6 @@ from transformers import SwitchTransformersForConditionalGeneration
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, ReplayError, SpecMismatchError
-from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, random_routes
 from tests.replay.session_subject import same
@@ -158,11 +156,7 @@ def test_a_row_that_the_encoder_lacks_is_one_that_every_token_depends_on(model, 
     read, written = other_of(routed)
     valid_N = read.valid_N.copy()
     valid_N[-1] = False  # the last of a sequence, which only a decoder may lack
-    ids = read.expert_ids_NLK.astype(int)
-    ids[~valid_N] = -1
-    lacking = RoutingTrace.from_sequences(
-        read.spec, [read.tokens(s) for s in range(3)], np.split(ids, read.offsets[1:-1])
-    )
+    lacking = replace(read, valid_N=valid_N)
     for missing in ("error", "drop"):
         refused = pytest.raises(BatchMismatchError, match="1 rows of the encoder have no route")
         with refused, routed.replay([lacking, written], missing=missing):
