@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
-from foreroute.errors import BatchMismatchError, SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, count_assignments, digest, overlap
+from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, count_assignments, digest
 from foreroute.trace.checks import check_rows
 from foreroute.trace.operations import shared_picks
 from tests.traces import random_trace, spec_of
@@ -157,11 +157,6 @@ def test_digest_depends_on_tokens_routes_and_versions():
     tokens[0] += 1
     changed.append(fr.RoutingTrace(a.spec, a.expert_ids_NLK, a.valid_N, tokens, a.weight_versions_N, a.offsets))
     assert len({digest(t) for t in [a, *changed]}) == 4
-
-
-def test_overlap_of_other_tokens_is_refused():
-    with pytest.raises(BatchMismatchError, match="different tokens"):
-        overlap(random_trace(0), random_trace(1))
 
 
 def test_positions_count_from_the_first_row_of_each_sequence():
