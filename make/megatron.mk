@@ -18,7 +18,7 @@ ON_NEWEST := PYTHONPATH="$(CURDIR)/$(MEGATRON_PATH)" FOREROUTE_MEGATRON=$(MEGATR
 # what a release can break: exactness, sessions, refusals, and a sample of the grid; the rest by night
 test-megatron-newest: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" -k "not of_transformers" \
-		$(patsubst %,tests/adapters/megatron/test_%.py,exactness sessions forward_calls refusals router_statistics \
+		$(patsubst %,tests/adapters/megatron/test_%.py,exactness sessions refusals router_statistics \
 		layers_and_rows both_frameworks host_waits over_ranks grid forked_ranks) \
 		tests/replay/test_sessions.py
 
