@@ -202,14 +202,7 @@ def rows_off_plan(routed, execution, counts_MLGE):
 
 def whole_gradients(routed, model):
     """Key -> main_grad: experts by (layer, logical expert, name), from whoever has them; the rest by chunk and name."""
-    place, part = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-    mine = []
-    for layer, block in moe_layers([chunk.module for chunk in model.chunks]).items():
-        row = [named.index for named in routed.spec.layers].index(layer)
-        for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
-            for name, parameter in parameters_of(block.experts, slot).items():
-                mine.append(((layer, expert, part, name), *reduced(model, parameter)))
-    found = put_together(mine)
+    found = put_together([(key, *reduced(model, parameter)) for key, parameter in own_experts(routed, model)])
     for i, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
             if "experts." not in name:
@@ -230,16 +223,21 @@ def reduced(model, parameter):
 
 def whole_experts(routed, trained):
     """(decoder layer, expert, tensor-parallel rank, name) -> what all ranks have of it, put together."""
-    place, part = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
     mine = []
-    for layer, block in moe_layers([chunk.module for chunk in trained.chunks]).items():
+    for key, parameter in own_experts(routed, trained):
+        mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
+        mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
+    return put_together(mine)
+
+
+def own_experts(routed, model):
+    """(decoder layer, logical expert, tensor-parallel rank, name) and parameter, of every expert that lives here."""
+    place, part = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
+    for layer, block in moe_layers([chunk.module for chunk in model.chunks]).items():
         row = [named.index for named in routed.spec.layers].index(layer)
         for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
             for name, parameter in parameters_of(block.experts, slot).items():
-                key = (layer, expert, part, name)
-                mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
-                mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
-    return put_together(mine)
+                yield (layer, expert, part, name), parameter
 
 
 def parameters_of(experts, slot):

@@ -16,7 +16,8 @@ from tests.adapters.megatron.micro_batches import (
     split,
 )
 from tests.adapters.megatron.model_chunks import build, initialize
-from tests.adapters.megatron.training_step import Dispatched, forward_step, moe_layers, native_routes, same, step
+from tests.adapters.megatron.training_step import Dispatched, forward_step, moe_layers, native_routes, step
+from tests.replay.session_subject import same
 
 
 def check_cells(cells):

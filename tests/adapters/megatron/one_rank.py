@@ -13,7 +13,6 @@ from tests.adapters.megatron import model_chunks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
 from tests.adapters.megatron.training_step import gradients, watching
-from tests.adapters.megatron.training_step import same as same
 from tests.replay.session_subject import Batch, Given, require_followed
 
 ROUTINGS = {

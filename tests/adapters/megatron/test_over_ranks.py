@@ -12,7 +12,8 @@ from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.micro_batches import PAD_ROW, expected_rows, make_batches, split
 from tests.adapters.megatron.model_chunks import attached, build, initialize
 from tests.adapters.megatron.one_rank import refuses
-from tests.adapters.megatron.training_step import forward_step, native_routes, same, step
+from tests.adapters.megatron.training_step import forward_step, native_routes, step
+from tests.replay.session_subject import same
 
 STAGES, VIRTUAL, CONTEXT, PACKED, TENSOR, EXPERTS, UNROUTED = (
     Cell(pp=2),

@@ -8,7 +8,7 @@ from foreroute.errors import BatchMismatchError
 from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.replay.session_subject import Batch, map_of
+from tests.replay.session_subject import Batch, map_of, same
 
 LENGTHS = (9, 5)
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -39,10 +39,10 @@ def test_losses_without_padding_are_megatrons_own_given_a_padding_mask():
             with routed.replay(trace, padding="native"):
                 replayed = on.step(built, ids, lengths=LENGTHS)
             assert torch.equal(native[0], replayed[0]), name
-            assert on.same(native[1], replayed[1]), f"{name}, {recompute}: gradients differ"
+            assert same(native[1], replayed[1]), f"{name}, {recompute}: gradients differ"
             built, _ = on.attached(recompute, **settings)
             counted = on.step(built, ids, lengths=LENGTHS)
-            assert not on.same(native[1], counted[1]), f"{name}: padding makes no difference; the check shows nothing"
+            assert not same(native[1], counted[1]), f"{name}: padding makes no difference; the check shows nothing"
 
 
 @on_ranks(1)

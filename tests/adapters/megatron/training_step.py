@@ -7,7 +7,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from tests.adapters.megatron.micro_batches import model_inputs
-from tests.replay.session_subject import same as same
 
 
 def forward_step(iterator, model):
