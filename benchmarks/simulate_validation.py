@@ -77,7 +77,7 @@ def _timed(rank: int, num_ranks: int, rounds: int) -> list[TimedStep]:
     model.activation_checkpointing_enable()
     bench.placed.use(TransferOptions(timeout_s=120))
     with closing(bench.placed):
-        again = partial(Bench.routed_anew, bench.routed, bench.placed, rank, num_ranks)
+        again = partial(Bench.routed_anew, bench.routed, bench.placed, rank)
         steps = [
             (again(skew=skew, shape=(sequences, BATCH[1])), f"skew {skew}, {sequences} sequences")
             for skew, sequences in itertools.product(SKEWS, SEQUENCES)

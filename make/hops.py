@@ -35,7 +35,6 @@ import foreroute as fr
 from benchmarks.megatron import Bench, start
 from foreroute.adapters import hf
 from foreroute.core import attach
-from foreroute.ep import BatchRows
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.train import parse_config, train
 from foreroute.train.loop import Trainer
@@ -152,9 +151,8 @@ def planned_cell(folder: Path) -> Way:
     with routed.record() as recording, torch.no_grad():
         routed.model(ids)
     trace = recording.trace()
-    rows = BatchRows.replayed(trace, ids)
-    assert rows.routed_LE is not None, "they are replayed"
-    counts_MLGE = rows.routed_LE[None, :, None]
+    rows = routed.rows(trace)
+    counts_MLGE = routed.gather_counts([rows])
     topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
     plan = fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE)
     experts = routed.model.model.layers[1].mlp.experts
@@ -166,12 +164,9 @@ def planned_cell(folder: Path) -> Way:
 
     experts.register_forward_pre_hook(begin)
     experts.register_forward_hook(lambda *_: sys.setprofile(None))
-    for step in range(2):
-        placed.begin_step(step, plan, counts_MLGE, [rows])
-        with routed.replay(trace), placed.executing(0):
-            loss = routed.model(ids).logits.square().mean()
-        loss.backward()
-        placed.sum_gradients()
+    for _ in range(2):
+        with routed.execute(plan, counts_MLGE, [rows]), routed.replay(rows):
+            routed.model(ids).logits.square().mean().backward()
     dist.destroy_process_group()
     return ways[-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,8 @@ from benchmarks.harness.host_path import WAIT_S, HostPath
 from benchmarks.harness.pairs import compare
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows
 from foreroute.ep.transfer.slots import TransferBatch
-from foreroute.plan import PlanOptions, Topology
+from foreroute.plan import Topology
 
 HIDDEN_BURST = 8
 """1.4 ms at the 55 GB/s of PCIe 5."""
@@ -175,16 +175,22 @@ def _passes(figures: Figures) -> None:
     with routed.record() as recording, torch.no_grad():
         model(input_ids=batch.to(figures.device), use_cache=False)
     trace = recording.trace()
-    rows = BatchRows.replayed(trace, batch)
-    assert rows.routed_LE is not None, "routes that are replayed are known"
-    counts_MLGE = rows.routed_LE[None, :, None].astype(np.int32)
-    plan = planner.plan(counts_MLGE, Topology(1, 1, 1, LINKS), PlanOptions(), home_LE=placed.home_LE)
+    holed_N = trace.valid_N.copy()
+    holed_N[1] = False  # a row that no plan knows
+    rows_of = {True: routed.rows(trace), False: routed.rows(replace(trace, valid_N=holed_N))}
+    counts = {known: routed.gather_counts([rows]) for known, rows in rows_of.items()}
+    make_plan = partial(planner.plan, topology=Topology(1, 1, 1, LINKS), home_LE=placed.home_LE)
+    plans = {known: make_plan(counts_MLGE) for known, counts_MLGE in counts.items()}
     launches: dict[bool, list[float]] = {True: [], False: []}
 
     def passing(known: bool) -> Callable[[], None]:
         def run() -> None:
-            placed.begin_step(0, plan, counts_MLGE, [rows if known else replace(rows, routed_LE=None)])
-            with routed.replay(trace), placed.executing(0):
+            rows = rows_of[known]
+            with (
+                warnings.catch_warnings(action="ignore"),
+                routed.execute(plans[known], counts[known], [rows], step=0),
+                routed.replay(rows, missing="native"),
+            ):
                 begun = time.perf_counter()
                 logits = model(input_ids=batch.to(figures.device), use_cache=False).logits
                 launches[known].append(time.perf_counter() - begun)

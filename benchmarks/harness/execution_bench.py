@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows, ExpertParallelModel
+from foreroute.ep import ExpertParallelModel, PlanExecution
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -51,7 +51,7 @@ class Bench:
     placed: ExpertParallelModel
     batches: list[torch.Tensor]
     traces: list[RoutingTrace]
-    rows_M: list[BatchRows]
+    rows_M: list[hf.TraceRows]
     counts_MLGE: NDArray[np.int32]
 
     @classmethod
@@ -59,7 +59,7 @@ class Bench:
         """With routes that favour the first experts, as trained routers favour some."""
         model = hf.build_model("qwen3_moe", seed=0, **SIZES)
         routed = hf.attach(model)
-        return cls.routed_anew(routed, hf.distribute(model, timeout_s=120), rank, num_ranks)
+        return cls.routed_anew(routed, hf.distribute(model, timeout_s=120), rank)
 
     @classmethod
     def routed_anew(
@@ -67,7 +67,6 @@ class Bench:
         routed: hf.RoutedTransformer,
         placed: ExpertParallelModel,
         rank: int,
-        num_ranks: int,
         *,
         skew: float = 0.3,
         shape: tuple[int, int] = BATCH,
@@ -75,12 +74,8 @@ class Bench:
     ) -> Bench:
         """The same model on other routes, of sequences and tokens in each; with `skew` 0 all experts are as likely."""
         batches, traces = drawn(routed.spec, rank, skew=skew, shape=shape, micro_steps=micro_steps)
-        rows_M = [BatchRows.replayed(trace, batch) for trace, batch in zip(traces, batches, strict=True)]
-        counts = [rows.routed_LE for rows in rows_M if rows.routed_LE is not None]
-        mine_MLE = torch.from_numpy(np.stack(counts).astype(np.int32))
-        parts = [torch.empty_like(mine_MLE) for _ in range(num_ranks)]
-        dist.all_gather(parts, mine_MLE)
-        return cls(routed, placed, batches, traces, rows_M, torch.stack(parts, dim=2).numpy())
+        rows_M = [routed.rows(trace) for trace in traces]
+        return cls(routed, placed, batches, traces, rows_M, routed.gather_counts(rows_M))
 
     def plan(self, options: PlanOptions) -> StepPlan:
         """Of the step."""
@@ -92,26 +87,24 @@ class Bench:
         num_ranks = self.counts_MLGE.shape[2]
         return Topology(num_ranks, num_ranks, SLOTS, LINKS)
 
-    def step(self, plan: StepPlan, *, updating: bool = True) -> NDArray[np.int64]:
+    def step(self, plan: StepPlan, *, updating: bool = True) -> PlanExecution:
         """All micro-steps under a plan, as `run` has them."""
-        self.begin(plan, updating=updating)
-        return self.run(updating=updating)
+        with self.executing(plan) as execution:
+            self.run(updating=updating)
+        return execution
 
-    def begin(self, plan: StepPlan, *, updating: bool = True) -> None:
-        """Put a plan in force."""
-        self.placed.begin_step(Bench.number, plan, self.counts_MLGE, self.rows_M, updating=updating)
+    def executing(self, plan: StepPlan) -> AbstractContextManager[PlanExecution]:
+        """Put a plan in force, in a step that has begun already or in one that begins."""
+        return self.routed.execute(plan, self.counts_MLGE, self.rows_M, step=Bench.number)
 
-    def run(self, *, updating: bool = True) -> NDArray[np.int64]:
-        """Forward, and backward if `updating`, of all micro-steps; int64 [M, L], assignments computed here."""
-        executed = []
-        for m, (batch, trace) in enumerate(zip(self.batches, self.traces, strict=True)):
-            with torch.set_grad_enabled(updating), self.routed.replay(trace), self.placed.executing(m) as execution:
+    def run(self, *, updating: bool = True) -> None:
+        """Forward, and backward if `updating`, of all micro-steps."""
+        for batch, rows in zip(self.batches, self.rows_M, strict=True):
+            with torch.set_grad_enabled(updating), self.routed.replay(rows):
                 loss = self.routed.model(input_ids=batch, use_cache=False).logits.log_softmax(-1)[..., 0].mean()
                 if updating:
                     loss.backward()
-            executed.append(execution.executed_L)
         self.routed.model.zero_grad(set_to_none=True)
-        return np.stack(executed)
 
     def paid_step(self, options: PlanOptions, *, updating: bool = True) -> float:
         """All that a planned step takes: weights are published, the plan is made, and it is executed on all ranks.
@@ -121,9 +114,9 @@ class Bench:
         """
         Bench.number += 1
         begun = time.perf_counter()
-        self.begin(self.plan(options), updating=updating)
-        before_s = time.perf_counter() - begun
-        self.run(updating=updating)
+        with self.executing(self.plan(options)):
+            before_s = time.perf_counter() - begun
+            self.run(updating=updating)
         dist.barrier()
         return before_s
 

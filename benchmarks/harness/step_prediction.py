@@ -196,10 +196,10 @@ def executed(name: str, bench: Bench, plan: StepPlan) -> tuple[TimedStep, Callab
 
 def _seconds(bench: Bench, plan: StepPlan, updating: bool) -> float:
     Bench.number += 1
-    bench.begin(plan, updating=updating)
-    dist.barrier()
-    begun = time.perf_counter()
-    bench.run(updating=updating)
-    taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+    with bench.executing(plan):
+        dist.barrier()
+        begun = time.perf_counter()
+        bench.run(updating=updating)
+        taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return taken.item()

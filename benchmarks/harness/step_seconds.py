@@ -97,9 +97,9 @@ def _measured(
         "static_imbalance": {},
     }
     cases: dict[str, list[TimedStep]] = {}
-    even = routed_anew(routed, placed, rank, num_ranks, skew=0.0, shape=SHAPE)
+    even = routed_anew(routed, placed, rank, skew=0.0, shape=SHAPE)
     for name in skews:
-        bench = routed_anew(routed, placed, rank, num_ranks, skew=SKEWS[name], shape=SHAPE)
+        bench = routed_anew(routed, placed, rank, skew=SKEWS[name], shape=SHAPE)
         plan, home = bench.plan(PLANNED), bench.plan(STATIC)
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
@@ -107,12 +107,12 @@ def _measured(
         for stage, updating in STAGES.items():
             found["planned_over_static"][stage][name] = _ratio(bench, bench, updating, pairs)
         found["planned_over_balanced"][name] = _ratio(bench, even, True, pairs)
-    few = routed_anew(routed, placed, rank, num_ranks, skew=SKEWS["high"], shape=FEW_ROWS)
+    few = routed_anew(routed, placed, rank, skew=SKEWS["high"], shape=FEW_ROWS)
     found["does_not_pay"] = {"few_rows": _by_stage(few, pairs)}
     others = [
         (
             f"skew {skew}, {sequences} sequences",
-            routed_anew(routed, placed, rank, num_ranks, skew=skew, shape=(sequences, SHAPE[1])),
+            routed_anew(routed, placed, rank, skew=skew, shape=(sequences, SHAPE[1])),
         )
         for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
     ]
@@ -123,7 +123,7 @@ def _measured(
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
     """Ratios by stage where processes share cores."""
-    bench = routed_anew(*_placed(), rank, num_ranks, skew=SKEWS["high"], shape=SHAPE)
+    bench = routed_anew(*_placed(), rank, skew=SKEWS["high"], shape=SHAPE)
     with closing(bench.placed):
         return _by_stage(bench, pairs)
 

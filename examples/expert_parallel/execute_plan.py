@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows, ExpertParallelModel
+from foreroute.ep import ExpertParallelModel
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
 
@@ -45,16 +45,14 @@ def main() -> None:
 
     rollouts = [sample(routed, seed=1000 * rank + m) for m in range(MICRO_STEPS)]
     placed = hf.distribute(model)  # from here on a rank holds its own experts alone
-    # The last token is no input: nothing is predicted from it, and no router has seen it, so no plan could count it.
-    rows = [BatchRows.replayed(trace, sequences[:, :-1]) for sequences, trace in rollouts]
-    counts_MLGE = placed.gather_counts([each.routed_LE for each in rows])
+    counts_MLGE = routed.gather_counts([trace for _, trace in rollouts])
 
     topology = Topology(num_ranks, ranks_per_node=num_ranks, redundant_slots=REDUNDANT_SLOTS, links=ONE_MACHINE)
     at_home = plan(counts_MLGE, topology, PlanOptions(replicas=False), home_LE=placed.home_LE)
     planned = plan(counts_MLGE, topology, home_LE=placed.home_LE)
 
     for name, step_plan in (("experts at home", at_home), ("planned", planned)):
-        loss, executed_ML = run_step(routed, placed, rollouts, rows, step_plan, counts_MLGE)
+        loss, executed_ML = run_step(routed, placed, rollouts, step_plan, counts_MLGE)
         busiest = busiest_over_mean(executed_ML, num_ranks)
         if rank == 0:
             print(f"{name:16}  rows of the busiest rank / mean {busiest:.3f}   loss {loss:.12f}", flush=True)
@@ -76,25 +74,24 @@ def run_step(
     routed: hf.RoutedTransformer,
     placed: ExpertParallelModel,
     rollouts: list[tuple[torch.Tensor, fr.RoutingTrace]],
-    rows: list[BatchRows],
     step_plan: StepPlan,
     counts_MLGE: np.ndarray,
 ) -> tuple[float, np.ndarray]:
     """Forward and backward of every micro-step: the loss over all ranks, and the rows that this one computed [M, L]."""
-    placed.begin_step(0, step_plan, counts_MLGE, rows)
-    total, executed = torch.zeros((), dtype=torch.float64), []
-    for m, (sequences, trace) in enumerate(rollouts):
-        with routed.replay(trace), placed.executing(m) as execution:
-            logits = routed.model(sequences[:, :-1], use_cache=False).logits
-            logprobs = logits.log_softmax(-1).gather(-1, sequences[:, 1:, None])
-            loss = -logprobs.sum()
-            loss.backward()
-        total += loss.detach()
-        executed.append(execution.executed_L)
+    total = torch.zeros((), dtype=torch.float64)
+    with routed.execute(step_plan, counts_MLGE, [trace for _, trace in rollouts]) as execution:
+        for sequences, trace in rollouts:
+            with routed.replay(trace):
+                # the last token is no input: nothing is predicted from it, and no router has seen it
+                logits = routed.model(sequences[:, :-1], use_cache=False).logits
+                logprobs = logits.log_softmax(-1).gather(-1, sequences[:, 1:, None])
+                loss = -logprobs.sum()
+                loss.backward()
+            total += loss.detach()
     placed.sum_gradients()  # an optimizer's step would follow
     routed.model.zero_grad(set_to_none=True)
     dist.all_reduce(total)
-    return float(total), np.stack(executed)
+    return float(total), execution.executed_ML
 
 
 def busiest_over_mean(executed_ML: np.ndarray, num_ranks: int) -> float:

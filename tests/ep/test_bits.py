@@ -16,9 +16,8 @@ from tests.tiers import grid
 MODELS = (("qwen3_moe", 2), ("gpt_oss", 4), ("deepseek_v3", 8))
 """Families, and the ranks that they are spread over."""
 UNSPLIT = [
-    Case(plan="shuffled", ahead=False, use_reentrant=True),
+    Case(plan="shuffled", use_reentrant=True),
     Case(plan="shuffled"),
-    Case(plan="static", ahead=False),
     Case(plan="static", use_reentrant=True),
     Case(plan="static", use_reentrant=False),
 ]

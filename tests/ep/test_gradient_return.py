@@ -7,8 +7,8 @@ import torch.distributed as dist
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.training import Case, batch, policy, replaying
-from tests.ep.training_worker import all_counts, all_rows
+from tests.ep.training import Case, batch, policy
+from tests.ep.training_worker import all_rows
 from tests.ep.transfer.plans import split_plan
 from tests.tiers import grid
 
@@ -50,13 +50,16 @@ def pass_log(rank, case, frozen, sharing="layer"):
     placed = hf.distribute(model, timeout_s=20)
     log, all_to_all = [], dist.all_to_all_single
     placed.use(TransferOptions(paths="direct", prefetch=0, timeout_s=20))
-    placed._engine = weights = Telling(placed.homes, placed._transfers, placed._peers, log)
-    counts_MLGE = all_counts(routed, case, rank, 0)
+    placed.ranks._engine = weights = Telling(placed.homes, placed.ranks.options, placed._peers, log)
+    rows_M = all_rows(routed, case, rank, 0)[:1]
+    counts_MLGE = routed.gather_counts(rows_M)
     plans = (split_plan(seed, counts_MLGE, placed.home_LE, sharing=sharing) for seed in range(100))
     plan = next(plan for plan in plans if plan.num_replicas_ML[0].all())
-    placed.begin_step(0, plan, counts_MLGE, all_rows(routed, case, rank, 0))
-    with patch.object(dist, "all_to_all_single", lambda *args, **how: log.append("rows") or all_to_all(*args, **how)):
-        with replaying(routed, case, rank, 0, 0), placed.executing(0):
+    sending = patch.object(
+        dist, "all_to_all_single", lambda *args, **how: log.append("rows") or all_to_all(*args, **how)
+    )
+    with sending, routed.execute(plan, counts_MLGE, rows_M):
+        with routed.replay(rows_M[0]):
             loss = log_probs(model, batch(rank, 0, 0)).sum()
         forward, log[:] = log[:], []
         loss.backward()

@@ -42,18 +42,18 @@ def kept_and_rows(rank, case):
     model = policy(case)
     routed = hf.attach(model)
     placed = hf.distribute(model, home_LE=training_worker.homes(case, routed.spec), timeout_s=20)
-    counts_MLGE = training_worker.all_counts(routed, case, rank, 0)
-    rows_M = training_worker.all_rows(routed, case, rank, 0)
-    placed.begin_step(0, training_worker.make_plan(case, counts_MLGE, placed.home_LE, 0), counts_MLGE, rows_M)
+    rows_M = training_worker.all_rows(routed, case, rank, 0)[:1]
+    counts_MLGE = routed.gather_counts(rows_M)
+    plan = training_worker.make_plan(case, counts_MLGE, placed.home_LE, 0)
     with (
-        training_worker.replaying(routed, case, rank, 0, 0),
-        placed.executing(0) as execution,
+        routed.execute(plan, counts_MLGE, rows_M) as execution,
+        routed.replay(rows_M[0]),
         counting_kept(model.parameters()) as kept,
     ):
         training_worker.log_probs(model, training_worker.batch(rank, 0, 0)).sum().backward()
-    cells = [execution.active_plan.schedule.cell(0, layer) for layer in range(len(placed.layers))]
+    cells = [execution.schedule.cell(0, layer) for layer in range(len(placed.layers))]
     rows = [(int(c.group_rows_S[: c.num_home].sum()), int(c.group_rows_S[c.num_home :].sum())) for c in cells]
-    return kept, rows, int(rows_M[0].sent_N.sum()) * routed.spec.top_k
+    return kept, rows, rows_M[0].trace.num_rows * routed.spec.top_k
 
 
 @pytest.mark.parametrize("plan", ["static", 1])

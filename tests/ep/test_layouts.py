@@ -7,8 +7,8 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.distributing import WEIGHT
-from foreroute.ep import BatchRows
 from tests.adapters.hf.families import build
+from tests.ep import by_hand
 from tests.ep.transfer.plans import split_plan
 from tests.tiers import grid
 
@@ -44,10 +44,9 @@ def compare(rank, family):
     inputs = [made_up(plain.get_submodule(layer.path), layer.number) for layer in placed.layers]
     num_experts = placed.home_LE.shape[1]
     counts_LGE = np.stack([[count(part, num_experts) for part in ids.chunk(RANKS)] for _, ids, _ in inputs])
-    rows = BatchRows(routed_LE=counts_LGE[:, rank])
-    placed.begin_step(0, split_plan(3, counts_LGE[None], placed.home_LE), counts_LGE[None], [rows])
-    errors = {}
-    with placed.executing(0):
+    errors, whole_step = {}, torch.ones(TOKENS // RANKS, dtype=torch.bool)
+    plan = split_plan(3, counts_LGE[None], placed.home_LE)
+    with by_hand.executing(placed, plan, counts_LGE[None], rank, routed_R=whole_step):
         for layer, whole in zip(placed.layers, inputs, strict=True):
             mine = [tensor.detach().chunk(RANKS)[rank].requires_grad_(tensor.requires_grad) for tensor in whole]
             out = layer.module(*mine)

@@ -8,7 +8,6 @@ import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows
 from foreroute.plan import load_plan, save_plan
 from foreroute.testing.ranks import Raised
 from tests.cli.command import foreroute
@@ -69,16 +68,14 @@ def executed(rank, folder, plan_name="4.plan", damage=None):
         # a rank without sequences runs a row of padding
         part, batch = trace.select(mine), tokens[mine] if len(mine) else torch.zeros((1, 12), dtype=torch.int64)
         batches.append((part, batch, torch.ones_like(batch) if len(mine) else torch.zeros_like(batch)))
-    rows = [BatchRows.replayed(*each) for each in batches]
-    placed.begin_step(0, plan, trace if damage is None else damage(trace, rank), rows)
-    loss, rows_ML = 0.0, []
-    for micro_step, (part, batch, mask) in enumerate(batches):
-        with routed.replay(part), placed.executing(micro_step) as execution:
-            micro_loss = loss_of(model, batch, mask)
-        micro_loss.backward()
-        loss += float(micro_loss.detach())
-        rows_ML.append(execution.executed_L)
-    return loss, np.stack(rows_ML)
+    planned, loss = trace if damage is None else damage(trace, rank), 0.0
+    with routed.execute(plan, planned, [part for part, _, _ in batches]) as execution:
+        for part, batch, mask in batches:
+            with routed.replay(part):
+                micro_loss = loss_of(model, batch, mask)
+            micro_loss.backward()
+            loss += float(micro_loss.detach())
+    return loss, execution.executed_ML
 
 
 def test_a_plan_file_is_executed_as_it_says(step, workers):

@@ -8,7 +8,7 @@ import os
 import signal
 import tomllib
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,15 +25,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils.parametrize import register_parametrization
 
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows
+from foreroute.ep import ExpertLayer
 from foreroute.ep.compute import LEAST_TORCH
 from foreroute.ep.transfer.consensus import RankConsensus
-from foreroute.plan.counts import counts_digest
+from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.training import Case, batch, policy, replaying, routes
-from tests.ep.training_worker import all_counts, all_rows
+from tests.ep.training import Case, batch, policy
+from tests.ep.training_worker import all_rows
 from tests.ep.transfer.plans import random_plan, split_plan, static_plan
 
 CASE = Case(ranks=2, plan=0)
@@ -47,68 +47,41 @@ class Situation:
         model = policy(CASE)
         self.rank, self.routed = rank, hf.attach(model)
         self.placed = hf.distribute(model, group, timeout_s=timeout_s)
-        self.counts_MLGE = all_counts(self.routed, CASE, rank, 0)
+        self.rows_M = all_rows(self.routed, CASE, rank, 0)
+        self.counts_MLGE = self.routed.gather_counts(self.rows_M)
         self.plan = split_plan(5, self.counts_MLGE, self.placed.home_LE)
 
-    @property
-    def rows(self):
-        return all_rows(self.routed, CASE, self.rank, 0)
+    def execute(self, plan=None, counts=None, rows=None, step=0):
+        counts = self.counts_MLGE if counts is None else counts
+        return self.routed.execute(plan or self.plan, counts, self.rows_M if rows is None else rows, step=step)
 
-    @property
-    def live_rows(self):
-        masks = [batch(self.rank, 0, m)["attention_mask"].bool().flatten().numpy() for m in range(2)]
-        return [BatchRows(planned_N=real_N, sent_N=real_N) for real_N in masks]
-
-    def begin(self, plan=None, counts_MLGE=None, rows=None, step=0):
-        counts_MLGE = self.counts_MLGE if counts_MLGE is None else counts_MLGE
-        self.placed.begin_step(step, plan or self.plan, counts_MLGE, rows or self.rows)
-
-    @contextmanager
-    def executing(self, micro_step, *, replay=True):
-        session = replaying(self.routed, CASE, self.rank, 0, micro_step) if replay else nullcontext()
-        with session, self.placed.executing(micro_step):
-            yield
+    def enter(self, *given, **begun):
+        with self.execute(*given, **begun):
+            pass
 
     def forward(self, micro_step):
         self.placed.model(**batch(self.rank, 0, micro_step), use_cache=False)
 
     def run(self, *micro_steps, replay=True, **begun):
         """A step with forwards of these micro-steps."""
-        self.begin(**begun)
-        for m in micro_steps:
-            with self.executing(m, replay=replay):
-                self.forward(m)
+        with self.execute(**begun):
+            for m in micro_steps:
+                rows = self.rows_M[min(m, 1)]
+                with self.routed.replay(rows) if replay else nullcontext():
+                    self.forward(min(m, 1))
 
 
-def without_a_plan(s):
-    s.placed.close()
-    with s.executing(0):
-        s.forward(0)
+def inside_of_another(s):
+    with s.execute():
+        s.enter()
 
 
-def without_a_forward(s):
-    s.begin()
-    with s.executing(0):
-        pass
-
-
-def with_two_forwards(s):
-    s.begin()
-    with s.executing(0):
-        s.forward(0)
-        s.forward(0)
-
-
-def with_more_to_replicas_than_there_is(s):
-    counts_MLGE = np.maximum(s.counts_MLGE - 1, 0)
-    rows = [replace(each, routed_LE=counts_MLGE[m, :, s.rank]) for m, each in enumerate(s.rows)]
-    s.run(0, plan=replace(s.plan, counts_digest=counts_digest(counts_MLGE)), counts_MLGE=counts_MLGE, rows=rows)
-
-
-def with_rows_of_another_batch(s):
-    rows, *others = s.rows
-    longer = replace(rows, planned_N=np.append(rows.planned_N, False), sent_N=np.append(rows.sent_N, False))
-    s.run(0, rows=[longer, *others])
+def with_routers_that_did_otherwise(s):
+    """On one rank, as far as it counts what they did."""
+    counts = ExpertLayer._counts
+    shifted = (lambda layer, ids: counts(layer, ids).roll(1)) if s.rank else counts
+    with mock.patch.object(ExpertLayer, "_counts", shifted):
+        s.run(0, 1)
 
 
 def load_state_of_other_homes(s):
@@ -126,47 +99,38 @@ def load_state_of_one_rank(s):
 
 
 EARLY = {
-    "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: s.begin(random_plan(0, ranks=4, slots=0)),
-    "PlanError: ranks hold different plans": lambda s: s.begin(split_plan(5 + s.rank, s.counts_MLGE, s.placed.home_LE)),
-    "PlanError: ranks hold different plans (rank 0: step 0, 2 ranks, plan ": lambda s: s.begin(step=s.rank),
-    "PlanError: rank 1: the plan is None; expected what plan() or load_plan() gives": lambda s: s.placed.begin_step(
-        0, None if s.rank else s.plan, s.counts_MLGE
+    "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: s.enter(random_plan(0, ranks=4, slots=0)),
+    "PlanError: ranks hold different plans": lambda s: s.enter(split_plan(5 + s.rank, s.counts_MLGE, s.placed.home_LE)),
+    "PlanError: ranks hold different plans (rank 0: step 0, 2 ranks, plan ": lambda s: s.enter(step=s.rank),
+    "PlanError: rank 1: the plan is 5; expected what plan() or load_plan() gives": lambda s: s.enter(5 * s.rank),
+    "PlanError: rank 1: what was planned is given as 5; expected counts or traces": lambda s: s.enter(
+        counts=5 if s.rank else None
     ),
-    "PlanError: rank 1: what was planned is given as 5; expected counts or traces": lambda s: s.begin(
-        counts_MLGE=5 if s.rank else None
-    ),
-    "PlanError: by the plan; call move_homes": lambda s: s.begin(
+    "PlanError: by the plan; call move_homes": lambda s: s.enter(
         static_plan(s.counts_MLGE, np.roll(s.placed.home_LE, 1, axis=1))
     ),
-    "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: s.begin(
+    "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: s.enter(
         static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2]
     ),
-    "CountsError: rank 1: counts have digest": lambda s: s.begin(counts_MLGE=s.counts_MLGE + s.rank),
-    "CountsError: counts are int64 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: s.begin(
-        counts_MLGE=s.counts_MLGE[:1]
+    "CountsError: rank 1: counts have digest": lambda s: s.enter(counts=s.counts_MLGE + s.rank),
+    "CountsError: counts are int32 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: s.enter(
+        counts=s.counts_MLGE[:1]
     ),
-    "CountsError: rank 0: int64 [1, 3, 8]; rank 1: int64 [2, 3, 8]": lambda s: s.placed.gather_counts(
-        s.counts_MLGE[: 1 + s.rank, :, s.rank]
+    "CountsError: (rank 0: 1 micro-batches; rank 1: 2 micro-batches); expected as many": lambda s: (
+        s.routed.gather_counts(s.rows_M[: 1 + s.rank])
     ),
-    "CountsError: int64 [2, 3, 4]); expected integers [micro-steps, 3, 8]": lambda s: s.placed.gather_counts(
-        s.counts_MLGE[:, :, s.rank, :4]
+    "TraceError: rank 1: what is to be replayed is a int": lambda s: s.routed.gather_counts(
+        [5] if s.rank else s.rows_M
     ),
-    "CountsError: float64 [2, 3, 8]); expected integers": lambda s: s.placed.gather_counts(
-        s.counts_MLGE[:, :, s.rank] / 2
+    "TraceError: rank 1: what is to be replayed is a RoutingSpec": lambda s: s.enter(
+        rows=s.routed.spec if s.rank else None
     ),
-    "PlanError: no plan is in force: call begin_step": without_a_plan,
-    "CountsError: rank 1: micro-batch 0 makes": lambda s: s.begin(rows=s.rows[:: -1 if s.rank else 1]),
-    "CountsError: rank 1: 1 of 2 planned micro-batches are here": lambda s: s.begin(rows=s.rows[s.rank :]),
-    "CountsError: rank 1: its micro-batches are 5; expected a list of BatchRows": lambda s: s.begin(
-        rows=5 if s.rank else None
-    ),
-    "CountsError: ; expected a list of BatchRows": lambda s: s.begin(
-        rows=[routes(s.routed.spec, CASE, s.rank, 0, m) for m in range(2)] if s.rank else None
-    ),
-    "PlanError: micro-step 1 begins after 0 of 2 of the plan have run": lambda s: s.run(1),
-    "CountsError: step 0, micro-step 0, routed layer 0: rank": lambda s: s.run(0, rows=s.live_rows, replay=False),
-    "ReplayError: was not executed: no forward of the model ran": without_a_forward,
-    "CountsError: make it from the batch that the model is called with": with_rows_of_another_batch,
+    "CountsError: rank 1: micro-batch 0 makes": lambda s: s.enter(rows=s.rows_M[:: -1 if s.rank else 1]),
+    "CountsError: rank 1: 1 of 2 planned micro-batches are here": lambda s: s.enter(rows=s.rows_M[s.rank :]),
+    "CountsError: micro-batch 0 brings other routes than were planned": lambda s: s.run(1),
+    "ReplayError: runs under a plan, and outside of a replay of planned routes": lambda s: s.run(0, replay=False),
+    "ReplayError: ending step 0: rank 0: 0 of 2 planned micro-batches are here": lambda s: s.enter(),
+    "ReplayError: leave that execution before another one begins": inside_of_another,
     "PlacementError: a rank holds only the experts that live on it; save it with torch.distributed": lambda s: (
         torch.save(s.placed.model.state_dict(), io.BytesIO())
     ),
@@ -178,19 +142,12 @@ EARLY = {
 }
 """Kind and words of the error: what must end in it, on a `Situation`, before any row is sent."""
 LATE = {
-    "PlanError: micro-step 0 begins after 1 of 2 of the plan have run": lambda s: s.run(0, 0),
-    "PlanError: micro-step 2 begins after 2 of 2 of the plan have run": lambda s: s.run(0, 1, 2),
-    "ReplayError: ending step 0: rank 0: 1 of 2 planned micro-batches are here": lambda s: (
-        s.run(0),
-        s.placed.sum_gradients(),
+    "CountsError: micro-batch 1 brings other routes than were planned": lambda s: s.run(0, 0),
+    "CountsError: a forward begins after all 2 planned micro-batches": lambda s: s.run(0, 1, 2),
+    "ReplayError: ending step 0: rank 0: 1 of 2 planned micro-batches are here": lambda s: s.run(0),
+    "ReplayError: ending step 0: rank 1: step 0, micro-step 0, routed layer 0: the router made": (
+        with_routers_that_did_otherwise
     ),
-    "ReplayError: routers made other assignments than": lambda s: (
-        s.run(0, 1, replay=False),
-        s.placed.sum_gradients(),
-    ),
-    "ReplayError: routers made other assignments than BatchRows": lambda s: (s.run(0, replay=False), s.begin()),
-    "PlanError: more than there are; the plan was made for other counts": with_more_to_replicas_than_there_is,
-    "ReplayError: runs a second time in step 0, micro-step 0, routed layer 0": with_two_forwards,
 }
 """The same, where rows have been sent before it can be known."""
 
@@ -198,7 +155,7 @@ LATE = {
 def executions(rank):
     """Run every case, and after each of them the right one, on the same model; by its words, how both ended."""
     s = Situation(rank)
-    return {words: (ending(s, run), ending(s, lambda s: s.run(0))) for words, run in (EARLY | LATE).items()}
+    return {words: (ending(s, run), ending(s, lambda s: s.run(0, 1))) for words, run in (EARLY | LATE).items()}
 
 
 def ending(situation, run):
@@ -232,7 +189,7 @@ def test_every_rank_ends_with_the_same_error_and_goes_on(executed, words):
         (found, all_to_alls), right = outcomes[words]
         require_said(found, words)
         assert all_to_alls == 0 or words in LATE
-        assert right == ("nothing", 6)
+        assert right == ("nothing", 12)
 
 
 def with_experts(change, layer=1):
@@ -394,7 +351,7 @@ def out_of_order(rank):
 def test_a_rank_that_begins_another_micro_step_ends_the_others(doomed):
     """It alone can know, since no rank asks another while a step runs."""
     other, wrong = doomed(2).outcomes(out_of_order)
-    assert (wrong.kind, "micro-step 1 begins after 0 of 2" in wrong.message) == ("PlanError", True)
+    assert (wrong.kind, "micro-batch 0 brings other routes" in wrong.message) == ("CountsError", True)
     assert other.kind == "TransferError"
     assert "tokens of step 0, micro-step 0, routed layer 0" in other.message
 
@@ -402,18 +359,20 @@ def test_a_rank_that_begins_another_micro_step_ends_the_others(doomed):
 def questions(rank):
     """How often the ranks asked each other on the host: in the passes of a step, and before its optimizer's step."""
     s, asked = Situation(rank), []
-    s.begin()
 
     def noting(call):
         return lambda *args, **kwargs: asked.append(1) or call(*args, **kwargs)
 
     calls = {name: getattr(RankConsensus, name) for name in ("objections", "most", "gather", "from_first")}
-    with mock.patch.multiple(RankConsensus, **{name: noting(call) for name, call in calls.items()}):
-        for m in range(2):
-            with s.executing(m):
+    with (
+        mock.patch.multiple(RankConsensus, **{name: noting(call) for name, call in calls.items()}),
+        s.execute(),
+    ):
+        asked.clear()
+        for m, rows in enumerate(s.rows_M):
+            with s.routed.replay(rows):
                 log_probs(s.placed.model, batch(rank, 0, m)).sum().backward()
         in_passes = len(asked)
-        s.placed.sum_gradients()
     return in_passes, len(asked)
 
 
@@ -422,21 +381,23 @@ def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers):
 
 
 def exchanges_told(rank):
-    """Warnings of a step whose rows are all known, and of one whose are not."""
+    """Warnings of a step whose rows are all known, and of one in which a rank has others."""
     s, found = Situation(rank), []
-    for rows in (None, s.live_rows if rank else None):
-        with warnings.catch_warnings(record=True) as told:
+    for missing in ("last", "second" if rank else "last"):
+        rows_M = all_rows(s.routed, replace(CASE, missing=missing), rank, 0)
+        counts_MLGE = s.routed.gather_counts(rows_M)
+        with warnings.catch_warnings(record=True) as told, suppress(ReplayError):
             warnings.simplefilter("always")
-            s.begin(rows=rows)
+            s.enter(static_plan(counts_MLGE, s.placed.home_LE), counts_MLGE, rows_M)
         found.append([str(each.message) for each in told if "exchange counts" in str(each.message)])
     return found
 
 
-def test_all_ranks_say_when_one_does_not_know_its_routes_ahead(workers):
+def test_all_ranks_say_when_one_has_rows_that_no_plan_knows(workers):
     for known, unknown in workers(2).run(exchanges_told):
         assert known == []
         assert len(unknown) == 1
-        assert unknown[0].startswith("in 2 of 2 micro-steps some rank sends rows that the plan has not counted")
+        assert unknown[0].startswith("in 2 of 2 micro-steps some rank has rows without a route")
 
 
 def shared(rank, way):

@@ -5,19 +5,20 @@ Each test stands behind the function that worker processes run for it.
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.test_training import relative
 from tests.ep.training import Case, batch, gradients, num_targets, policy, replaying
-from tests.ep.training_worker import rows_of, whole_gradients
+from tests.ep.training_worker import all_rows, whole_gradients
 from tests.ep.transfer.plans import random_homes, split_plan
 from tests.tiers import grid
 
@@ -147,7 +148,7 @@ def test_other_models_of_the_same_configuration_never_notice(workers):
         assert difference < WITHIN
 
 
-def step_under_a_plan(rank, step, case, group=None, frozen=()):
+def step_under_a_plan(rank, step, case, group=None, frozen=(), use_reentrant=None):
     """How far gradients of a micro-step of two ranks are off, with replicas."""
     model = policy(case)
     for name, parameter in model.named_parameters():
@@ -155,10 +156,11 @@ def step_under_a_plan(rank, step, case, group=None, frozen=()):
     plain = copy.deepcopy(model)
     routed, plainly = hf.attach(model), hf.attach(plain)
     placed = hf.distribute(model, group, timeout_s=20)
-    rows_G = [rows_of(routed, case, source, step, 0) for source in range(2)]
-    counts_MLGE = np.stack([rows.routed_LE for rows in rows_G], axis=1)[None]
-    placed.begin_step(0, split_plan(3, counts_MLGE, placed.home_LE), counts_MLGE, [rows_G[rank]])
-    with replaying(routed, case, rank, step, 0), placed.executing(0):
+    for layer in placed.layers if use_reentrant is not None else ():
+        layer.module.forward = partial(checkpoint, layer.module.forward, use_reentrant=use_reentrant)
+    rows_M = all_rows(routed, case, rank, step)[:1]
+    counts_MLGE = routed.gather_counts(rows_M)
+    with routed.execute(split_plan(3, counts_MLGE, placed.home_LE), counts_MLGE, rows_M), routed.replay(rows_M[0]):
         log_probs(model, batch(rank, step, 0)).sum().backward()
     placed.sum_gradients()
     for source in range(2):
@@ -175,6 +177,15 @@ def test_frozen_experts_under_replicas(workers):
     assert max(workers(2).run(frozen_experts)) < WITHIN
 
 
+def experts_alone(rank):
+    return [step_under_a_plan(rank, 0, CASE, use_reentrant=use_reentrant) for use_reentrant in (True, False)]
+
+
+def test_experts_that_are_checkpointed_without_their_router_find_their_cells_again(workers):
+    for both in workers(2).run(experts_alone):
+        assert max(both) < WITHIN
+
+
 def two_groups(rank):
     """In groups of two of four ranks."""
     group = dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True)
@@ -188,15 +199,17 @@ def test_groups_of_ranks_beside_each_other(workers):
 
 def padding(rank):
     """Largest difference of logits, over tokens, between padding that is sent and padding that is not."""
-    placed = hf.distribute(policy(CASE), timeout_s=20)
+    routed = hf.attach(policy(CASE))
+    placed = hf.distribute(routed.model, timeout_s=20)
     real_BT = batch(rank, 0, 0)["attention_mask"].bool()
-    counts_MLGE = np.zeros((1, 3, 2, 8), np.int64)
-    everything = placed.model(**batch(rank, 0, 0), use_cache=False).logits
-    routed_rows = BatchRows(planned_N=np.zeros(real_BT.numel(), np.bool_), sent_N=real_BT.flatten().numpy())
-    placed.begin_step(0, split_plan(0, counts_MLGE, placed.home_LE), counts_MLGE, [routed_rows])
-    with placed.executing(0) as execution:
+    rows_M = all_rows(routed, CASE, rank, 0)[:1]
+    counts_MLGE = routed.gather_counts(rows_M)
+    with routed.replay(rows_M[0]):
+        everything = placed.model(**batch(rank, 0, 0), use_cache=False).logits
+    plan = split_plan(0, counts_MLGE, placed.home_LE)
+    with routed.execute(plan, counts_MLGE, rows_M) as execution, routed.replay(rows_M[0]):
         tokens_only = placed.model(**batch(rank, 0, 0), use_cache=False).logits
-    executed_L = torch.from_numpy(execution.executed_L)
+    executed_L = torch.from_numpy(execution.executed_ML[0])
     dist.all_reduce(executed_L)
     tokens = torch.tensor(int(real_BT.sum()))
     dist.all_reduce(tokens)

@@ -29,8 +29,8 @@ class Case:
         plan: None; "static" for homes alone; "planned" by the planner; "shuffled" for random homes
             alone; a seed for random homes, replicas and splits.
         use_reentrant: of activation checkpointing; "by hand" for torch's around each layer; None without.
-        ahead: whether counts are known before the forward.
-        unrouted: whether last tokens have no route.
+        missing: which tokens of each sequence have no route: None, its "last", or its "second" too. The model routes
+            them; of others than last ones, ranks exchange counts.
         dtype: of the model.
         weights: where replicas come from: "direct", or an engine with slots by "layer" or "shared"; "lost"
             and "doubled" with gradients tampered with.
@@ -41,8 +41,7 @@ class Case:
     routing: str = "replay"
     plan: str | int | None = None
     use_reentrant: bool | str | None = None
-    ahead: bool = True
-    unrouted: bool = False
+    missing: str | None = None
     dtype: torch.dtype = torch.float32
     weights: str = "direct"
 
@@ -50,13 +49,13 @@ class Case:
     def id(self):
         ways = {None: "plain", True: "reentrant", False: "non_reentrant", "by hand": "by_hand"}
         parts = [self.family, f"{self.ranks}_ranks", self.routing, f"plan_{self.plan}", ways[self.use_reentrant]]
-        parts += ["last_tokens_unrouted"] * self.unrouted + ["counts_exchanged"] * (not self.ahead) + [self.weights]
+        parts += [f"{self.missing}_tokens_missing"] * bool(self.missing) + [self.weights]
         return "-".join([*parts, str(self.dtype).removeprefix("torch.")])
 
     @property
     def alone(self):
         """The same training of the plain model."""
-        return replace(self, plan=None, use_reentrant=None, ahead=True, weights="direct")
+        return replace(self, plan=None, use_reentrant=None, weights="direct")
 
 
 def policy(case):
@@ -91,10 +90,15 @@ def routes(spec, case, rank, step, micro_step):
     favour = np.linspace(1.2, 0, spec.num_experts)
     favour[: spec.top_k] += 2.0 * (case.routing == "crowded")
     tokens = sequences_of(batch(rank, step, micro_step))
-    left_out = 1 if case.unrouted else 0
+    left_out = 1 if case.missing else 0
     shape = (spec.num_layers, spec.num_experts)
     ids = [np.argsort(rng.random((len(t) - left_out, *shape)) - favour, axis=-1)[..., : spec.top_k] for t in tokens]
-    return fr.RoutingTrace.from_sequences(spec, tokens, ids)
+    trace = fr.RoutingTrace.from_sequences(spec, tokens, ids)
+    if case.missing != "second":
+        return trace
+    valid_N = trace.valid_N.copy()
+    valid_N[trace.offsets[:-1] + 1] = False
+    return replace(trace, valid_N=valid_N)
 
 
 def optimizer_of(model):
@@ -137,10 +141,12 @@ def state(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def replaying(routed, case, rank, step, micro_step):
+def replaying(routed, case, rank, step, micro_step, rows=None):
+    """A session on the routes of a micro-step, or on what `rows` made of them."""
     if case.routing == "live":
         return nullcontext()
-    return routed.replay(decisions(routed, case, rank, step, micro_step))
+    routes = decisions(routed, case, rank, step, micro_step) if rows is None else rows
+    return routed.replay(routes, missing="native" if case.missing else "error")
 
 
 def decisions(routed, case, rank, step, micro_step):

@@ -1,21 +1,19 @@
 """What a worker process does: the training of `training`, expert-parallel."""
 
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.ep import BatchRows, compute, layer
+from foreroute.ep import compute, layer
 from foreroute.ep.compute import run_experts
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import log_probs
-from tests.ep.training import MICRO_STEPS, STEPS, batch, num_targets, optimizer_of, policy, replaying, routes
+from tests.ep.training import MICRO_STEPS, STEPS, batch, decisions, num_targets, optimizer_of, policy, replaying
 from tests.ep.transfer.plans import LINKS, SLOTS, random_homes, split_plan, static_plan
 from tests.ep.transfer.toy import Multiplied
 
@@ -37,11 +35,10 @@ class Load:
     sent: int
 
     @classmethod
-    def of(cls, execution, computed_L, plan, counts_MLGE, rank, top_k):
-        m = execution.micro_step
-        cells = [(plan.cell(m, layer), counts_GE) for layer, counts_GE in enumerate(counts_MLGE[m])]
+    def of(cls, execution, m, computed_L, counts_MLGE, rank, num_sent):
+        cells = [(execution.plan.cell(m, layer), counts_GE) for layer, counts_GE in enumerate(counts_MLGE[m])]
         planned_L = [int(cell.loads_G(counts_GE)[rank]) for cell, counts_GE in cells]
-        return cls(planned_L, execution.executed_L.tolist(), computed_L, int(execution.rows.sent_N.sum()) * top_k)
+        return cls(planned_L, execution.executed_ML[m].tolist(), computed_L, num_sent)
 
 
 @contextmanager
@@ -81,38 +78,46 @@ def train(rank, case):
 
 def use_weights(placed, case):
     placed.use(TransferOptions(paths="host" if case.weights in ("layer", "shared") else "direct", timeout_s=20))
+
+
+def tamper(placed, case):
+    """Have gradients of replicas lost, or doubled, on their way home."""
     if case.weights in TAMPERED:
-        placed._engine = engine = TransferEngine(placed.homes, placed._transfers, placed._peers)
-        send_home, factor = engine.send_home, TAMPERED[case.weights]
-        engine.send_home = lambda cell, grads: Multiplied(send_home(cell, grads), factor)
+        engine = placed.ranks.engine(placed.homes)
+        send_home, factor = type(engine).send_home, TAMPERED[case.weights]
+        engine.send_home = lambda cell, grads: Multiplied(send_home(engine, cell, grads), factor)
 
 
 def train_step(placed, routed, case, rank, step, losses, split):
     """Accumulates the gradients of a step. Returns a `Load` for every micro-step under a plan."""
-    plan = None
-    if case.plan is not None:
-        counts_MLGE = all_counts(routed, case, rank, step)
-        plan = make_plan(case, counts_MLGE, placed.home_LE, step)
-        rows_M = all_rows(routed, case, rank, step)
-        if not case.ahead:
-            rows_M = [replace(rows, routed_LE=None) for rows in rows_M]
-        placed.begin_step(step, plan, counts_MLGE, rows_M)
-        split.append(split_experts(plan))
-    loads, pending = [], []
-    for m in range(MICRO_STEPS):
-        with replaying(routed, case, rank, step, m):
-            if plan is None:
+    execution, rows_M, loads, pending = None, [None] * MICRO_STEPS, [], []
+    with ExitStack() as stack:
+        if case.plan is not None:
+            rows_M = all_rows(routed, case, rank, step)
+            counts_MLGE = routed.gather_counts(rows_M)
+            plan = make_plan(case, counts_MLGE, placed.home_LE, step)
+            execution = stack.enter_context(routed.execute(plan, counts_MLGE, rows_M))
+            tamper(placed, case)
+            split.append(split_experts(plan))
+        for m, rows in enumerate(rows_M):
+            with replaying(routed, case, rank, step, m, rows), counting_rows(placed) as computed_L:
                 loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
-            else:
-                with placed.executing(m) as execution, counting_rows(placed) as computed_L:
-                    loss = -log_probs(placed.model, batch(rank, step, m)).sum() / num_targets(case.ranks, step)
-                loads.append(Load.of(execution, computed_L, plan, counts_MLGE, rank, routed.spec.top_k))
-        pending.append(loss)
-        losses.append(loss.item())
-    # the micro-steps are all in flight: each recomputes its own cells
-    for loss in pending:
-        loss.backward()
+            if execution is not None:
+                num_sent = sent(rows, case, rank, step, m)
+                loads.append(Load.of(execution, m, computed_L, counts_MLGE, rank, num_sent))
+            pending.append(loss)
+            losses.append(loss.item())
+        # the micro-steps are all in flight: each recomputes its own cells
+        for loss in pending:
+            loss.backward()
     return loads
+
+
+def sent(rows, case, rank, step, m):
+    """Assignments of a micro-step that experts are to compute."""
+    if case.missing == "second":
+        return int(batch(rank, step, m)["attention_mask"].sum()) * rows.trace.spec.top_k
+    return int(rows.trace.valid_N.sum()) * rows.trace.spec.top_k
 
 
 def split_experts(plan):
@@ -123,33 +128,9 @@ def split_experts(plan):
     return split_LE
 
 
-def rows_of(routed, case, rank, step, m):
-    here = batch(rank, step, m)
-    if case.routing != "live":
-        return BatchRows.replayed(routes(routed.spec, case, rank, step, m), here["input_ids"], here["attention_mask"])
-    real_N = here["attention_mask"].bool().flatten().numpy()
-    return BatchRows(planned_N=real_N, sent_N=real_N)
-
-
 def all_rows(routed, case, rank, step):
     """Of all micro-steps of a rank."""
-    return [rows_of(routed, case, rank, step, m) for m in range(MICRO_STEPS)]
-
-
-def all_counts(routed, case, rank, step):
-    """[M, L, G, E], of all ranks: of the routes to replay, or of those that the model takes now."""
-    mine = []
-    for m in range(MICRO_STEPS):
-        if case.routing != "live":
-            trace = routes(routed.spec, case, rank, step, m)
-        else:
-            with torch.no_grad(), routed.record() as recording:
-                routed.model(**batch(rank, step, m), use_cache=False)
-            trace = recording.trace()
-        mine.append(BatchRows.replayed(trace, *batch(rank, step, m).values()).routed_LE)
-    gathered = [torch.empty(MICRO_STEPS, *mine[0].shape, dtype=torch.int64) for _ in range(case.ranks)]
-    dist.all_gather(gathered, torch.from_numpy(np.stack(mine)))
-    return torch.stack(gathered, dim=2).numpy()
+    return [routed.rows(decisions(routed, case, rank, step, m)) for m in range(MICRO_STEPS)]
 
 
 def make_plan(case, counts_MLGE, home_LE, step):

@@ -104,7 +104,7 @@ def bench_on(rank, num_ranks, device, dtype=torch.float32):
     model = hf.build_model("qwen3_moe", seed=0, **SIZES).to(device, dtype)
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=TIMEOUT_S)
-    return Bench.routed_anew(routed, placed, rank, num_ranks, micro_steps=MICRO_STEPS, shape=shape_on(device))
+    return Bench.routed_anew(routed, placed, rank, micro_steps=MICRO_STEPS, shape=shape_on(device))
 
 
 def shape_on(device):
@@ -132,15 +132,16 @@ def forward_and_backward(model, batch):
     return logits.detach().cpu()
 
 
-def step_under(bench, step):
+def step_under(bench, step, transfers=None):
     """A step under a plan with replicas: logits of this rank, and the gradients of all ranks."""
-    model, placed = bench.routed.model, bench.placed
+    model, placed, logits = bench.routed.model, bench.placed, []
     plan = split_plan(step, bench.counts_MLGE, placed.home_LE)
-    placed.begin_step(step, plan, bench.counts_MLGE, bench.rows_M)
-    logits = []
-    for m, (batch, trace) in enumerate(zip(bench.batches, bench.traces, strict=True)):
-        with bench.routed.replay(trace), placed.executing(m):
-            logits.append(forward_and_backward(model, batch))
+    with bench.routed.execute(plan, bench.counts_MLGE, bench.rows_M, step=step) as execution:
+        for batch, rows in zip(bench.batches, bench.rows_M, strict=True):
+            with bench.routed.replay(rows):
+                logits.append(forward_and_backward(model, batch))
+    if transfers is not None:
+        transfers += execution.transfers
     placed.sum_gradients()
     # on the host, where gloo gathers them
     grads = {name: placed.whole(each, each.grad.cpu()) for name, each in model.named_parameters()}
@@ -218,9 +219,10 @@ def on_two_ranks(rank, device, path, counts_waits):
         torch.cuda.set_device(device)
     bench, step = bench_on(rank, RANKS, device), 0
     bench.placed.use(TransferOptions(paths=path, timeout_s=TIMEOUT_S))
+    transfers = []
     with closing(bench.placed):
-        outcome = step_under(bench, step)
-        fetched = [record for record in bench.placed.take_transfers() if record.kind == "fetch"]
+        outcome = step_under(bench, step, transfers)
+        fetched = [record for record in transfers if record.kind == "fetch"]
         places = launch_waits(partial(step_under, bench, step)) if counts_waits else []
     moved = {kind: sum(getattr(record, f"{kind}_bytes") for record in fetched) for kind in ("host", "direct")}
     dist.barrier()

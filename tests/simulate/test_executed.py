@@ -12,7 +12,6 @@ import torch
 from foreroute.adapters import hf
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability, lacking, warn_of_lacks
@@ -79,24 +78,22 @@ def execute(rank):
         scores = rng.gumbel(size=(2, 40, 2, 16)) - 0.2 * ((np.arange(16) + 5 * m) % 16)
         ids = np.argsort(-scores, axis=-1)[..., :2]
         traces.append(RoutingTrace.from_sequences(routed.spec, list(batch), list(ids)))
-    rows = [BatchRows.replayed(trace, batch) for trace, batch in zip(traces, batches, strict=True)]
-    counts_MLGE = placed.gather_counts([one.routed_LE for one in rows])
+    counts_MLGE = routed.gather_counts(traces)
     found = {}
-    for step, name in enumerate(ROWS):
-        step_plan, loads, loss = planned(counts_MLGE, name, home_LE), [], 0.0
+    for name in ROWS:
+        step_plan, loss = planned(counts_MLGE, name, home_LE), 0.0
         placed.move_homes(step_plan.home_LE)
         placed.use(TransferOptions(timeout_s=60))
-        placed.begin_step(step, step_plan, counts_MLGE, rows)
-        for m, (batch, trace) in enumerate(zip(batches, traces, strict=True)):
-            with routed.replay(trace), placed.executing(m) as execution:
-                logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
-                part = logits.double().log_softmax(-1)[..., 0].mean()
-                part.backward()
-            loss += float(part.detach())
-            loads.append(execution.executed_L)
+        with routed.execute(step_plan, counts_MLGE, traces) as execution:
+            for batch, trace in zip(batches, traces, strict=True):
+                with routed.replay(trace):
+                    logits = model(input_ids=torch.from_numpy(batch), use_cache=False).logits
+                    part = logits.double().log_softmax(-1)[..., 0].mean()
+                    part.backward()
+                loss += float(part.detach())
         model.zero_grad(set_to_none=True)
         placed.move_homes(home_LE)
-        found[name] = (step_plan, np.stack(loads), loss)
+        found[name] = (step_plan, execution.executed_ML, loss)
     placed.close()
     return counts_MLGE, home_LE, found
 

@@ -1,6 +1,7 @@
 """The parts of the trainer, by hand and by brute force."""
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -103,17 +104,16 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     assert trainer.seconds.keys() >= {"rollout", "recompute", "update"}
 
     counts_MLGE = np.zeros((1, 1, 2, 2), np.int32)
-    placed = SimpleNamespace(begin_step=lambda *_, **__: None, share_plan=lambda make: make())
-    placed.transfers = ["of the pass that fails"]
-    placed.take_transfers = lambda: [placed.transfers.pop() for _ in list(placed.transfers)]
     execution = object.__new__(ExpertParallel)
-    execution._placed, execution._now, execution._executed = placed, None, []
+    execution._placed = SimpleNamespace(share_plan=lambda make: make())
+    execution._policy = SimpleNamespace(execute=lambda *_, **__: nullcontext())
+    execution._rows_M, execution._executed = None, []
     made = Future()
     made.set_result(None)
-    execution._announced = {"update 0": _Announced(ExecutedPass("update 0", counts_MLGE), [], 0, made)}
+    execution._announced = {"update 0": _Announced(ExecutedPass("update 0", counts_MLGE), ["rows"], 0, made)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
-        fails()
-    assert (execution._now, execution._executed, placed.transfers) == (None, [], [])
+        fails(execution.to_replay(0, "routes") == "rows" or pytest.fail("planned rows are replayed"))
+    assert (execution._rows_M, execution._executed) == (None, [])
     # a pass without a plan is not taken for one that executes the plan of the last
-    with execution.running(SimpleNamespace(name="update 1")), execution.micro_step(0):
-        pass
+    with execution.running(SimpleNamespace(name="update 1")):
+        assert execution.to_replay(0, "routes") == "routes"

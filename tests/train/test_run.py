@@ -261,7 +261,7 @@ def test_every_second_of_a_step_is_in_a_phase(monkeypatch):
 
         return taking_a_second
 
-    for name in ("weights", "plan", "running", "micro_step", "finish_gradients"):
+    for name in ("weights", "plan", "running", "to_replay", "finish_gradients"):
         monkeypatch.setattr(trainer.execution, name, slow(getattr(trainer.execution, name)))
     monkeypatch.setattr(loop, "make_schedule", slow(loop.make_schedule))
     _, record = trainer.run_step()

@@ -5,8 +5,8 @@ where their experts are served and gets the results back. Models of a framework 
 `foreroute.adapters.hf.distribute`.
 """
 
-from foreroute.ep.execution import BatchRows, Execution
+from foreroute.ep.execution import PlanExecution
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.model import ExpertParallelModel
 
-__all__ = ["BatchRows", "Execution", "ExpertLayer", "ExpertParallelModel"]
+__all__ = ["ExpertLayer", "ExpertParallelModel", "PlanExecution"]

@@ -1,16 +1,14 @@
-"""What all ranks agree on before a plan is executed: the plan, which the first may make, its counts, and its rows."""
+"""What ranks agree on: a plan that the first makes for all, and what objects to one, to its counts or micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from foreroute.ep.execution import BatchRows
-from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan
-from foreroute.errors import CountsError, PlanError, shown
+from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.errors import PlanError
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
@@ -43,77 +41,10 @@ def share_plan(consensus: RankConsensus, make: Callable[[], StepPlan]) -> StepPl
     return plan_from_bytes(received)
 
 
-def agree_on_step(
-    consensus: RankConsensus,
-    step: int,
-    plan: StepPlan,
-    counts_MLGE: NDArray[np.integer],
-    home_LE: NDArray[np.int16],
-) -> None:
-    """Make sure that all ranks have the same plan, that it fits the model, and that the counts are its own.
-
-    Args:
-        consensus: of the ranks.
-        step: its number.
-        plan: that this rank is to put in force.
-        counts_MLGE: integers [M, L, G, E], what was planned.
-        home_LE: int16 [L, E], where experts live.
-
-    Raises:
-        PlanError: on every rank alike, for different plans, or one for other ranks, layers, experts or homes.
-        CountsError: on every rank alike, for counts that are not those of the plan.
-        TransferError: when a rank does not answer.
-    """
-    agree_on_plan(consensus, step, plan)
-    what = f"agreeing on the homes of step {step}"
-    raise_alike(consensus, PlanError, objection_to_plan(plan, home_LE), what)
-    objection = objection_to_counts(plan, counts_MLGE)
-    raise_alike(consensus, CountsError, objection, "comparing the counts of the plan")
-
-
-def agree_on_rows(
-    consensus: RankConsensus,
-    plan: StepPlan,
-    counts_MLGE: NDArray[np.integer],
-    rows_M: Sequence[BatchRows],
-) -> list[bool]:
-    """Make sure that every rank brings the rows that were planned, in all micro-steps.
-
-    Args:
-        consensus: of the ranks.
-        plan: agreed on.
-        counts_MLGE: integers [M, L, G, E], agreed on.
-        rows_M: of the micro-batches of this rank.
-
-    Returns:
-        By micro-step, whether counts must be exchanged in every cell: they must where one rank does not know its routes
-        ahead, or sends a row that is not planned.
-
-    Raises:
-        CountsError: on every rank alike, when the rows of one are not those planned.
-        TransferError: when a rank does not answer.
-    """
-    what = "comparing rows with those of the plan"
-    raise_alike(consensus, CountsError, _objection_to_rows(plan, counts_MLGE, rows_M, consensus.rank), what)
-    unknown = [rows.routed_LE is None or not rows.all_planned for rows in rows_M]
-    return [bool(any_) for any_ in consensus.most(torch.tensor(unknown, dtype=torch.int32), what).tolist()]
-
-
 def raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:
     """Raise on every rank, when one of them objects. A collective call."""
     if objections := consensus.objections(mine, what):
         raise error(f"{what}: " + "; ".join(objections))
-
-
-def _objection_to_rows(
-    plan: StepPlan, counts_MLGE: NDArray[np.integer], rows_M: Sequence[BatchRows], rank: int
-) -> str | None:
-    if not isinstance(rows_M, Sequence) or not all(isinstance(rows, BatchRows) for rows in rows_M):
-        return f"its micro-batches are {shown(rows_M)}; expected a list of BatchRows"
-    if objection := objection_to_number(len(rows_M), plan.shape[0]):
-        return objection
-    found_MLE = [rows.routed_LE for rows in rows_M]
-    return objection_to_micro_batches(found_MLE, counts_MLGE[:, :, rank], range(plan.shape[1]))
 
 
 def objection_to_number(num_micro_batches: int, num_planned: int) -> str | None:
@@ -151,18 +82,16 @@ def objection_to_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> str
 
 
 def objection_to_micro_batches(
-    found_MLE: Sequence[NDArray[np.integer] | None], planned_MLE: NDArray[np.integer], layers: Sequence[int]
+    found_MLE: Sequence[NDArray[np.integer]], planned_MLE: NDArray[np.integer], layers: Sequence[int]
 ) -> str | None:
     """What says that the micro-batches of this rank are not those that were counted.
 
     Args:
-        found_MLE: of each, integers [L, E], its assignments; None where they are not known.
+        found_MLE: of each, integers [L, E], its assignments.
         planned_MLE: integers [M, L, E].
         layers: which routed layers of the model these are.
     """
     for micro_step, (found_LE, planned_LE) in enumerate(zip(found_MLE, planned_MLE, strict=True)):
-        if found_LE is None:
-            continue
         if found_LE.shape != planned_LE.shape:
             return (
                 f"micro-batch {micro_step} is routed to {list(found_LE.shape)} layers and experts, expected "

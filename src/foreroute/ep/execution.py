@@ -1,8 +1,13 @@
-"""One micro-step under a plan, or a forward without one: the rows of a rank, and what each layer is to do."""
+"""A plan that is executed: what all ranks agree on before it is, and what each layer does in each pass.
+
+The routes of a pass carry its cells (`ReplayRows.cells`). A recomputation runs on the routes of its own pass, and nodes
+of autograd keep their cell. So a fetch is bound to (step, micro-step, layer), whatever ran last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,338 +15,465 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.core.hooks import ModelHooks
+from foreroute.core.passes import Pass, PassStack
 from foreroute.core.recompute import bind
+from foreroute.ep.agreement import (
+    objection_to_counts,
+    objection_to_micro_batches,
+    objection_to_number,
+    objection_to_plan,
+    raise_alike,
+)
 from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
-from foreroute.ep.transfer import Cell
-from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.errors import CountsError, ReplayError
-from foreroute.layout import locate_rows
-from foreroute.plan import CellPlan, CellSchedule, ExecutionSchedule, StepPlan
-from foreroute.replay.rows import joined_to_device
-from foreroute.trace import RoutingTrace, add_assignments
+from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions, TransferRecord
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import Cell, Home
+from foreroute.errors import CountsError, PlanError, ReplayError
+from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.plan.capabilities import Executor
+from foreroute.replay import ReplayRows
 
 
 @dataclass(frozen=True, eq=False)
-class BatchRows:
-    """The rows of one micro-batch of one rank, flattened batch first.
+class MicroBatch:
+    """One micro-batch of this rank.
 
     Attributes:
-        planned_N: bool [N], rows whose assignments are among the planned counts; None for all that are sent.
-        sent_N: bool [N], rows that experts compute; None for all. A row that is not sent gets zeros from the routed
-            experts, and costs nothing; right for padding, whose results are not used.
-        routed_LE: int64 [L, E], assignments of the planned rows, where they are known before the forward, as under
-            replay. None when routers are free: counts are then exchanged in every cell.
+        routes: that are replayed on it. Whoever begins its forward hands in the same object.
+        counts_LE: integers [L, E], assignments of its rows that have a route, in the layers of this rank.
+        is_whole: whether no other row is sent to experts, so that the plan knows all of them.
     """
 
-    planned_N: NDArray[np.bool_] | None = None
-    sent_N: NDArray[np.bool_] | None = None
-    routed_LE: NDArray[np.int64] | None = None
-
-    def __post_init__(self) -> None:
-        if self.planned_N is None or self.sent_N is None:
-            return
-        if self.planned_N.shape != self.sent_N.shape or (self.planned_N & ~self.sent_N).any():
-            raise CountsError(
-                f"{self.planned_N.sum()} of {self.planned_N.size} rows are planned and {self.sent_N.sum()} of "
-                f"{self.sent_N.size} are sent; expected masks of the same rows, with everything that is planned sent"
-            )
-
-    @classmethod
-    def replayed(
-        cls,
-        trace: RoutingTrace,
-        input_ids_BT: ArrayLike,
-        attention_mask_BT: ArrayLike | None = None,
-        starts_BT: ArrayLike | None = None,
-    ) -> BatchRows:
-        """The rows of a batch on which `trace` is replayed.
-
-        Rows that the trace has a route for are planned. Padding is not sent. Any other row, such as that of a last
-        sampled token, is routed by the model itself when its turn comes, so no plan can count it: it is sent to a home
-        and counts are exchanged in all cells of a micro-step in which any rank has such a row. A batch that leaves out
-        the last token of each sequence has none. A rank without sequences brings padding alone, and a trace of none.
-
-        Args:
-            trace: what is replayed.
-            input_ids_BT: integers [B, T], as the model is called with.
-            attention_mask_BT: 0 or 1 [B, T], 0 for padding; everything is a token by default.
-            starts_BT: bool [B, T], the first token of each sequence where rows hold several.
-
-        Raises:
-            BatchMismatchError: when batch and trace hold different tokens.
-        """
-        row_N = locate_rows(trace, input_ids_BT, attention_mask_BT, starts_BT)
-        sent_N = row_N >= 0
-        planned_N = sent_N.copy()
-        planned_N[sent_N] = trace.valid_N[row_N[sent_N]]
-        # no routed row of the trace is left out of the batch
-        counts_MLGE = np.zeros((1, trace.spec.num_layers, 1, trace.spec.num_experts), np.int32)
-        all_S = np.zeros(len(trace), np.int64)
-        add_assignments(trace, all_S, all_S, counts_MLGE)
-        return cls(planned_N, sent_N, counts_MLGE[0, :, 0].astype(np.int64))
-
-    @property
-    def all_planned(self) -> bool:
-        """Whether no row is sent that the plan has not counted."""
-        if self.planned_N is None:
-            return True
-        return bool(self.planned_N.all() if self.sent_N is None else (self.planned_N == self.sent_N).all())
+    routes: object
+    counts_LE: NDArray[np.int64]
+    is_whole: bool
 
 
-@dataclass(frozen=True, eq=False)
-class ActivePlan:
-    """A plan in force.
-
-    Attributes:
-        step: its number.
-        plan: of the step.
-        counts_MLGE: integers [M, L, G, E], the counts that were planned.
-        weights: where replicas come from.
-        schedule: of this rank.
-        rows_M: of the micro-batches of this rank.
-        exchanges_M: whether counts are exchanged in every cell of a micro-step, on all ranks alike.
-    """
-
-    step: int
-    plan: StepPlan
-    counts_MLGE: NDArray[np.integer]
-    weights: TransferEngine
-    schedule: ExecutionSchedule
-    rows_M: Sequence[BatchRows]
-    exchanges_M: Sequence[bool]
-
-
-class Execution:
-    """What `ExpertParallelModel.executing` yields, and what is in force outside of it.
+class ExecutionRanks:
+    """The expert-parallel ranks of a pipeline stage, as they agree and as they send weights.
 
     Args:
-        group: the ranks.
-        num_layers: L.
-        active_plan: the plan in force; None for live routing with every expert at its home.
-        micro_step: of the plan.
+        group: on which rows are exchanged.
+        consensus: of them.
+        options: how weights of replicas travel.
+        executor: which framework runs the model.
+        peers: of the group; made when weights first travel by default.
+        stages: of this rank's peers in the other stages of a pipeline; None for one stage.
+        gathers_late: as in `TransferEngine`.
 
     Attributes:
-        rows: of this rank's micro-batch.
-        active_plan, micro_step: the same.
-        is_recomputing: whether what runs now has run before.
-        names: the cells in words.
-        executed_L: int64 [L], assignments that this rank has computed in each layer; recomputation does not count.
+        group, consensus, gathers_late: the same.
+        options: how weights of replicas travel, from the next engine on.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, num_layers: int, active_plan: ActivePlan | None = None, micro_step: int = 0
+        self,
+        group: dist.ProcessGroup,
+        consensus: RankConsensus,
+        options: TransferOptions,
+        executor: Executor,
+        *,
+        peers: PeerGroup | None = None,
+        stages: RankConsensus | None = None,
+        gathers_late: bool = False,
     ) -> None:
-        self._group = group
-        self.active_plan, self.micro_step = active_plan, micro_step
-        self.is_recomputing = False
-        self.executed_L = np.zeros(num_layers, np.int64)
-        self._runs_L = [0] * num_layers
-        self._device_rows: list[CellRows] | None = None
-        self._indices: dict[str, Tensor | None] = {}
-        self._found_LE: Tensor | None = None
-        self._differs: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._is_known = False
-        if active_plan is None:
-            self.rows = BatchRows()
-            self.names = [f"routed layer {layer}" for layer in range(num_layers)]
-            return
-        self.rows = active_plan.rows_M[micro_step]
-        self.names = [str(Cell(active_plan.step, micro_step, layer)) for layer in range(num_layers)]
-        self._is_known = not active_plan.exchanges_M[micro_step]
-        self._has_replicas_L = active_plan.plan.num_replicas_ML[micro_step] > 0
+        self.group, self.consensus, self.options, self.gathers_late = group, consensus, options, gathers_late
+        self._executor, self._peers, self._stages = executor, peers, stages
+        self._engine: TransferEngine | None = None
 
-    def begin_cell(
-        self, layer: int, path: str, ids_NK: Tensor, home_E: NDArray[np.int16], row_multiple: int
-    ) -> CellRows:
-        """A layer runs.
+    def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
+        """What moves weights of replicas, made when a plan is first executed. A collective call."""
+        if self._engine is None:
+            peers = self._peers or PeerGroup(self.group, timeout_s=self.options.timeout_s)
+            self._engine = TransferEngine(homes, self.options, peers, gathers_late=self.gathers_late)
+        return self._engine
 
-        Args:
-            layer: position among the routed layers.
-            path: of its module, for errors.
-            ids_NK: int64 [N, K], the expert of each assignment.
-            home_E: int16 [E], the rank that every expert lives on.
-            row_multiple: the rows of a group are padded to a multiple of this.
+    def forget_weights(self) -> None:
+        """Experts have moved: no slot holds them any more."""
+        if self._engine is not None:
+            self._engine.end_step()
 
-        Returns:
-            Its rows.
+    def close(self) -> None:
+        """Give back what weights travel by. Never raises: errors end here too."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+    def raise_alike(self, error: type[Exception], mine: str | None, what: str) -> None:
+        """Raise on every rank of the group and of its other stages, when one of them objects.
+
+        A collective call of all stages: not for what happens inside a schedule, where each is elsewhere.
+        """
+        if self._stages is not None:
+            # the other ranks of the group hear of it below, and through them their own stages
+            mine = "; ".join(self._stages.objections(mine, what)) or None
+        raise_alike(self.consensus, error, mine, what)
+
+    def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
+        """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
 
         Raises:
-            ReplayError: when it has run in this execution already.
-            CountsError: when the rows are not those announced; or counts are exchanged and are not those of the plan,
-                on every rank alike.
-            PlanError: when a plan gives replicas more than there is; on every rank alike.
+            PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
         """
-        self._require_rows(path, len(ids_NK))
-        sent_A = self.sent_assignments(ids_NK)
-        if not self._is_known:
-            counts_GE = self._exchanged_counts(layer, ids_NK, sent_A, len(home_E))
-            rank, name = dist.get_rank(self._group), self.names[layer]
-            cell = CellPlan.homes_only(home_E, len(counts_GE))
-            if self.active_plan is not None and self._has_replicas_L[layer]:
-                cell = self.active_plan.plan.cell(self.micro_step, layer)
-            schedule = CellSchedule.of(cell, counts_GE, rank, row_multiple=row_multiple, what=name)
-            (rows,) = rows_on(ids_NK.device, [schedule])
-        else:
-            rows = self._known_rows(ids_NK.device)[layer]
-        if self.is_recomputing:
-            return rows
-        self._runs_L[layer] += 1
-        if self.active_plan is not None and self._runs_L[layer] > 1:
-            raise ReplayError(
-                f"{path} runs a second time in {self.names[layer]}; a plan has one cell for each layer and micro-step: "
-                "open executing() anew for every forward"
-            )
-        self.executed_L[layer] += sum(rows.receive_G)
-        if self._is_known:
-            self._note_found(layer, ids_NK, sent_A, len(home_E))
-        return rows
-
-    def served(self, layer: int) -> tuple[Cell, TransferEngine] | None:
-        """A cell that has replicas on any rank, and where they come from; None for one that has none."""
-        if self.active_plan is None or not self._has_replicas_L[layer]:
-            return None
-        return Cell(self.active_plan.step, self.micro_step, layer), self.active_plan.weights
-
-    def sent_assignments(self, ids_NK: Tensor) -> Tensor | None:
-        """int64, which of the N x K assignments experts compute, in their order; None for all."""
-        return self._assignments("sent", self.rows.sent_N, ids_NK)
-
-    def end(self) -> None:
-        """The forward is over. What its routers did is brought to the host, which does not wait for it.
-
-        Raises:
-            ReplayError: when a layer did not run. Every rank finds the same: rows of one that runs wait for the others.
-        """
-        for name, runs in zip(self.names, self._runs_L, strict=True):
-            if not runs:
-                raise ReplayError(f"{name} was not executed: no forward of the model ran, or it bypassed the layer")
-        if self._found_LE is None:
-            return
-        assert self.rows.routed_LE is not None, "found is compared where counts were known ahead"
-        differs_L = (self._found_LE != joined_to_device([self.rows.routed_LE], self._found_LE.device)).any(dim=1)
-        brought = None
-        on_host_L = differs_L.to("cpu", non_blocking=True)
-        if differs_L.is_cuda:
-            brought = torch.cuda.Event()
-            brought.record()
-        self._differs = on_host_L, brought
-
-    def misrouted(self) -> str | None:
-        """Which layer's routers did not do what was known ahead, in words, or None. Waits for the forward's end."""
-        if self._differs is None:
-            return None
-        differs_L, brought = self._differs
-        if brought is not None:
-            brought.synchronize()
-        for name, differs in zip(self.names, differs_L.tolist(), strict=True):
-            if differs:
-                return f"{name}: routers made other assignments than BatchRows.routed_LE, so rows went astray"
-        return None
-
-    def _require_rows(self, path: str, num_rows: int) -> None:
-        for mask_N in (self.rows.planned_N, self.rows.sent_N):
-            if mask_N is not None and len(mask_N) != num_rows:
-                raise CountsError(
-                    f"{path} is given {num_rows} rows, BatchRows tells of {len(mask_N)}; make it from the batch "
-                    "that the model is called with, padding included"
+        if self._stages is not None:
+            digests, mine = self._stages.texts(plan_digest(plan), what), None
+            if len(set(digests)) > 1:
+                listed = "; ".join(f"stage {stage}: plan {digest}" for stage, digest in enumerate(digests))
+                mine = (
+                    f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
                 )
+            # the other ranks of the group may be in pipelines that agree
+            raise_alike(self.consensus, PlanError, mine, what)
+        agree_on_plan(self.consensus, step, plan, self._executor)
 
-    def _assignments(self, name: str, mask_N: NDArray[np.bool_] | None, ids_NK: Tensor) -> Tensor | None:
-        if name not in self._indices:
-            self._indices[name] = None
-            if mask_N is not None and not mask_N.all():
-                chosen = np.flatnonzero(np.repeat(mask_N, ids_NK.shape[1]))
-                self._indices[name] = joined_to_device([chosen], ids_NK.device)
-        return self._indices[name]
+    def gather_counts(self, micro_batches: Sequence[MicroBatch]) -> NDArray[np.int32]:
+        """int32 [M, L, G, E], assignments of every rank in the layers of this stage. A collective call.
 
-    def _known_rows(self, device: torch.device) -> list[CellRows]:
-        """Of all cells of the micro-step."""
-        if self._device_rows is None:
-            active = self.active_plan
-            assert active is not None, "counts that are known ahead are those of a plan"
-            cells = [active.schedule.cell(self.micro_step, layer) for layer in range(len(self.names))]
-            self._device_rows = rows_on(device, cells)
-        return self._device_rows
-
-    def _note_found(self, layer: int, ids_NK: Tensor, sent_A: Tensor | None, num_experts: int) -> None:
-        """What routers did, looked at before weights change, so that the device is not waited for."""
-        if self._found_LE is None:
-            self._found_LE = torch.zeros(len(self.names), num_experts, dtype=torch.int64, device=ids_NK.device)
-            self._ones_A = ids_NK.new_ones(ids_NK.numel() if sent_A is None else len(sent_A))
-        self._found_LE[layer].index_add_(0, _chosen(ids_NK, sent_A), self._ones_A)
-
-    def _exchanged_counts(
-        self, layer: int, ids_NK: Tensor, sent_A: Tensor | None, num_experts: int
-    ) -> NDArray[np.int64]:
-        """int64 [G, E], assignments of every rank to every expert."""
-        planned_A = sent_A
-        if self.rows.planned_N is not None:
-            planned_A = self._assignments("planned", self.rows.planned_N, ids_NK)
-        mine = torch.stack([_count(_chosen(ids_NK, each), num_experts) for each in (planned_A, sent_A)])
-        planned_GE, sent_GE = gather_counts(self._group, mine, self.names[layer])
-        self._require_planned(layer, planned_GE)
-        return np.asarray(sent_GE)
-
-    def _require_planned(self, layer: int, found_GE: NDArray[np.int64]) -> None:
-        if self.active_plan is None:
-            return
-        planned_GE = self.active_plan.counts_MLGE[self.micro_step, layer]
-        if (found_GE != planned_GE).any():
-            rank, expert = np.argwhere(found_GE != planned_GE)[0].tolist()
+        Raises:
+            CountsError: on every rank alike, when ranks have other numbers of micro-batches.
+        """
+        what = "gathering counts"
+        texts = self.consensus.texts(f"{len(micro_batches)} micro-batches", what)
+        if len(set(texts)) > 1 or not micro_batches:
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise CountsError(
-                f"{self.names[layer]}: rank {rank} routes {found_GE[rank, expert]} assignments to expert {expert}, "
-                f"the plan was made for {planned_GE[rank, expert]}. Execute the micro-batches that were planned"
+                f"ranks have other micro-batches than can be planned ({listed}); expected as many on each"
             )
+        counts_MLE = np.array([each.counts_LE for each in micro_batches], np.int32)
+        counts_GMLE = self.consensus.gather(torch.from_numpy(counts_MLE), what).numpy()
+        return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
 
 
-class ExecutionStack:
-    """The executions of one model, the one in force on top: backward may run parts of other forwards again.
+class PlanExecution:
+    """What `execute` of a model yields. Making one is a collective call of the expert-parallel ranks.
 
     Args:
-        outside: in force where nothing else is.
+        ranks: of this stage.
+        step: its number. Executions of one number run on the same weights, which are taken up once.
+        plan: the same on all of them.
+        counts_MLGE: integers [M, L, G, E], that the plan was made for.
+        micro_batches: of this rank.
+        home_LE: int16 [L, E], where experts live.
+        homes: of the routed layers of this rank, by their position in the model.
+        chunks: the positions of those that each chunk of this rank runs in one pass.
+        row_multiples: by the same positions, as in `ExecutionSchedule`.
+        keeps_weights: whether another execution of the same step follows.
+
+    Attributes:
+        plan: the plan.
+        executed_ML: int64 [M, L], assignments that the experts of this rank have computed, recomputation left out;
+            layers of other stages have none.
+        transfers: what travelled here for replicas, once the execution is over.
+
+    Raises:
+        PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts or homes.
+        CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others.
     """
 
-    def __init__(self, outside: Execution) -> None:
-        self._stack = [outside]
-
-    @property
-    def top(self) -> Execution:
-        """The execution in force."""
-        return self._stack[-1]
-
-    def in_force(self) -> Execution:
-        """The same; checkpoints around the caller will put it back in force when they run again."""
-        bind(self.top, (), self.recomputing)
-        return self.top
+    def __init__(
+        self,
+        ranks: ExecutionRanks,
+        step: int,
+        plan: StepPlan,
+        counts_MLGE: NDArray[np.integer],
+        micro_batches: Sequence[MicroBatch],
+        home_LE: NDArray[np.int16],
+        homes: Mapping[int, Home],
+        chunks: Sequence[Sequence[int]],
+        *,
+        row_multiples: Mapping[int, int] | None = None,
+        keeps_weights: bool = False,
+    ) -> None:
+        what = f"agreeing on the plan of step {step}"
+        ranks.agree_on_plan(step, plan, what)
+        ranks.raise_alike(CountsError, objection_to_number(len(micro_batches), plan.shape[0]), what)
+        ranks.raise_alike(PlanError, objection_to_plan(plan, home_LE), what)
+        layers = [layer for of_chunk in chunks for layer in of_chunk]
+        rank = ranks.consensus.rank
+        mine = objection_to_counts(plan, counts_MLGE) or objection_to_micro_batches(
+            [each.counts_LE for each in micro_batches], counts_MLGE[:, layers, rank], layers
+        )
+        ranks.raise_alike(CountsError, mine, what)
+        partly = torch.tensor([not each.is_whole for each in micro_batches], dtype=torch.int32)
+        self.is_known_M = [not any_ for any_ in ranks.consensus.most(partly, what).tolist()]
+        if not all(self.is_known_M):
+            warnings.warn(
+                f"in {self.is_known_M.count(False)} of {len(self.is_known_M)} micro-steps some rank has rows without a "
+                "route that later tokens depend on: no plan knows them, so that all ranks exchange counts in every "
+                "cell, and wait for them; record those rows, or leave their sequences out",
+                stacklevel=4,
+            )
+        self.plan = plan
+        self.executed_ML = np.zeros(plan.shape[:2], np.int64)
+        self.transfers: list[TransferRecord] = []
+        self._ranks, self._step, self._micro_batches = ranks, step, list(micro_batches)
+        self._counts_MLGE, self._num_replicas_ML = counts_MLGE, plan.num_replicas_ML
+        self._row_multiples, self._keeps_weights = row_multiples or {}, keeps_weights
+        multiple_L = [self._row_multiples.get(layer, 1) for layer in range(plan.shape[1])]
+        self.schedule = ExecutionSchedule(plan, counts_MLGE, rank, row_multiple_L=multiple_L, paths=ranks.options.paths)
+        self._chunks = chunks
+        # chunks without routers take no part
+        self._begun = {chunk: 0 for chunk, of_chunk in enumerate(chunks) if of_chunk}
+        self._ran: dict[Cell, Tensor] = {}
+        self._homes, self._engine = homes, ranks.engine(homes) if homes else None
+        self._has_begun = False
 
     @contextmanager
-    def recomputing(self, execution: Execution, ran: Sequence[Any] = ()) -> Iterator[None]:
-        """Put one back in force while a part of its forward runs again."""
-        before, execution.is_recomputing = execution.is_recomputing, True
-        try:
-            with self.on_top(execution):
-                yield
-        finally:
-            execution.is_recomputing = before
+    def in_force(self, before_publishing: Callable[[], None] | None = None) -> Iterator[None]:
+        """Have weights travel for it while the context is open. Leaving it is a collective call.
 
-    @contextmanager
-    def on_top(self, execution: Execution) -> Iterator[None]:
-        """Put one in force while the context is open."""
-        self._stack.append(execution)
-        try:
-            yield
-        finally:
-            self._stack.pop()
+        Args:
+            before_publishing: called before weights are copied to host memory.
+
+        Raises:
+            ReplayError: on every rank alike, when a micro-step was not run, or a router did not do what was replayed.
+        """
+        self._before_publishing = before_publishing
+        if self._engine is not None:
+            self._engine.take_records()  # of one that failed
+            if not self._ranks.gathers_late:
+                self.begin_transfers(updating=True)
+        yield
+        if self._engine is not None:
+            self._engine.end_step(keeps_weights=self._keeps_weights)
+            self.transfers = self._engine.take_records()
+        self._ranks.raise_alike(ReplayError, self._objection(), f"ending step {self._step}")
+
+    def begin_pass(self, chunk: int, routes: object) -> PassCells:
+        """A chunk begins its next forward, on these routes. Asks no other rank.
+
+        Raises:
+            CountsError: when these routes are not the ones that were planned. Where other ranks go on, they end with
+                this one, at the latest within the timeout of their group.
+        """
+        micro_step = self._begun[chunk]
+        if micro_step == len(self._micro_batches):
+            raise CountsError(f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run")
+        if routes is not self._micro_batches[micro_step].routes:
+            raise CountsError(
+                f"micro-batch {micro_step} brings other routes than were planned; replay what was given to execute(), "
+                "in the same order"
+            )
+        self._begun[chunk] += 1
+        return PassCells(self, micro_step, self._chunks[chunk], self._micro_batches[micro_step])
+
+    def begin_transfers(self, *, updating: bool) -> TransferEngine:
+        """What brings weights, which is told, before the first, whether backward passes follow."""
+        engine = self._engine
+        assert engine is not None, "there is a layer that runs"
+        if not self._has_begun:
+            if engine.paths == "host" and self._before_publishing is not None:
+                self._before_publishing()
+            engine.begin_step(self._step, self.plan, self.schedule)
+            self._has_begun = True
+        engine.updating = updating
+        return engine
+
+    def moves(self, cell: Cell) -> CellSchedule | None:
+        """Of weights, in a cell on this rank; None where no rank has a replica."""
+        has_replicas = self._num_replicas_ML[cell.micro_step, cell.layer]
+        return self.schedule.cell(cell.micro_step, cell.layer) if has_replicas else None
+
+    def cell(self, micro_step: int, layer: int) -> Cell:
+        """By its place in the plan."""
+        return Cell(self._step, micro_step, layer)
+
+    def exchanged(self, cell: Cell, counts_E: Tensor) -> CellRows:
+        """The rows of a cell in which some rank has rows without a route, which the plan has not counted.
+
+        Args:
+            cell: which.
+            counts_E: int64 [E], assignments of this rank.
+        """
+        counts_GE = gather_counts(self._ranks.group, counts_E, str(cell))
+        plan = self.plan.cell(cell.micro_step, cell.layer)
+        multiple = self._row_multiples.get(cell.layer, 1)
+        found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, row_multiple=multiple, what=str(cell))
+        (rows,) = rows_on(counts_E.device, [found])
+        return rows
+
+    def note(self, cell: Cell, num_rows: int, counts_E: Tensor) -> None:
+        """A layer runs for the first time in its pass.
+
+        Args:
+            cell: which.
+            num_rows: that experts of this rank compute.
+            counts_E: integers [E], assignments that its router made.
+        """
+        self.executed_ML[cell.micro_step, cell.layer] += num_rows
+        self._ran[cell] = counts_E
+
+    def _objection(self) -> str | None:
+        """What did not run, or which router did not do what was known ahead; None. Waits for the device."""
+        fewest = min(self._begun.values(), default=len(self._micro_batches))
+        if objection := objection_to_number(fewest, len(self._micro_batches)):
+            return objection
+        for micro_step, layer in np.ndindex(fewest, self.plan.shape[1]):
+            cell = self.cell(micro_step, layer)
+            if layer in self._homes and cell not in self._ran:
+                return f"{cell} was not executed: the forward of its micro-batch bypassed the layer"
+        if not self._ran:
+            return None
+        for cell, found_E in zip(self._ran, torch.stack(list(self._ran.values())).cpu().numpy(), strict=True):
+            if not self.is_known_M[cell.micro_step]:
+                continue
+            planned_E = self._counts_MLGE[cell.micro_step, cell.layer, self._ranks.consensus.rank]
+            if (found_E != planned_E).any():
+                expert = int((found_E != planned_E).argmax())
+                return (
+                    f"{cell}: the router made {found_E[expert]} assignments to expert {expert}, {planned_E[expert]} "
+                    "were planned and replayed, so rows went astray"
+                )
+        return None
 
 
-def _chosen(ids_NK: Tensor, assignments: Tensor | None) -> Tensor:
-    every = ids_NK.reshape(-1)
-    return every if assignments is None else every.index_select(0, assignments)
+class PassCells:
+    """The cells of one forward of a chunk, and of its recomputation.
+
+    Args:
+        execution: of the plan.
+        micro_step: of the plan.
+        layers: positions of the routed layers of the chunk.
+        micro_batch: that is run.
+    """
+
+    def __init__(
+        self, execution: PlanExecution, micro_step: int, layers: Sequence[int], micro_batch: MicroBatch
+    ) -> None:
+        self._execution, self._micro_step = execution, micro_step
+        self._layers, self._micro_batch = layers, micro_batch
+        self._cells = {layer: execution.cell(micro_step, layer) for layer in layers}
+        self._names = {layer: str(cell) for layer, cell in self._cells.items()}
+        self._rows: dict[int, CellRows] = {}
+        self._sent: dict[int, Tensor | None] = {}
+
+    def work(self, layer: int, current: Pass, *, is_again: bool) -> CellWork:
+        """What a layer is to do in the pass that these cells belong to, or in its recomputation."""
+        execution, cell = self._execution, self._cells[layer]
+        assert isinstance(current.rows, ReplayRows), "it has these cells"
+        rows = None
+        if execution.is_known_M[self._micro_step]:
+            if not self._rows:  # uploaded once, for recomputation and backward too
+                found = [execution.schedule.cell(self._micro_step, each) for each in self._layers]
+                self._rows = dict(zip(self._layers, rows_on(current.rows.ids_LRK.device, found), strict=True))
+            rows = self._rows[layer]
+        engine = execution.begin_transfers(updating=current.with_grad)
+        moves, name = execution.moves(cell), self._names[layer]
+        return CellWork(cell, name, rows, moves, engine, execution, self, current.rows, is_again)
+
+    def sent(self, rows: ReplayRows, layer: int, top_k: int) -> Tensor | None:
+        """int64, which of the R x K assignments experts compute, ascending; None for all.
+
+        Not those of padding, nor of a row without a route that no other row depends on: it gets zeros from the routed
+        experts, and costs nothing.
+        """
+        if top_k not in self._sent:
+            self._sent[top_k] = self._found_sent(rows, int(self._micro_batch.counts_LE[layer].sum()) // top_k, top_k)
+        return self._sent[top_k]
+
+    def _found_sent(self, rows: ReplayRows, num_routed: int, top_k: int) -> Tensor | None:
+        num_rows, device = len(rows.real_R), rows.real_R.device
+        is_known = self._execution.is_known_M[self._micro_step]
+        if is_known and num_routed == num_rows:
+            return None
+        if is_known:
+            # the n-th that is sent, for which nobody waits; a batch of other rows, of which is told later, has fewer
+            behind_R = (rows.real_R & rows.routed_R).cumsum(0)
+            sent_R = torch.searchsorted(behind_R, torch.arange(1, num_routed + 1, device=device))
+            sent_R = sent_R.clamp(max=num_rows - 1)
+        else:
+            sent_R = rows.real_R.nonzero()[:, 0]
+        return (sent_R[:, None] * top_k + torch.arange(top_k, device=device)).reshape(-1)
 
 
-def _count(ids: Tensor, num_experts: int) -> Tensor:
-    """int64 [E]."""
-    return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))
+@dataclass(frozen=True, eq=False)
+class CellWork:
+    """What a layer is to do in one pass over a cell.
+
+    Attributes:
+        cell: which.
+        name: of the cell, in words.
+        rows: of the cell; None where counts are exchanged first.
+        moves: of weights, on this rank; None where no rank has a replica.
+        engine: what brings them.
+        execution: of the plan.
+        cells: of the pass.
+        routes: of the pass.
+        is_again: whether it is recomputed.
+    """
+
+    cell: Cell
+    name: str
+    rows: CellRows | None
+    moves: CellSchedule | None
+    engine: TransferEngine
+    execution: PlanExecution
+    cells: PassCells
+    routes: ReplayRows
+    is_again: bool
+
+    def sent(self, top_k: int) -> Tensor | None:
+        """As `PassCells.sent`."""
+        return self.cells.sent(self.routes, self.cell.layer, top_k)
+
+    def begin(self, counts_E: Tensor) -> CellRows:
+        """The rows of the cell, which begins to run.
+
+        Args:
+            counts_E: integers [E], assignments that the router of this rank made.
+        """
+        rows = self.execution.exchanged(self.cell, counts_E) if self.rows is None else self.rows
+        if not self.is_again:
+            self.execution.note(self.cell, sum(rows.receive_G), counts_E)
+        return rows
+
+
+class InForce:
+    """The plan that is executed on a model whose experts look for it.
+
+    Attributes:
+        hooks: of the model, on whose passes plans were executed.
+        execution: of the plan that is executed now, or None.
+    """
+
+    hooks: ModelHooks | None = None
+    execution: PlanExecution | None = None
+
+    def work_of(self, layer: int, path: str) -> CellWork | None:
+        """What a layer is to do in the pass that runs; None where no plan is executed on it.
+
+        Raises:
+            ReplayError: when a plan is executed, and the forward replays none of its routes.
+        """
+        hooks = self.hooks
+        if hooks is None:
+            return None
+        current = hooks.passes.top
+        if self.execution is None and getattr(getattr(current, "rows", None), "cells", None) is None:
+            return None
+        cells = cells_of(hooks.passes, path)
+        # a checkpoint of experts alone, in which no router runs
+        bind(current, (), hooks.recomputing, until=ModelHooks.run_pass.__code__)
+        return cells.work(layer, current, is_again=hooks.passes.is_again)
+
+
+def cells_of(passes: PassStack, path: str) -> PassCells:
+    """The cells of the pass that runs.
+
+    Raises:
+        ReplayError: when it replays no routes that were planned.
+    """
+    rows: Any = None if passes.top is None else passes.top.rows
+    cells = getattr(rows, "cells", None)
+    if cells is None:
+        raise ReplayError(
+            f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
+            "execute() on routes that were given to it"
+        )
+    found: PassCells = cells
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.ep.compute import StackedReplicas, row_multiple, run_experts
-from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle
-from foreroute.ep.execution import Execution
+from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle, gather_counts, rows_on
+from foreroute.ep.execution import InForce
 from foreroute.ep.shards import LogicalExperts
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlacementError
+from foreroute.plan import CellPlan, CellSchedule
 
 
 class ExpertLayer:
@@ -34,7 +35,7 @@ class ExpertLayer:
         module: of whose parameters `keep_rows` has left this rank's.
         home_E: int16 [E], the rank that every expert lives on.
         group: the ranks.
-        in_force: gives the execution in force when the layer is called.
+        in_force: says what it is to do in the pass that runs.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ExpertLayer:
         module: nn.Module,
         home_E: NDArray[np.int16],
         group: dist.ProcessGroup,
-        in_force: Callable[[], Execution],
+        in_force: InForce,
     ) -> None:
         self.number = number
         self.path = path
@@ -74,20 +75,25 @@ class ExpertLayer:
             [N, D].
 
         Raises:
-            ReplayError, CountsError, PlanError: as `Execution.begin_cell`.
+            ReplayError: when a plan is executed, and this forward replays none of its routes.
+            PlanError: when a plan gives replicas more than there is; on every rank alike.
             TransferError: when a rank or its weights cannot be reached.
         """
-        execution, shards = self._in_force(), self.parameters
-        ids_NK = ids_NK.to(torch.int64)
-        rows = execution.begin_cell(self.number, self.path, ids_NK, self.home_E, row_multiple(shards))
-        served, replicas = execution.served(self.number), None
+        work, shards = self._in_force.work_of(self.number, self.path), self.parameters
+        ids_NK, sent_A = ids_NK.to(torch.int64), None
         experts: Mapping[str, Tensor] = shards
-        if served is not None:
-            replicas = StackedReplicas(*served, shards)
-            experts = dict(zip(shards, replicas.announce(), strict=True))
-        handle = DispatchHandle.of(
-            self._group, execution.names[self.number], rows, ids_NK, execution.sent_assignments(ids_NK)
-        )
+        replicas = None
+        if work is None:
+            what = f"routed layer {self.number}"
+            rows = self._rows_at_home(self._counts(ids_NK.reshape(-1)), what)
+        else:
+            sent_A, what = work.sent(ids_NK.shape[1]), work.name
+            ids_A = ids_NK.reshape(-1)
+            rows = work.begin(self._counts(ids_A if sent_A is None else ids_A.index_select(0, sent_A)))
+            if work.moves is not None:
+                replicas = StackedReplicas(work.cell, work.engine, shards)
+                experts = dict(zip(shards, replicas.announce(), strict=True))
+        handle = DispatchHandle.of(self._group, what, rows, ids_NK, sent_A)
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
         if replicas is not None:
             replicas.fetch()
@@ -123,6 +129,18 @@ class ExpertLayer:
             computed = run_experts(module, experts, at_home, scale, rows.home)
             computed = torch.cat([computed, replicas.compute(module, lent, lent_scale, rows.replicas)])
         return computed if norm is None else norm(computed) * gates
+
+    def _counts(self, ids_A: Tensor) -> Tensor:
+        """int64 [E]."""
+        return ids_A.new_zeros(len(self.home_E)).index_add_(0, ids_A, torch.ones_like(ids_A))
+
+    def _rows_at_home(self, counts_E: Tensor, what: str) -> CellRows:
+        """Every expert serves where it lives, for which ranks exchange counts, and wait for them."""
+        counts_GE = gather_counts(self._group, counts_E, what)
+        cell, rank = CellPlan.homes_only(self.home_E, len(counts_GE)), dist.get_rank(self._group)
+        schedule = CellSchedule.of(cell, counts_GE, rank, row_multiple=row_multiple(self.parameters), what=what)
+        (rows,) = rows_on(counts_E.device, [schedule])
+        return rows
 
     def own_rows(self, full: Tensor) -> Tensor:
         """[E, ...] in logical order to a new [E / G, ...], the rows that live here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,23 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from foreroute.ep.agreement import agree_on_rows, agree_on_step, objection_to_number, raise_alike, share_plan
+from foreroute.core.hooks import ModelHooks
+from foreroute.ep.agreement import share_plan
 from foreroute.ep.compute import row_multiple
-from foreroute.ep.execution import ActivePlan, BatchRows, Execution, ExecutionStack
+from foreroute.ep.execution import ExecutionRanks, InForce, MicroBatch, PlanExecution
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import clip_gradients, cut_alike, shard_dense, sum_gradients
 from foreroute.ep.transfer.consensus import RankConsensus
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions, TransferRecord
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import CountsError, InputError, PlanError, ReplayError, shown
-from foreroute.plan import ExecutionSchedule, StepPlan
-from foreroute.trace import RoutingTrace
+from foreroute.errors import ReplayError
+from foreroute.plan import StepPlan
 
 BLOCK = re.compile(r".*?\.\d+\.")
 """The beginning of the names of what is in one block of a list of them."""
@@ -41,36 +40,34 @@ class ExpertParallelModel:
     experts then arrive complete at their home; `sum_gradients` adds up the others. Optimizers are ordinary ones, on
     `model.parameters()`.
 
-    Outside of `executing`, routing is live and every expert is served at its home. All ranks run the same forwards.
+    Outside of `RoutedTransformer.execute`, every expert is served at its home, and counts are exchanged in every layer.
+    All ranks run the same forwards.
 
     Attributes:
         model: the model, with this rank's home experts as parameters.
         layers: its routed layers.
         group: the ranks.
         consensus: of them.
+        ranks: the same, as they execute plans.
+        in_force: the plan that is executed now, if one is.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        layers: list[ExpertLayer],
-        executions: ExecutionStack,
         group: dist.ProcessGroup,
         consensus: RankConsensus,
         peers: PeerGroup,
     ) -> None:
         self.model = model
-        self.layers = layers
+        self.layers: list[ExpertLayer] = []
         self.group = group
         self.consensus = consensus
-        self._executions = executions
+        options = TransferOptions(paths="direct", timeout_s=peers.timeout_s)
+        self.ranks = ExecutionRanks(group, consensus, options, "hf", peers=peers)
         self._peers = peers
-        self._transfers = TransferOptions(paths="direct", timeout_s=peers.timeout_s)
-        self._engine: TransferEngine | None = None
-        self._active: ActivePlan | None = None
-        # what routers did, still to be looked at
-        self._unseen: list[Execution] = []
-        self._next_micro_step = 0
+        self.in_force = InForce()
+        self._step = 0
 
     @property
     def home_LE(self) -> NDArray[np.int16]:
@@ -100,54 +97,21 @@ class ExpertParallelModel:
         shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
 
     def use(self, transfers: TransferOptions) -> None:
-        """Have weights of replicas travel so from the next `begin_step` on; by default from peer to peer, a cell ahead.
+        """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
 
         Args:
             transfers: the same on every rank. With `paths="host"`, the topology of a plan says how many ranks share a
                 node's memory.
         """
         self.close()
-        self._transfers = transfers
-
-    def take_transfers(self) -> list[TransferRecord]:
-        """What moved for replicas of this rank since the last call, and since the step began, in order."""
-        return [] if self._engine is None else self._engine.take_records()
+        self.ranks.options = transfers
 
     def close(self) -> None:
-        """Give back what weights travel by, such as memory that ranks share. The next `begin_step` makes it anew.
+        """Give back what weights travel by, such as memory that ranks share. The next execution makes it anew.
 
         Never raises: errors end here too.
         """
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._active = None
-
-    def gather_counts(self, counts_MLE: ArrayLike) -> NDArray[np.int64]:
-        """Gather the counts of all ranks, as `plan` and `begin_step` take them. A collective call.
-
-        Args:
-            counts_MLE: integers [M, L, E], the assignments of this rank's rows in each micro-step, such as a list of
-                `BatchRows.routed_LE`. A rank without rows in a micro-step has zeros there.
-
-        Returns:
-            counts_MLGE: int64 [M, L, G, E], the same on every rank.
-
-        Raises:
-            CountsError: on every rank alike, when counts are not integers of the model's layers and experts, or ranks
-                have different numbers of micro-steps.
-            TransferError: when a rank does not answer.
-        """
-        mine, what = np.asarray(counts_MLE), "gathering counts"
-        seen = self.consensus.texts(f"{mine.dtype} {list(mine.shape)}", what)
-        num_layers, num_experts = self.home_LE.shape
-        if len(set(seen)) > 1 or mine.shape[1:] != (num_layers, num_experts) or mine.dtype.kind not in "iu":
-            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(seen))
-            raise CountsError(
-                f"ranks have other counts than can be planned ({listed}); expected integers [micro-steps, "
-                f"{num_layers}, {num_experts}] on every rank, with the same number of micro-steps"
-            )
-        counts_GMLE = self.consensus.gather(torch.from_numpy(mine.astype(np.int64)), what).numpy()
-        return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
+        self.ranks.close()
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """Give all ranks the plan that the first one makes, so that it is made once. A collective call.
@@ -161,138 +125,44 @@ class ExpertParallelModel:
         """
         return share_plan(self.consensus, make)
 
-    def begin_step(
+    @contextmanager
+    def execute(
         self,
-        step: int,
+        hooks: ModelHooks,
         plan: StepPlan,
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
-        micro_batches: Sequence[BatchRows] | None = None,
-        *,
-        updating: bool = True,
-    ) -> None:
-        """Put a plan in force. A collective call, and the last one on the host before `sum_gradients`.
-
-        Args:
-            step: its number; another one after every change of weights.
-            plan: the same on all ranks, with the homes that experts have.
-            planned: integers [M, L, G, E], the counts that were planned; or the traces of all sequences of the step,
-                which are counted by the packing of the plan.
-            micro_batches: the rows of this rank in each micro-step. By default all rows are planned, and routing is not
-                known ahead, so that counts are exchanged in every cell.
-            updating: whether backward passes follow.
-
-        Raises:
-            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
-                tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, or the rows of one rank are not
-                those planned.
-            ReplayError: on every rank alike, when routers did otherwise than was known ahead, as in `sum_gradients`.
-            TransferError: when a rank does not answer.
-        """
-        self._active = None
-        self._require_routed(f"beginning step {step}")
-        counts_MLGE = self._read(step, plan, planned)
-        agree_on_step(self.consensus, step, plan, counts_MLGE, self.home_LE)
-        rows_M = [BatchRows()] * plan.shape[0] if micro_batches is None else micro_batches
-        exchanges_M = agree_on_rows(self.consensus, plan, counts_MLGE, rows_M)
-        if micro_batches is not None and any(exchanges_M):
-            warnings.warn(
-                f"in {sum(exchanges_M)} of {len(exchanges_M)} micro-steps some rank sends rows that the plan has not "
-                "counted, such as last tokens, or does not know its routes ahead: all ranks exchange counts in every "
-                "cell, and wait for them; leave such rows out of the batch",
-                stacklevel=2,
-            )
-        schedule = ExecutionSchedule(
+        counts_MLGE: NDArray[np.integer],
+        micro_batches: Sequence[MicroBatch],
+        step: int | None,
+    ) -> Iterator[PlanExecution]:
+        """What `RoutedTransformer.execute` says, of the model that these hooks are on."""
+        if self.in_force.execution is not None:
+            raise ReplayError("a plan is executed on this model; leave that execution before another one begins")
+        self._step = self._step + 1 if step is None else step
+        execution = PlanExecution(
+            self.ranks,
+            self._step,
             plan,
             counts_MLGE,
-            self.consensus.rank,
-            row_multiple_L=[row_multiple(layer.parameters) for layer in self.layers],
-            paths=self._transfers.paths,
+            micro_batches,
+            self.home_LE,
+            self.homes,
+            [range(len(self.layers))],
+            row_multiples={layer.number: row_multiple(layer.parameters) for layer in self.layers},
+            keeps_weights=step is not None,
         )
-        if self._engine is None:
-            self._engine = TransferEngine(self.homes, self._transfers, self._peers)
-        self._engine.begin_step(step, plan, schedule, updating=updating)
-        self._active = ActivePlan(step, plan, counts_MLGE, self._engine, schedule, list(rows_M), exchanges_M)
-        self._next_micro_step = 0
-
-    def _read(
-        self, step: int, plan: StepPlan, planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace]
-    ) -> NDArray[np.integer]:
-        """The counts of the plan, on all ranks or on none."""
-        refusal: InputError | None = None
-        try:
-            if not isinstance(plan, StepPlan):
-                raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives")
-            if isinstance(planned, np.ndarray):
-                counts = planned
-            else:
-                traces = [planned] if isinstance(planned, RoutingTrace) else planned
-                if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
-                    raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
-                counts = plan.counts_of(traces)
-        except InputError as error:
-            refusal = error
-        objection = None if refusal is None else str(refusal)
-        if objections := self.consensus.objections(objection, f"reading the plan of step {step}"):
-            raise PlanError("; ".join(objections)) from refusal
-        return counts
-
-    @contextmanager
-    def executing(self, micro_step: int) -> Iterator[Execution]:
-        """Run one forward of the model as the plan in force says. The host asks no other rank.
-
-        Where routes are known ahead, what routers did is compared with them later, so that the host need not wait for
-        the device: by the next call of `begin_step` or of `sum_gradients`, before any weight changes.
-        With activation checkpointing, `backward()` may run inside or outside the context, and those of
-        several micro-steps in any order that is the same on all ranks.
-
-        Args:
-            micro_step: of the plan; they run once each, in their order, so that all ranks run the same.
-
-        Yields:
-            The execution.
-
-        Raises:
-            PlanError: without a plan in force, or when another of its micro-steps comes next. Where other ranks go on,
-                they end with this one, at the latest within the timeout of their group.
-            CountsError: in a forward, when counts are exchanged and are not those of the plan; on every rank alike.
-            ReplayError: on leaving, when a layer of the model did not run.
-        """
-        active, expected = self._active, self._next_micro_step
-        if active is None:
-            raise PlanError("no plan is in force: call begin_step(step, plan, ...) first")
-        if micro_step != expected or micro_step == active.plan.shape[0]:
-            raise PlanError(
-                f"micro-step {micro_step} begins after {expected} of {active.plan.shape[0]} of the plan have run; run "
-                "each once, in their order, and call begin_step(...) to begin anew"
-            )
-        self._next_micro_step += 1
-        execution = Execution(self.group, len(self.layers), active, micro_step)
-        with self._executions.on_top(execution):
-            yield execution
-        execution.end()
-        self._unseen.append(execution)
-
-    def _require_routed(self, what: str, unrun: str | None = None) -> None:
-        """Raise `ReplayError` on every rank alike, when routers of one did otherwise than was known ahead; once."""
-        unseen, self._unseen = self._unseen, []
-        misrouted = next(filter(None, (each.misrouted() for each in unseen)), None)
-        raise_alike(self.consensus, ReplayError, misrouted or unrun, what)
+        self.in_force.hooks = hooks
+        with execution.in_force():
+            self.in_force.execution = execution
+            try:
+                yield execution
+            finally:
+                self.in_force.execution = None
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
 
         Those of sharded ones are added up in the backward.
-
-        Raises:
-            ReplayError: on every rank alike, when one has not run all micro-steps of the plan in force, or its routers
-                did otherwise than was known ahead, in any forward since the last call.
         """
-        unrun, what = None, "adding up gradients"
-        if self._active is not None:
-            unrun = objection_to_number(self._next_micro_step, self._active.plan.shape[0])
-            what = f"ending step {self._active.step}"
-        self._require_routed(what, unrun)
         sum_gradients(self.dense_parameters(), self.group, self.consensus.group)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -320,9 +190,7 @@ class ExpertParallelModel:
         received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer)
         for layer, home_E in zip(self.layers, np.array(home_LE, np.int16), strict=True):
             layer.home_E = home_E
-        if self._engine is not None:
-            self._engine.end_step()
-        self._active = None
+        self.ranks.forget_weights()
         return received
 
     def layer_of(self, parameter: Tensor) -> ExpertLayer | None:

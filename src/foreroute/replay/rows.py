@@ -80,7 +80,7 @@ class ReplayRows(Rows):
         counts: which selection auxiliary losses and expert-bias counters count.
         drops: whether `counted_R` leaves out a row that is real; known on the host, and never set in a graph.
         is_whole: whether every slot has a route; likewise.
-        micro_step: of the plan that is executed on them; None where none is.
+        cells: of the plan that is executed on them, as its execution keeps them; None where none is.
         indexers: the choices to force on indexers; None leaves them alone.
     """
 
@@ -90,7 +90,7 @@ class ReplayRows(Rows):
     counts: Counts = "native"
     drops: bool = False
     is_whole: bool = False
-    micro_step: int | None = None
+    cells: Any = None
     indexers: IndexerRows | None = None
 
     @property

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute import planner
-from foreroute.adapters.hf import RoutedTransformer, distribute
-from foreroute.adapters.hf.scoring import inputs, pad
+from foreroute.adapters.hf import RoutedTransformer, TraceRows, distribute
+from foreroute.adapters.hf.scoring import inputs
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
-from foreroute.ep import BatchRows
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ConfigError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
@@ -103,7 +102,7 @@ class _Announced(NamedTuple):
     """A pass that will run on weights with `number` optimizer steps behind them; `making` is the first rank's plan."""
 
     run: ExecutedPass
-    rows_M: list[BatchRows]
+    rows_M: list[TraceRows]
     number: int
     making: Future[StepPlan]
 
@@ -118,6 +117,7 @@ class ExpertParallel(OneProcess):
 
     def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
         super().__init__(policy, ranks)
+        self._policy = policy
         self._placed = distribute(policy.model, timeout_s=config.timeout_s)
         if config.dense == "fsdp2":
             self._placed.shard_dense()
@@ -134,7 +134,7 @@ class ExpertParallel(OneProcess):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
         self._announced: dict[str, _Announced] = {}
         self._moved = MovedHomes()
-        self._now: ExecutedPass | None = None
+        self._rows_M: list[TraceRows] | None = None
         self._executed: list[ExecutedPass] = []
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -159,12 +159,10 @@ class ExpertParallel(OneProcess):
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
     ) -> None:
-        def rows_of(sequences: NDArray[np.int64]) -> BatchRows:
-            replayed = inputs(routes.select(sequences))
-            return BatchRows.replayed(replayed, *pad(replayed))
-
-        rows = [[rows_of(sequences) for sequences in each.micro_steps] for each in passes]
-        counts = [self._placed.gather_counts(np.array([each.routed_LE for each in rows_M])) for rows_M in rows]
+        rows = [
+            [self._policy.rows(inputs(routes.select(sequences))) for sequences in each.micro_steps] for each in passes
+        ]
+        counts = [self._policy.gather_counts(rows_M) for rows_M in rows]
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
         home_LE = self._placed.home_LE
@@ -175,7 +173,7 @@ class ExpertParallel(OneProcess):
             self._announced[each.name] = _Announced(run, rows_M, first + each.after, making)
 
     @contextmanager
-    def running(self, planned: ScheduledPass, *, updating: bool = False) -> Iterator[None]:
+    def running(self, planned: ScheduledPass) -> Iterator[None]:
         announced = self._announced.pop(planned.name, None)
         if announced is None:
             yield
@@ -184,23 +182,17 @@ class ExpertParallel(OneProcess):
         begun = time.monotonic()
         now.plan = self._placed.share_plan(making.result)
         now.exposed_planning_s = time.monotonic() - begun
-        self._placed.begin_step(number, now.plan, now.counts_MLGE, rows_M, updating=updating)
-        self._now = now
-        try:
-            yield
-        finally:
-            # records of a pass that failed are not those of the next one
-            self._now, now.transfers = None, self._placed.take_transfers()
+        with self._policy.execute(now.plan, now.counts_MLGE, rows_M, step=number) as execution:
+            self._rows_M = rows_M
+            try:
+                yield
+            finally:
+                self._rows_M = None
+        now.executed_ML, now.transfers = execution.executed_ML, execution.transfers
         self._executed.append(now)
 
-    @contextmanager
-    def micro_step(self, number: int) -> Iterator[None]:
-        if self._now is None:
-            yield
-            return
-        with self._placed.executing(number) as execution:
-            yield
-        self._now.executed_ML.append(execution.executed_L)
+    def to_replay(self, number: int, routes: RoutingTrace) -> RoutingTrace | TraceRows:
+        return routes if self._rows_M is None else self._rows_M[number]
 
     def finish_gradients(self, max_norm: float) -> float:
         self._placed.sum_gradients()

@@ -177,9 +177,11 @@ class Trainer:
                 routes = inputs(part.trace)
                 forced: AbstractContextManager[Any] = nullcontext()
                 if replay:
-                    forced = routed.replay(routes, weight_version=self.step, gate_weights=weights)
+                    forced = routed.replay(
+                        self.execution.to_replay(number, routes), weight_version=self.step, gate_weights=weights
+                    )
                 recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
-                with forced, self.execution.micro_step(number), recorded as recording:
+                with forced, recorded as recording:
                     logprobs_R, entropy_R = response_log_probs(
                         routed.model, part, self.config.rollout.temperature, entropy=True
                     )
@@ -232,13 +234,13 @@ class Trainer:
             trained = sequences[experience.informative_S[sequences]]
             divisor = max(int(ranks.sum([denominator(lengths_S[trained], rl.method)])[0]), 1)
             parts: list[Tensor] = []
-            with nullcontext() if routes is None else execution.running(mini_batch, updating=True):
+            with nullcontext() if routes is None else execution.running(mini_batch):
                 # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole
                 for number, sequences in enumerate(mini_batch.micro_steps):
                     micro_step_S[sequences] = micro_step_S.max() + 1
                     with ExitStack() as replaying:
                         if routes is not None:
-                            taken = inputs(routes.select(sequences))
+                            taken = execution.to_replay(number, inputs(routes.select(sequences)))
                             forced = routed.replay(
                                 taken,
                                 weight_version=self.step,
@@ -246,7 +248,6 @@ class Trainer:
                                 telemetry=watch_routes,
                             )
                             session = replaying.enter_context(forced)
-                            replaying.enter_context(execution.micro_step(number))
                         logprobs_R, _ = response_log_probs(
                             routed.model, generation.select(sequences), self.config.rollout.temperature
                         )

@@ -227,7 +227,7 @@ class OneProcess:
     """Runs the forwards and backwards of a policy in this process.
 
     `experts.ExpertParallel` does so on several ranks, where most methods are collective calls. `plan` announces passes;
-    `running` is open during one of them, `micro_step` during each forward and backward of it; `finish_gradients` comes
+    `running` is open during one of them, whose micro-steps replay what `to_replay` gives; `finish_gradients` comes
     before each optimizer step.
 
     Attributes:
@@ -258,13 +258,13 @@ class OneProcess:
         Experts may move to other homes for them, with what the optimizer keeps of them.
         """
 
-    def running(self, planned: ScheduledPass, *, updating: bool = False) -> AbstractContextManager[None]:
+    def running(self, planned: ScheduledPass) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
         return nullcontext()
 
-    def micro_step(self, number: int) -> AbstractContextManager[None]:
-        """Run one forward of the pass, and its backward."""
-        return nullcontext()
+    def to_replay(self, number: int, routes: RoutingTrace) -> RoutingTrace | hf.TraceRows:
+        """Give what a micro-step of the pass is to replay: its routes, or the same as they were planned."""
+        return routes
 
     def finish_gradients(self, max_norm: float) -> float:
         """Add up and clip the gradients of all ranks, before the optimizer steps. Returns their norm before it."""

@@ -217,7 +217,7 @@ class ExecutedPass:
         exposed_planning_s: seconds that the pass waited for the plan before it began.
         priced_options: whether pay-off and traffic were on, and why, on the first rank.
         transfers: of this rank, once the pass has ended.
-        executed_ML: int64 [L] of each micro-step, assignments that this rank computed.
+        executed_ML: int64 [M, L], assignments that this rank computed, once the pass has ended.
     """
 
     name: str
@@ -227,7 +227,7 @@ class ExecutedPass:
     exposed_planning_s: float = 0.0
     priced_options: dict[str, str] = field(default_factory=dict)
     transfers: list[TransferRecord] = field(default_factory=list)
-    executed_ML: list[NDArray[np.int64]] = field(default_factory=list)
+    executed_ML: NDArray[np.int64] = field(init=False)
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
     """
     if not executed:
         return None if ranks.rank else ExecutionRecord(ranks=ranks.size)
-    executed_PMLG = [ranks.all_gather(np.stack(each.executed_ML)).transpose(1, 2, 0) for each in executed]
+    executed_PMLG = [ranks.all_gather(each.executed_ML).transpose(1, 2, 0) for each in executed]
     transfers = [transfer for each in executed for transfer in each.transfers]
     fetched = [transfer for transfer in transfers if transfer.kind == "fetch"]
     arrived = {

@@ -1,16 +1,18 @@
 """What the comparisons of executed plans must see: each way of getting replicas wrong is far from the static run."""
 
 import types
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
-from foreroute.adapters.megatron.plan_execution import execution as executions
-from foreroute.adapters.megatron.plan_execution.execution import PlanExecution
+from foreroute.adapters.megatron.plan_execution import layer as layers
+from foreroute.adapters.megatron.plan_execution import model as planned_model
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
+from foreroute.ep.execution import PassCells, PlanExecution
 from foreroute.ep.replicas import Replicas
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -67,7 +69,7 @@ def test_gradients_that_are_late_for_their_bucket():
 @on_ranks(2)
 def test_an_expert_that_is_looked_for_in_the_slot_of_another():
     """After homes have moved: two experts of the first rank change places, in all layers."""
-    parameters_of = executions.home_parameters
+    parameters_of = planned_model.home_parameters
 
     def swapped(site):
         found = parameters_of(site)
@@ -76,48 +78,40 @@ def test_an_expert_that_is_looked_for_in_the_slot_of_another():
         return found
 
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True))
-    require_seen(case, "random", "losses", swapped=mock.patch.object(executions, "home_parameters", swapped))
+    require_seen(case, "random", "losses", swapped=mock.patch.object(planned_model, "home_parameters", swapped))
 
 
 @on_ranks(2)
 def test_an_uploaded_index_of_another_micro_step():
     """The rows that are sent are those of the micro-step before, on all ranks; as many as there should be."""
-    rows_of = PlanExecution._rows_of
+    work = PassCells.work
 
-    def of_another(self, current, micro_step, layers):
-        other = type("Other", (), {"rows": current.rows})()  # stands for another pass of the same shape
-        own, before = rows_of(self, current, micro_step, layers), rows_of(self, other, micro_step - 1, layers)
-        return {layer: own[layer]._replace(taken_R=before[layer].taken_R) for layer in layers}
+    def of_another(self, layer, current, *, is_again):
+        own = work(self, layer, current, is_again=is_again)
+        other = PassCells(self._execution, self._micro_step - 1, self._layers, self._micro_batch)
+        before = work(other, layer, current, is_again=is_again)
+        return replace(own, rows=own.rows._replace(taken_R=before.rows.taken_R))
 
-    require_seen(TWO, what="losses", other=mock.patch.object(PlanExecution, "_rows_of", of_another))
+    require_seen(TWO, what="losses", other=mock.patch.object(PassCells, "work", of_another))
 
 
 @pytest.mark.slow
 @on_ranks(4)
 def test_the_key_of_the_latest_forward():
     """A recomputation that takes the cell of whatever ran last, as a global variable would say. Seen on two stages."""
-    latest, rows_of = [], PlanExecution._rows_of
-    begin_pass, micro_step = PlanExecution.begin_pass, executions._micro_step
+    latest, begin_pass = [], PlanExecution.begin_pass
 
     def begin(self, chunk, shard):
         latest[:] = [begin_pass(self, chunk, shard)]
         return latest[0]
 
-    def of_latest(passes, site):
-        micro_step(passes, site)
+    def of_latest(passes, path):
         return latest[0]
 
-    def anew(self, *what):
-        self._rows.clear()
-        return rows_of(self, *what)
-
-    with (
-        mock.patch.object(PlanExecution, "begin_pass", begin),
-        mock.patch.object(PlanExecution, "_rows_of", anew),
-    ):
+    with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(
             ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4),
-            latest=mock.patch.object(executions, "_micro_step", of_latest),
+            latest=mock.patch.object(layers, "cells_of", of_latest),
         )
 
 

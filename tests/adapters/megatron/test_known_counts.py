@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
-from foreroute.adapters.megatron.plan_execution import execution as executions
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
+from foreroute.ep import execution as executions
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import CountsError, PlanError, ReplayError, TraceError

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from foreroute.adapters.megatron.plan_execution.execution import ExecutionRanks
+from foreroute.adapters.megatron.plan_execution.execution import ranks_of_stage
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import PlacementError
@@ -57,7 +57,7 @@ def test_layers_and_settings():
 def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
     """By its own row of the table: here the other executor could do all."""
     initialize(Cell(ep=2))
-    ranks = ExecutionRanks(parallel_state.get_expert_model_parallel_group(), None, TransferOptions())
+    ranks = ranks_of_stage(parallel_state.get_expert_model_parallel_group(), None, TransferOptions())
     counts_MLGE = np.tile(np.arange(1, 9) ** 2, (2, 1, 2, 1))
     one_node, nodes = (Topology(2, per_node, 1, Links(4e9, 1e9, 2e9, 1e-5, 5e-5)) for per_node in (2, 1))
     with mock.patch.dict(EXECUTES, hf=frozenset(Ability)), warnings.catch_warnings():

@@ -154,7 +154,8 @@ def begin(weights, step, plan, *, updating=True):
     """Put a plan in force of which nothing but its weights is executed."""
     rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
     schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.paths)
-    weights.begin_step(step, plan, schedule, updating=updating)
+    weights.begin_step(step, plan, schedule)
+    weights.updating = updating
 
 
 def run_step(engine, plan, homes, rank, *, step=0, updating=True):

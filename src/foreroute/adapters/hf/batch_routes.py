@@ -19,12 +19,12 @@ from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import PassRoutes, Policy, TraceOnDevice, refuse_missing, to_device
+from foreroute.replay import PassRoutes, Policy, TraceOnDevice, faithful_rows, refuse_missing, to_device
 from foreroute.replay.arguments import WANTED_MASK, kept_by
-from foreroute.trace import INDEXER, RoutingTrace
+from foreroute.trace import INDEXER, RoutingTrace, add_assignments
 
 if TYPE_CHECKING:
-    from foreroute.adapters.hf.indexers import FoundIndexers
+    from foreroute.adapters.hf.model import TransformerHooks
 
 
 class HostBatch(NamedTuple):
@@ -214,15 +214,16 @@ class TraceRows:
     Args:
         trace: of the sequences of the batch, in order. Nobody may write to its arrays from now on.
         layout: where they are in it, or None to see it from the batch.
-        indexers: of the model, if it has any.
+        hooks: of the model.
     """
 
-    def __init__(self, trace: RoutingTrace, layout: Layout | None, indexers: FoundIndexers | None) -> None:
+    def __init__(self, trace: RoutingTrace, layout: Layout | None, hooks: TransformerHooks) -> None:
         if layout is not None:
             _require_whole(layout, trace)
         self.trace = trace
         self.layout = layout
-        self._indexers = indexers
+        self._hooks = hooks
+        self._indexers = hooks.found_indexers
         self._there: TraceOnDevice | None = None
         self._made: MadeRows | None = None
 
@@ -230,6 +231,19 @@ class TraceRows:
     def versions(self) -> tuple[int, ...]:
         """See `foreroute.replay.Routes`."""
         return self.trace.versions
+
+    @cached_property
+    def counts_LE(self) -> NDArray[np.int64]:
+        """int64 [L, E], assignments of all rows that have a route, of which a batch leaves none out."""
+        spec, all_S = self.trace.spec, np.zeros(len(self.trace), np.int64)
+        counts_MLGE = np.zeros((1, spec.num_layers, 1, spec.num_experts), np.int32)
+        add_assignments(self.trace, all_S, all_S, counts_MLGE)
+        return counts_MLGE[0, :, 0].astype(np.int64)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no row is missing but the last of a sequence."""
+        return bool(faithful_rows(self.trace).all())
 
     def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: LateChecks) -> PassRoutes:
         """What a batch replays. See `foreroute.replay.Routes`.
@@ -247,7 +261,11 @@ class TraceRows:
             made = self._made = self._make(batch, policy)
         if made.wrong is not None:
             checks.add(made.wrong, partial(self.located, made.batch, policy))
-        return made.routes
+        execution = self._hooks.execution
+        if execution is None:
+            return made.routes
+        assert made.routes.rows is not None, "every model has a router"
+        return made.routes._replace(rows=replace(made.routes.rows, cells=execution.begin_pass(0, self.trace)))
 
     def _make(self, batch: ForwardTokens, policy: Policy) -> MadeRows:
         there = self._there

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,23 +18,31 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
+from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.sharded_checkpoint import ShardedCheckpoint
 from foreroute.core.hooks import is_hooked
-from foreroute.ep import Execution, ExpertLayer, ExpertParallelModel
+from foreroute.ep import ExpertLayer, ExpertParallelModel
 from foreroute.ep.compute import require_grouped_mm
-from foreroute.ep.execution import ExecutionStack
+from foreroute.ep.execution import MicroBatch
 from foreroute.ep.shards import keep_rows
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import AttachError, ConfigError, ForerouteError, TopologyError
+from foreroute.errors import AttachError, ConfigError, ForerouteError, PlanError, TopologyError, TraceError, shown
 from foreroute.files import blake2b_hex, blake2b_int64
 from foreroute.layout import block_homes
+from foreroute.plan import StepPlan
 from foreroute.planner.homes import check_homes
+from foreroute.trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.model import RoutedTransformer
 
 NAME = "foreroute"
 """Name of our function in the registry of transformers."""
 STAND_IN = "_foreroute_experts"
 """Where an experts module keeps what runs in the place of its forward."""
+PLACED = "_foreroute_placed"
+"""Where a model keeps what its experts are spread as, for `RoutedTransformer.execute`."""
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "_is_expert_parallel")
 """What transformers' `use_experts_implementation` puts on an experts module."""
 EXPERTS = re.compile(r"(?<!Shared)Experts$")
@@ -120,6 +128,60 @@ def distribute_pretrained(
     return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
 
 
+def placed_of(model: nn.Module) -> ExpertParallelModel:
+    """What the experts of a model are spread as.
+
+    Raises:
+        AttachError: when they are not.
+    """
+    placed: ExpertParallelModel | None = model.__dict__.get(PLACED)
+    if placed is None:
+        raise AttachError(
+            f"the experts of this {type(model).__name__} are all on one rank; spread them by "
+            "foreroute.adapters.hf.distribute(model), or load it by distribute_pretrained, and attach to placed.model"
+        )
+    return placed
+
+
+def planned_batches(
+    routed: RoutedTransformer, placed: ExpertParallelModel, micro_batches: Sequence[TraceRows | RoutingTrace]
+) -> list[MicroBatch]:
+    """The micro-batches of this rank, as plans know them. A collective call.
+
+    Raises:
+        TraceError: on every rank alike, when one is no trace of the model.
+    """
+
+    def look() -> list[MicroBatch]:
+        given = micro_batches if isinstance(micro_batches, Sequence) else [micro_batches]
+        found = [each if isinstance(each, TraceRows) else routed.rows(each) for each in given]
+        return [MicroBatch(each.trace, each.counts_LE, each.is_whole) for each in found]
+
+    return _on_all_ranks(placed.consensus, TraceError, look)
+
+
+def planned_counts(
+    placed: ExpertParallelModel, plan: StepPlan, planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace]
+) -> NDArray[np.integer]:
+    """The counts of a plan, integers [M, L, G, E], of traces by its packing. A collective call.
+
+    Raises:
+        PlanError: on every rank alike, when there is no plan, or it is for other traces.
+    """
+
+    def look() -> NDArray[np.integer]:
+        if not isinstance(plan, StepPlan):
+            raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives")
+        if isinstance(planned, np.ndarray):
+            return planned
+        traces = [planned] if isinstance(planned, RoutingTrace) else planned
+        if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
+            raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
+        return plan.counts_of(traces)
+
+    return _on_all_ranks(placed.consensus, PlanError, look)
+
+
 def _ranks_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
     """The ranks, and what groups beside theirs are made along."""
     ranks = dist.group.WORLD if group is None else group
@@ -136,17 +198,18 @@ def _placed(
     peers: PeerGroup,
 ) -> ExpertParallelModel:
     """Put layers in the place of experts modules, which have this rank's rows."""
-    executions = ExecutionStack(Execution(ranks, len(sites)))
+    placed = ExpertParallelModel(model, ranks, consensus, peers)
     ExpertsInterface.register(NAME, _run_stand_in)
-    layers = []
     for number, (path, module) in enumerate(sites):
-        layers.append(ExpertLayer(number, path, module, homes_LE[number], ranks, executions.in_force))
-        module.__dict__[STAND_IN] = layers[-1]
+        layer = ExpertLayer(number, path, module, homes_LE[number], ranks, placed.in_force)
+        placed.layers.append(layer)
+        module.__dict__[STAND_IN] = layer
         # a configuration of its own: other modules, and other models made from this one, keep theirs
         config: Any = copy.copy(module.config)
         config._experts_implementation_internal = NAME
         module.config = config
-    return ExpertParallelModel(model, layers, executions, ranks, consensus, peers)
+    model.__dict__[PLACED] = placed
+    return placed
 
 
 def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:

@@ -11,14 +11,15 @@ the routes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
@@ -35,6 +36,8 @@ from foreroute.trace import INDEXER, IndexerSpec, RoutingSpec, RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
+    from foreroute.ep import PlanExecution
+    from foreroute.plan import StepPlan
     from foreroute.replay import ForwardRows, RecordedPass
 
 
@@ -83,7 +86,79 @@ class RoutedTransformer(RoutedModel):
             from foreroute.replay import require_choices
 
             require_choices(trace, self.indexers)
-        return TraceRows(trace, layout, self._of_trunk.found_indexers)
+        return TraceRows(trace, layout, self._of_trunk)
+
+    def gather_counts(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> NDArray[np.int32]:
+        """Count the routes of all expert-parallel ranks, as `plan` and `execute` take them. A collective call.
+
+        Args:
+            micro_batches: of this rank, in the order in which they will run: traces, or what `rows` made of them. A
+                rank without sequences in a micro-step has `trace.select([])` there.
+
+        Returns:
+            counts_MLGE: int32 [M, L, G, E], the same on every rank. Rows without a route are not counted.
+
+        Raises:
+            AttachError: when the model was not spread by `hf.distribute`.
+            TraceError: on every rank alike, when one hands in what is no trace of the model.
+            CountsError: on every rank alike, when ranks have different numbers of micro-batches.
+            TransferError: when a rank does not answer.
+        """
+        from foreroute.adapters.hf.distributing import placed_of, planned_batches
+
+        placed = placed_of(self.model)
+        return placed.ranks.gather_counts(planned_batches(self, placed, micro_batches))
+
+    @contextmanager
+    def execute(
+        self,
+        plan: StepPlan,
+        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
+        micro_batches: Sequence[TraceRows | RoutingTrace],
+        *,
+        step: int | None = None,
+    ) -> Iterator[PlanExecution]:
+        """Serve every routed layer of every micro-batch by its cell of a plan while the context is open.
+
+        Opened around `replay` sessions of the micro-batches, in their order, with backward inside. Every forward of
+        the model is one of them. A collective call on entering and on leaving. In between no rank asks another on the
+        host, and nobody waits for the device: routed experts are given the rows that have a route. Padding gets zeros
+        from them, and so does the last token of a sequence, which no other row depends on.
+
+        Args:
+            plan: of these micro-batches, the same on every rank. Experts live where it says.
+            planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
+                of the step, which are counted by the packing of the plan.
+            micro_batches: what sessions replay, the same objects, as in `gather_counts`.
+            step: of the optimizer. Executions of one number, such as a recompute and the update after it, take up
+                weights once. By default each takes them up as they are, and gives up what ranks lent each other when it
+                is left.
+
+        Yields:
+            The execution.
+
+        Raises:
+            AttachError: when the model was not spread by `hf.distribute`.
+            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
+                tokens.
+            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others. On
+                the rank alone whose forward brings other routes than `micro_batches`; the others end with it.
+            TraceError: on every rank alike, when one hands in what is no trace of the model.
+            ReplayError: on every rank alike, when a planned micro-batch was not run, or a router did not do what was
+                replayed; in a forward that replays nothing, or when a plan is executed already.
+            TransferError: when a rank does not answer.
+        """
+        from foreroute.adapters.hf.distributing import placed_of, planned_batches, planned_counts
+
+        placed = placed_of(self.model)
+        counts_MLGE = planned_counts(placed, plan, planned)
+        batches = planned_batches(self, placed, micro_batches)
+        with placed.execute(self._of_trunk, plan, counts_MLGE, batches, step) as execution:
+            self._of_trunk.execution = execution
+            try:
+                yield execution
+            finally:
+                self._of_trunk.execution = None
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
         """The rows of a trace, found for each batch. See `RoutedModel`."""
@@ -117,6 +192,7 @@ class TransformerHooks(TrunkHooks):
 
     Attributes:
         executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
+        execution: of the plan that is executed now, or None.
     """
 
     def __init__(
@@ -135,6 +211,7 @@ class TransformerHooks(TrunkHooks):
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
         self._counts_executed = False
         self.executed: Tensor | None = None
+        self.execution: PlanExecution | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -226,12 +226,12 @@ class MicroBatchRoutes:
             self._shard = self._routed._cut(trace, layout, policy, policy.missing)
         shard = self._shard
         hooks, execution = self._routed.chunks[chunk], self._routed.execution
-        micro_step = execution.begin_pass(chunk, shard) if execution is not None and hooks.layers else None
+        cells = execution.begin_pass(chunk, shard) if execution is not None and hooks.layers else None
         _require_tokens(call, shard, checks)
         rows = None
         if hooks.layers:
             how: dict[str, Any] = {"mask_padding": hooks.counts_all_ranks, "counts": policy.counts}
-            rows = shard.rows(hooks.layers, call.device, micro_step=micro_step, **how)
+            rows = shard.rows(hooks.layers, call.device, cells=cells, **how)
         drops = bool(hooks.trunk.post_process) and shard.dropped_C is not None
         return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
 

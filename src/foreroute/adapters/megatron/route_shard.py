@@ -140,7 +140,7 @@ class RouteShard:
         *,
         mask_padding: bool = False,
         counts: Counts = "native",
-        micro_step: int | None = None,
+        cells: Any = None,
     ) -> ReplayRows:
         """The rows of some of the layers, on the device. They must follow each other in the order of `self.layers`.
 
@@ -149,7 +149,7 @@ class RouteShard:
             device: where the model is.
             mask_padding: whether statistics leave padding out even where no rank has any.
             counts: which selection is to be counted.
-            micro_step: of the plan that is executed on them, if one is.
+            cells: as `ReplayRows.cells`.
         """
         first = self.layers.index(layers[0])
         here = slice(first, first + len(layers))
@@ -164,7 +164,7 @@ class RouteShard:
             mask_padding=mask_padding or self.is_padded,
             counts=counts,
         )
-        return rows if micro_step is None else replace(rows, micro_step=micro_step)
+        return rows if cells is None else replace(rows, cells=cells)
 
     def _flagged(self, flag: int) -> NDArray[np.bool_]:
         return np.asarray((self.flags_R & flag) != 0)

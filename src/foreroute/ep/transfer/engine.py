@@ -44,6 +44,9 @@ class TransferEngine:
 
     Raises:
         TransferError: on every rank alike, when options or shapes of shards differ.
+
+    Attributes:
+        updating: whether backward passes follow the forward passes of the plan in force; it tells what to prefetch.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class TransferEngine:
         self._plan: StepPlan | None = None
         self._schedule: ExecutionSchedule | None = None
         self._step: int | None = None
-        self._updating = False
+        self.updating = False
         # whose weights may be sent in the step
         self._ready: set[int] = set()
         self._previous: Cell | None = None
@@ -73,7 +76,7 @@ class TransferEngine:
         """Which path weights take."""
         return self._options.paths
 
-    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule, *, updating: bool) -> None:
+    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
         In another step than the last one, weights are taken up as the home shards hold them now: replicas of the
@@ -84,7 +87,6 @@ class TransferEngine:
             plan: the same on all ranks, as the caller has made sure. It says whether slots are shared by all layers,
                 one set for the cell that runs and one for each that is prefetched, or kept for each layer.
             schedule: of it, for this rank and the paths of this engine.
-            updating: whether backward passes follow the forward passes; it tells what to prefetch.
 
         Raises:
             PlanError: when it is for other ranks.
@@ -100,13 +102,19 @@ class TransferEngine:
             self._publish(step, plan.topology)
         self._end_batches()
         self._plan, self._schedule = plan, schedule
-        self._step, self._updating = step, updating
+        self._step = step
         self._ready = set() if self._gathers_late else set(self._homes)
         self._previous, self._current, self._running = None, None, None
 
-    def end_step(self) -> None:
-        """Wait for what is under way, and give up the slots. The next step takes up the weights that are there then."""
+    def end_step(self, *, keeps_weights: bool = False) -> None:
+        """Wait for what is under way, and give up the slots. The next step takes up the weights that are there then.
+
+        Args:
+            keeps_weights: leave them there, for another plan of the same step.
+        """
         self._end_batches()
+        if keeps_weights:
+            return
         # streams may still copy from host memory, which others write when all have come here
         self._channels.lane.synchronize()
         self._step, self._slots, self._running = None, None, None
@@ -196,7 +204,7 @@ class TransferEngine:
         ahead, previous, current = 0, self._previous, self._current
         # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
         for _ in range(2 * len(self._homes)):
-            guess = next_cell(previous, current, self._homes, self._plan.shape[:2], updating=self._updating)
+            guess = next_cell(previous, current, self._homes, self._plan.shape[:2], updating=self.updating)
             if guess is None or ahead == self._options.prefetch:
                 return
             previous, current = current, guess
@@ -248,7 +256,8 @@ class TransferEngine:
         if self._schedule is None or cell.step != self._step:
             in_force = "none is" if self._step is None else f"that of step {self._step} is"
             raise TransferError(
-                f"{cell} is asked for, but no plan of that step is in force, {in_force}; call begin_step first"
+                f"{cell} is asked for, but no plan of that step is in force, {in_force}; run forward and backward "
+                "inside of execute()"
             )
         return self._schedule.cell(cell.micro_step, cell.layer)
 
@@ -261,8 +270,8 @@ class TransferEngine:
             )
         if _versions(mine) != self._versions[cell.layer]:
             raise TransferError(
-                f"the home shards of {cell} hold other weights than its step began with; begin a step of another "
-                "number after every optimizer step or change of homes"
+                f"the home shards of {cell} hold other weights than its step began with; execute "
+                "under another step after every optimizer step or change of homes"
             )
 
 

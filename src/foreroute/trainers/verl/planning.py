@@ -28,8 +28,8 @@ from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
 
 if TYPE_CHECKING:
     from foreroute.adapters.megatron import RoutedMegatron
-    from foreroute.adapters.megatron.plan_execution import PlanExecution
     from foreroute.adapters.megatron.route_shard import RouteShard
+    from foreroute.ep import PlanExecution
 
 AT_HOME = PlanOptions(replicas=False)
 UNDER_PLAN = PlanOptions()

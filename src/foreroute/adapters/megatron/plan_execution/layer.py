@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +13,14 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
     MoEFlexTokenDispatcher,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.experts import objection_to_experts, replica_runner
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
-from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle
+from foreroute.core.passes import PassStack
+from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
+from foreroute.ep.execution import cells_of
 from foreroute.errors import PlacementError
 
 DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
@@ -41,36 +42,29 @@ REFUSED_SETTINGS = {
 """Settings of TransformerConfig, and why they and replicas exclude each other."""
 
 
-@dataclass(frozen=True, eq=False)
-class CellWork:
-    """What a layer is to do in one pass over a cell.
-
-    Attributes:
-        rows: of the cell; None where counts are exchanged first.
-        exchanged: given the assignments to each expert, int64 [E], exchanges them for the rows.
-        replicas: of the cell, if any.
-        note: told the rows that the experts of this rank compute, and the assignments that its router made, int64 [E].
-    """
-
-    rows: CellRows | None
-    exchanged: Callable[[Tensor], CellRows]
-    replicas: SeparateReplicas
-    note: Callable[[int, Tensor], None]
-
-
 class PlannedLayer:
     """Stands, on the instance, in the steps of a MoE layer from what its router hands on to its output.
 
     Args:
         site: the layer's router.
+        number: its position among the routed layers of the model.
+        home: name -> the parameter of each home expert, in ascending order of its id.
         group: the expert-parallel ranks.
-        begin: what the layer is to do in the pass that runs now.
+        passes: of the chunk that it is in.
     """
 
-    def __init__(self, site: ChunkRouter, group: Any, begin: Callable[[], CellWork]) -> None:
-        self._site, self._group, self._begin = site, group, begin
+    def __init__(
+        self,
+        site: ChunkRouter,
+        number: int,
+        home: Mapping[str, Sequence[nn.Parameter]],
+        group: Any,
+        passes: PassStack,
+    ) -> None:
+        self._site, self._number, self._home, self._group, self._passes = site, number, home, group, passes
         self._block, self._experts = site.block, site.block.experts
         self._run_replicas = replica_runner(self._experts)
+        self._fuses_gradients = bool(self._experts.config.gradient_accumulation_fusion)
         # E to 1, so that the larger of two stands for the expert with the smaller id; made where the model runs
         self._descending_E = torch.empty(0)
         self._shared: Any = self._block.shared_experts if self._block.shared_expert_overlap else None
@@ -101,18 +95,22 @@ class PlannedLayer:
                 f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. No plan "
                 "can be executed in this configuration"
             )
-        self._work = work = self._begin()
-        if work.replicas.served:
+        passes = self._passes
+        work = cells_of(passes, f"the layer of {self._site.path}").work(
+            self._number, passes.top, is_again=passes.is_again
+        )
+        self._replicas = replicas = SeparateReplicas(
+            work.cell, work.engine, self._home, work.moves, fuses_gradients=self._fuses_gradients
+        )
+        if replicas.served:
             self.finish_gathering()
-        work.replicas.announce()
+        replicas.announce()
         if len(self._descending_E) != num_experts:
             self._descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
         # ascending ids: the picks of a token are added up in the order in which Megatron adds them
         ids_RK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
-        counts_E = routing_map.sum(0)
-        rows = work.exchanged(counts_E) if work.rows is None else work.rows
-        work.note(sum(rows.receive_G), counts_E)
-        self._handle = DispatchHandle.of(self._group, str(work.replicas.cell), rows, ids_RK, None)
+        rows = work.begin(routing_map.sum(0))
+        self._handle = DispatchHandle.of(self._group, work.name, rows, ids_RK, None)
         self._shape = hidden_states.shape
         if self._shared is not None:
             self._shared.pre_forward_comm(hidden_states)
@@ -122,14 +120,14 @@ class PlannedLayer:
         """Rows in order of their expert here, and their gate weights."""
         rows, gates = Dispatch.apply(hidden_RD, gates_RK, self._handle)
         # no weight is to stand in front of the rows
-        self._work.replicas.fetch()
+        self._replicas.fetch()
         if self._shared is not None:
             self._shared.linear_fc1_forward_and_act(rows)
         return rows, gates.view(-1)
 
     def _compute(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         """What home experts and replicas make of them, in the same order."""
-        replicas, groups = self._work.replicas, self._handle.rows
+        replicas, groups = self._replicas, self._handle.rows
         home_S, served_S = groups.home.sizes_S, groups.replicas.sizes_S
         parts = [sum(home_S), sum(served_S)]
         (rows, served), (gates, served_gates) = rows.split(parts), gates.split(parts)
@@ -146,7 +144,7 @@ class PlannedLayer:
             self._shared.linear_fc2_forward(output)
             self._shared.post_forward_comm()
         # nodes of autograd lead from them to this layer
-        del self._work, self._handle
+        del self._replicas, self._handle
         return output
 
     def _postprocess(self, output: Tensor, of_shared: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,16 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.megatron.expert_placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution import ExecutionRanks, PlanExecution, whole_counts
+from foreroute.adapters.megatron.plan_execution.execution import (
+    planned_batches,
+    ranks_of_stage,
+    require_layers,
+    whole_counts,
+)
+from foreroute.adapters.megatron.plan_execution.experts import home_parameters
+from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.ep.execution import ExecutionRanks, PlanExecution
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ReplayError
 from foreroute.plan import StepPlan
@@ -70,7 +78,8 @@ class PlannedModel(RoutedModel):
             CountsError: on every rank of the group alike, when ranks or stages have different numbers of micro-batches.
             TransferError: when a rank does not answer.
         """
-        counts = self._execution_ranks().gather_counts(micro_batches)
+        ranks = self._execution_ranks()
+        counts = ranks.gather_counts(planned_batches(ranks, micro_batches, "gathering counts"))
         return whole_counts(counts, self.layers, self.spec, self._groups.pp)
 
     @contextmanager
@@ -105,10 +114,32 @@ class PlannedModel(RoutedModel):
         """
         self._require_no_execution("another one begins")
         self._num_executions += 1
-        stage = [(chunk.sites, chunk.passes) for chunk in self.chunks]
-        ranks, step = self._execution_ranks(), self._num_executions
-        execution = PlanExecution(ranks, step, plan, counts_MLGE, micro_batches, self.spec, stage, self.home_LE)
-        with execution.in_force():
+        step, ranks, position = self._num_executions, self._execution_ranks(), self.spec.layers.index
+        require_layers(ranks, self._sites)
+        homes = {position(site.layer): home_parameters(site) for site in self._sites}
+        execution = PlanExecution(
+            ranks,
+            step,
+            plan,
+            counts_MLGE,
+            planned_batches(ranks, micro_batches, f"agreeing on the plan of step {step}"),
+            self.home_LE,
+            homes,
+            [[position(site.layer) for site in chunk.sites] for chunk in self.chunks],
+        )
+        layers = [
+            PlannedLayer(site, number, homes[number], ranks.group, chunk.passes)
+            for chunk in self.chunks
+            for site, number in ((site, position(site.layer)) for site in chunk.sites)
+        ]
+
+        def finish_gathering() -> None:
+            for layer in layers:
+                layer.finish_gathering()
+
+        with execution.in_force(finish_gathering), ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(layer.in_place())
             self.execution = execution
             try:
                 yield execution
@@ -118,7 +149,7 @@ class PlannedModel(RoutedModel):
     def _execution_ranks(self) -> ExecutionRanks:
         if self._ranks is None:
             ep_group = self._sites[0].block.ep_group if self._sites else self._groups.ep
-            self._ranks = ExecutionRanks(ep_group, self._groups.pp, self._transfers)
+            self._ranks = ranks_of_stage(ep_group, self._groups.pp, self._transfers)
         return self._ranks
 
     def use(self, transfers: TransferOptions) -> None:
