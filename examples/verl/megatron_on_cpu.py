@@ -10,6 +10,7 @@ own.
 """
 
 import re
+from functools import wraps
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ megatron_on_cpu.name_types_of_cuda()
 
 import mbridge.core.llm_bridge as llm_bridge
 from mbridge.core.bridge import Bridge
+from mbridge.core.util import unwrap_model
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -70,8 +72,12 @@ tensor_parallel.get_cuda_rng_tracker().get_states = lambda: {"cpu": torch.get_rn
 _block_spec = llm_bridge.get_gpt_decoder_block_spec
 
 
+@wraps(_block_spec)  # mbridge looks for parameters by their names
 def local_block_spec(config, use_transformer_engine=True, **kwargs):
-    return _block_spec(config, use_transformer_engine=False, **kwargs)
+    block = _block_spec(config, use_transformer_engine=False, **kwargs)
+    # torch's own norm refuses sequence parallelism
+    megatron_on_cpu.use_norm(block, megatron_on_cpu.RMSNorm, of_heads=bool(config.qk_layernorm))
+    return block
 
 
 llm_bridge.get_gpt_decoder_block_spec = local_block_spec
@@ -79,6 +85,7 @@ llm_bridge.get_gpt_decoder_block_spec = local_block_spec
 # and knows weights by the names that Transformer Engine's layers give them, in loading and in export
 _global_names = Bridge._weight_name_mapping_mcore_local_to_global
 OF_EXPERT = re.compile(r"experts\.local_experts\.(\d+)\.(linear_fc\d)\.weight")
+OF_GROUP = re.compile(r"experts\.(linear_fc\d)\.weight(\d+)")
 OF_NORM = re.compile(r"(layers\.\d+\.)input_layernorm\.")
 
 
@@ -87,12 +94,32 @@ def global_names(bridge, model, consider_ep=True):
     first = bridge.config.num_moe_experts // bridge.mpu.ep_size * bridge.mpu.ep_rank if consider_ep else 0
     names = _global_names(bridge, model, consider_ep=False)
     for local, name in names.items():
-        name = OF_NORM.sub(r"\1self_attention.linear_qkv.layer_norm_", name)
-        names[local] = OF_EXPERT.sub(lambda found: f"experts.{found[2]}.weight{first + int(found[1])}", name)
+        name = OF_EXPERT.sub(r"experts.\2.weight\1", OF_NORM.sub(r"\1self_attention.linear_qkv.layer_norm_", name))
+        names[local] = OF_GROUP.sub(lambda found: f"experts.{found[1]}.weight{first + int(found[2])}", name)
     return names
 
 
-Bridge._weight_name_mapping_mcore_local_to_global = global_names
+class NamedLikeTransformerEngine:
+    """A model to load into: by local names mbridge tells experts, which tensor parallelism need not cut."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def state_dict(self):
+        return {OF_EXPERT.sub(r"experts.\2.weight\1", name): it for name, it in self._model.state_dict().items()}
+
+
+_load_weights = Bridge.load_weights
+
+
+def load_weights(bridge, models, *args, **kwargs):
+    return _load_weights(bridge, [NamedLikeTransformerEngine(unwrap_model(model)) for model in models], *args, **kwargs)
+
+
+Bridge._weight_name_mapping_mcore_local_to_global, Bridge.load_weights = global_names, load_weights
 
 # its own attention takes no packed sequences, and verl packs: one sequence, in which none looks at another
 _attention = DotProductAttention.forward

@@ -76,6 +76,15 @@ def inside_of_another(s):
         s.enter()
 
 
+def with_a_backward_behind_it(s):
+    losses = []
+    with s.routed.execute(s.plan, s.counts_MLGE, s.rows_M):
+        for m, rows in enumerate(s.rows_M):
+            with s.routed.replay(rows):
+                losses.append(log_probs(s.placed.model, batch(s.rank, 0, m)).sum())
+    losses[-1].backward()
+
+
 def with_routers_that_did_otherwise(s):
     """On one rank, as far as it counts what they did."""
     counts = ExpertLayer._counts
@@ -145,6 +154,9 @@ LATE = {
     "CountsError: micro-batch 1 brings other routes than were planned": lambda s: s.run(0, 0),
     "CountsError: a forward begins after all 2 planned micro-batches": lambda s: s.run(0, 1, 2),
     "ReplayError: ending step 0: rank 0: 1 of 2 planned micro-batches are here": lambda s: s.run(0),
+    "TransferError: no plan of that step is in force, none is; run forward and backward inside": (
+        with_a_backward_behind_it
+    ),
     "ReplayError: ending step 0: rank 1: step 0, micro-step 0, routed layer 0: the router made": (
         with_routers_that_did_otherwise
     ),
@@ -378,6 +390,22 @@ def questions(rank):
 
 def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers):
     assert workers(2).run(questions) == [(0, 1)] * 2
+
+
+def publications(rank):
+    """How often weights are taken up in executions of one step, and of none in particular."""
+    s, found = Situation(rank), []
+    for step in (7, 7, None, None):
+        with s.routed.execute(s.plan, s.counts_MLGE, s.rows_M, step=step) as execution, torch.no_grad():
+            for m, rows in enumerate(s.rows_M):
+                with s.routed.replay(rows):
+                    s.forward(m)
+        found.append([record.kind for record in execution.transfers].count("publish"))
+    return found
+
+
+def test_executions_of_one_step_take_up_weights_once(workers):
+    assert workers(2).run(publications) == [[1, 0, 1, 1]] * 2
 
 
 def exchanges_told(rank):

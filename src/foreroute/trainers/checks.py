@@ -57,7 +57,8 @@ def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Cal
     Args:
         routed: the policy, with the weights of the rollout.
         rollout: its routes.
-        forward: runs the policy once on the same tokens, with or without sequences of padding after them.
+        forward: runs the policy once on the same tokens, with or without padding behind each sequence, and sequences of
+            padding behind all.
 
     Raises:
         ReplayError: naming the mix-up that explains a difference.
@@ -72,6 +73,7 @@ def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Cal
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         forward()
     own = recording.trace().select(np.arange(len(rollout)))
+    own = own.truncated(np.minimum(own.lengths, rollout.lengths))
     found = explain(own, rollout, names=("the trainer's own trace", "the rollout's trace"))
     if found.kind in DRIFT:
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)

@@ -73,9 +73,16 @@ class MismatchSums:
             differing_cells=int(routes.differing_L.sum()),
         )
 
-    def add_native(self, routes: RoutingMismatch) -> None:
+    def add_native(self, *routes: RoutingMismatch) -> None:
         """Routes that the trainer would have taken by itself, beside those that were replayed."""
-        self._add(native_cells=_cells(routes), native_differing_cells=int(routes.differing_L.sum()))
+        for each in routes:
+            self._add(native_cells=_cells(each), native_differing_cells=int(each.differing_L.sum()))
+
+    def share_native(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Add up what `add_native` was given over ranks that share rows and layers. A collective call of them."""
+        names = METRICS["mismatch/native_disagreement"]
+        sums = reduce(torch.tensor([self._mine[name] for name in names], dtype=torch.float64)).cpu()
+        self._mine |= dict(zip(names, sums.tolist(), strict=True))
 
     def share(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add up the sums of all processes since the last call. A collective: every process calls it.

@@ -6,6 +6,7 @@ from examples.verl import megatron_on_cpu  # noqa: F401  before foreroute's engi
 
 # isort: on
 import torch
+from verl.models.mcore import model_forward_fused
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import EngineRouterReplayConfig, HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import EngineRegistry
@@ -15,8 +16,19 @@ from examples.verl.demo_cluster import FUSED_KERNELS
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 
 
+def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="none", group=None):
+    """What the fused kernel gives, a Triton one, where no rank has a part of the vocabulary."""
+    logits = hidden.reshape(-1, hidden.shape[-1]) @ weight.T
+    log_probs_NV = (logits.float() / temperature).log_softmax(-1)
+    entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
+    return log_probs_NV.gather(-1, labels.reshape(-1, 1))[:, 0], entropy_N
+
+
+model_forward_fused.linear_cross_entropy = linear_cross_entropy
+
+
 def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, **settings):
-    """An engine, initialised, whose experts are shared by all ranks. Settings are of verl's engine configuration."""
+    """An engine, initialised, whose experts are shared by so many ranks. Settings are of verl's configuration."""
     config = {
         "vanilla_mbridge": True,
         "expert_model_parallel_size": ranks,

@@ -1,6 +1,6 @@
-"""One of two ranks that share experts in verl's Megatron engine: what it did in several runs, saved to a folder.
+"""One of the ranks of verl's Megatron engine: what it did in several runs, saved to a folder.
 
-Usage: torchrun --nproc-per-node 2 -m tests.trainers.verl.megatron_worker POLICY FOLDER RUNS
+Usage: torchrun --nproc-per-node N -m tests.trainers.verl.megatron_worker POLICY FOLDER RUNS
 
 RUNS is JSON, the settings of `run` by the name of each.
 """
@@ -17,6 +17,7 @@ from tests.trainers.verl.megatron_engines import Watch, exported, make  # before
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
 from foreroute.planner import plan
 from foreroute.trainers.verl import planning
@@ -29,22 +30,24 @@ SEQUENCES, STEPS = 16, 3
 def main(policy, folder, runs):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, book = dist.get_rank(), Book(policy, count=SEQUENCES)
-    share = SEQUENCES // 2
-    mine = {name: values[share * rank : share * (rank + 1)] for name, values in book.batch().items()}
+    rank, batch = dist.get_rank(), Book(policy, count=SEQUENCES).batch()
     for name, settings in json.loads(runs).items():
         if settings.pop("resumes", False):
             settings["checkpoint"] = Path(folder) / "checkpoint"
-        torch.save(run(policy, mine, **settings), Path(folder) / f"{name}-{rank}.pt")
+        torch.save(run(policy, batch, **settings), Path(folder) / f"{name}-{rank}.pt")
     dist.destroy_process_group()
 
 
 def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings):
     """Steps of an old-log-prob pass and an update each; given a checkpoint, by a new engine from the second on."""
     engine = make(policy, **settings)
+    share = SEQUENCES // mpu.get_data_parallel_world_size()
+    first = share * mpu.get_data_parallel_rank()
+    batch = {name: values[first : first + share] for name, values in batch.items()}
     if reverse:
         batch = {name: values.flip(0) for name, values in batch.items()}
     found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "at_home")}
+    found["first"] = first
     for step in range(STEPS):
         if step:  # what was sampled before the weights changed
             batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
@@ -55,7 +58,7 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
             with Watch(engine) as updated:
                 output = update(engine, tensordict(batch, max_token_len_per_gpu=tokens))
         found["log_probs"].append([row.float() for row in log_probs])
-        found["metrics"].append(output["metrics"])
+        found["metrics"].append(output.get("metrics"))
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
         found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
         found["planned"].append([loads_MLG(counts, made) for counts, made in planned])
@@ -66,6 +69,8 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
             engine = make(policy, **settings)
             engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
     found["weights"] = exported(engine)
+    del engine
+    mpu.destroy_model_parallel()  # the next run has other ranks
     return found
 
 

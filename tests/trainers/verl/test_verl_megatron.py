@@ -129,14 +129,11 @@ def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(found):
 
 
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
-    model = SimpleNamespace(use_fused_kernels=False, mtp=SimpleNamespace(enable=False), lora={})
+    model = SimpleNamespace(mtp=SimpleNamespace(enable=False), lora={})
     for setting, value in {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
         "context_parallel_size": 2,
         "use_remove_padding": False,
         "pad_to_length": True,
-        "use_fused_kernels": True,
     }.items():
         with pytest.raises(ConfigError, match=setting):
             require_supported_by_megatron(PlanningMegatronConfig(**{setting: value}), model, replays=True, plans=True)

@@ -27,12 +27,12 @@ def sequences(count, seed=0):
     return [tuple(np.array([next(ids) for _ in range(n)]) for n in pair) for pair in lengths]
 
 
-def padded(pairs, routes=telling_routes, widths=(PROMPT, RESPONSE)):
+def padded(pairs, routes=telling_routes, widths=(PROMPT, RESPONSE), *, layers=3):
     """A batch as verl's agent loop makes it: prompts padded on the left, responses on the right."""
     left, right = widths
     width = left + right
     ids = torch.zeros(len(pairs), width, dtype=torch.int64)
-    mask, experts = torch.zeros_like(ids), torch.zeros(len(pairs), width, 3, 2, dtype=torch.int16)
+    mask, experts = torch.zeros_like(ids), torch.zeros(len(pairs), width, layers, 2, dtype=torch.int16)
     response_mask = torch.zeros(len(pairs), right, dtype=torch.int64)
     for row, (prompt, response) in enumerate(pairs):
         tokens = np.concatenate([prompt, response])

@@ -82,9 +82,10 @@ class Book:
 
         def wide(tokens):
             rows = self.routes[by_tokens[tuple(tokens)]]
-            return np.concatenate([np.zeros((len(rows), 3 - rows.shape[1], 2), rows.dtype), rows], axis=1)
+            dense = self.model.config.num_hidden_layers - rows.shape[1]
+            return np.concatenate([np.zeros((len(rows), dense, 2), rows.dtype), rows], axis=1)
 
-        batch = padded(self.pairs, wide)
+        batch = padded(self.pairs, wide, layers=self.model.config.num_hidden_layers)
         batch["rollout_log_probs"] = torch.zeros(len(self.pairs), RESPONSE)
         for s, logprobs in enumerate(self.sampled):
             batch["rollout_log_probs"][s, : len(logprobs)] = torch.from_numpy(logprobs)

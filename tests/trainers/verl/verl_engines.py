@@ -44,9 +44,11 @@ def tensordict(batch, **settings):
 
 
 def old_log_probs(engine, td):
-    """Each sequence's log-probs [T - 1] of the next token, and what else the engine gave back."""
+    """Each sequence's log-probs [T - 1] of the next token, none but on the last stage, and what else came back."""
     with engine.eval_mode():
         output = engine.infer_batch(td, loss_function=None)
+    if not output:
+        return [], output
     return [row[:-1] for row in output["model_output"]["log_probs"].unbind()], output
 
 

@@ -68,6 +68,8 @@ class Call:
         """
         given = dict(zip(names, args, strict=False)) | kwargs
         tokens, padding = _tensor(given.get("input_ids")), _tensor(given.get("padding_mask"))
+        if tokens is not None and tokens.is_nested:  # verl's, which stages behind the first are handed unpacked
+            tokens = None
         packed, inference = given.get("packed_seq_params"), given.get("inference_context")
         inference = given.get("inference_params") if inference is None else inference
         if tokens is not None and (tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool):

@@ -10,12 +10,13 @@ verl imports this module in every worker when it is told to, and then makes its 
 Routes are replayed by foreroute's hooks in the place of verl's: a plan is executed on the rows of a replay, whose
 micro-batch is known in every recomputation too. verl gives Megatron's schedule all micro-batches of a batch in one
 call: their routes are decoded, checked and cut when verl has split the batch, before the first of them runs. That is
-when a plan can be made.
+when a plan can be made, and all ranks of a model do something together: inside of the call, stages are in different
+micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,18 +27,21 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "megatron-core", "verl")
 
+import numpy as np
+import torch.distributed as dist
 import verl
 from megatron.core import parallel_state as mpu
+from torch import Tensor
+from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.adapters.megatron.schedule import ReplayingStep
 from foreroute.errors import ReplayError
 from foreroute.layout import pack
-from foreroute.trace import RoutingTrace
+from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.passes import EnginePasses
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
@@ -51,6 +55,8 @@ Step = Callable[[Iterator[Any], Any], Any]
 """verl's `forward_step(batch_iter, model)`, its other parameters bound."""
 SPLIT = "prepare_micro_batches"
 """By which verl splits a batch, among the globals of its engine's module: there is no method for that."""
+SCHEDULE = "get_forward_backward_func"
+"""By which verl finds Megatron's schedule, likewise."""
 
 
 class MegatronRoutingReplay(MegatronEngineWithLMHead):
@@ -99,20 +105,7 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
             ReplayError: when one was not.
         """
         run = partial(super().forward_backward_batch, data, loss_function, forward_only)
-        if self.routing is None:
-            return run()
-        self._updates = not forward_only
-        return self.routing.run_batch(run, data, update=not forward_only)
-
-    def forward_step(self, batch_iter: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """A pass of verl over a micro-batch, with its routes."""
-        if self.routing is None:
-            return super().forward_step(batch_iter, model, *args, **kwargs)
-
-        def step(batches: Any, model: Any) -> Any:
-            return super(MegatronRoutingReplay, self).forward_step(batches, model, *args, **kwargs)
-
-        return self.routing.step(step, batch_iter, model, update=self._updates)
+        return run() if self.routing is None else self.routing.run_batch(run, data, update=not forward_only)
 
 
 @dataclass(frozen=True)
@@ -133,6 +126,10 @@ class RoutedMicroBatch:
 class MegatronPasses(EnginePasses):
     """The passes of one engine, under R3.
 
+    verl hands all micro-batches of a batch to one call of Megatron's schedule, which runs them through stages and
+    virtual chunks in an order of its own. What all ranks of a model do together stands in front of that call, and
+    behind it.
+
     Args:
         engine: verl's, initialised, its parameters on their device.
     """
@@ -142,83 +139,136 @@ class MegatronPasses(EnginePasses):
         config = engine.engine_config
         self._planning = config if isinstance(config, PlanningMegatronConfig) else None
         self._plans = PlanSums()
+        self._chunks = engine.module
+        # verl pads each sequence to a multiple, which tensor-parallel ranks share
+        self._align = mpu.get_tensor_model_parallel_world_size()
         self._micro_batches: list[RoutedMicroBatch] = []
         self._planned: PlannedBatch | None = None
-        self._replaying: ReplayingStep | None = None
 
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
         """Around a batch of verl, whose micro-batches are prepared when verl has split it.
 
         Raises:
-            ReplayError: when a micro-batch did not go through `forward_step`.
+            ReplayError: when a micro-batch did not go through the schedule.
         """
-        self._micro_batches, self._num_steps, self._planned = [], 0, None
-        self._replaying = self.routed.replaying(_run, routes_of=self._routes_in, telemetry=update)
+        self._micro_batches, self._planned = [], None
         with super().batch(data, update=update) as logs:
-            with ExitStack() as executions, self._preparing(executions):
+            with ExitStack() as executions, self._preparing(executions), self._replaying(update):
                 yield logs
-            self._end_batch(data)
-            if update:
-                self.comparison.metrics.add_native(self._replaying.agreement().routing)
-                if self._planning is not None:
-                    logs.update(self._plans.flush())
+            logs.update(self._ended(update))
 
-    def step(self, step: Step, batches: Iterator[Any], model: Any, *, update: bool) -> Any:
-        """A `forward_step` of verl on its next micro-batch, replayed, and measured as its pass asks for."""
-        assert self._replaying is not None, "batch() comes first"
-        current = self._micro_batches[self._num_steps]
-        self.check_first(current.routes, lambda: step(iter([current.data]), model))
+    def _ended(self, update: bool) -> dict[str, float]:
+        """What plans have to log of a batch that is over."""
+        if update:
+            self.comparison.metrics.share_native(_over_model)
         if self._planned is not None:
-            self._planned.begin(self._num_steps)
-        self._num_steps += 1
-        run = partial(self._replaying, batches, model, step)
-        (output, loss), executed = self.recorded(run, current.data, update=update)
-        if executed is not None:
-            self.comparison.add(executed, current.routes, current.data, output.get("log_probs"), update=update)
-        return output, loss
+            groups = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
+            self._planned.add_to(self._plans, *groups)
+        return self._plans.flush() if update and self._planning is not None else {}
 
     def _preparing(self, executions: ExitStack) -> AbstractContextManager[Any]:
         """While the context is open, verl's splitting of a batch tells of the micro-batches."""
-        split = getattr(transformer_impl, SPLIT)
+        return _told(SPLIT, partial(self._prepare, executions))
 
-        def told(*args: Any, **kwargs: Any) -> Any:
-            micro_batches, indices = split(*args, **kwargs)
-            self._prepare(executions, micro_batches)
-            return micro_batches, indices
+    def _replaying(self, update: bool) -> AbstractContextManager[Any]:
+        """While the context is open, verl is given a schedule that replays."""
+        return _told(SCHEDULE, partial(self._scheduled, update))
 
-        return patch.object(transformer_impl, SPLIT, told)
-
-    def _prepare(self, executions: ExitStack, micro_batches: Sequence[Any]) -> None:
+    def _prepare(self, executions: ExitStack, found: tuple[Sequence[Any], Any]) -> tuple[Sequence[Any], Any]:
         """Read the routes, when verl has split the batch and nothing of it has run."""
-        self._micro_batches = [self._micro_batch(data) for data in micro_batches]
+        self._micro_batches = [self._micro_batch(data) for data in found[0]]
         if self._planning is not None:
             shards = [each.shard for each in self._micro_batches]
-            self._planned = PlannedBatch(self.routed, shards, self._planning, executions)
+            # stages run other micro-batches at a time, so that they agree on a plan before the first
+            in_front = mpu.get_pipeline_model_parallel_world_size() > 1
+            self._planned = PlannedBatch(self.routed, shards, self._planning, executions, at_once=in_front)
+        return found
 
-    def _end_batch(self, data: Any) -> None:
-        if not self._micro_batches or self._num_steps != len(self._micro_batches):
+    def _scheduled(self, update: bool, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's schedule for the batch, replayed, and measured as its pass asks for."""
+
+        def run(*, forward_step_func: Step, **given: Any) -> Any:
+            self._check_first(schedule, forward_step_func, given)
+            if self._planned is not None:
+                self._planned.begin(0)
+            log_probs: list[Any] = []
+            replaying = self.routed.replaying(forward_step_func, routes_of=self._routes_in, telemetry=update)
+            before = self._num_steps
+
+            def step(batches: Iterator[Any], model: Any) -> Any:
+                if self._planned is not None and self._num_steps > before:
+                    self._planned.begin(self._num_steps - before)
+                self._num_steps += 1
+                output, loss = replaying(batches, model)
+                if isinstance(output, Mapping):  # of the last stage
+                    log_probs.append(output.get("log_probs"))
+                return output, loss
+
+            with ExitStack() as stack:
+                measures = self.comparison.measures(update=update)
+                recording = stack.enter_context(self.routed.record()) if measures else None
+                result = schedule(forward_step_func=step, **given)
+            self._require_all(self._num_steps - before)
+            if recording is not None:
+                self._compare(recording.trace(), log_probs or [None] * len(self._micro_batches), update=update)
+            if update:
+                chunks = [chunk for chunk, hooks in enumerate(self.routed.chunks) if hooks.layers]
+                self.comparison.metrics.add_native(*(replaying.agreement(chunk).routing for chunk in chunks))
+            return result
+
+        return run
+
+    def _check_first(self, schedule: Callable[..., Any], step: Step, given: dict[str, Any]) -> None:
+        # virtual stages take as many micro-batches at a time as there are stages
+        num_first = mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
+        first = self._micro_batches[:num_first]
+        batches = transformer_impl.make_batch_generator([each.data for each in first], vpp_size=len(self._chunks))
+        how = given | {"data_iterator": batches, "num_microbatches": num_first, "forward_only": True}
+        self.check_first(concatenate([each.routes for each in first]), lambda: schedule(forward_step_func=step, **how))
+
+    def _require_all(self, num_forwards: int) -> None:
+        expected = len(self._micro_batches) * len(self._chunks)
+        if num_forwards != expected:
             raise ReplayError(
-                f"verl's Megatron engine ran {self._num_steps} of {len(self._micro_batches)} micro-batches of a batch "
-                f"of {len(data)} through forward_step; the others were not replayed"
+                f"Megatron's schedule ran {num_forwards} forwards of {len(self._micro_batches)} micro-batches on "
+                f"{len(self._chunks)} chunks; expected {expected}, each of which is replayed"
             )
-        if self._planned is not None:
-            self._planned.add_to(self._plans, mpu.get_expert_model_parallel_group())
+
+    def _compare(self, executed: RoutingTrace, log_probs: Sequence[Any], *, update: bool) -> None:
+        """Routes of all micro-batches in their order; log-probs are those of the last stage."""
+        first = 0
+        for each, found in zip(self._micro_batches, log_probs, strict=True):
+            mine = executed.select(np.arange(first, first + len(each.routes)))
+            first += len(each.routes)
+            # without the padding of parallel ranks
+            self.comparison.add(mine.truncated(each.routes.lengths), each.routes, each.data, found, update=update)
 
     def _micro_batch(self, data: Any) -> RoutedMicroBatch:
         routes = trace_of(data, model=self.routed.spec)
         require_routed(routes, data)
-        return RoutedMicroBatch(data, routes, self.routed.shard(routes, pack(routes.lengths), missing="spread"))
+        layout = pack(routes.lengths, align=self._align)
+        return RoutedMicroBatch(data, routes, self.routed.shard(routes, layout, missing="spread"))
 
     def _routes_in(self, data: Any) -> RouteShard:
-        current = self._micro_batches[self._num_steps - 1]
-        if data is not current.data:
-            raise ReplayError("Megatron's schedule runs other micro-batches than verl split the batch into")
-        return current.shard
+        for each in self._micro_batches:
+            if data is each.data:
+                return each.shard
+        raise ReplayError("Megatron's schedule runs other micro-batches than verl split the batch into")
 
 
-def _run(batches: Iterator[Any], model: Any, step: Step) -> Any:
-    return step(batches, model)
+def _told(name: str, told: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    """While the context is open, what a global function of the engine's module returns goes through `told`."""
+    own = getattr(transformer_impl, name)
+    return patch.object(transformer_impl, name, lambda *args, **kwargs: told(own(*args, **kwargs)))
+
+
+def _over_model(sums: Tensor) -> Tensor:
+    """The sum over the ranks of one model, which are all ranks but those of other data."""
+    on_device = sums.to(get_device_id())
+    for group in (mpu.get_model_parallel_group(), mpu.get_context_parallel_group()):
+        dist.all_reduce(on_device, group=group)
+    return on_device
 
 
 def register() -> None:

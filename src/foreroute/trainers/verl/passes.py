@@ -49,7 +49,8 @@ class EnginePasses:
         """
         with self.batch(data, update=update) as logs:
             outputs = run()
-        outputs["metrics"].update({name: [value] for name, value in logs.items()})
+        if "metrics" in outputs:  # of the last stage, which verl asks
+            outputs["metrics"].update({name: [value] for name, value in logs.items()})
         return outputs
 
     @contextmanager

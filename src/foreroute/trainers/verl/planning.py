@@ -2,7 +2,7 @@
 
 When the micro-batches of a batch are known and none of them has run, the ranks that share experts tell each other their
 counts. Then a thread of each plans, while the first micro-batch runs at home. The others run under the plan. A batch of
-one micro-batch waits for its plan.
+one micro-batch waits for its plan, and so does a pipeline, whose stages are in other micro-batches at a time.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class PlannedBatch:
         micro_batches: routes of this rank, in the order in which they will run.
         config: of the engine.
         open_executions: holds the execution in force, and is closed when all micro-batches have run.
+        at_once: whether the first micro-batch waits for the plan too.
     """
 
     def __init__(
@@ -89,12 +90,14 @@ class PlannedBatch:
         micro_batches: Sequence[RouteShard],
         config: PlanningMegatronConfig,
         open_executions: ExitStack,
+        *,
+        at_once: bool,
     ) -> None:
         self._routed, self._shards, self._open = routed, list(micro_batches), open_executions
         self._counts_MLGE = routed.gather_counts(self._shards)
         topology = hardware_preset(config.hardware).topology(self._counts_MLGE.shape[2], config.redundant_slots)
         home_LE = routed.home_LE
-        self._num_at_home = min(1, len(self._shards) - 1)
+        self._num_at_home = 0 if at_once else min(1, len(self._shards) - 1)
         with_plan_MLGE, thread = self._counts_MLGE[self._num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
         self._planned = thread.submit(plan, with_plan_MLGE, topology, UNDER_PLAN, home_LE=home_LE)
         thread.shutdown(wait=False)
@@ -114,14 +117,16 @@ class PlannedBatch:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def add_to(self, sums: PlanSums, group: Any) -> None:
+    def add_to(self, sums: PlanSums, group: Any, stages: Any) -> None:
         """Add what all ranks executed, after the last micro-batch. A collective call.
 
         Args:
             sums: of the engine.
             group: the ranks that share experts.
+            stages: the ranks of its pipeline.
         """
         mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
+        dist.all_reduce(mine_ML, group=stages)  # each has its own layers
         executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
         dist.all_gather(executed, mine_ML, group=group)
         cells = [

@@ -67,28 +67,19 @@ def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, pla
         raise ConfigError(f"a plan is made of routes that are known; set {KEY}=R3, or take McoreEngineConfig")
     if not replays:
         return
-    shared = {
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size or 1,
-    }
     refused = [
         (
             replay_of(config) == "R2",
             "the mode is R2; verl's own replay has it, without foreroute.trainers.verl.megatron",
         ),
-        *(
-            (size > 1, f"{name} is {size}, under which foreroute was never tested in verl; leave it at 1")
-            for name, size in shared.items()
+        (
+            config.context_parallel_size > 1,
+            f"context_parallel_size is {config.context_parallel_size}, under which it was never tested in verl; leave "
+            "it at 1",
         ),
         (config.dynamic_context_parallel, "dynamic_context_parallel splits sequences over ranks; switch it off"),
         (not config.use_remove_padding, "use_remove_padding is off, under which it was never tested; switch it on"),
         (config.pad_to_length, "pad_to_length appends tokens that no route is for; switch it off"),
-        (
-            model.use_fused_kernels or config.use_fused_kernels,
-            "use_fused_kernels replaces the forward of the model; leave it off",
-        ),
         (model.mtp.enable, "mtp is on: its routers have no routes of the rollout; switch it off"),
         ((model.lora or {}).get("rank", 0), "LoRA is on, under which it was never tested; leave lora.rank at 0"),
     ]

@@ -1,0 +1,92 @@
+"""verl's Megatron engine on four ranks under each kind of parallelism, held against one kind without any of them."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
+pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
+
+from examples.verl.tiny_checkpoint import save_policy
+from foreroute.testing.ranks import environment, torchrun
+from tests.trainers.verl.test_verl_megatron import BFLOAT16, WITHIN_S, apart
+from tests.trainers.verl.verl_book import Book
+
+RANKS, SEQUENCES = 4, 16
+TENSOR = {"tensor_model_parallel_size": 2}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+RUNS = {
+    "data": {},
+    "data, larger micro-batches": {"tokens": 48},
+    "data, another order": {"reverse": True},
+    "data, fused": {"use_fused_kernels": True},
+    "tensor": TENSOR,
+    "tensor, no sequence": TENSOR | {"sequence_parallel": False},
+    "tensor, planned": TENSOR | {"plans": True},
+    "pipeline": PIPELINE,
+    "pipeline, planned": PIPELINE | {"plans": True},
+    "pipeline, tensor": PIPELINE | TENSOR,
+    "pipeline, fused": PIPELINE | {"use_fused_kernels": True},
+    "virtual": VIRTUAL,
+    "virtual, planned": VIRTUAL | {"plans": True},
+}
+ORDERS = ("data, larger micro-batches", "data, another order")
+"""Sums of gradients that are rounded otherwise."""
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"), mlp_only_layers=[], num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def book(policy):
+    return Book(policy, count=SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def found(policy, tmp_path_factory):
+    """Of each run, what its ranks did; experts are shared by two."""
+    folder = tmp_path_factory.mktemp("found")
+    runs = json.dumps({name: {"ranks": 2} | settings for name, settings in RUNS.items()})
+    worker = ("-m", "tests.trainers.verl.megatron_worker", policy, folder, runs)
+    result = torchrun(RANKS, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
+    assert result.returncode == 0, result.stderr[-6000:]
+    return {name: [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(RANKS)] for name in RUNS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, book):
+    ours = {}
+    for rank in found[name]:
+        for number, row in enumerate(rank["log_probs"][0]):
+            ours.setdefault(rank["first"] + number, row)
+    exact = book.replayed(torch.float64)[:: -1 if "another order" in name else 1]
+    if "another order" in name:  # each rank turns its share
+        return
+    assert sorted(ours) == list(range(SEQUENCES))
+    assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < BFLOAT16
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_executed_is_what_the_rollout_picked(name, found):
+    logged = [metrics for rank in found[name] for metrics in rank["metrics"] if metrics]
+    assert logged
+    for metrics in logged:
+        assert metrics["mismatch/disagreement"] == [0.0]
+        assert metrics["mismatch/native_disagreement"][0] > 0.05
+        if "planned" in name:
+            assert metrics["plan/rows_off"] == [0.0]
+            assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("data", *ORDERS)])
+def test_weights_are_no_further_than_those_of_other_orders_of_sums(name, found):
+    weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
+    for rank in found[name][1:]:
+        assert apart(weights[name], rank["weights"]) == 0
+    orders = [apart(weights["data"], weights[other]) for other in ORDERS]
+    assert max(orders) > 0
+    assert apart(weights["data"], weights[name]) <= 2 * max(orders)
