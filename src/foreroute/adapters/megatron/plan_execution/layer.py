@@ -48,7 +48,7 @@ class PlannedLayer:
     Args:
         site: the layer's router.
         number: its position among the routed layers of the model.
-        home: name -> the parameter of each home expert, in ascending order of its id.
+        homes: by that position, name -> the parameter of each home expert, in ascending order of its id.
         group: the expert-parallel ranks.
         passes: of the chunk that it is in.
     """
@@ -57,11 +57,12 @@ class PlannedLayer:
         self,
         site: ChunkRouter,
         number: int,
-        home: Mapping[str, Sequence[nn.Parameter]],
+        homes: Mapping[int, Mapping[str, Sequence[nn.Parameter]]],
         group: Any,
         passes: PassStack,
     ) -> None:
-        self._site, self._number, self._home, self._group, self._passes = site, number, home, group, passes
+        self._site, self._number, self._home = site, number, homes[number]
+        self._group, self._passes = group, passes
         self._block, self._experts = site.block, site.block.experts
         self._run_replicas = replica_runner(self._experts)
         self._fuses_gradients = bool(self._experts.config.gradient_accumulation_fusion)

@@ -114,9 +114,9 @@ class PlannedModel(RoutedModel):
         """
         self._require_no_execution("another one begins")
         self._num_executions += 1
-        step, ranks, position = self._num_executions, self._execution_ranks(), self.spec.layers.index
+        step, ranks, number_of = self._num_executions, self._execution_ranks(), self.spec.layers.index
         require_layers(ranks, self._sites)
-        homes = {position(site.layer): home_parameters(site) for site in self._sites}
+        homes = {number_of(site.layer): home_parameters(site) for site in self._sites}
         execution = PlanExecution(
             ranks,
             step,
@@ -125,12 +125,12 @@ class PlannedModel(RoutedModel):
             planned_batches(ranks, micro_batches, f"agreeing on the plan of step {step}"),
             self.home_LE,
             homes,
-            [[position(site.layer) for site in chunk.sites] for chunk in self.chunks],
+            [[number_of(site.layer) for site in chunk.sites] for chunk in self.chunks],
         )
         layers = [
-            PlannedLayer(site, number, homes[number], ranks.group, chunk.passes)
+            PlannedLayer(site, number_of(site.layer), homes, ranks.group, chunk.passes)
             for chunk in self.chunks
-            for site, number in ((site, position(site.layer)) for site in chunk.sites)
+            for site in chunk.sites
         ]
 
         def finish_gathering() -> None:
