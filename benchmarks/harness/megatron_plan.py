@@ -62,20 +62,22 @@ NAMES = (
 Parts = tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]
 
 
-def planned_step(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: bool = True) -> dict[str, Any]:
+def planned_step(pairs: int) -> dict[str, Any]:
     """Ratios of seconds, `planned_over_static` by stage and skew and `attached_ratio`, and what goes with them.
 
-    Beside them `predicted_planned_over_static` by stage and skew, None where it is not asked for, `static_imbalance` by
-    skew, `collectives_saved` and `host_waits`, the most of these per layer and micro-step under a plan, and what one
-    rank posts, asks and launches (`Bench.counted`). Ratios are medians over pairs that were run in turn, with the 95 %
-    interval of the median; None without two cores.
+    Beside them `predicted_planned_over_static` by stage and skew, `static_imbalance` by skew, `collectives_saved` and
+    `host_waits`, the most of these per layer and micro-step under a plan, and what one rank posts, asks and launches
+    (`Bench.counted`). Ratios are medians over pairs that were run in turn, with the 95 % interval of the median.
+    Without pairs nothing is timed, and without two cores nothing is counted either; it is None then.
     """
     if len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(NAMES)
-    parts: Parts = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
+    parts: Parts = in_processes(_measured, 2, pairs)
     found, cases, others = parts
+    if not pairs:
+        return dict.fromkeys(NAMES) | found
     config = processes_config(hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], paths="direct")
-    return found | {"predicted_planned_over_static": predict_ratios(others, cases, config) if predicts else None}
+    return found | {"predicted_planned_over_static": predict_ratios(others, cases, config)}
 
 
 def hub_sizes() -> dict[str, Any]:
@@ -92,17 +94,22 @@ def hub_sizes() -> dict[str, Any]:
     }
 
 
-def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str], rounds: int) -> Parts:
-    """What was found; what was planned and static in each case; and other steps, timed in so many rounds."""
+def _measured(rank: int, num_ranks: int, pairs: int) -> Parts:
+    """What was found; what was planned and static in each case; and other steps, timed."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     megatron_on_cpu.install()
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
-    found: dict[str, Any] = {"planned_over_static": {stage: {} for stage in STAGES}, "static_imbalance": {}}
+    found = _counted(rank, num_ranks)
+    return _timed(rank, num_ranks, pairs, found) if pairs else (found, {}, [])
+
+
+def _timed(rank: int, num_ranks: int, pairs: int, found: dict[str, Any]) -> Parts:
+    found |= {"planned_over_static": {stage: {} for stage in STAGES}, "static_imbalance": {}}
     bench = Bench(rank, num_ranks, 0.0, {})
     cases: dict[str, list[TimedStep]] = {}
-    for name in skews:
+    for name in SKEWS:
         bench.take_routes(rank, SKEWS[name])
         cases[name] = bench.steps(name)
         found["static_imbalance"][name] = round(bench.static_imbalance, 3)
@@ -111,7 +118,15 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str], round
             ratio = compare(planned, static, pairs=pairs)
             found["planned_over_static"][stage][name] = ratio.shown()
     found |= near_one("attached", compare(*bench.without_routes(), pairs=pairs))
-    found["collectives_saved"], found["host_waits"] = {}, {}
+    others = []
+    for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES):
+        bench.take_routes(rank, skew, (sequences, SHAPE[1]))
+        others += bench.timed(f"skew {skew}, {sequences} sequences", ROUNDS)
+    return found, cases, others
+
+
+def _counted(rank: int, num_ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"collectives_saved": {}, "host_waits": {}}
     for recompute, settings in {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
@@ -121,12 +136,7 @@ def _measured(rank: int, num_ranks: int, pairs: int, skews: Sequence[str], round
         found["collectives_saved"][recompute] = gathers - gathers_left
         found["host_waits"][recompute] = {"static": waits, "planned": waits_left}
     found["waits_per_layer"] = max(waits["planned"] for waits in found["host_waits"].values())
-    found |= Bench(rank, num_ranks, SKEWS["middle"], {}).counted()
-    others = []
-    for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ()):
-        bench.take_routes(rank, skew, (sequences, SHAPE[1]))
-        others += bench.timed(f"skew {skew}, {sequences} sequences", rounds)
-    return found, cases, others
+    return found | Bench(rank, num_ranks, SKEWS["middle"], {}).counted()
 
 
 class Bench:

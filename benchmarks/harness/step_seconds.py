@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from statistics import median
@@ -59,22 +58,26 @@ PLANNED, STATIC = PlanOptions(tolerance=0.02), PlanOptions(replicas=False)
 routed_anew = partial(Bench.routed_anew, micro_steps=MICRO_STEPS)
 
 
-def step_seconds(pairs: int, skews: Sequence[str] = tuple(SKEWS), *, predicts: bool = True) -> dict[str, Any]:
+NAMES = (
+    *("planned_over_static", "planned_over_balanced", "static_imbalance", "does_not_pay"),
+    "predicted_planned_over_static",
+)
+
+
+def step_seconds(pairs: int) -> dict[str, Any]:
     """`planned_over_static` and `predicted_planned_over_static` by stage and skew, and what goes with them.
 
     Beside them `planned_over_balanced` and `static_imbalance` by skew, and `does_not_pay` by why and stage. Ratios are
-    medians over pairs that were run in turn, with the 95 % interval of the median. Without two cores, and with fewer
-    pairs than resolve an interval, they are None; so are predictions where none are asked for.
+    medians over pairs that were run in turn, with the 95 % interval of the median. Without pairs, or two cores, all are
+    None.
     """
-    if len(os.sched_getaffinity(0)) < 2:
-        names = ("planned_over_static", "planned_over_balanced", "static_imbalance", "does_not_pay")
-        return dict.fromkeys((*names, "predicted_planned_over_static"))
+    if not pairs or len(os.sched_getaffinity(0)) < 2:
+        return dict.fromkeys(NAMES)
     found: dict[str, Any]
-    found, cases, others = in_processes(_measured, 2, pairs, skews, ROUNDS if predicts else 0)
+    found, cases, others = in_processes(_measured, 2, pairs)
     found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
     config = processes_config(SIZES, 2, sequence_tokens=SHAPE[1])
-    predicted = predict_ratios(others, cases, config) if predicts else None
-    return found | {"predicted_planned_over_static": predicted}
+    return found | {"predicted_planned_over_static": predict_ratios(others, cases, config)}
 
 
 def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
@@ -86,9 +89,9 @@ def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
 
 
 def _measured(
-    rank: int, num_ranks: int, pairs: int, skews: Sequence[str], rounds: int
+    rank: int, num_ranks: int, pairs: int
 ) -> tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]:
-    """Ratios of rank 0; what was planned and static in each case; and other steps, timed in so many rounds."""
+    """Ratios of rank 0; what was planned and static in each case; and other steps, timed."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     routed, placed = _placed()
     found: dict[str, Any] = {
@@ -98,8 +101,8 @@ def _measured(
     }
     cases: dict[str, list[TimedStep]] = {}
     even = routed_anew(routed, placed, rank, skew=0.0, shape=SHAPE)
-    for name in skews:
-        bench = routed_anew(routed, placed, rank, skew=SKEWS[name], shape=SHAPE)
+    for name, skew in SKEWS.items():
+        bench = routed_anew(routed, placed, rank, skew=skew, shape=SHAPE)
         plan, home = bench.plan(PLANNED), bench.plan(STATIC)
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
@@ -114,11 +117,11 @@ def _measured(
             f"skew {skew}, {sequences} sequences",
             routed_anew(routed, placed, rank, skew=skew, shape=(sequences, SHAPE[1])),
         )
-        for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES if rounds else ())
+        for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES)
     ]
     with closing(placed):
         steps = [executed(name, one, one.plan(how)) for name, one in others for how in (PLANNED, STATIC)]
-        return found, cases, time_steps(steps, rounds=rounds)
+        return found, cases, time_steps(steps, rounds=ROUNDS)
 
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
