@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from foreroute.ep.execution import MicroBatch
+from foreroute.ep.execution_ranks import MicroBatch
 from foreroute.replay import ReplayRows
 
 
@@ -16,7 +16,7 @@ def executing(placed, plan, counts_MLGE, rank, *, routed_R=None, real_R=None):
     routed_R = torch.ones(1, dtype=torch.bool) if routed_R is None else routed_R
     real_R = torch.ones_like(routed_R) if real_R is None else real_R
     passes = SimpleNamespace(top=None, is_again=False)
-    hooks = SimpleNamespace(passes=passes, recomputing=lambda current, ran: nullcontext())
+    hooks = SimpleNamespace(passes=passes, execution=None, recomputing=lambda current, ran: nullcontext())
     with placed.execute(hooks, plan, counts_MLGE, [micro_batch], None) as execution:
         cells = execution.begin_pass(0, micro_batch.routes)
         ids_LRK = torch.where(routed_R, 0, -1)[None, :, None]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.ep.transfer.consensus import RankConsensus
-from foreroute.errors import PlanError
+from foreroute.errors import ForerouteError, PlanError
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
+
+Found = TypeVar("Found")
 
 
 def share_plan(consensus: RankConsensus, make: Callable[[], StepPlan]) -> StepPlan:
@@ -39,6 +42,25 @@ def share_plan(consensus: RankConsensus, make: Callable[[], StepPlan]) -> StepPl
     if received is None:
         raise PlanError("rank 0 made no plan; look for the first error in its log")
     return plan_from_bytes(received)
+
+
+def found_alike(consensus: RankConsensus, kind: type[ForerouteError], what: str, look: Callable[[], Found]) -> Found:
+    """What was found here; the error of the first rank that refuses, on all of them. A collective call.
+
+    Args:
+        consensus: of the ranks.
+        kind: of error that a refusal is, with `ValueError`.
+        what: the question in words, for ranks that do not answer.
+        look: finds it.
+    """
+    refusal: Exception | None = None
+    try:
+        found = look()
+    except (kind, ValueError) as error:
+        refusal = error
+    if objections := consensus.objections(None if refusal is None else str(refusal), what):
+        raise kind(objections[0]) from refusal
+    return found
 
 
 def raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:

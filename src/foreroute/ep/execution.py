@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,127 +25,14 @@ from foreroute.ep.agreement import (
     objection_to_micro_batches,
     objection_to_number,
     objection_to_plan,
-    raise_alike,
 )
 from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
-from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
-from foreroute.ep.transfer.engine import TransferEngine, TransferOptions, TransferRecord
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
+from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.ep.transfer.replica_weights import Cell, Home
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
-from foreroute.plan.capabilities import Executor
 from foreroute.replay import ReplayRows
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One micro-batch of this rank.
-
-    Attributes:
-        routes: that are replayed on it. Whoever begins its forward hands in the same object.
-        counts_LE: integers [L, E], assignments of its rows that have a route, in the layers of this rank.
-        is_whole: whether no other row is sent to experts, so that the plan knows all of them.
-    """
-
-    routes: object
-    counts_LE: NDArray[np.int64]
-    is_whole: bool
-
-
-class ExecutionRanks:
-    """The expert-parallel ranks of a pipeline stage, as they agree and as they send weights.
-
-    Args:
-        group: on which rows are exchanged.
-        consensus: of them.
-        options: how weights of replicas travel.
-        executor: which framework runs the model.
-        peers: of the group; made when weights first travel by default.
-        stages: of this rank's peers in the other stages of a pipeline; None for one stage.
-        gathers_late: as in `TransferEngine`.
-
-    Attributes:
-        group, consensus, gathers_late: the same.
-        options: how weights of replicas travel, from the next engine on.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        consensus: RankConsensus,
-        options: TransferOptions,
-        executor: Executor,
-        *,
-        peers: PeerGroup | None = None,
-        stages: RankConsensus | None = None,
-        gathers_late: bool = False,
-    ) -> None:
-        self.group, self.consensus, self.options, self.gathers_late = group, consensus, options, gathers_late
-        self._executor, self._peers, self._stages = executor, peers, stages
-        self._engine: TransferEngine | None = None
-
-    def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
-        """What moves weights of replicas, made when a plan is first executed. A collective call."""
-        if self._engine is None:
-            peers = self._peers or PeerGroup(self.group, timeout_s=self.options.timeout_s)
-            self._engine = TransferEngine(homes, self.options, peers, gathers_late=self.gathers_late)
-        return self._engine
-
-    def forget_weights(self) -> None:
-        """Experts have moved: no slot holds them any more."""
-        if self._engine is not None:
-            self._engine.end_step()
-
-    def close(self) -> None:
-        """Give back what weights travel by. Never raises: errors end here too."""
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
-
-    def raise_alike(self, error: type[Exception], mine: str | None, what: str) -> None:
-        """Raise on every rank of the group and of its other stages, when one of them objects.
-
-        A collective call of all stages: not for what happens inside a schedule, where each is elsewhere.
-        """
-        if self._stages is not None:
-            # the other ranks of the group hear of it below, and through them their own stages
-            mine = "; ".join(self._stages.objections(mine, what)) or None
-        raise_alike(self.consensus, error, mine, what)
-
-    def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
-        """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
-
-        Raises:
-            PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
-        """
-        if self._stages is not None:
-            digests, mine = self._stages.texts(plan_digest(plan), what), None
-            if len(set(digests)) > 1:
-                listed = "; ".join(f"stage {stage}: plan {digest}" for stage, digest in enumerate(digests))
-                mine = (
-                    f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
-                )
-            # the other ranks of the group may be in pipelines that agree
-            raise_alike(self.consensus, PlanError, mine, what)
-        agree_on_plan(self.consensus, step, plan, self._executor)
-
-    def gather_counts(self, micro_batches: Sequence[MicroBatch]) -> NDArray[np.int32]:
-        """int32 [M, L, G, E], assignments of every rank in the layers of this stage. A collective call.
-
-        Raises:
-            CountsError: on every rank alike, when ranks have other numbers of micro-batches.
-        """
-        what = "gathering counts"
-        texts = self.consensus.texts(f"{len(micro_batches)} micro-batches", what)
-        if len(set(texts)) > 1 or not micro_batches:
-            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise CountsError(
-                f"ranks have other micro-batches than can be planned ({listed}); expected as many on each"
-            )
-        counts_MLE = np.array([each.counts_LE for each in micro_batches], np.int32)
-        counts_GMLE = self.consensus.gather(torch.from_numpy(counts_MLE), what).numpy()
-        return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
 
 
 class PlanExecution:
@@ -163,6 +49,7 @@ class PlanExecution:
         chunks: the positions of those that each chunk of this rank runs in one pass.
         row_multiples: by the same positions, as in `ExecutionSchedule`.
         keeps_weights: whether another execution of the same step follows.
+        before_publishing: called before weights are copied to host memory.
 
     Attributes:
         plan: the plan.
@@ -188,6 +75,7 @@ class PlanExecution:
         *,
         row_multiples: Mapping[int, int] | None = None,
         keeps_weights: bool = False,
+        before_publishing: Callable[[], None] | None = None,
     ) -> None:
         what = f"agreeing on the plan of step {step}"
         ranks.agree_on_plan(step, plan, what)
@@ -200,10 +88,10 @@ class PlanExecution:
         )
         ranks.raise_alike(CountsError, mine, what)
         partly = torch.tensor([not each.is_whole for each in micro_batches], dtype=torch.int32)
-        self.is_known_M = [not any_ for any_ in ranks.consensus.most(partly, what).tolist()]
-        if not all(self.is_known_M):
+        self._is_known_M = [not any_ for any_ in ranks.consensus.most(partly, what).tolist()]
+        if not all(self._is_known_M):
             warnings.warn(
-                f"in {self.is_known_M.count(False)} of {len(self.is_known_M)} micro-steps some rank has rows without a "
+                f"in {self._is_known_M.count(False)} of {len(self._is_known_M)} micro-steps some rank has rows without a "
                 "route that later tokens depend on: no plan knows them, so that all ranks exchange counts in every "
                 "cell, and wait for them; record those rows, or leave their sequences out",
                 stacklevel=4,
@@ -213,7 +101,8 @@ class PlanExecution:
         self.transfers: list[TransferRecord] = []
         self._ranks, self._step, self._micro_batches = ranks, step, list(micro_batches)
         self._counts_MLGE, self._num_replicas_ML = counts_MLGE, plan.num_replicas_ML
-        self._row_multiples, self._keeps_weights = row_multiples or {}, keeps_weights
+        self._row_multiples = row_multiples or {}
+        self._keeps_weights, self._before_publishing = keeps_weights, before_publishing
         multiple_L = [self._row_multiples.get(layer, 1) for layer in range(plan.shape[1])]
         self.schedule = ExecutionSchedule(plan, counts_MLGE, rank, row_multiple_L=multiple_L, paths=ranks.options.paths)
         self._chunks = chunks
@@ -224,20 +113,16 @@ class PlanExecution:
         self._has_begun = False
 
     @contextmanager
-    def in_force(self, before_publishing: Callable[[], None] | None = None) -> Iterator[None]:
+    def in_force(self) -> Iterator[None]:
         """Have weights travel for it while the context is open. Leaving it is a collective call.
-
-        Args:
-            before_publishing: called before weights are copied to host memory.
 
         Raises:
             ReplayError: on every rank alike, when a micro-step was not run, or a router did not do what was replayed.
         """
-        self._before_publishing = before_publishing
         if self._engine is not None:
             self._engine.take_records()  # of one that failed
             if not self._ranks.gathers_late:
-                self.begin_transfers(updating=True)
+                self._begin_transfers(updating=True)
         yield
         if self._engine is not None:
             self._engine.end_step(keeps_weights=self._keeps_weights)
@@ -262,7 +147,7 @@ class PlanExecution:
         self._begun[chunk] += 1
         return PassCells(self, micro_step, self._chunks[chunk], self._micro_batches[micro_step])
 
-    def begin_transfers(self, *, updating: bool) -> TransferEngine:
+    def _begin_transfers(self, *, updating: bool) -> TransferEngine:
         """What brings weights, which is told, before the first, whether backward passes follow."""
         engine = self._engine
         assert engine is not None, "there is a layer that runs"
@@ -274,16 +159,16 @@ class PlanExecution:
         engine.updating = updating
         return engine
 
-    def moves(self, cell: Cell) -> CellSchedule | None:
+    def _moves(self, cell: Cell) -> CellSchedule | None:
         """Of weights, in a cell on this rank; None where no rank has a replica."""
         has_replicas = self._num_replicas_ML[cell.micro_step, cell.layer]
         return self.schedule.cell(cell.micro_step, cell.layer) if has_replicas else None
 
-    def cell(self, micro_step: int, layer: int) -> Cell:
+    def _cell(self, micro_step: int, layer: int) -> Cell:
         """By its place in the plan."""
         return Cell(self._step, micro_step, layer)
 
-    def exchanged(self, cell: Cell, counts_E: Tensor) -> CellRows:
+    def _exchanged(self, cell: Cell, counts_E: Tensor) -> CellRows:
         """The rows of a cell in which some rank has rows without a route, which the plan has not counted.
 
         Args:
@@ -297,7 +182,7 @@ class PlanExecution:
         (rows,) = rows_on(counts_E.device, [found])
         return rows
 
-    def note(self, cell: Cell, num_rows: int, counts_E: Tensor) -> None:
+    def _note(self, cell: Cell, num_rows: int, counts_E: Tensor) -> None:
         """A layer runs for the first time in its pass.
 
         Args:
@@ -314,13 +199,13 @@ class PlanExecution:
         if objection := objection_to_number(fewest, len(self._micro_batches)):
             return objection
         for micro_step, layer in np.ndindex(fewest, self.plan.shape[1]):
-            cell = self.cell(micro_step, layer)
+            cell = self._cell(micro_step, layer)
             if layer in self._homes and cell not in self._ran:
                 return f"{cell} was not executed: the forward of its micro-batch bypassed the layer"
         if not self._ran:
             return None
         for cell, found_E in zip(self._ran, torch.stack(list(self._ran.values())).cpu().numpy(), strict=True):
-            if not self.is_known_M[cell.micro_step]:
+            if not self._is_known_M[cell.micro_step]:
                 continue
             planned_E = self._counts_MLGE[cell.micro_step, cell.layer, self._ranks.consensus.rank]
             if (found_E != planned_E).any():
@@ -340,31 +225,34 @@ class PassCells:
         micro_step: of the plan.
         layers: positions of the routed layers of the chunk.
         micro_batch: that is run.
+
+    Attributes:
+        execution: the same.
     """
 
     def __init__(
         self, execution: PlanExecution, micro_step: int, layers: Sequence[int], micro_batch: MicroBatch
     ) -> None:
-        self._execution, self._micro_step = execution, micro_step
+        self.execution, self._micro_step = execution, micro_step
         self._layers, self._micro_batch = layers, micro_batch
-        self._cells = {layer: execution.cell(micro_step, layer) for layer in layers}
+        self._cells = {layer: execution._cell(micro_step, layer) for layer in layers}
         self._names = {layer: str(cell) for layer, cell in self._cells.items()}
         self._rows: dict[int, CellRows] = {}
         self._sent: dict[int, Tensor | None] = {}
 
     def work(self, layer: int, current: Pass, *, is_again: bool) -> CellWork:
         """What a layer is to do in the pass that these cells belong to, or in its recomputation."""
-        execution, cell = self._execution, self._cells[layer]
+        execution, cell = self.execution, self._cells[layer]
         assert isinstance(current.rows, ReplayRows), "it has these cells"
         rows = None
-        if execution.is_known_M[self._micro_step]:
+        if execution._is_known_M[self._micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too
                 found = [execution.schedule.cell(self._micro_step, each) for each in self._layers]
                 self._rows = dict(zip(self._layers, rows_on(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
-        engine = execution.begin_transfers(updating=current.with_grad)
-        moves, name = execution.moves(cell), self._names[layer]
-        return CellWork(cell, name, rows, moves, engine, execution, self, current.rows, is_again)
+        engine = execution._begin_transfers(updating=current.with_grad)
+        moves, name = execution._moves(cell), self._names[layer]
+        return CellWork(cell, name, rows, moves, engine, self, current.rows, is_again)
 
     def sent(self, rows: ReplayRows, layer: int, top_k: int) -> Tensor | None:
         """int64, which of the R x K assignments experts compute, ascending; None for all.
@@ -378,7 +266,7 @@ class PassCells:
 
     def _found_sent(self, rows: ReplayRows, num_routed: int, top_k: int) -> Tensor | None:
         num_rows, device = len(rows.real_R), rows.real_R.device
-        is_known = self._execution.is_known_M[self._micro_step]
+        is_known = self.execution._is_known_M[self._micro_step]
         if is_known and num_routed == num_rows:
             return None
         if is_known:
@@ -401,7 +289,6 @@ class CellWork:
         rows: of the cell; None where counts are exchanged first.
         moves: of weights, on this rank; None where no rank has a replica.
         engine: what brings them.
-        execution: of the plan.
         cells: of the pass.
         routes: of the pass.
         is_again: whether it is recomputed.
@@ -412,7 +299,6 @@ class CellWork:
     rows: CellRows | None
     moves: CellSchedule | None
     engine: TransferEngine
-    execution: PlanExecution
     cells: PassCells
     routes: ReplayRows
     is_again: bool
@@ -427,22 +313,36 @@ class CellWork:
         Args:
             counts_E: integers [E], assignments that the router of this rank made.
         """
-        rows = self.execution.exchanged(self.cell, counts_E) if self.rows is None else self.rows
+        execution = self.cells.execution
+        rows = execution._exchanged(self.cell, counts_E) if self.rows is None else self.rows
         if not self.is_again:
-            self.execution.note(self.cell, sum(rows.receive_G), counts_E)
+            execution._note(self.cell, sum(rows.receive_G), counts_E)
         return rows
+
+
+class ExecutingHooks(Protocol):
+    """The hooks of a model whose experts look for the plan that is executed.
+
+    Attributes:
+        passes: of the model.
+        execution: of the plan that is executed now, or None.
+    """
+
+    passes: PassStack
+    execution: PlanExecution | None
+
+    def recomputing(self, current: Pass, ran: Sequence[Any]) -> AbstractContextManager[None]:
+        """See `foreroute.core.hooks.ModelHooks`."""
 
 
 class InForce:
     """The plan that is executed on a model whose experts look for it.
 
     Attributes:
-        hooks: of the model, on whose passes plans were executed.
-        execution: of the plan that is executed now, or None.
+        hooks: of the model, since a plan was executed first.
     """
 
-    hooks: ModelHooks | None = None
-    execution: PlanExecution | None = None
+    hooks: ExecutingHooks | None = None
 
     def work_of(self, layer: int, path: str) -> CellWork | None:
         """What a layer is to do in the pass that runs; None where no plan is executed on it.
@@ -451,29 +351,30 @@ class InForce:
             ReplayError: when a plan is executed, and the forward replays none of its routes.
         """
         hooks = self.hooks
-        if hooks is None:
+        if hooks is None or (hooks.execution is None and _cells(hooks.passes) is None):
             return None
-        current = hooks.passes.top
-        if self.execution is None and getattr(getattr(current, "rows", None), "cells", None) is None:
-            return None
-        cells = cells_of(hooks.passes, path)
+        work = work_of(hooks.passes, layer, path)
         # a checkpoint of experts alone, in which no router runs
-        bind(current, (), hooks.recomputing, until=ModelHooks.run_pass.__code__)
-        return cells.work(layer, current, is_again=hooks.passes.is_again)
+        bind(hooks.passes.top, (), hooks.recomputing, until=ModelHooks.run_pass.__code__)
+        return work
 
 
-def cells_of(passes: PassStack, path: str) -> PassCells:
-    """The cells of the pass that runs.
+def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
+    """What a layer is to do in the pass that runs.
 
     Raises:
         ReplayError: when it replays no routes that were planned.
     """
-    rows: Any = None if passes.top is None else passes.top.rows
-    cells = getattr(rows, "cells", None)
+    cells = _cells(passes)
     if cells is None:
         raise ReplayError(
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
             "execute() on routes that were given to it"
         )
-    found: PassCells = cells
-    return found
+    return cells.work(layer, passes.top, is_again=passes.is_again)
+
+
+def _cells(passes: PassStack) -> PassCells | None:
+    """Of the pass that runs."""
+    rows = None if passes.top is None else passes.top.rows
+    return rows.cells if isinstance(rows, ReplayRows) else None

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from foreroute.core.hooks import ModelHooks
 from foreroute.ep.agreement import share_plan
 from foreroute.ep.compute import row_multiple
-from foreroute.ep.execution import ExecutionRanks, InForce, MicroBatch, PlanExecution
+from foreroute.ep.execution import ExecutingHooks, InForce, PlanExecution
+from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import clip_gradients, cut_alike, shard_dense, sum_gradients
 from foreroute.ep.transfer.consensus import RankConsensus
@@ -128,14 +128,14 @@ class ExpertParallelModel:
     @contextmanager
     def execute(
         self,
-        hooks: ModelHooks,
+        hooks: ExecutingHooks,
         plan: StepPlan,
         counts_MLGE: NDArray[np.integer],
         micro_batches: Sequence[MicroBatch],
         step: int | None,
     ) -> Iterator[PlanExecution]:
         """What `RoutedTransformer.execute` says, of the model that these hooks are on."""
-        if self.in_force.execution is not None:
+        if hooks.execution is not None:
             raise ReplayError("a plan is executed on this model; leave that execution before another one begins")
         self._step = self._step + 1 if step is None else step
         execution = PlanExecution(
@@ -152,11 +152,11 @@ class ExpertParallelModel:
         )
         self.in_force.hooks = hooks
         with execution.in_force():
-            self.in_force.execution = execution
+            hooks.execution = execution
             try:
                 yield execution
             finally:
-                self.in_force.execution = None
+                hooks.execution = None
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.

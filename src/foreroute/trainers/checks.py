@@ -48,7 +48,9 @@ def refuse_first(refusals: Iterable[tuple[object, str]]) -> None:
             raise ConfigError(message)
 
 
-def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Callable[[], object]) -> None:
+def check_first_rollout(
+    routed: RoutedModel, rollout: RoutingTrace, forward: Callable[[], object], *, padded_to: int = 1
+) -> None:
     """Hold the routes of a rollout against those that the policy takes by itself at the same weights.
 
     Routes that stand at other positions, in other sequences or layers, or are physical ids, are seen here. Once they
@@ -57,8 +59,8 @@ def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Cal
     Args:
         routed: the policy, with the weights of the rollout.
         rollout: its routes.
-        forward: runs the policy once on the same tokens, with or without padding behind each sequence, and sequences of
-            padding behind all.
+        forward: runs the policy once on the same tokens, with or without sequences of padding after them.
+        padded_to: each sequence is padded to a multiple of so many tokens in it.
 
     Raises:
         ReplayError: naming the mix-up that explains a difference.
@@ -73,7 +75,8 @@ def check_first_rollout(routed: RoutedModel, rollout: RoutingTrace, forward: Cal
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         forward()
     own = recording.trace().select(np.arange(len(rollout)))
-    own = own.truncated(np.minimum(own.lengths, rollout.lengths))
+    if np.array_equal(own.lengths, -(-rollout.lengths // padded_to) * padded_to):
+        own = own.truncated(rollout.lengths)
     found = explain(own, rollout, names=("the trainer's own trace", "the rollout's trace"))
     if found.kind in DRIFT:
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)

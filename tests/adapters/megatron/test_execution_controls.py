@@ -88,7 +88,7 @@ def test_an_uploaded_index_of_another_micro_step():
 
     def of_another(self, layer, current, *, is_again):
         own = work(self, layer, current, is_again=is_again)
-        other = PassCells(self._execution, self._micro_step - 1, self._layers, self._micro_batch)
+        other = PassCells(self.execution, self._micro_step - 1, self._layers, self._micro_batch)
         before = work(other, layer, current, is_again=is_again)
         return replace(own, rows=own.rows._replace(taken_R=before.rows.taken_R))
 
@@ -105,13 +105,13 @@ def test_the_key_of_the_latest_forward():
         latest[:] = [begin_pass(self, chunk, shard)]
         return latest[0]
 
-    def of_latest(passes, path):
-        return latest[0]
+    def of_latest(passes, layer, path):
+        return latest[0].work(layer, passes.top, is_again=passes.is_again)
 
     with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(
             ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4),
-            latest=mock.patch.object(layers, "cells_of", of_latest),
+            latest=mock.patch.object(layers, "work_of", of_latest),
         )
 
 

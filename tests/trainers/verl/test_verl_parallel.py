@@ -57,15 +57,13 @@ def found(policy, tmp_path_factory):
     return {name: [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(RANKS)] for name in RUNS}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if "another order" not in name])
 def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, book):
     ours = {}
     for rank in found[name]:
         for number, row in enumerate(rank["log_probs"][0]):
             ours.setdefault(rank["first"] + number, row)
-    exact = book.replayed(torch.float64)[:: -1 if "another order" in name else 1]
-    if "another order" in name:  # each rank turns its share
-        return
+    exact = book.replayed(torch.float64)
     assert sorted(ours) == list(range(SEQUENCES))
     assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < BFLOAT16
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,29 +18,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
-from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.sharded_checkpoint import ShardedCheckpoint
 from foreroute.core.hooks import is_hooked
 from foreroute.ep import ExpertLayer, ExpertParallelModel
+from foreroute.ep.agreement import found_alike
 from foreroute.ep.compute import require_grouped_mm
-from foreroute.ep.execution import MicroBatch
 from foreroute.ep.shards import keep_rows
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import AttachError, ConfigError, ForerouteError, PlanError, TopologyError, TraceError, shown
+from foreroute.errors import AttachError, ConfigError, TopologyError
 from foreroute.files import blake2b_hex, blake2b_int64
 from foreroute.layout import block_homes
-from foreroute.plan import StepPlan
 from foreroute.planner.homes import check_homes
-from foreroute.trace import RoutingTrace
-
-if TYPE_CHECKING:
-    from foreroute.adapters.hf.model import RoutedTransformer
 
 NAME = "foreroute"
 """Name of our function in the registry of transformers."""
 STAND_IN = "_foreroute_experts"
 """Where an experts module keeps what runs in the place of its forward."""
+LOOKING = "looking at the model"
 PLACED = "_foreroute_placed"
 """Where a model keeps what its experts are spread as, for `RoutedTransformer.execute`."""
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "_is_expert_parallel")
@@ -51,8 +46,6 @@ WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that have a row for each expert."""
 BYTES_AT_A_TIME = 2**28
 """Bytes of a tensor that are brought to the host for its checksum."""
-
-Found = TypeVar("Found")
 
 
 def distribute(
@@ -82,8 +75,8 @@ def distribute(
     """
     ranks, along = _ranks_of(group)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
-    sites = _on_all_ranks(consensus, AttachError, lambda: _with_weights(model, find_experts(model)))
-    homes_LE = _on_all_ranks(consensus, TopologyError, lambda: _checked_homes(sites, ranks.size(), home_LE))
+    sites = found_alike(consensus, AttachError, LOOKING, lambda: _with_weights(model, find_experts(model)))
+    homes_LE = found_alike(consensus, TopologyError, LOOKING, lambda: _checked_homes(sites, ranks.size(), home_LE))
     _require_same_models(model, homes_LE, consensus)
     for home_E, (_, module) in zip(homes_LE, sites, strict=True):
         keep_rows(module, np.flatnonzero(home_E == ranks.rank()))
@@ -117,69 +110,16 @@ def distribute_pretrained(
     """
     ranks, along = _ranks_of(group)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
-    checkpoint = _on_all_ranks(consensus, ConfigError, lambda: ShardedCheckpoint.opened(Path(folder)))
-    found = _on_all_ranks(consensus, AttachError, lambda: find_experts(checkpoint.empty))
-    homes_LE = _on_all_ranks(consensus, TopologyError, lambda: _checked_homes(found, ranks.size(), None))
+    checkpoint = found_alike(consensus, ConfigError, LOOKING, lambda: ShardedCheckpoint.opened(Path(folder)))
+    found = found_alike(consensus, AttachError, LOOKING, lambda: find_experts(checkpoint.empty))
+    homes_LE = found_alike(consensus, TopologyError, LOOKING, lambda: _checked_homes(found, ranks.size(), None))
     here = np.flatnonzero(homes_LE[0] == ranks.rank())
     paths = [path for path, _ in found]
-    model = _on_all_ranks(consensus, ConfigError, lambda: checkpoint.load(paths, range(here[0], here[-1] + 1), dtype))
+    own = range(here[0], here[-1] + 1)
+    model = found_alike(consensus, ConfigError, LOOKING, lambda: checkpoint.load(paths, own, dtype))
     sites = [(path, model.get_submodule(path)) for path in paths]
     _require_same_models(model, homes_LE, consensus, apart={id(p) for _, module in sites for p in module.parameters()})
     return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
-
-
-def placed_of(model: nn.Module) -> ExpertParallelModel:
-    """What the experts of a model are spread as.
-
-    Raises:
-        AttachError: when they are not.
-    """
-    placed: ExpertParallelModel | None = model.__dict__.get(PLACED)
-    if placed is None:
-        raise AttachError(
-            f"the experts of this {type(model).__name__} are all on one rank; spread them by "
-            "foreroute.adapters.hf.distribute(model), or load it by distribute_pretrained, and attach to placed.model"
-        )
-    return placed
-
-
-def planned_batches(
-    routed: RoutedTransformer, placed: ExpertParallelModel, micro_batches: Sequence[TraceRows | RoutingTrace]
-) -> list[MicroBatch]:
-    """The micro-batches of this rank, as plans know them. A collective call.
-
-    Raises:
-        TraceError: on every rank alike, when one is no trace of the model.
-    """
-
-    def look() -> list[MicroBatch]:
-        given = micro_batches if isinstance(micro_batches, Sequence) else [micro_batches]
-        found = [each if isinstance(each, TraceRows) else routed.rows(each) for each in given]
-        return [MicroBatch(each.trace, each.counts_LE, each.is_whole) for each in found]
-
-    return _on_all_ranks(placed.consensus, TraceError, look)
-
-
-def planned_counts(
-    placed: ExpertParallelModel, plan: StepPlan, planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace]
-) -> NDArray[np.integer]:
-    """The counts of a plan, integers [M, L, G, E], of traces by its packing. A collective call.
-
-    Raises:
-        PlanError: on every rank alike, when there is no plan, or it is for other traces.
-    """
-
-    def look() -> NDArray[np.integer]:
-        if not isinstance(plan, StepPlan):
-            raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives")
-        if isinstance(planned, np.ndarray):
-            return planned
-        traces = [planned] if isinstance(planned, RoutingTrace) else planned
-        if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
-            raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
-        return plan.counts_of(traces)
-
-    return _on_all_ranks(placed.consensus, PlanError, look)
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
@@ -221,18 +161,6 @@ def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_
         )
     out: Tensor = stand_in(hidden_ND, ids_NK, weights_NK)
     return out
-
-
-def _on_all_ranks(consensus: RankConsensus, kind: type[ForerouteError], look: Callable[[], Found]) -> Found:
-    """What was found here; the error of the first rank that refuses, on all of them."""
-    refusal: Exception | None = None
-    try:
-        found = look()
-    except (kind, ValueError) as error:
-        refusal = error
-    if objections := consensus.objections(None if refusal is None else str(refusal), "looking at the model"):
-        raise kind(objections[0]) from refusal
-    return found
 
 
 def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -104,7 +104,7 @@ class RoutedTransformer(RoutedModel):
             CountsError: on every rank alike, when ranks have different numbers of micro-batches.
             TransferError: when a rank does not answer.
         """
-        from foreroute.adapters.hf.distributing import placed_of, planned_batches
+        from foreroute.adapters.hf.executing import placed_of, planned_batches
 
         placed = placed_of(self.model)
         return placed.ranks.gather_counts(planned_batches(self, placed, micro_batches))
@@ -148,17 +148,13 @@ class RoutedTransformer(RoutedModel):
                 replayed; in a forward that replays nothing, or when a plan is executed already.
             TransferError: when a rank does not answer.
         """
-        from foreroute.adapters.hf.distributing import placed_of, planned_batches, planned_counts
+        from foreroute.adapters.hf.executing import placed_of, planned_batches, planned_counts
 
         placed = placed_of(self.model)
         counts_MLGE = planned_counts(placed, plan, planned)
         batches = planned_batches(self, placed, micro_batches)
         with placed.execute(self._of_trunk, plan, counts_MLGE, batches, step) as execution:
-            self._of_trunk.execution = execution
-            try:
-                yield execution
-            finally:
-                self._of_trunk.execution = None
+            yield execution
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
         """The rows of a trace, found for each batch. See `RoutedModel`."""

@@ -140,12 +140,20 @@ class FSDPPasses(EnginePasses):
                 replayed = self._with_padding(routes)
                 session = stack.enter_context(self.routed.replay(replayed, missing="native", telemetry=update))
             run = partial(step, micro_batch, loss_function, not update)
-            (loss, output), executed = self.recorded(run, micro_batch, update=update)
+            (loss, output), executed = self._recorded(run, micro_batch, update=update)
         if session is not None and update:
             self.comparison.metrics.add_native(session.agreement().routing)
         if executed is not None:
             self._measure(executed, routes, micro_batch, output["model_output"], update=update)
         return loss, output
+
+    def _recorded(self, run: Callable[[], Any], data: Any, *, update: bool) -> tuple[Any, RoutingTrace | None]:
+        """What came out of a micro-batch and the routes that it executed, where the batch measures."""
+        if not self.comparison.measures(update=update):
+            return run(), None
+        with self.routed.record() as recording:
+            result = run()
+        return result, recording.trace().select(np.arange(len(data)))
 
     def _routes_of(self, micro_batch: Any, *, update: bool) -> RoutingTrace | None:
         """What is to be replayed, or measured against; None where there is nothing."""

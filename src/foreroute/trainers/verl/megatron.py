@@ -181,8 +181,8 @@ class MegatronPasses(EnginePasses):
         if self._planning is not None:
             shards = [each.shard for each in self._micro_batches]
             # stages run other micro-batches at a time, so that they agree on a plan before the first
-            in_front = mpu.get_pipeline_model_parallel_world_size() > 1
-            self._planned = PlannedBatch(self.routed, shards, self._planning, executions, at_once=in_front)
+            at_once = mpu.get_pipeline_model_parallel_world_size() > 1
+            self._planned = PlannedBatch(self.routed, shards, self._planning, executions, at_once=at_once)
         return found
 
     def _scheduled(self, update: bool, schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,7 +225,8 @@ class MegatronPasses(EnginePasses):
         first = self._micro_batches[:num_first]
         batches = transformer_impl.make_batch_generator([each.data for each in first], vpp_size=len(self._chunks))
         how = given | {"data_iterator": batches, "num_microbatches": num_first, "forward_only": True}
-        self.check_first(concatenate([each.routes for each in first]), lambda: schedule(forward_step_func=step, **how))
+        routes, forward = concatenate([each.routes for each in first]), partial(schedule, forward_step_func=step, **how)
+        self.check_first(routes, forward, padded_to=self._align)
 
     def _require_all(self, num_forwards: int) -> None:
         expected = len(self._micro_batches) * len(self._chunks)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from foreroute.errors import ReplayError
 from foreroute.replay import RoutedModel
 from foreroute.trace import RoutingTrace
@@ -68,16 +66,8 @@ class EnginePasses:
                     f"{self._name} ran a batch of {len(data)} without forward_step, so that nothing was replayed in it"
                 )
 
-    def check_first(self, routes: RoutingTrace, forward: Callable[[], object]) -> None:
+    def check_first(self, routes: RoutingTrace, forward: Callable[[], object], *, padded_to: int = 1) -> None:
         """`check_first_rollout`, once in the life of the engine."""
         if not self.first_rollout_checked:
-            check_first_rollout(self.routed, routes, forward)
+            check_first_rollout(self.routed, routes, forward, padded_to=padded_to)
             self.first_rollout_checked = True
-
-    def recorded(self, run: Callable[[], Any], data: Any, *, update: bool) -> tuple[Any, RoutingTrace | None]:
-        """Run a micro-batch, and give what came out of it and the routes that it executed, where the batch measures."""
-        if not self.comparison.measures(update=update):
-            return run(), None
-        with self.routed.record() as recording:
-            result = run()
-        return result, recording.trace().select(np.arange(len(data)))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.layer import objection_to_layer
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.ep.execution import ExecutionRanks, MicroBatch
+from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import CountsError, PlacementError, TraceError

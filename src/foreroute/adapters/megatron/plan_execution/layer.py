@@ -20,7 +20,7 @@ from foreroute.adapters.megatron.plan_execution.experts import objection_to_expe
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
-from foreroute.ep.execution import cells_of
+from foreroute.ep.execution import work_of
 from foreroute.errors import PlacementError
 
 DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
@@ -96,10 +96,7 @@ class PlannedLayer:
                 f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. No plan "
                 "can be executed in this configuration"
             )
-        passes = self._passes
-        work = cells_of(passes, f"the layer of {self._site.path}").work(
-            self._number, passes.top, is_again=passes.is_again
-        )
+        work = work_of(self._passes, self._number, f"the layer of {self._site.path}")
         self._replicas = replicas = SeparateReplicas(
             work.cell, work.engine, self._home, work.moves, fuses_gradients=self._fuses_gradients
         )

@@ -20,7 +20,8 @@ from foreroute.adapters.megatron.plan_execution.execution import (
 from foreroute.adapters.megatron.plan_execution.experts import home_parameters
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.ep.execution import ExecutionRanks, PlanExecution
+from foreroute.ep.execution import PlanExecution
+from foreroute.ep.execution_ranks import ExecutionRanks
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ReplayError
 from foreroute.plan import StepPlan
@@ -117,16 +118,6 @@ class PlannedModel(RoutedModel):
         step, ranks, number_of = self._num_executions, self._execution_ranks(), self.spec.layers.index
         require_layers(ranks, self._sites)
         homes = {number_of(site.layer): home_parameters(site) for site in self._sites}
-        execution = PlanExecution(
-            ranks,
-            step,
-            plan,
-            counts_MLGE,
-            planned_batches(ranks, micro_batches, f"agreeing on the plan of step {step}"),
-            self.home_LE,
-            homes,
-            [[number_of(site.layer) for site in chunk.sites] for chunk in self.chunks],
-        )
         layers = [
             PlannedLayer(site, number_of(site.layer), homes, ranks.group, chunk.passes)
             for chunk in self.chunks
@@ -137,7 +128,18 @@ class PlannedModel(RoutedModel):
             for layer in layers:
                 layer.finish_gathering()
 
-        with execution.in_force(finish_gathering), ExitStack() as stack:
+        execution = PlanExecution(
+            ranks,
+            step,
+            plan,
+            counts_MLGE,
+            planned_batches(ranks, micro_batches, f"agreeing on the plan of step {step}"),
+            self.home_LE,
+            homes,
+            [[number_of(site.layer) for site in chunk.sites] for chunk in self.chunks],
+            before_publishing=finish_gathering,
+        )
+        with execution.in_force(), ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(layer.in_place())
             self.execution = execution

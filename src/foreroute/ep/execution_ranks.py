@@ -1,0 +1,130 @@
+"""The ranks that execute plans together: what they tell each other, and what brings them weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from foreroute.ep.agreement import raise_alike
+from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.replica_weights import Home
+from foreroute.errors import CountsError, PlanError
+from foreroute.plan import StepPlan
+from foreroute.plan.capabilities import Executor
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One micro-batch of this rank.
+
+    Attributes:
+        routes: that are replayed on it. Whoever begins its forward hands in the same object.
+        counts_LE: integers [L, E], assignments of its rows that have a route, in the layers of this rank.
+        is_whole: whether no other row is sent to experts, so that the plan knows all of them.
+    """
+
+    routes: object
+    counts_LE: NDArray[np.int64]
+    is_whole: bool
+
+
+class ExecutionRanks:
+    """The expert-parallel ranks of a pipeline stage, as they agree and as they send weights.
+
+    Args:
+        group: on which rows are exchanged.
+        consensus: of them.
+        options: how weights of replicas travel.
+        executor: which framework runs the model.
+        peers: of the group; made when weights first travel by default.
+        stages: of this rank's peers in the other stages of a pipeline; None for one stage.
+        gathers_late: as in `TransferEngine`.
+
+    Attributes:
+        group, consensus, gathers_late: the same.
+        options: how weights of replicas travel, from the next engine on.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        consensus: RankConsensus,
+        options: TransferOptions,
+        executor: Executor,
+        *,
+        peers: PeerGroup | None = None,
+        stages: RankConsensus | None = None,
+        gathers_late: bool = False,
+    ) -> None:
+        self.group, self.consensus, self.options, self.gathers_late = group, consensus, options, gathers_late
+        self._executor, self._peers, self._stages = executor, peers, stages
+        self._engine: TransferEngine | None = None
+
+    def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
+        """What moves weights of replicas, made when a plan is first executed. A collective call."""
+        if self._engine is None:
+            peers = self._peers or PeerGroup(self.group, timeout_s=self.options.timeout_s)
+            self._engine = TransferEngine(homes, self.options, peers, gathers_late=self.gathers_late)
+        return self._engine
+
+    def forget_weights(self) -> None:
+        """Experts have moved: no slot holds them any more."""
+        if self._engine is not None:
+            self._engine.end_step()
+
+    def close(self) -> None:
+        """Give back what weights travel by. Never raises: errors end here too."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+    def raise_alike(self, error: type[Exception], mine: str | None, what: str) -> None:
+        """Raise on every rank of the group and of its other stages, when one of them objects.
+
+        A collective call of all stages: not for what happens inside a schedule, where each is elsewhere.
+        """
+        if self._stages is not None:
+            # the other ranks of the group hear of it below, and through them their own stages
+            mine = "; ".join(self._stages.objections(mine, what)) or None
+        raise_alike(self.consensus, error, mine, what)
+
+    def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
+        """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
+
+        Raises:
+            PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
+        """
+        if self._stages is not None:
+            digests, mine = self._stages.texts(plan_digest(plan), what), None
+            if len(set(digests)) > 1:
+                listed = "; ".join(f"stage {stage}: plan {digest}" for stage, digest in enumerate(digests))
+                mine = (
+                    f"pipeline stages hold different plans ({listed}); every stage must be given the plan of all layers"
+                )
+            # the other ranks of the group may be in pipelines that agree
+            raise_alike(self.consensus, PlanError, mine, what)
+        agree_on_plan(self.consensus, step, plan, self._executor)
+
+    def gather_counts(self, micro_batches: Sequence[MicroBatch]) -> NDArray[np.int32]:
+        """int32 [M, L, G, E], assignments of every rank in the layers of this stage. A collective call.
+
+        Raises:
+            CountsError: on every rank alike, when ranks have other numbers of micro-batches.
+        """
+        what = "gathering counts"
+        texts = self.consensus.texts(f"{len(micro_batches)} micro-batches", what)
+        if len(set(texts)) > 1 or not micro_batches:
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise CountsError(
+                f"ranks have other micro-batches than can be planned ({listed}); expected as many on each"
+            )
+        counts_MLE = np.array([each.counts_LE for each in micro_batches], np.int32)
+        counts_GMLE = self.consensus.gather(torch.from_numpy(counts_MLE), what).numpy()
+        return np.ascontiguousarray(np.moveaxis(counts_GMLE, 0, 2))
