@@ -21,6 +21,7 @@ RUNS = {
     "data": {},
     "data, larger micro-batches": {"tokens": 48},
     "data, another order": {"reverse": True},
+    "data, not replayed": {"replay": "disabled"},
     "data, fused": {"use_fused_kernels": True},
     "tensor": TENSOR,
     "tensor, no sequence": TENSOR | {"sequence_parallel": False},
@@ -34,6 +35,8 @@ RUNS = {
 }
 ORDERS = ("data, larger micro-batches", "data, another order")
 """Sums of gradients that are rounded otherwise."""
+CONTROL = "data, not replayed"
+REPLAYED = [name for name in RUNS if name != CONTROL]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def found(policy, tmp_path_factory):
     return {name: [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(RANKS)] for name in RUNS}
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if "another order" not in name])
+@pytest.mark.parametrize("name", [name for name in REPLAYED if "another order" not in name])
 def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, book):
     ours = {}
     for rank in found[name]:
@@ -68,7 +71,7 @@ def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, boo
     assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < BFLOAT16
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", REPLAYED)
 def test_what_is_executed_is_what_the_rollout_picked(name, found):
     logged = [metrics for rank in found[name] for metrics in rank["metrics"] if metrics]
     assert logged
@@ -80,11 +83,11 @@ def test_what_is_executed_is_what_the_rollout_picked(name, found):
             assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("data", *ORDERS)])
-def test_weights_are_no_further_than_those_of_other_orders_of_sums(name, found):
+@pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ("data", *ORDERS)])
+def test_weights_are_no_further_than_twice_those_of_other_orders_of_sums(name, found):
+    """Ranks of a model round their parts to bfloat16 too. What other routes train is several times as far."""
     weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
     for rank in found[name][1:]:
         assert apart(weights[name], rank["weights"]) == 0
-    orders = [apart(weights["data"], weights[other]) for other in ORDERS]
-    assert max(orders) > 0
-    assert apart(weights["data"], weights[name]) <= 2 * max(orders)
+    order = max(apart(weights["data"], weights[other]) for other in ORDERS)
+    assert apart(weights["data"], weights[name]) <= 2 * order < apart(weights["data"], weights[CONTROL]) / 4
