@@ -91,8 +91,8 @@ class PlanExecution:
         self._is_known_M = [not any_ for any_ in ranks.consensus.most(partly, what).tolist()]
         if not all(self._is_known_M):
             warnings.warn(
-                f"in {self._is_known_M.count(False)} of {len(self._is_known_M)} micro-steps some rank has rows without a "
-                "route that later tokens depend on: no plan knows them, so that all ranks exchange counts in every "
+                f"in {self._is_known_M.count(False)} of {len(self._is_known_M)} micro-steps some rank has rows without "
+                "a route that later tokens depend on: no plan knows them, so that all ranks exchange counts in every "
                 "cell, and wait for them; record those rows, or leave their sequences out",
                 stacklevel=4,
             )
