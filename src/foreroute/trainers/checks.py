@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from inspect import isfunction
 
 import numpy as np
@@ -15,6 +15,8 @@ from foreroute.mismatch import Defect, explain
 from foreroute.replay import RoutedModel
 from foreroute.trace import RoutingTrace
 
+Refusals = Sequence[tuple[object, str]]
+"""Conditions, and what is said where one holds: what was seen, and what to do."""
 DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
 """What rounding and other weights may look like; anything else is a mix-up on the way."""
 
@@ -41,11 +43,13 @@ def require_overridden(peer: str, version: str, ours: type, theirs: type) -> Non
         )
 
 
-def refuse_first(refusals: Iterable[tuple[object, str]]) -> None:
-    """Raise `ConfigError` with the first message whose condition holds."""
-    for refused, message in refusals:
-        if refused:
-            raise ConfigError(message)
+def refuse(why: str, refusals: Refusals) -> None:
+    """Raise one `ConfigError` with all messages whose condition holds, `why` in front of them."""
+    found = [message for refused, message in refusals if refused]
+    if len(found) == 1:
+        raise ConfigError(f"{why} {found[0]}".lstrip())
+    if found:
+        raise ConfigError("\n- ".join([f"{why} {len(found)} settings are in the way:".lstrip(), *found]))
 
 
 def check_first_rollout(

@@ -185,7 +185,7 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
         vars(spoiled)[where] = {**vars(spoiled)[where], key: value}
         vars(spoiled).update({name: SimpleNamespace(**values) for name, values in vars(spoiled).items()})
         with pytest.raises(ConfigError, match=f"router_replay.mode is set, and .*{key}"):
-            require_supported(spoiled)
+            require_supported(spoiled.engine_config, spoiled.model_config)
     with pytest.raises(ConfigError, match="strategy is fsdp, under which replay was never tested; take fsdp2"):
         make(folder, "R3", strategy="fsdp")
     monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)

@@ -19,7 +19,7 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 
 from foreroute.errors import AttachError, ConfigError
-from foreroute.trainers.checks import refuse_first, require_overridden
+from foreroute.trainers.checks import Refusals, refuse, require_overridden
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import Replay, TrainerPassController
 from foreroute.trainers.trl.rollout_func import EngineSource
@@ -123,18 +123,16 @@ def require_mode(replay: str) -> None:
 
 
 def require_supported(trainer: Any, replay: Replay) -> None:
-    """Raise `ConfigError` naming the first setting of a trainer that replay does not go with.
+    """Raise `ConfigError` naming all settings of a trainer that replay does not go with.
 
     Args:
         trainer: TRL's trainer, after its own set-up.
         replay: what was asked for.
     """
-    refuse_first(_refusals(trainer, captures=replay != "R2"))
-    if replay == "R3":
-        refuse_first(refusals(trainer))
+    refuse("", [*_refusals(trainer, captures=replay != "R2"), *(refusals(trainer) if replay == "R3" else ())])
 
 
-def _refusals(trainer: Any, *, captures: bool) -> list[tuple[object, str]]:
+def _refusals(trainer: Any, *, captures: bool) -> Refusals:
     args = trainer.args
     turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)

@@ -52,6 +52,7 @@ class FSDPRoutingReplay:
 
     # verl's engine defines these; a mixin only sees them at run time
     engine_config: Any
+    model_config: Any
     eval_mode: Any
     replays_routes = True
     routing: FSDPPasses | None = None
@@ -65,7 +66,7 @@ class FSDPRoutingReplay:
         """
         replay = replay_of(self.engine_config)
         if replay != "disabled":
-            require_supported(self)
+            require_supported(self.engine_config, self.model_config)
         super().initialize()  # type: ignore[misc]
         if replay == "disabled" or self.engine_config.forward_only:
             return

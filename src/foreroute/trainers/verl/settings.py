@@ -1,4 +1,4 @@
-"""What a configuration of verl asks for, and what of it is refused. One message for each."""
+"""What a configuration of verl asks for, and what of it is refused. A refusal names all that is in the way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from foreroute.errors import ConfigError
-from foreroute.trainers.checks import refuse_first
+from foreroute.trainers.checks import Refusals, refuse
 
 Replay = Literal["disabled", "R2", "R3"]
 KEY = "router_replay.mode"
@@ -32,10 +32,34 @@ def replay_of(engine_config: Any) -> Replay:
     return replay
 
 
-def require_supported(engine: Any) -> None:
-    """Raise `ConfigError` naming the first setting of an engine that replay does not go with."""
-    config, model = engine.engine_config, engine.model_config
-    refused = [
+def require_supported(config: Any, model: Any) -> None:
+    """Raise `ConfigError` naming what of verl's FSDP engine replay does not go with.
+
+    Args:
+        config: of the engine.
+        model: its model's configuration.
+    """
+    refuse(f"{KEY} is set, and", fsdp_refusals(config, model))
+
+
+def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, plans: bool) -> None:
+    """Raise `ConfigError` naming what of verl's Megatron engine replay, or a plan, does not go with.
+
+    Args:
+        config: of the engine.
+        model: its model's configuration.
+        replays: whether routes are replayed.
+        plans: whether plans were asked for.
+    """
+    if plans and not replays and not config.forward_only:
+        raise ConfigError(f"a plan is made of routes that are known; set {KEY}=R3, or take McoreEngineConfig")
+    if replays:
+        refuse(f"{KEY} is set, and", megatron_refusals(config, model, plans=plans))
+
+
+def fsdp_refusals(config: Any, model: Any) -> Refusals:
+    """What may stand in the way of replay in verl's FSDP engine; the arguments are those of `require_supported`."""
+    return [
         (
             config.strategy != "fsdp2",
             f"the strategy is {config.strategy}, under which replay was never tested; take fsdp2",
@@ -51,23 +75,12 @@ def require_supported(engine: Any) -> None:
             "be proven; leave it off",
         ),
     ]
-    refuse_first((is_set, f"{KEY} is set, and {message}") for is_set, message in refused)
 
 
-def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, plans: bool) -> None:
-    """Raise `ConfigError` naming the first setting of verl's Megatron engine that replay, or a plan, does not go with.
-
-    Args:
-        config: of the engine.
-        model: its model's configuration.
-        replays: whether routes are replayed.
-        plans: whether plans were asked for.
-    """
-    if plans and not replays and not config.forward_only:
-        raise ConfigError(f"a plan is made of routes that are known; set {KEY}=R3, or take McoreEngineConfig")
-    if not replays:
-        return
-    refused = [
+def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
+    """What may stand in the way of replay, and plans, in verl's Megatron engine."""
+    dispatcher = config.override_transformer_config.get("moe_token_dispatcher_type", "")
+    return [
         (
             replay_of(config) == "R2",
             "the mode is R2; verl's own replay has it, without foreroute.trainers.verl.megatron",
@@ -82,5 +95,9 @@ def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, pla
         (config.pad_to_length, "pad_to_length appends tokens that no route is for; switch it off"),
         (model.mtp.enable, "mtp is on: its routers have no routes of the rollout; switch it off"),
         ((model.lora or {}).get("rank", 0), "LoRA is on, under which it was never tested; leave lora.rank at 0"),
+        (
+            plans and dispatcher == "flex",
+            "a plan was asked for, and moe_token_dispatcher_type is flex, whose kernels know no places of a plan; take "
+            "alltoall, or leave out the line that names PlanningMegatronConfig",
+        ),
     ]
-    refuse_first((is_set, f"{KEY} is set, and {message}") for is_set, message in refused)

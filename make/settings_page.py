@@ -1,0 +1,77 @@
+"""Writes docs/settings.md from the tests: each row is a mark `shows` of the test that shows it.
+
+`make config-reference` runs it. Tests are read, not imported, as some need frameworks of an environment of their own:
+
+    @pytest.mark.shows("TRL", "`torch_compile`")                                # works
+    @pytest.mark.shows("TRL", "DeepSpeed", refused="it takes the model apart")  # refused, and why
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "settings.md"
+FRAMEWORKS = ("Hugging Face", "TRL", "verl, FSDP engine", "verl, Megatron engine")
+INTRO = """# Settings by framework
+
+Look up whether replay goes with a setting of your script. *Works* means that a test compares it with an independent
+result, on CPUs; *refused* means that one error names it before anything is trained. What is not here was not tried.
+[What runs where](where.md) has hardware and versions. `make config-reference` writes this page from the tests.
+"""
+SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
+
+
+class Shown(NamedTuple):
+    """One row: of a framework, a setting, why it is refused, and the test that shows it."""
+
+    framework: str
+    setting: str
+    refused: str
+    test: str
+    file: str
+
+
+def settings_page(tests: Path = ROOT / "tests") -> str:
+    """The text of the page.
+
+    Raises:
+        ValueError: for a mark that names no framework, or a setting that stands twice.
+    """
+    rows = [row for file in sorted(tests.rglob("test_*.py")) for row in _rows_of(file)]
+    seen = [(row.framework, row.setting) for row in rows]
+    wrong = {row for row in seen if row[0] not in FRAMEWORKS or seen.count(row) > 1}
+    if wrong:
+        raise ValueError(f"marks of {sorted(wrong)}: expected one of {FRAMEWORKS}, and each setting once")
+    return INTRO + "".join(_table(framework, rows) for framework in FRAMEWORKS)
+
+
+def _rows_of(file: Path) -> Iterator[Shown]:
+    text = file.read_text()
+    if "mark.shows(" not in text:
+        return
+    for function in ast.walk(ast.parse(text)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in (node for decorator in function.decorator_list for node in ast.walk(decorator)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("mark.shows"):
+                framework, setting = (ast.literal_eval(arg) for arg in call.args)
+                why = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+                refused = why.get("refused", "")
+                yield Shown(framework, setting, refused, function.name, file.relative_to(ROOT).as_posix())
+
+
+def _table(framework: str, rows: list[Shown]) -> str:
+    mine = sorted((row for row in rows if row.framework == framework), key=lambda row: (bool(row.refused), row.setting))
+    lines = [f"\n## {framework}\n", "| setting | | shown by |", "|---|---|---|"]
+    for row in mine:
+        result = f"refused: {row.refused}" if row.refused else "works"
+        lines.append(f"| {row.setting} | {result} | [{row.test.removeprefix('test_')}]({SOURCE}{row.file}) |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(settings_page())

@@ -1,0 +1,149 @@
+"""Twelve MoE scripts of verl, by what decides about replay, and what is said of them before Ray starts.
+
+Settings are those of the scripts in `examples/` of verl (August 2026), composed with the configuration of the release
+at hand. foreroute's own lines are added, and nothing else.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
+
+from hydra import compose, initialize_config_module
+
+from foreroute.errors import ConfigError
+from foreroute.trainers.verl.plugin import require_script
+
+ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
+ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay=True"
+LINES = {
+    "fsdp": [f"{MODEL}.external_lib=foreroute.trainers.verl.fsdp", f"+{ACTOR}.fsdp_config.router_replay.mode=R3"],
+    "megatron": [f"{MODEL}.external_lib=foreroute.trainers.verl.megatron", f"{ACTOR}.megatron.router_replay.mode=R3"],
+}
+PLANS = f"{ACTOR}.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig"
+FUSED = f"{MODEL}.use_fused_kernels=True"
+FLEX = [
+    f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex",
+    f"+{ACTOR}.megatron.override_transformer_config.moe_enable_deepep=True",
+]
+
+
+def fsdp(*settings):
+    return ["fsdp", *settings]
+
+
+def megatron(*settings, **sizes):
+    names = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert"}
+    keys = {short: f"{name}_model_parallel_size" for short, name in names.items()}
+    keys |= {"cp": "context_parallel_size", "etp": "expert_tensor_parallel_size"}
+    return ["megatron", *(f"{ACTOR}.megatron.{keys[name]}={size}" for name, size in sizes.items()), *settings]
+
+
+SCRIPTS = {
+    "qwen3_30b_a3b_fsdp": fsdp(f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=True"),
+    "gpt_oss_20b_fsdp": fsdp(f"{ROLLOUT}.name=sglang"),
+    "qwen3_vl_30b_a3b_fsdp": fsdp(
+        f"{ACTOR}.strategy=fsdp2", FUSED, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"
+    ),
+    "qwen3_30b_a3b_megatron": megatron(FUSED, tp=4, pp=2, vpp=2, ep=2),
+    "router_replay, vLLM": megatron(FUSED, *FLEX, tp=2, ep=8, etp=1),
+    "router_replay, SGLang": megatron(FUSED, *FLEX, f"{ROLLOUT}.name=sglang", pp=6, ep=8, etp=1),
+    "qwen3_235b_a22b_megatron": megatron(tp=4, pp=8, ep=4),
+    "deepseek_v3_671b_megatron": megatron(FUSED, *FLEX, tp=8, pp=12, ep=8),
+    "moonlight_16b_a3b_megatron": megatron(tp=4, pp=3, ep=4, etp=1),
+    "gspo, qwen3_30b_a3b_megatron": megatron(f"{ACTOR}.policy_loss.loss_mode=gspo", tp=2, ep=8),
+    "lora, qwen3_30b_a3b_megatron": megatron(FUSED, f"{MODEL}.lora.rank=16", tp=2, pp=2, cp=2, ep=2),
+    "qwen3.5_122b_a10b_megatron": megatron(f"{MODEL}.use_remove_padding=False", tp=2, pp=2, ep=8),
+}
+REFUSED = {
+    "gpt_oss_20b_fsdp": ["the strategy is fsdp"],
+    "qwen3_vl_30b_a3b_fsdp": ["ulysses_sequence_parallel_size", "use_fused_kernels"],
+    "lora, qwen3_30b_a3b_megatron": ["context_parallel_size is 2", "LoRA"],
+    "qwen3.5_122b_a10b_megatron": ["use_remove_padding is off"],
+}
+
+
+def composed(engine, *overrides):
+    overrides = [f"{ACTOR}.use_dynamic_bsz=True", f"{MODEL}.use_remove_padding=True", *overrides]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        given = ["model_engine=megatron"] if engine == "megatron" else []
+        return compose("ppo_trainer", overrides=[*given, *overrides])
+
+
+def said_of(config):
+    """What stands in the way, a line each."""
+    try:
+        require_script(config)
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_named(name):
+    engine, *settings = SCRIPTS[name]
+    said = said_of(composed(engine, *settings, *LINES[engine], ROUTES))
+    expected = REFUSED.get(name, [])
+    assert len(said) == (len(expected) and max(1, len(expected) + (len(expected) > 1)))
+    for setting, line in zip(expected, said[-len(expected) :], strict=False):
+        assert setting in line
+
+
+def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
+    script = [PLANS, *megatron(*FLEX, f"{ACTOR}.megatron.context_parallel_size=1", tp=2, ep=8)[1:]]
+    said = "\n".join(
+        said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
+    )
+    for each in ("3 settings", "name foreroute.trainers.verl.megatron", "set it to True", "take alltoall"):
+        assert each in said
+    # verl's own engine would pass the mode over
+    assert "external_lib is []" in said_of(composed("fsdp", LINES["fsdp"][1], ROUTES, f"{ACTOR}.strategy=fsdp2"))[0]
+    script = composed("fsdp", *SCRIPTS["qwen3_30b_a3b_fsdp"][1:], *LINES["fsdp"], ROUTES)
+    recwarn.clear()
+    require_script(script)
+    assert not recwarn
+    script.actor_rollout_ref.rollout.calculate_log_probs = False
+    with pytest.warns(UserWarning, match="no k3 is measured.*calculate_log_probs=True"):
+        require_script(script)
+
+
+def test_replay_of_verls_own_is_left_alone():
+    # its Megatron engine has it, without a line of ours
+    assert said_of(composed("megatron", *LINES["megatron"][1:], f"{ACTOR}.megatron.context_parallel_size=2")) == []
+    assert said_of(composed("fsdp", f"{ACTOR}.strategy=fsdp")) == []
+
+
+def test_verl_says_so_before_ray_starts(tmp_path):
+    root = Path(__file__).parents[3]
+    metadata = tmp_path / "foreroute-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: foreroute\nVersion: 0\n")
+    project = (root / "pyproject.toml").read_text()
+    plugin = project.partition('[project.entry-points."verl.plugins"]\n')[2].partition("\n")[0].replace('"', "")
+    (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{plugin}\n")
+    engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
+    settings = [*settings, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.name=vllm", f"{ACTOR}.use_dynamic_bsz=True"]
+    command = [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        f"model_engine={engine}",
+        *settings,
+        *LINES[engine],
+        ROUTES,
+    ]
+    paths = os.pathsep.join([str(tmp_path), str(root / "src")])
+    ran = subprocess.run(
+        [*command, f"hydra.run.dir={tmp_path}"],
+        env={name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"} | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode
+    assert "2 settings are in the way" in ran.stderr
+    assert "ray init kwargs" not in ran.stdout
