@@ -172,14 +172,14 @@ def main(folder, engine="fsdp2"):
         print(f"\nk3 of bfloat16 with R3 is {k3['bfloat16, R3'] / k3['bfloat16']:.2f} of that without")
 
 
-def prepare(policy, engine="fsdp2"):
-    """A policy, its tokenizer and 100 sums as prompts, from a seed."""
+def prepare(policy, engine="fsdp2", **changes):
+    """A policy, of `POLICY` but for changes, its tokenizer and 100 sums as prompts, from a seed."""
     import pandas as pd
 
     from tiny_checkpoint import save_policy
 
     # mbridge, which converts weights for Megatron, knows of no dense layers in Qwen3-MoE
-    save_policy(policy, **POLICY, **({"mlp_only_layers": []} if engine == "megatron" else {}))
+    save_policy(policy, **POLICY, **({"mlp_only_layers": []} if engine == "megatron" else {}), **changes)
     rows = [
         {
             "data_source": "sums",

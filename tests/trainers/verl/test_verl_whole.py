@@ -22,6 +22,24 @@ ENDS_WITHIN_S = 180
 sys.path.append(str(ROOT / "examples" / "verl"))
 import demo_cluster
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
+KINDS = {
+    "tensor, sequence and expert": ("megatron", "bfloat16", 2e-3, [f"{MEGATRON}.tensor_model_parallel_size=2"]),
+    "pipeline, in virtual stages": (
+        "megatron",
+        "bfloat16",
+        2e-3,
+        [
+            f"{MEGATRON}.pipeline_model_parallel_size=2",
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+            f"{MEGATRON}.expert_model_parallel_size=1",
+            # two stages share no experts: there is nothing to plan
+            f"{MEGATRON}._target_=verl.workers.config.McoreEngineConfig",
+        ],
+    ),
+}
+"""Engine, precision, k3 below which two sides hold the same weights, and settings, on two ranks."""
+
 pytestmark = pytest.mark.slow
 
 
@@ -174,6 +192,22 @@ def test_megatron_executes_plans_on_the_routes_of_the_rollout_and_goes_on_from_i
         assert values["rows_off"] == 0
         assert values["imbalance_executed"] == values["imbalance_planned"] < values["imbalance_static"]
         assert values["imbalance_first"] > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_parallelism_replays_the_routes_and_syncs_the_weights_of_a_whole_run(tmp_path, kind):
+    engine, precision, below, overrides = KINDS[kind]
+    policy, folder = tmp_path / "policy", tmp_path / "run"
+    demo_cluster.prepare(policy, engine, num_hidden_layers=4)
+    overrides = [*overrides, "trainer.total_training_steps=2"]
+    ended = run(folder, policy, precision=precision, replay="R3", engine=engine, overrides=overrides)
+    assert ended == 0, demo_cluster.tail(folder)
+    found = demo_cluster.metrics(folder)
+    assert list(found) == [1, 2]
+    for values in found.values():
+        assert values["disagreement"] == 0
+        assert values["k3"] < below
+    assert demo_cluster.differing_weights(folder, policy) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
 
 
 def num_tensors(policy):
