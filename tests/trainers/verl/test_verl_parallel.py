@@ -17,26 +17,40 @@ RANKS, SEQUENCES = 4, 16
 TENSOR = {"tensor_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+PADDED = {"use_remove_padding": False}
+DEEP_EP, HYBRID_EP = (
+    {"transformer": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}}
+    for backend in ("deepep", "hybridep")
+)
 RUNS = {
     "data": {},
     "data, larger micro-batches": {"tokens": 48},
     "data, another order": {"reverse": True},
     "data, not replayed": {"replay": "disabled"},
-    "data, fused": {"use_fused_kernels": True},
     "tensor": TENSOR,
     "tensor, no sequence": TENSOR | {"sequence_parallel": False},
     "tensor, planned": TENSOR | {"plans": True},
     "pipeline": PIPELINE,
     "pipeline, planned": PIPELINE | {"plans": True},
     "pipeline, tensor": PIPELINE | TENSOR,
-    "pipeline, fused": PIPELINE | {"use_fused_kernels": True},
     "virtual": VIRTUAL,
     "virtual, planned": VIRTUAL | {"plans": True},
+    "context, tensor": CONTEXT | TENSOR,
+    "context, pipeline, fused": CONTEXT | PIPELINE | {"use_fused_kernels": True},
+    "context, planned": CONTEXT | {"plans": True},
+    "context, packed to a length": CONTEXT | {"pad_to_length": True, "pad_to_length_bucket": 64},
+    "padded, pipeline, tensor": PADDED | PIPELINE | TENSOR,
+    "padded alike, context, planned": PADDED | CONTEXT | {"plans": True, "pad_bshd_to_minibatch_max": True},
+    "DeepEP, tensor, fused": TENSOR | DEEP_EP | {"use_fused_kernels": True},
+    "HybridEP": HYBRID_EP,
+    "R2, virtual, planned": VIRTUAL | {"plans": True, "replay": "R2"},
 }
 ORDERS = ("data, larger micro-batches", "data, another order")
 """Sums of gradients that are rounded otherwise."""
 CONTROL = "data, not replayed"
-REPLAYED = [name for name in RUNS if name != CONTROL]
+R2 = "R2, virtual, planned"
+REPLAYED = [name for name in RUNS if name not in (CONTROL, R2)]
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +105,19 @@ def test_weights_are_no_further_than_twice_those_of_other_orders_of_sums(name, f
         assert apart(weights[name], rank["weights"]) == 0
     order = max(apart(weights["data"], weights[other]) for other in ORDERS)
     assert apart(weights["data"], weights[name]) <= 2 * order < apart(weights["data"], weights[CONTROL]) / 4
+
+
+def test_r2_updates_take_the_routes_that_the_first_old_pass_took_by_itself(found):
+    for rank in found[R2]:
+        assert apart(rank["weights"], found[R2][0]["weights"]) == 0
+        for layer, taken in rank["old"][0]["routed"].items():
+            for update in rank["update"]:
+                assert len(update["routed"][layer]) == len(taken) > 1
+                assert all(map(torch.equal, update["routed"][layer], taken))
+            # the control: with other weights it takes others
+            assert not all(map(torch.equal, rank["old"][-1]["routed"][layer], taken))
+    logged = [metrics for rank in found[R2] for metrics in rank["metrics"] if metrics]
+    assert logged
+    assert all(metrics["plan/rows_off"] == [0.0] for metrics in logged)
+    assert not any("mismatch/disagreement" in metrics for metrics in logged)
+    assert logged[0]["mismatch/native_disagreement"] == [0.0] != logged[-1]["mismatch/native_disagreement"]

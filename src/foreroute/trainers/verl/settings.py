@@ -68,18 +68,7 @@ def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, pla
     if not replays:
         return
     refused = [
-        (
-            replay_of(config) == "R2",
-            "the mode is R2; verl's own replay has it, without foreroute.trainers.verl.megatron",
-        ),
-        (
-            config.context_parallel_size > 1,
-            f"context_parallel_size is {config.context_parallel_size}, under which it was never tested in verl; leave "
-            "it at 1",
-        ),
         (config.dynamic_context_parallel, "dynamic_context_parallel splits sequences over ranks; switch it off"),
-        (not config.use_remove_padding, "use_remove_padding is off, under which it was never tested; switch it on"),
-        (config.pad_to_length, "pad_to_length appends tokens that no route is for; switch it off"),
         (model.mtp.enable, "mtp is on: its routers have no routes of the rollout; switch it off"),
         ((model.lora or {}).get("rank", 0), "LoRA is on, under which it was never tested; leave lora.rank at 0"),
     ]
