@@ -27,6 +27,18 @@ def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="non
 
 model_forward_fused.linear_cross_entropy = linear_cross_entropy
 
+_check_config = McoreEngineConfig.__post_init__
+
+
+def check_config(config):
+    """verl accepts types of 16 bits alone, which tell little from rounding."""
+    dtype, vars(config)["dtype"] = config.dtype, "bfloat16"
+    _check_config(config)
+    vars(config)["dtype"] = dtype
+
+
+McoreEngineConfig.__post_init__ = check_config
+
 
 def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, **settings):
     """An engine, initialised, whose experts are shared by so many ranks. Settings are of verl's configuration."""

@@ -22,7 +22,7 @@ from megatron.core import parallel_state as mpu
 from foreroute.planner import plan
 from foreroute.trainers.verl import planning
 from tests.trainers.verl.verl_book import Book
-from tests.trainers.verl.verl_engines import old_log_probs, tensordict, update
+from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
 SEQUENCES, STEPS = 16, 3
 
@@ -65,8 +65,8 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
             if settings.get("replay") == "R2":
                 recorded = over_stages(output) if recorded is None else recorded
                 td["routed_experts"] = recorded
-            with Watch(engine) as updated:
-                output = update(engine, td)
+            with Watch(engine) as updated, engine.train_mode():
+                output = engine.train_batch(td, loss_function=sum_log_prob)
         found["log_probs"].append([row.float() for row in log_probs])
         found["metrics"].append(output.get("metrics"))
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
@@ -82,6 +82,12 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
     del engine
     mpu.destroy_model_parallel()  # the next run has other ranks
     return found
+
+
+def sum_log_prob(model_output, data, dp_group):
+    """The same over all data, however many ranks share it, between which gradients are averaged."""
+    loss, metrics = mean_log_prob(model_output, data, dp_group)
+    return loss * dist.get_world_size(dp_group), metrics
 
 
 def over_stages(output):

@@ -1,4 +1,7 @@
-"""verl's Megatron engine on four ranks under each kind of parallelism, held against one kind without any of them."""
+"""verl's Megatron engine on four ranks under each kind of parallelism, held against one kind without any of them.
+
+In float32, which verl does not accept by itself: bfloat16 hides what rounding is as large as.
+"""
 
 import json
 
@@ -10,10 +13,11 @@ pytest.importorskip("mbridge", reason="there is no mbridge in this environment: 
 
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.testing.ranks import environment, torchrun
-from tests.trainers.verl.test_verl_megatron import BFLOAT16, WITHIN_S, apart
+from tests.trainers.verl.test_verl_megatron import apart
 from tests.trainers.verl.verl_book import Book
 
 RANKS, SEQUENCES = 4, 16
+WITHIN_S = 1800
 TENSOR = {"tensor_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
@@ -59,15 +63,15 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def book(policy):
-    return Book(policy, count=SEQUENCES)
+def exact(policy):
+    return Book(policy, count=SEQUENCES).exact()
 
 
 @pytest.fixture(scope="module")
 def found(policy, tmp_path_factory):
     """Of each run, what its ranks did; experts are shared by two."""
     folder = tmp_path_factory.mktemp("found")
-    runs = json.dumps({name: {"ranks": 2} | settings for name, settings in RUNS.items()})
+    runs = json.dumps({name: {"ranks": 2, "dtype": "float32"} | settings for name, settings in RUNS.items()})
     worker = ("-m", "tests.trainers.verl.megatron_worker", policy, folder, runs)
     result = torchrun(RANKS, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
     assert result.returncode == 0, result.stderr[-6000:]
@@ -75,14 +79,14 @@ def found(policy, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name for name in REPLAYED if "another order" not in name])
-def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, book):
+def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, exact):
     ours = {}
     for rank in found[name]:
         for number, row in enumerate(rank["log_probs"][0]):
             ours.setdefault(rank["first"] + number, row)
-    exact = book.replayed(torch.float64)
+    exact, rounding = exact
     assert sorted(ours) == list(range(SEQUENCES))
-    assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < BFLOAT16
+    assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < 8 * rounding < 1e-4
 
 
 @pytest.mark.parametrize("name", REPLAYED)
@@ -98,13 +102,13 @@ def test_what_is_executed_is_what_the_rollout_picked(name, found):
 
 
 @pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ("data", *ORDERS)])
-def test_weights_are_no_further_than_twice_those_of_other_orders_of_sums(name, found):
-    """Ranks of a model round their parts to bfloat16 too. What other routes train is several times as far."""
+def test_weights_are_those_of_data_parallelism_but_for_the_order_of_sums(name, found):
+    """What other routes train is ten thousand times as far."""
     weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
     for rank in found[name][1:]:
         assert apart(weights[name], rank["weights"]) == 0
     order = max(apart(weights["data"], weights[other]) for other in ORDERS)
-    assert apart(weights["data"], weights[name]) <= 2 * order < apart(weights["data"], weights[CONTROL]) / 4
+    assert apart(weights["data"], weights[name]) <= 10 * order < apart(weights["data"], weights[CONTROL]) / 1000
 
 
 def test_r2_updates_take_the_routes_that_the_first_old_pass_took_by_itself(found):
