@@ -10,7 +10,9 @@ own.
 """
 
 import re
+from copy import copy
 from functools import wraps
+from itertools import pairwise
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,6 +25,7 @@ megatron_on_cpu.name_types_of_cuda()
 import mbridge.core.llm_bridge as llm_bridge
 from mbridge.core.bridge import Bridge
 from mbridge.core.util import unwrap_model
+from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -121,20 +124,40 @@ def load_weights(bridge, models, *args, **kwargs):
 
 Bridge._weight_name_mapping_mcore_local_to_global, Bridge.load_weights = global_names, load_weights
 
-# its own attention takes no packed sequences, and verl packs: one sequence, in which none looks at another
-_attention = DotProductAttention.forward
+# its own attention takes no packed sequences, nor parts of them on other ranks, and no mask [B, T] of verl
+_attention, _init_attention = DotProductAttention.forward, DotProductAttention.__init__
 
 
-def packed_attention(
+def init_attention(module, config, *args, **kwargs):
+    config = copy(config)
+    config.context_parallel_size = 1
+    _init_attention(module, config, *args, **kwargs)
+
+
+def causal_attention(
     module, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
 ):
+    """Of the rows of each sequence, over the keys of all context ranks; padding is on the right, where nobody looks."""
+    group = mpu.get_context_parallel_group()
     if packed_seq_params is None:
-        return _attention(module, query, key, value, attention_mask, attn_mask_type, attention_bias)
-    rows = torch.arange(len(query))
-    of_row = torch.bucketize(rows, packed_seq_params.cu_seqlens_q_padded.long(), right=True)
-    hidden = (of_row[:, None] != of_row) | (rows[:, None] < rows)
-    parts = (part.unsqueeze(1) for part in (query, key, value))
-    return _attention(module, *parts, hidden[None, None], attn_mask_type, attention_bias)
+        ends = torch.tensor([0, len(query) * group.size()])
+    else:
+        ends = packed_seq_params.cu_seqlens_q_padded.long()
+        query, key, value = (part.unsqueeze(1) for part in (query, key, value))
+    key, value = (tensor_parallel.gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
+    by_rank = [rows_of_rank(ends.tolist(), group.size(), rank) for rank in range(group.size())]
+    row_Q, row_K = by_rank[group.rank()], torch.cat(by_rank)
+    of_Q, of_K = (torch.bucketize(rows, ends, right=True) for rows in (row_Q, row_K))
+    hidden_QK = (of_Q[:, None] != of_K) | (row_Q[:, None] < row_K)
+    return _attention(module, query, key, value, hidden_QK[None, None], attn_mask_type, attention_bias)
 
 
-DotProductAttention.forward = packed_attention
+def rows_of_rank(ends, ranks, rank):
+    """Which rows of all sequences a context rank has: of each, chunks `rank` and `2 * ranks - 1 - rank`."""
+    if ranks == 1:
+        return torch.arange(ends[-1])
+    sequences = [torch.arange(*bounds).chunk(2 * ranks) for bounds in pairwise(ends)]
+    return torch.cat([chunks[c] for chunks in sequences for c in (rank, 2 * ranks - 1 - rank)])
+
+
+DotProductAttention.__init__, DotProductAttention.forward = init_attention, causal_attention

@@ -8,6 +8,7 @@ from inspect import isfunction
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from foreroute.adapters.versions import PEERS
 from foreroute.errors import AttachError, ConfigError, ReplayError
@@ -53,7 +54,11 @@ def refuse(why: str, refusals: Refusals) -> None:
 
 
 def check_first_rollout(
-    routed: RoutedModel, rollout: RoutingTrace, forward: Callable[[], object], *, padded_to: int = 1
+    routed: RoutedModel,
+    rollout: RoutingTrace,
+    forward: Callable[[], object],
+    *,
+    slots_S: NDArray[np.int64] | None = None,
 ) -> None:
     """Hold the routes of a rollout against those that the policy takes by itself at the same weights.
 
@@ -64,7 +69,7 @@ def check_first_rollout(
         routed: the policy, with the weights of the rollout.
         rollout: its routes.
         forward: runs the policy once on the same tokens, with or without sequences of padding after them.
-        padded_to: each sequence is padded to a multiple of so many tokens in it.
+        slots_S: of each sequence in it, integers [S], padding on the right among them.
 
     Raises:
         ReplayError: naming the mix-up that explains a difference.
@@ -79,7 +84,7 @@ def check_first_rollout(
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         forward()
     own = recording.trace().select(np.arange(len(rollout)))
-    if np.array_equal(own.lengths, -(-rollout.lengths // padded_to) * padded_to):
+    if slots_S is not None and np.array_equal(own.lengths, slots_S):
         own = own.truncated(rollout.lengths)
     found = explain(own, rollout, names=("the trainer's own trace", "the rollout's trace"))
     if found.kind in DRIFT:

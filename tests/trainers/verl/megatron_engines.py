@@ -8,23 +8,36 @@ from examples.verl import megatron_on_cpu  # noqa: F401  before foreroute's engi
 import torch
 from verl.models.mcore import model_forward_fused
 from verl.trainer.config import CheckpointConfig
+from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
 from verl.workers.config import EngineRouterReplayConfig, HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine import EngineRegistry
 
 import foreroute.trainers.verl.megatron  # noqa: F401  what external_lib does
+import tests.trainers.verl.flex_kernels  # noqa: F401
 from examples.verl.demo_cluster import FUSED_KERNELS
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 
 
 def linear_cross_entropy(hidden, weight, labels, temperature=1.0, reduction="none", group=None):
-    """What the fused kernel gives, a Triton one, where no rank has a part of the vocabulary."""
-    logits = hidden.reshape(-1, hidden.shape[-1]) @ weight.T
-    log_probs_NV = (logits.float() / temperature).log_softmax(-1)
-    entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1)
-    return log_probs_NV.gather(-1, labels.reshape(-1, 1))[:, 0], entropy_N
+    """What the fused kernel gives, a Triton one: verl's own way to the same, of logits."""
+    logits = (hidden.reshape(-1, hidden.shape[-1]) @ weight.T).float() / temperature
+    entropy_N = vocab_parallel_entropy(logits.clone())
+    return vocab_parallel_log_probs_from_logits(logits, labels.reshape(-1)), entropy_N
 
 
 model_forward_fused.linear_cross_entropy = linear_cross_entropy
+
+_check_config = McoreEngineConfig.__post_init__
+
+
+def check_config(config):
+    """verl accepts types of 16 bits alone, which tell little from rounding."""
+    dtype, vars(config)["dtype"] = config.dtype, "bfloat16"
+    _check_config(config)
+    vars(config)["dtype"] = dtype
+
+
+McoreEngineConfig.__post_init__ = check_config
 
 
 def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, **settings):

@@ -22,7 +22,7 @@ from megatron.core import parallel_state as mpu
 from foreroute.planner import plan
 from foreroute.trainers.verl import planning
 from tests.trainers.verl.verl_book import Book
-from tests.trainers.verl.verl_engines import old_log_probs, tensordict, update
+from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
 SEQUENCES, STEPS = 16, 3
 
@@ -39,7 +39,10 @@ def main(policy, folder, runs):
 
 
 def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings):
-    """Steps of an old-log-prob pass and an update each; given a checkpoint, by a new engine from the second on."""
+    """Steps of an old-log-prob pass and an update each; given a checkpoint, by a new engine from the second on.
+
+    Under R2 all updates are on what the first old-log-prob pass recorded.
+    """
     engine = make(policy, **settings)
     share = SEQUENCES // mpu.get_data_parallel_world_size()
     first = share * mpu.get_data_parallel_rank()
@@ -48,15 +51,22 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
         batch = {name: values.flip(0) for name, values in batch.items()}
     found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "at_home")}
     found["first"] = first
+    recorded = None
+    if settings.get("replay") == "R2":
+        batch = {name: values for name, values in batch.items() if name != "routed_experts"}
     for step in range(STEPS):
         if step:  # what was sampled before the weights changed
             batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
         planned, at_home = [], []
         with mock.patch.object(planning, "plan", noting(planned, at_home)):
             with Watch(engine) as old:
-                log_probs, _ = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
-            with Watch(engine) as updated:
-                output = update(engine, tensordict(batch, max_token_len_per_gpu=tokens))
+                log_probs, output = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
+            td = tensordict(batch, max_token_len_per_gpu=tokens)
+            if settings.get("replay") == "R2":
+                recorded = over_stages(output) if recorded is None else recorded
+                td["routed_experts"] = recorded
+            with Watch(engine) as updated, engine.train_mode():
+                output = engine.train_batch(td, loss_function=sum_log_prob)
         found["log_probs"].append([row.float() for row in log_probs])
         found["metrics"].append(output.get("metrics"))
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
@@ -72,6 +82,20 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
     del engine
     mpu.destroy_model_parallel()  # the next run has other ranks
     return found
+
+
+def sum_log_prob(model_output, data, dp_group):
+    """The same over all data, however many ranks share it, between which gradients are averaged."""
+    loss, metrics = mean_log_prob(model_output, data, dp_group)
+    return loss * dist.get_world_size(dp_group), metrics
+
+
+def over_stages(output):
+    """The routes that the last stage of a pipeline has of an old-log-prob pass, as verl hands them on to all."""
+    routes = [output["model_output"]["routed_experts"] if output else None]
+    last = mpu.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(routes, last, group=mpu.get_pipeline_model_parallel_group())
+    return routes[0]
 
 
 def noting(planned, at_home):

@@ -26,6 +26,7 @@ RUNS = {
     "plain": {},
     "planned": {"plans": True},
     "planned, recomputed": {"plans": True, "transformer": FULL},
+    "planned, offloaded": {"plans": True, "param_offload": True, "optimizer_offload": True},
     "planned, one micro-batch": {"plans": True, "tokens": 4096},
     "planned, resumed": {"plans": True, "resumes": True},
     "larger micro-batches": {"tokens": 48},
@@ -120,8 +121,9 @@ def test_weights_under_plans_are_no_further_than_those_of_another_order_of_sums(
     orders = [apart(weights["plain"], weights[name]) for name in ("larger micro-batches", "another order")]
     for name in ("planned", "planned, recomputed"):
         assert 0 < apart(weights["plain"], weights[name]) <= max(orders)
-    # recomputation changes no bit
-    assert apart(weights["planned"], weights["planned, recomputed"]) == 0
+    # recomputation changes no bit, nor does memory of the host between passes
+    for name in ("planned, recomputed", "planned, offloaded"):
+        assert apart(weights["planned"], weights[name]) == 0
 
 
 def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(found):
@@ -130,13 +132,9 @@ def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(found):
 
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
     model = SimpleNamespace(mtp=SimpleNamespace(enable=False), lora={})
-    for setting, value in {
-        "context_parallel_size": 2,
-        "use_remove_padding": False,
-        "pad_to_length": True,
-    }.items():
-        with pytest.raises(ConfigError, match=setting):
-            require_supported_by_megatron(PlanningMegatronConfig(**{setting: value}), model, replays=True, plans=True)
+    dynamic = PlanningMegatronConfig(dynamic_context_parallel=True)
+    with pytest.raises(ConfigError, match="dynamic_context_parallel"):
+        require_supported_by_megatron(dynamic, model, replays=True, plans=True)
     with pytest.raises(ConfigError, match=r"router_replay\.mode=R3"):
         require_supported_by_megatron(PlanningMegatronConfig(), model, replays=False, plans=True)
     with pytest.raises(ConfigError, match="redundant_slots is 0"):

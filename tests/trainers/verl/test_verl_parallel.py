@@ -1,4 +1,7 @@
-"""verl's Megatron engine on four ranks under each kind of parallelism, held against one kind without any of them."""
+"""verl's Megatron engine on four ranks under each kind of parallelism, held against one kind without any of them.
+
+In float32, which verl does not accept by itself: bfloat16 hides what rounding is as large as.
+"""
 
 import json
 
@@ -10,33 +13,48 @@ pytest.importorskip("mbridge", reason="there is no mbridge in this environment: 
 
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.testing.ranks import environment, torchrun
-from tests.trainers.verl.test_verl_megatron import BFLOAT16, WITHIN_S, apart
+from tests.trainers.verl.test_verl_megatron import apart
 from tests.trainers.verl.verl_book import Book
 
 RANKS, SEQUENCES = 4, 16
+WITHIN_S = 1800
 TENSOR = {"tensor_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
+PADDED = {"use_remove_padding": False}
+DEEP_EP, HYBRID_EP = (
+    {"transformer": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}}
+    for backend in ("deepep", "hybridep")
+)
 RUNS = {
     "data": {},
     "data, larger micro-batches": {"tokens": 48},
     "data, another order": {"reverse": True},
     "data, not replayed": {"replay": "disabled"},
-    "data, fused": {"use_fused_kernels": True},
     "tensor": TENSOR,
     "tensor, no sequence": TENSOR | {"sequence_parallel": False},
     "tensor, planned": TENSOR | {"plans": True},
     "pipeline": PIPELINE,
     "pipeline, planned": PIPELINE | {"plans": True},
     "pipeline, tensor": PIPELINE | TENSOR,
-    "pipeline, fused": PIPELINE | {"use_fused_kernels": True},
     "virtual": VIRTUAL,
     "virtual, planned": VIRTUAL | {"plans": True},
+    "context, tensor": CONTEXT | TENSOR,
+    "context, pipeline, fused": CONTEXT | PIPELINE | {"use_fused_kernels": True},
+    "context, planned": CONTEXT | {"plans": True},
+    "context, packed to a length": CONTEXT | {"pad_to_length": True, "pad_to_length_bucket": 64},
+    "padded, pipeline, tensor": PADDED | PIPELINE | TENSOR,
+    "padded alike, context, planned": PADDED | CONTEXT | {"plans": True, "pad_bshd_to_minibatch_max": True},
+    "DeepEP, tensor, fused": TENSOR | DEEP_EP | {"use_fused_kernels": True},
+    "HybridEP": HYBRID_EP,
+    "R2, virtual, planned": VIRTUAL | {"plans": True, "replay": "R2"},
 }
 ORDERS = ("data, larger micro-batches", "data, another order")
 """Sums of gradients that are rounded otherwise."""
 CONTROL = "data, not replayed"
-REPLAYED = [name for name in RUNS if name != CONTROL]
+R2 = "R2, virtual, planned"
+REPLAYED = [name for name in RUNS if name not in (CONTROL, R2)]
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +63,15 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def book(policy):
-    return Book(policy, count=SEQUENCES)
+def exact(policy):
+    return Book(policy, count=SEQUENCES).exact()
 
 
 @pytest.fixture(scope="module")
 def found(policy, tmp_path_factory):
     """Of each run, what its ranks did; experts are shared by two."""
     folder = tmp_path_factory.mktemp("found")
-    runs = json.dumps({name: {"ranks": 2} | settings for name, settings in RUNS.items()})
+    runs = json.dumps({name: {"ranks": 2, "dtype": "float32"} | settings for name, settings in RUNS.items()})
     worker = ("-m", "tests.trainers.verl.megatron_worker", policy, folder, runs)
     result = torchrun(RANKS, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
     assert result.returncode == 0, result.stderr[-6000:]
@@ -61,14 +79,14 @@ def found(policy, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [name for name in REPLAYED if "another order" not in name])
-def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, book):
+def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, exact):
     ours = {}
     for rank in found[name]:
         for number, row in enumerate(rank["log_probs"][0]):
             ours.setdefault(rank["first"] + number, row)
-    exact = book.replayed(torch.float64)
+    exact, rounding = exact
     assert sorted(ours) == list(range(SEQUENCES))
-    assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < BFLOAT16
+    assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < 8 * rounding < 1e-4
 
 
 @pytest.mark.parametrize("name", REPLAYED)
@@ -84,10 +102,26 @@ def test_what_is_executed_is_what_the_rollout_picked(name, found):
 
 
 @pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ("data", *ORDERS)])
-def test_weights_are_no_further_than_twice_those_of_other_orders_of_sums(name, found):
-    """Ranks of a model round their parts to bfloat16 too. What other routes train is several times as far."""
+def test_weights_are_those_of_data_parallelism_but_for_the_order_of_sums(name, found):
+    """What other routes train is ten thousand times as far."""
     weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
     for rank in found[name][1:]:
         assert apart(weights[name], rank["weights"]) == 0
     order = max(apart(weights["data"], weights[other]) for other in ORDERS)
-    assert apart(weights["data"], weights[name]) <= 2 * order < apart(weights["data"], weights[CONTROL]) / 4
+    assert apart(weights["data"], weights[name]) <= 10 * order < apart(weights["data"], weights[CONTROL]) / 1000
+
+
+def test_r2_updates_take_the_routes_that_the_first_old_pass_took_by_itself(found):
+    for rank in found[R2]:
+        assert apart(rank["weights"], found[R2][0]["weights"]) == 0
+        for layer, taken in rank["old"][0]["routed"].items():
+            for update in rank["update"]:
+                assert len(update["routed"][layer]) == len(taken) > 1
+                assert all(map(torch.equal, update["routed"][layer], taken))
+            # the control: with other weights it takes others
+            assert not all(map(torch.equal, rank["old"][-1]["routed"][layer], taken))
+    logged = [metrics for rank in found[R2] for metrics in rank["metrics"] if metrics]
+    assert logged
+    assert all(metrics["plan/rows_off"] == [0.0] for metrics in logged)
+    assert not any("mismatch/disagreement" in metrics for metrics in logged)
+    assert logged[0]["mismatch/native_disagreement"] == [0.0] != logged[-1]["mismatch/native_disagreement"]

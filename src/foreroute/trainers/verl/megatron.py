@@ -16,10 +16,11 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ import numpy as np
 import torch.distributed as dist
 import verl
 from megatron.core import parallel_state as mpu
+from numpy.typing import NDArray
 from torch import Tensor
 from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig
@@ -40,14 +42,14 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import ReplayError
-from foreroute.layout import pack
+from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.passes import EnginePasses
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
-from foreroute.trainers.verl.protocol import require_routed, trace_of
+from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import take_place
-from foreroute.trainers.verl.settings import replay_of, require_supported_by_megatron
+from foreroute.trainers.verl.settings import Replay, replay_of, require_supported_by_megatron
 
 DEVICE = "cuda"
 """On others verl has an engine of other makers, which keeps its own replay."""
@@ -77,10 +79,10 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
     routing: MegatronPasses | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        self._replays = replay_of(engine_config) != "disabled" and not engine_config.forward_only
-        plans = isinstance(engine_config, PlanningMegatronConfig)
-        require_supported_by_megatron(engine_config, model_config, replays=self._replays, plans=plans)
-        if self._replays:
+        self._replay: Replay = "disabled" if engine_config.forward_only else replay_of(engine_config)
+        replays, plans = self._replay != "disabled", isinstance(engine_config, PlanningMegatronConfig)
+        require_supported_by_megatron(engine_config, model_config, replays=replays, plans=plans)
+        if replays:
             if engine_config.vanilla_mbridge:
                 require_peers("mbridge")
             # with a mode, verl would put its own replay into Megatron's classes
@@ -94,9 +96,9 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
             AttachError: when the model is not replayable.
         """
         super().initialize()
-        if self._replays:
+        if self._replay != "disabled":
             with self.eval_mode():
-                self.routing = MegatronPasses(self)
+                self.routing = MegatronPasses(self, self._replay)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """The passes of verl over a batch, of which each micro-batch was replayed.
@@ -114,17 +116,19 @@ class RoutedMicroBatch:
 
     Attributes:
         data: verl's.
-        routes: of the rollout.
+        layout: where its sequences are, before ranks share it.
+        routes: to replay; None where R2 records them.
         shard: the same, cut to this rank; rows that the rollout did not route are spread.
     """
 
     data: Any
-    routes: RoutingTrace
-    shard: RouteShard
+    layout: Layout
+    routes: RoutingTrace | None
+    shard: RouteShard | None
 
 
 class MegatronPasses(EnginePasses):
-    """The passes of one engine, under R3.
+    """The passes of one engine.
 
     verl hands all micro-batches of a batch to one call of Megatron's schedule, which runs them through stages and
     virtual chunks in an order of its own. What all ranks of a model do together stands in front of that call, and
@@ -132,16 +136,20 @@ class MegatronPasses(EnginePasses):
 
     Args:
         engine: verl's, initialised, its parameters on their device.
+        replay: R2 or R3.
     """
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine, megatron.attach(engine.module), judges_weights=True)
-        config = engine.engine_config
+    def __init__(self, engine: Any, replay: Replay) -> None:
+        super().__init__(engine, megatron.attach(engine.module), judges_weights=replay == "R3")
+        self._replay = replay
+        self._config = config = engine.engine_config
         self._planning = config if isinstance(config, PlanningMegatronConfig) else None
         self._plans = PlanSums()
         self._chunks = engine.module
-        # verl pads each sequence to a multiple, which tensor-parallel ranks share
-        self._align = mpu.get_tensor_model_parallel_world_size()
+        self._num_context_ranks = mpu.get_context_parallel_world_size()
+        # verl pads each sequence to a multiple, which ranks share; those of context parallelism in two chunks each
+        chunks = 2 * self._num_context_ranks if self._num_context_ranks > 1 else 1
+        self._align = mpu.get_tensor_model_parallel_world_size() * chunks
         self._micro_batches: list[RoutedMicroBatch] = []
         self._planned: PlannedBatch | None = None
 
@@ -154,7 +162,7 @@ class MegatronPasses(EnginePasses):
         """
         self._micro_batches, self._planned = [], None
         with super().batch(data, update=update) as logs:
-            with ExitStack() as executions, self._preparing(executions), self._replaying(update):
+            with ExitStack() as executions, self._preparing(executions, update), self._replaying(update):
                 yield logs
             logs.update(self._ended(update))
 
@@ -167,19 +175,24 @@ class MegatronPasses(EnginePasses):
             self._planned.add_to(self._plans, *groups)
         return self._plans.flush() if update and self._planning is not None else {}
 
-    def _preparing(self, executions: ExitStack) -> AbstractContextManager[Any]:
+    def _preparing(self, executions: ExitStack, update: bool) -> AbstractContextManager[Any]:
         """While the context is open, verl's splitting of a batch tells of the micro-batches."""
-        return _told(SPLIT, partial(self._prepare, executions))
+        return _told(SPLIT, partial(self._prepare, executions, update))
 
     def _replaying(self, update: bool) -> AbstractContextManager[Any]:
         """While the context is open, verl is given a schedule that replays."""
         return _told(SCHEDULE, partial(self._scheduled, update))
 
-    def _prepare(self, executions: ExitStack, found: tuple[Sequence[Any], Any]) -> tuple[Sequence[Any], Any]:
+    def _prepare(self, executions: ExitStack, update: bool, found: tuple[Sequence[Any], Any]) -> Any:
         """Read the routes, when verl has split the batch and nothing of it has run."""
-        self._micro_batches = [self._micro_batch(data) for data in found[0]]
-        if self._planning is not None:
-            shards = [each.shard for each in self._micro_batches]
+        of_each = [np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64) for data in found[0]]
+        longest = max(int(lengths_S.max()) for lengths_S in of_each)
+        self._micro_batches = [
+            self._micro_batch(data, self._layout(lengths_S, longest), update=update)
+            for data, lengths_S in zip(found[0], of_each, strict=True)
+        ]
+        shards = [each.shard for each in self._micro_batches if each.shard is not None]
+        if self._planning is not None and shards:
             # stages run other micro-batches at a time, so that they agree on a plan before the first
             at_once = mpu.get_pipeline_model_parallel_world_size() > 1
             self._planned = PlannedBatch(self.routed, shards, self._planning, executions, at_once=at_once)
@@ -189,10 +202,10 @@ class MegatronPasses(EnginePasses):
         """Megatron's schedule for the batch, replayed, and measured as its pass asks for."""
 
         def run(*, forward_step_func: Step, **given: Any) -> Any:
-            self._check_first(schedule, forward_step_func, given)
+            if self._replay == "R3":
+                self._check_first(schedule, forward_step_func, given)
             if self._planned is not None:
                 self._planned.begin(0)
-            log_probs: list[Any] = []
             replaying = self.routed.replaying(forward_step_func, routes_of=self._routes_in, telemetry=update)
             before = self._num_steps
 
@@ -200,10 +213,7 @@ class MegatronPasses(EnginePasses):
                 if self._planned is not None and self._num_steps > before:
                     self._planned.begin(self._num_steps - before)
                 self._num_steps += 1
-                output, loss = replaying(batches, model)
-                if isinstance(output, Mapping):  # of the last stage
-                    log_probs.append(output.get("log_probs"))
-                return output, loss
+                return replaying(batches, model)
 
             with ExitStack() as stack:
                 measures = self.comparison.measures(update=update)
@@ -211,7 +221,8 @@ class MegatronPasses(EnginePasses):
                 result = schedule(forward_step_func=step, **given)
             self._require_all(self._num_steps - before)
             if recording is not None:
-                self._compare(recording.trace(), log_probs or [None] * len(self._micro_batches), update=update)
+                outputs = [each["model_output"] for each in result] or [{} for _ in self._micro_batches]
+                self._measure(recording.trace(), outputs, update=update)
             if update:
                 chunks = [chunk for chunk, hooks in enumerate(self.routed.chunks) if hooks.layers]
                 self.comparison.metrics.add_native(*(replaying.agreement(chunk).routing for chunk in chunks))
@@ -225,8 +236,9 @@ class MegatronPasses(EnginePasses):
         first = self._micro_batches[:num_first]
         batches = transformer_impl.make_batch_generator([each.data for each in first], vpp_size=len(self._chunks))
         how = given | {"data_iterator": batches, "num_microbatches": num_first, "forward_only": True}
-        routes, forward = concatenate([each.routes for each in first]), partial(schedule, forward_step_func=step, **how)
-        self.check_first(routes, forward, padded_to=self._align)
+        routes = concatenate([each.routes for each in first if each.routes is not None])
+        slots_S = np.concatenate([each.layout.ranges.count_J for each in first])
+        self.check_first(routes, partial(schedule, forward_step_func=step, **how), slots_S=slots_S)
 
     def _require_all(self, num_forwards: int) -> None:
         expected = len(self._micro_batches) * len(self._chunks)
@@ -236,22 +248,37 @@ class MegatronPasses(EnginePasses):
                 f"{len(self._chunks)} chunks; expected {expected}, each of which is replayed"
             )
 
-    def _compare(self, executed: RoutingTrace, log_probs: Sequence[Any], *, update: bool) -> None:
-        """Routes of all micro-batches in their order; log-probs are those of the last stage."""
+    def _measure(self, executed: RoutingTrace, outputs: Sequence[dict[str, Any]], *, update: bool) -> None:
+        """Routes of all micro-batches in their order, beside what verl has of each on the last stage."""
         first = 0
-        for each, found in zip(self._micro_batches, log_probs, strict=True):
-            mine = executed.select(np.arange(first, first + len(each.routes)))
-            first += len(each.routes)
-            # without the padding of parallel ranks
-            self.comparison.add(mine.truncated(each.routes.lengths), each.routes, each.data, found, update=update)
+        for each, output in zip(self._micro_batches, outputs, strict=True):
+            ranges = each.layout.ranges
+            mine = executed.select(np.arange(first, first + len(ranges.count_J)))
+            first += len(mine)
+            mine = mine.truncated(ranges.high_J - ranges.low_J)  # without padding
+            if self._replay == "R2" and not update:
+                output[FIELD] = routed_experts(mine, each.data)
+            routes = each.routes if self._replay == "R3" else None
+            self.comparison.add(mine, routes, each.data, output.get("log_probs"), update=update)
 
-    def _micro_batch(self, data: Any) -> RoutedMicroBatch:
-        routes = trace_of(data, model=self.routed.spec)
-        require_routed(routes, data)
-        layout = pack(routes.lengths, align=self._align)
-        return RoutedMicroBatch(data, routes, self.routed.shard(routes, layout, missing="spread"))
+    def _layout(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
+        """Where verl puts sequences of these lengths, in a batch of which the longest sequence is so long."""
+        slots_S = -(-lengths_S // self._align) * self._align
+        if not self._config.use_remove_padding:
+            width = max(slots_S)
+            if self._config.pad_bshd_to_minibatch_max:
+                width = -(-longest // self._align) * self._align
+            return pad(lengths_S, side="right", order="sbhd", to=int(width))
+        if self._config.pad_to_length:
+            slots_S[-1] += -slots_S.sum() % lcm(self._config.pad_to_length_bucket, self._num_context_ranks)
+        return pack(lengths_S, slots=slots_S)
 
-    def _routes_in(self, data: Any) -> RouteShard:
+    def _micro_batch(self, data: Any, layout: Layout, *, update: bool) -> RoutedMicroBatch:
+        routes = self._routes_of(data, update=update)
+        shard = None if routes is None else self.routed.shard(routes, layout, missing="spread")
+        return RoutedMicroBatch(data, layout, routes, shard)
+
+    def _routes_in(self, data: Any) -> RouteShard | None:
         for each in self._micro_batches:
             if data is each.data:
                 return each.shard

@@ -11,11 +11,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from foreroute.errors import ReplayError
 from foreroute.replay import RoutedModel
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.verl.comparison import RolloutComparison
+from foreroute.trainers.verl.protocol import FIELD, require_routed, trace_of
+from foreroute.trainers.verl.settings import Replay
 
 
 class EnginePasses:
@@ -31,6 +36,8 @@ class EnginePasses:
         comparison: of the rollout with what ran.
         first_rollout_checked: whether the first routes of the rollout were held against the model's own.
     """
+
+    _replay: Replay
 
     def __init__(self, engine: Any, routed: RoutedModel, *, judges_weights: bool) -> None:
         self.first_rollout_checked = False
@@ -66,8 +73,32 @@ class EnginePasses:
                     f"{self._name} ran a batch of {len(data)} without forward_step, so that nothing was replayed in it"
                 )
 
-    def check_first(self, routes: RoutingTrace, forward: Callable[[], object], *, padded_to: int = 1) -> None:
+    def check_first(
+        self, routes: RoutingTrace, forward: Callable[[], object], *, slots_S: NDArray[np.int64] | None = None
+    ) -> None:
         """`check_first_rollout`, once in the life of the engine."""
         if not self.first_rollout_checked:
-            check_first_rollout(self.routed, routes, forward, padded_to=padded_to)
+            check_first_rollout(self.routed, routes, forward, slots_S=slots_S)
             self.first_rollout_checked = True
+
+    def _routes_of(self, micro_batch: Any, *, update: bool) -> RoutingTrace | None:
+        """What is to be replayed, or measured against; None where there is nothing."""
+        has_routes = micro_batch.get(FIELD, None) is not None
+        if self._replay == "disabled" and not has_routes:
+            return None
+        if self._replay == "R2" and not update:
+            if has_routes:
+                raise ReplayError(
+                    f"router_replay.mode is R2 and the rollout brought {FIELD!r}; set "
+                    "rollout.enable_rollout_routing_replay=False, or take R3"
+                )
+            return None
+        if self._replay == "R2" and not has_routes:
+            raise ReplayError(
+                f"router_replay.mode is R2, and the update has no {FIELD!r} of an old-log-prob pass: verl ran none, or "
+                "did not keep its output"
+            )
+        routes = trace_of(micro_batch, model=self.routed.spec)
+        if self._replay != "disabled":
+            require_routed(routes, micro_batch)
+        return routes

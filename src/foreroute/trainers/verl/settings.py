@@ -82,19 +82,14 @@ def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
     dispatcher = config.override_transformer_config.get("moe_token_dispatcher_type", "")
     return [
         (
-            replay_of(config) == "R2",
-            "the mode is R2; verl's own replay has it, without foreroute.trainers.verl.megatron",
+            config.dynamic_context_parallel,
+            "dynamic_context_parallel is on: verl splits no batch under it; switch it off",
         ),
-        (
-            config.context_parallel_size > 1,
-            f"context_parallel_size is {config.context_parallel_size}, under which it was never tested in verl; leave "
-            "it at 1",
-        ),
-        (config.dynamic_context_parallel, "dynamic_context_parallel splits sequences over ranks; switch it off"),
-        (not config.use_remove_padding, "use_remove_padding is off, under which it was never tested; switch it on"),
-        (config.pad_to_length, "pad_to_length appends tokens that no route is for; switch it off"),
         (model.mtp.enable, "mtp is on: its routers have no routes of the rollout; switch it off"),
-        ((model.lora or {}).get("rank", 0), "LoRA is on, under which it was never tested; leave lora.rank at 0"),
+        (
+            (model.lora or {}).get("rank", 0),
+            "lora.rank is set, which verl leaves to Megatron-Bridge, under which it was never tested; leave it at 0",
+        ),
         (
             plans and dispatcher == "flex",
             "a plan was asked for, and moe_token_dispatcher_type is flex, whose kernels know no places of a plan; take "
