@@ -49,7 +49,12 @@ def refuse_first(refusals: Iterable[tuple[object, str]]) -> None:
 
 
 def check_first_rollout(
-    routed: RoutedModel, rollout: RoutingTrace, forward: Callable[[], object], *, padded_to: int = 1
+    routed: RoutedModel,
+    rollout: RoutingTrace,
+    forward: Callable[[], object],
+    *,
+    padded_to: int = 1,
+    joined: Callable[[RoutingTrace], RoutingTrace] = lambda recorded: recorded,
 ) -> None:
     """Hold the routes of a rollout against those that the policy takes by itself at the same weights.
 
@@ -61,6 +66,7 @@ def check_first_rollout(
         rollout: its routes.
         forward: runs the policy once on the same tokens, with or without sequences of padding after them.
         padded_to: each sequence is padded to a multiple of so many tokens in it.
+        joined: makes sequences of what this process recorded in it, where processes share them.
 
     Raises:
         ReplayError: naming the mix-up that explains a difference.
@@ -74,7 +80,7 @@ def check_first_rollout(
         # what torch says of reentrant checkpointing without gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         forward()
-    own = recording.trace().select(np.arange(len(rollout)))
+    own = joined(recording.trace()).select(np.arange(len(rollout)))
     if np.array_equal(own.lengths, -(-rollout.lengths // padded_to) * padded_to):
         own = own.truncated(rollout.lengths)
     found = explain(own, rollout, names=("the trainer's own trace", "the rollout's trace"))

@@ -66,8 +66,8 @@ class EnginePasses:
                     f"{self._name} ran a batch of {len(data)} without forward_step, so that nothing was replayed in it"
                 )
 
-    def check_first(self, routes: RoutingTrace, forward: Callable[[], object], *, padded_to: int = 1) -> None:
+    def check_first(self, routes: RoutingTrace, forward: Callable[[], object], **how: Any) -> None:
         """`check_first_rollout`, once in the life of the engine."""
         if not self.first_rollout_checked:
-            check_first_rollout(self.routed, routes, forward, padded_to=padded_to)
+            check_first_rollout(self.routed, routes, forward, **how)
             self.first_rollout_checked = True
