@@ -198,7 +198,8 @@ def probe_tokens(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")  # which takes tokens from anywhere
     device = torch.device("cpu") if offloaded else weight.device
-    return torch.arange(num_tokens, device=device)[None] % weight.shape[0]
+    # a weight that ranks share out may have no row here
+    return torch.arange(num_tokens, device=device)[None] % getattr(embedding, "num_embeddings", weight.shape[0])
 
 
 def _forward_once(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ from inspect import isfunction
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from foreroute.adapters.versions import PEERS
 from foreroute.errors import AttachError, ConfigError, ReplayError
@@ -58,7 +57,7 @@ def check_first_rollout(
     rollout: RoutingTrace,
     forward: Callable[[], object],
     *,
-    slots_S: NDArray[np.int64] | None = None,
+    sequences_of: Callable[[RoutingTrace], RoutingTrace] | None = None,
 ) -> None:
     """Hold the routes of a rollout against those that the policy takes by itself at the same weights.
 
@@ -69,7 +68,8 @@ def check_first_rollout(
         routed: the policy, with the weights of the rollout.
         rollout: its routes.
         forward: runs the policy once on the same tokens, with or without sequences of padding after them.
-        slots_S: of each sequence in it, integers [S], padding on the right among them.
+        sequences_of: makes the rollout's sequences of what this process recorded in it, where it has parts of them, or
+            padding among them.
 
     Raises:
         ReplayError: naming the mix-up that explains a difference.
@@ -83,9 +83,8 @@ def check_first_rollout(
         # what torch says of reentrant checkpointing without gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         forward()
-    own = recording.trace().select(np.arange(len(rollout)))
-    if slots_S is not None and np.array_equal(own.lengths, slots_S):
-        own = own.truncated(rollout.lengths)
+    recorded = recording.trace()
+    own = recorded.select(np.arange(len(rollout))) if sequences_of is None else sequences_of(recorded)
     found = explain(own, rollout, names=("the trainer's own trace", "the rollout's trace"))
     if found.kind in DRIFT:
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)

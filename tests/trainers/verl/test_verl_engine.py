@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
+from peft import get_peft_model
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
 from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
-from foreroute.trainers.verl.settings import require_supported
 from tests.trainers.verl.verl_book import Book, followed, watched
-from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
+from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, tensordict, update
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = {
@@ -154,12 +154,26 @@ def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
     require_native(old_log_probs(reference, tensordict(book.batch()))[0], book)
 
 
-def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(group, folder, book):
-    engine = make(folder, "R3", model={"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]})
+@pytest.mark.parametrize("experts", [False, True])
+def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(experts, group, folder, book):
+    of_experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"], "target_parameters": of_experts * experts}
+    engine = make(folder, "R3", model=lora)
     update(engine, tensordict(book.batch()))  # the first, with a forward on the model's own routes
     with watched(engine.module) as forwards:
         update(engine, tensordict(book.batch()))
     assert all(followed(forward, book)[1] == 0 for forward in forwards)
+    found, _ = old_log_probs(engine, tensordict(book.batch()))
+    merged = Book(folder)
+    adapted = get_peft_model(merged.model, engine.module.peft_config["default"])
+    adapted.load_state_dict(full_weights(engine.module))
+    moved = [name for name, each in adapted.named_parameters() if "lora_B" in name and each.any()]
+    assert any("experts" in name for name in moved) == experts
+    adapted.merge_and_unload()
+    exact, rounding = merged.exact()
+    for one, other, base in zip(found, exact, book.replayed(), strict=True):
+        assert float((one - other).abs().max()) < 8 * rounding
+        assert float((one - base).abs().max()) > 100 * rounding
     with engine.disable_adapter():
         found, _ = old_log_probs(engine, tensordict(book.batch()))
     require_native(found, book)
@@ -177,17 +191,8 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
     gap["routed_experts"][0, 6] = 0
     with pytest.raises((CaptureError, ReplayError), match="no route at position"):
         old_log_probs(engine, tensordict(gap))
-    for where, key, value in (
-        ("engine_config", "ulysses_sequence_parallel_size", 2),
-        ("model_config", "use_fused_kernels", True),
-    ):
-        spoiled = SimpleNamespace(engine_config=vars(engine.engine_config), model_config=vars(engine.model_config))
-        vars(spoiled)[where] = {**vars(spoiled)[where], key: value}
-        vars(spoiled).update({name: SimpleNamespace(**values) for name, values in vars(spoiled).items()})
-        with pytest.raises(ConfigError, match=f"router_replay.mode is set, and .*{key}"):
-            require_supported(spoiled.engine_config, spoiled.model_config)
-    with pytest.raises(ConfigError, match="strategy is fsdp, under which replay was never tested; take fsdp2"):
-        make(folder, "R3", strategy="fsdp")
+    with pytest.raises(ConfigError, match=r"router_replay.mode is set, and use_fused_kernels is on with fsdp2"):
+        make(folder, "R3", model={"use_fused_kernels": True})
     monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)
     monkeypatch.setattr(RoutingReplayEngine.__mro__[2], "forward_backward_batch", lambda *_: {"metrics": {}})
     with pytest.raises(ReplayError, match="without forward_step"):
@@ -207,6 +212,7 @@ def test_routes_of_other_tokens_are_named_before_anything_is_trained(group, fold
 
 IMPORTS = """
 import examples.verl.verl_on_cpu
+from peft import get_peft_model
 from verl.workers.engine import EngineRegistry
 
 def classes():

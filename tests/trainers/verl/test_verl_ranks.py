@@ -1,4 +1,4 @@
-"""Two ranks of verl's FSDP engine: each replays its own sequences, and metrics and weights are those of both."""
+"""Two ranks of verl's FSDP engine in each of its settings: routes, log-probs, metrics and weights are those of all."""
 
 import tempfile
 from pathlib import Path
@@ -13,45 +13,134 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 from tests.trainers.verl.verl_book import Book, followed, watched
 
+FSDP1, ULYSSES = {"strategy": "fsdp"}, {"ulysses_sequence_parallel_size": 2}
+FUSED = {"model": {"use_fused_kernels": True}}
+SETTINGS = {
+    "FSDP2": {},
+    "FSDP1": FSDP1,
+    "FSDP1, original parameters, fused": FSDP1 | FUSED | {"use_orig_params": True},
+    "Ulysses": ULYSSES,
+    "Ulysses, padded to buckets": ULYSSES | {"pad_to_length": True, "pad_to_length_bucket": 16},
+    "Ulysses, FSDP1, fused": ULYSSES | FSDP1 | FUSED,
+    "Ulysses, not replayed": ULYSSES | {"replay": "disabled"},
+}
+R2 = "Ulysses, R2"
+COUNT = 8
+"""Sequences, of which data-parallel ranks have half each, and ranks of Ulysses parts of all."""
+CONTROL = "Ulysses, not replayed"
+REPLAYED = [name for name in SETTINGS if name != CONTROL]
 
-def test_each_rank_replays_its_own_sequences_and_metrics_are_of_all(folder):
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """Of each setting, what its ranks saw."""
     with tempfile.TemporaryDirectory() as shared:
         mp.spawn(_rank, (folder, shared), nprocs=2)
-        found = [torch.load(Path(shared) / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    book = Book(folder, count=8)
-    exact, rounding = book.exact()
-    for rank, results in enumerate(found):
-        assert results["counts"]
-        assert all(no == 0 for _, no in results["counts"])
-        for logprobs, wanted in zip(results["log_probs"], exact[4 * rank : 4 * rank + 4], strict=True):
-            assert float((logprobs - wanted).abs().max()) < 8 * rounding
-    assert found[0]["metrics"] == found[1]["metrics"]
+        ranks = [torch.load(Path(shared) / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return {name: [rank[name] for rank in ranks] for name in (*SETTINGS, R2)}
+
+
+@pytest.fixture(scope="module")
+def book(folder):
+    return Book(folder, count=COUNT)
+
+
+@pytest.fixture(scope="module")
+def exact(book):
+    return book.exact()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_log_probs_are_those_of_one_process_on_the_same_routes(name, found, exact):
+    log_probs, rounding = exact
+    for rank in found[name]:
+        pairs = zip(rank["sequences"], rank["log_probs"], strict=True)
+        apart = [float((ours - log_probs[s]).abs().max()) for s, ours in pairs]
+        assert (max(apart) < 8 * rounding) == (name != CONTROL), (apart, rounding)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_experts_are_given_the_routes_in_forward_and_recomputation(name, found):
+    assert all(rank["counts"] and all(no == 0 for _, no in rank["counts"]) for rank in found[name])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_metrics_are_of_all_sequences(name, found, book):
+    metrics, others = (rank["metrics"] for rank in found[name])
+    assert metrics == others
     log_r = book.log_ratios()
-    assert found[0]["metrics"]["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]
-    assert found[0]["metrics"]["mismatch/disagreement"] == [0.0]
-    for one, other in zip(found[0]["weights"], found[1]["weights"], strict=True):
-        assert torch.equal(one, other)
+    assert (metrics["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]) == (
+        name != CONTROL
+    )
+    assert (metrics["mismatch/disagreement"] == [0.0]) == (name != CONTROL)
+    if name != CONTROL:
+        native, wanted = metrics["mismatch/native_disagreement"], found["FSDP2"][0]["metrics"]
+        assert native == wanted["mismatch/native_disagreement"]
+        assert native[0] > 0.05
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_weights_are_those_of_one_process_in_float64_after_a_step(name, found, book):
+    wanted, before = book.descended(share=1 if "Ulysses" in name else 0.5)
+    for rank in found[name]:
+        assert rank["weights"].keys() == wanted.keys()
+        apart = max(float((rank["weights"][key].double() - wanted[key]).abs().max()) for key in wanted)
+        step = max(float((before[key] - wanted[key]).abs().max()) for key in wanted)
+        assert (apart < 1e-5 * step) == (name != CONTROL), (apart, step)
+
+
+def test_r2_records_whole_sequences_of_ranks_that_share_them(found, book):
+    own = np.concatenate([ids for ids, _ in book.native])
+    for rank in found[R2]:
+        assert np.array_equal(rank["recorded"], own)
+        assert all(no == 0 for _, no in rank["counts"])
 
 
 def _rank(rank, folder, shared):
     from examples.verl import verl_on_cpu  # noqa: F401  before verl
-    from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
+    from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{shared}/store", 2), rank=rank, world_size=2)
-    book = Book(folder, count=8)
-    batch = {name: values[4 * rank : 4 * rank + 4] for name, values in book.batch().items()}
-    engine = make(folder, "R3")
-    old_log_probs(engine, tensordict(batch))  # the first is held against the model's own routes
-    log_probs, _ = old_log_probs(engine, tensordict(batch))
-    engine.routing.comparison.metrics.__init__()  # so that sums are of one pass
-    old_log_probs(engine, tensordict(batch))
-    with watched(engine.module) as forwards:
-        output = update(engine, tensordict(batch))
-    metrics = {name: value for name, value in output["metrics"].items() if name.startswith("mismatch")}
-    counts = [followed(forward, book)[:2] for forward in forwards]
-    weights = [parameter.full_tensor().detach() for parameter in engine.module.parameters()]
-    torch.save(
-        {"log_probs": log_probs, "metrics": metrics, "counts": counts, "weights": weights}, Path(shared) / f"{rank}.pt"
-    )
+    results = {}
+    for name, settings in SETTINGS.items():
+        book = Book(folder, count=COUNT)
+        mine = slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
+        batch = {name: values[mine] for name, values in book.batch().items()}
+        fused = {"use_fused_kernels": "fused" in name}
+        with on_cpu():
+            engine = make(folder, optimizer={"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}, lr=1, **settings)
+            old_log_probs(engine, tensordict(batch, **fused))  # the first is held against the model's own routes
+            log_probs, _ = old_log_probs(engine, tensordict(batch, **fused))
+            engine.routing.comparison.metrics.__init__()  # so that sums are of one pass
+            old_log_probs(engine, tensordict(batch, **fused))
+            with watched(engine.module) as forwards:
+                output = update(engine, tensordict(batch, **fused))
+            results[name] = {
+                "sequences": range(COUNT)[mine],
+                "log_probs": log_probs,
+                "metrics": {key: value for key, value in output["metrics"].items() if key.startswith("mismatch")},
+                "counts": [followed(forward, book)[:2] for forward in forwards],
+                "weights": full_weights(engine.module),
+            }
+    results[R2] = _recorded_and_replayed(folder)
+    torch.save(results, Path(shared) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def _recorded_and_replayed(folder):
+    from tests.trainers.verl.verl_engines import make, old_log_probs, on_cpu, tensordict, update
+
+    book = Book(folder, count=COUNT)
+    batch = tensordict(book.batch(routes=False))
+    with on_cpu():
+        engine = make(folder, "R2", **ULYSSES)
+        _, output = old_log_probs(engine, batch)
+        batch["routed_experts"] = output["model_output"]["routed_experts"]
+        update(engine, batch)  # moves the weights
+        with watched(engine.module) as forwards:
+            update(engine, batch)
+    book.routes = [ids for ids, _ in book.native]
+    # the column of the dense layer stands first
+    recorded = batch["routed_experts"].values()[:, 1:].numpy()
+    return {"recorded": recorded, "counts": [followed(forward, book)[:2] for forward in forwards]}

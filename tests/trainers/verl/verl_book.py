@@ -57,6 +57,20 @@ class Book:
         self.model.float()
         return found
 
+    def descended(self, share):
+        """Weights in float64, by name, after a step of gradient descent at rate 1 along a share of the gradient of
+        `mean_log_prob`, and before it.
+        """
+        self.model.double()
+        for pair, routes in zip(self.pairs, self.routes, strict=True):
+            tokens = np.concatenate(pair)
+            with self.routed.replay(RoutingTrace.from_sequences(self.routed.spec, [tokens], [routes])):
+                (-logprobs_of(self.model, tokens)[-len(pair[1]) :].sum() / 100).backward()
+        weights = {name: (each.detach().clone(), each.grad) for name, each in self.model.named_parameters()}
+        self.model.zero_grad()
+        self.model.float()
+        return [{name: each - of * gradient for name, (each, gradient) in weights.items()} for of in (share, 0)]
+
     def exact(self):
         """Those in float64, and how far those in float32 are from them."""
         exact = self.replayed(torch.float64)

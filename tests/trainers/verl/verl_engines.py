@@ -2,6 +2,7 @@
 
 import torch
 from tensordict import TensorDict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -10,16 +11,20 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import foreroute.trainers.verl.fsdp  # noqa: F401  what external_lib does
+from tests.trainers.verl.verl_standins import PACKED, on_cpu  # noqa: F401  of which tests take it from here
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
-def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, **settings):
+def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, optimizer=None, **settings):
     """An engine, initialised. Settings are of verl's engine configuration; those in `model` of its model's."""
     strategy = settings.setdefault("strategy", "fsdp2")
+    # the attention of Ulysses is in the way of flash attention
+    attention = PACKED if settings.get("ulysses_sequence_parallel_size", 1) > 1 else "sdpa"
+    model = {"fused_kernel_options": {"impl_backend": "torch"}} | (model or {})
     registered = EngineRegistry.get_engine_cls("language_model", strategy)
     engine = (FSDPEngineWithLMHead if kind == "verl" else registered)(
-        model_config=HFModelConfig(path=folder, override_config={"attn_implementation": "sdpa"}, **(model or {})),
+        model_config=HFModelConfig(path=folder, override_config={"attn_implementation": attention}, **model),
         engine_config=FSDPEngineConfig(
             **{
                 "mixed_precision": FLOAT32,
@@ -28,7 +33,7 @@ def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, **settings):
                 **settings,
             }
         ),
-        optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, total_training_steps=10, **(optimizer or {})),
         checkpoint_config=CheckpointConfig(),
     )
     engine.initialize()
@@ -41,6 +46,14 @@ def tensordict(batch, **settings):
     tu.assign_non_tensor(td, temperature=1.0, use_dynamic_bsz=True, max_token_len_per_gpu=40, use_remove_padding=True)
     tu.assign_non_tensor(td, **settings)
     return td
+
+
+def full_weights(module):
+    """Every parameter of all ranks, by its name. A collective call."""
+    if isinstance(module, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(module):
+            return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}
 
 
 def old_log_probs(engine, td):

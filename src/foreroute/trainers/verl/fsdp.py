@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -21,15 +22,18 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers", "verl")
 
+import torch.distributed as dist
 import verl
+from torch import Tensor
+from transformers import PreTrainedModel
+from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.adapters import hf
-from foreroute.errors import ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.passes import EnginePasses
-from foreroute.trainers.verl.protocol import FIELD, require_routed, routed_experts, trace_of
+from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, take_place
 from foreroute.trainers.verl.settings import Replay, replay_of, require_supported
 
@@ -124,10 +128,23 @@ class FSDPPasses(EnginePasses):
     """
 
     def __init__(self, engine: Any, replay: Replay) -> None:
-        super().__init__(engine, hf.attach(engine.module), judges_weights=replay == "R3")
+        # verl's fused forward returns log-probs, and those in a dictionary alone
+        model = next(module for module in engine.module.modules() if isinstance(module, PreTrainedModel))
+        with patch.object(model, "forward", partial(model.forward, return_dict=True)):
+            routed = hf.attach(engine.module)
+        super().__init__(engine, routed, judges_weights=replay == "R3")
         self.is_reference = False
         self._engine = engine
         self._replay = replay
+        self._slices = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
+
+    @contextmanager
+    def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
+        """Around a batch of verl. See `EnginePasses`."""
+        with super().batch(data, update=update) as logs:
+            yield logs
+            if update and self._slices is not None:
+                self.comparison.metrics.share_native(self._over_slices)
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
         """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
@@ -137,9 +154,10 @@ class FSDPPasses(EnginePasses):
         with ExitStack() as stack:
             if routes is not None and self._replay != "disabled":
                 if self._replay == "R3":
-                    self.check_first(routes, partial(step, micro_batch, None, True))
-                replayed = self._with_padding(routes)
-                session = stack.enter_context(self.routed.replay(replayed, missing="native", telemetry=update))
+                    forward, sequences_of = partial(step, micro_batch, None, True), self._joined(micro_batch)
+                    self.check_first(routes, forward, sequences_of=sequences_of)
+                given = self._given(routes)
+                session = stack.enter_context(self.routed.replay(given, missing="native", telemetry=update))
             run = partial(step, micro_batch, loss_function, not update)
             (loss, output), executed = self._recorded(run, micro_batch, update=update)
         if session is not None and update:
@@ -154,36 +172,42 @@ class FSDPPasses(EnginePasses):
             return run(), None
         with self.routed.record() as recording:
             result = run()
-        return result, recording.trace().select(np.arange(len(data)))
+        return result, self._joined(data)(recording.trace())
 
-    def _routes_of(self, micro_batch: Any, *, update: bool) -> RoutingTrace | None:
-        """What is to be replayed, or measured against; None where there is nothing."""
-        has_routes = micro_batch.get(FIELD, None) is not None
-        if self._replay == "disabled" and not has_routes:
-            return None
-        if self._replay == "R2" and not update:
-            if has_routes:
-                raise ReplayError(
-                    f"router_replay.mode is R2 and the rollout brought {FIELD!r}; set "
-                    "rollout.enable_rollout_routing_replay=False, or take R3"
-                )
-            return None
-        if self._replay == "R2" and not has_routes:
-            raise ReplayError(
-                f"router_replay.mode is R2, and the update has no {FIELD!r} of an old-log-prob pass: verl ran none, or "
-                "did not keep its output"
-            )
-        routes = trace_of(micro_batch, model=self.routed.spec)
-        if self._replay != "disabled":
-            require_routed(routes, micro_batch)
-        return routes
+    def _joined(self, data: Any) -> Callable[[RoutingTrace], RoutingTrace]:
+        """Makes the sequences of a micro-batch of what this rank recorded in it: the inverse of `_given`."""
 
-    def _with_padding(self, routes: RoutingTrace) -> RoutingTrace:
-        """And, as a sequence without routes, the tokens that verl appends under `pad_to_length`."""
+        def join(recorded: RoutingTrace) -> RoutingTrace:
+            parts = [recorded]
+            if self._slices is not None:
+                parts *= dist.get_world_size(self._slices)
+                dist.all_gather_object(parts, recorded, group=self._slices)
+            lengths = data["input_ids"].offsets().diff().cpu().numpy()
+            return concatenate(parts).take_rows(np.arange(lengths.sum()), lengths)
+
+        return join
+
+    def _over_slices(self, sums: Tensor) -> Tensor:
+        on_device = sums.to(get_device_id())
+        dist.all_reduce(on_device, group=self._slices)
+        return on_device
+
+    def _given(self, routes: RoutingTrace) -> RoutingTrace:
+        """The rows of this rank: with what verl appends, as a sequence without routes; under Ulysses, its part of them.
+
+        A part begins and ends within sequences, of which it has pieces.
+        """
         padding = self._engine._get_packed_pad_size(routes.num_rows)
-        if not padding:
+        num_parts = self._engine.ulysses_sequence_parallel_size
+        padding += -(routes.num_rows + padding) % num_parts
+        if padding:
+            routes = concatenate([routes, RoutingTrace.unrouted(routes.spec, [np.zeros(padding, np.int32)])])
+        if self._slices is None:
             return routes
-        return concatenate([routes, RoutingTrace.unrouted(routes.spec, [np.zeros(padding, np.int32)])])
+        num_rows = routes.num_rows // num_parts
+        start = dist.get_rank(self._slices) * num_rows
+        bounds = np.unique(routes.offsets.clip(start, start + num_rows))
+        return routes.take_rows(np.arange(*bounds[[0, -1]]), np.diff(bounds))
 
     def _measure(
         self, executed: RoutingTrace, routes: RoutingTrace | None, micro_batch: Any, result: Any, *, update: bool

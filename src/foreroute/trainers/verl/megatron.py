@@ -237,8 +237,11 @@ class MegatronPasses(EnginePasses):
         batches = transformer_impl.make_batch_generator([each.data for each in first], vpp_size=len(self._chunks))
         how = given | {"data_iterator": batches, "num_microbatches": num_first, "forward_only": True}
         routes = concatenate([each.routes for each in first if each.routes is not None])
-        slots_S = np.concatenate([each.layout.ranges.count_J for each in first])
-        self.check_first(routes, partial(schedule, forward_step_func=step, **how), slots_S=slots_S)
+        self.check_first(
+            routes,
+            partial(schedule, forward_step_func=step, **how),
+            sequences_of=lambda recorded: recorded.select(np.arange(len(routes))).truncated(routes.lengths),
+        )
 
     def _require_all(self, num_forwards: int) -> None:
         expected = len(self._micro_batches) * len(self._chunks)

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from foreroute.errors import ReplayError
 from foreroute.replay import RoutedModel
 from foreroute.trace import RoutingTrace
@@ -74,11 +71,15 @@ class EnginePasses:
                 )
 
     def check_first(
-        self, routes: RoutingTrace, forward: Callable[[], object], *, slots_S: NDArray[np.int64] | None = None
+        self,
+        routes: RoutingTrace,
+        forward: Callable[[], object],
+        *,
+        sequences_of: Callable[[RoutingTrace], RoutingTrace],
     ) -> None:
         """`check_first_rollout`, once in the life of the engine."""
         if not self.first_rollout_checked:
-            check_first_rollout(self.routed, routes, forward, slots_S=slots_S)
+            check_first_rollout(self.routed, routes, forward, sequences_of=sequences_of)
             self.first_rollout_checked = True
 
     def _routes_of(self, micro_batch: Any, *, update: bool) -> RoutingTrace | None:

@@ -61,18 +61,9 @@ def fsdp_refusals(config: Any, model: Any) -> Refusals:
     """What may stand in the way of replay in verl's FSDP engine; the arguments are those of `require_supported`."""
     return [
         (
-            config.strategy != "fsdp2",
-            f"the strategy is {config.strategy}, under which replay was never tested; take fsdp2",
-        ),
-        (
-            config.ulysses_sequence_parallel_size > 1,
-            "ulysses_sequence_parallel_size is above 1: ranks are given parts of sequences, for which routes are not "
-            "cut yet; leave it at 1",
-        ),
-        (
-            model.use_fused_kernels,
-            "use_fused_kernels replaces the forward of the model by one that returns no logits, on which replay cannot "
-            "be proven; leave it off",
+            model.use_fused_kernels and config.strategy == "fsdp2",
+            "use_fused_kernels is on with fsdp2, which shards the output head by itself; verl's fused forward fails on "
+            "it, unless it is tied to the embedding. Take the strategy fsdp, or leave fused kernels off",
         ),
     ]
 
@@ -83,7 +74,7 @@ def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
     return [
         (
             config.dynamic_context_parallel,
-            "dynamic_context_parallel is on: verl splits no batch under it; switch it off",
+            "dynamic_context_parallel is on, under which verl splits no batch; switch it off",
         ),
         (model.mtp.enable, "mtp is on: its routers have no routes of the rollout; switch it off"),
         (
