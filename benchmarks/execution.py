@@ -93,7 +93,7 @@ def _counted(bench: Bench) -> dict[str, float]:
 
 def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
     plan, at_home = bench.plan(PlanOptions()), bench.plan(PlanOptions(replicas=False))
-    bench.placed.use(TransferOptions(timeout_s=120))
+    bench.placed.use(TransferOptions())
     with closing(bench.placed):
         home, planned = (bench.step(chosen) for chosen in (at_home, plan))
         fetched = [record for record in planned.transfers if record.kind == "fetch"]
@@ -115,7 +115,7 @@ def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
     plan, peers = bench.plan(PlanOptions(slots="shared")), PeerGroup(timeout_s=120)
 
     def engine(paths: FetchPath) -> TransferEngine:
-        return TransferEngine(bench.placed.homes, TransferOptions(paths, prefetch=0, timeout_s=120), peers)
+        return TransferEngine(bench.placed.homes, TransferOptions(paths, prefetch=0), peers)
 
     def fetching(engine: TransferEngine) -> Callable[[], None]:
         def fetch_all() -> None:

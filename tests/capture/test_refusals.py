@@ -146,7 +146,7 @@ def raw(text):
         ("{", "the text, which may have been cut, is not JSON"),
         ("[" * 100_000, "nested too deep"),
         (b"\xff\xfe\x00", "not text in UTF-8"),
-        (np.zeros((2, 3, 4, 2), int), r"the shape \(2, 3, 4, 2\); expected \[rows, layers, picks\]"),
+        (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
         ([1, 2], "no routed_experts in 1;"),
         ([[[1, 2]]], r"no routed_experts in \[\[1, 2\]\].*numpy.asarray makes of nested lists"),
         ([], r"no routed_experts in \[\]"),

@@ -11,11 +11,12 @@ from typer.main import get_command
 from foreroute.capture import decode
 from foreroute.cli.doctor import run_doctor
 from foreroute.cli.main import app
-from foreroute.cli.plan_inputs import DEFAULT_BUDGET, read_step
+from foreroute.cli.plan_inputs import read_step
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.files.config_file import Section
 from foreroute.plan import PlanOptions
 from foreroute.simulate.methods import PRESETS
+from foreroute.simulate.steps import TOKEN_BUDGET
 from foreroute.train import TrainConfig, parse_config, train
 
 
@@ -59,11 +60,11 @@ def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     for name in ("tolerance", "slots", "home_moves", "traffic", "pay_off"):
         assert getattr(config.parallel, name) == getattr(default, name), name
     transfers = TransferOptions()
-    for name in ("paths", "prefetch", "timeout_s"):
+    for name in ("paths", "prefetch"):
         assert getattr(config.parallel, name) == getattr(transfers, name), name
     assert config.parallel.shared_memory == str(transfers.directory)
     assert PRESETS["ours"].options == default
-    assert DEFAULT_BUDGET == 16_384
+    assert TOKEN_BUDGET == 16_384
 
 
 ROOT = Path(__file__).parents[2]

@@ -107,6 +107,7 @@ def run(tmp_path_factory):
 def test_a_run_folder_is_examined_at_the_checkpoint_of_its_rollout(run):
     result = doctor("--model", run)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.startswith(f"examined: step 20 of {small_values()['rl']['steps']}\n")
     assert "R3 helps by a factor of" in said(result)
     assert "Also on the engine's routes" not in said(result), "the temperature is the configuration's"
     named = doctor("--model", run / "config.json", "--rollout", run / "rollouts" / "step-000020.safetensors")

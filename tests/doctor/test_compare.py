@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import foreroute as fr
-from foreroute.doctor import Severity, standard_error
+from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose, standard_error
 from foreroute.errors import InputError, TraceContentError
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.testing.routes import synthetic_trace
@@ -185,6 +185,61 @@ def test_log_probs_of_the_neighbouring_token_are_named(tokens, replayed):
     for fine in (engine, moved(engine, 7)):  # which is no shift that is looked for
         straight = fr.compare(trainer, fine, mask, **more).diagnosis
         assert "shifted" not in straight.headline
+
+
+ORDERS = {
+    "reversed": lambda rng, count: np.arange(count)[::-1],
+    "rotated": lambda rng, count: np.roll(np.arange(count), 1),
+    "shuffled": lambda rng, count: rng.permutation(count),
+}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@grid("name", ORDERS, quick=1)
+def test_log_probs_of_other_sequences_are_named(name, packed):
+    """Rows of a batch in another order, under the trainer's mask; or sequences that are packed in another order."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(12, 30, rng.integers(2, 40))
+        mask = np.arange(30) < lengths[:, None]
+        trainer, engine, _ = (np.nan_to_num(each, nan=-1.0) for each in logprobs(seed, shape=mask.shape))
+        order = ORDERS[name](rng, len(mask))
+        if packed:
+            theirs = np.concatenate([engine[s, : lengths[s]] for s in order])
+            given = {"engine_logprobs_R": theirs, "response_lengths_S": lengths}
+            found = diagnose(Evidence(**given, native=TrainerPass(None, trainer[mask])))
+        else:
+            found = fr.compare(trainer, engine[order], mask).diagnosis
+        if (order == np.arange(len(order))).all():
+            assert found.measures.order is None
+        else:
+            assert found.measures.order[0] == order.tolist()
+            assert found.headline.startswith("Fix this first: The engine's log-probs are those of other sequences, of ")
+
+
+def test_log_probs_that_are_apart_are_not_called_those_of_other_sequences():
+    """Of engines with nothing in common, of tokens in another order, and of noise."""
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(4, 24, rng.integers(2, 60))
+        own = -rng.exponential(1.0, lengths.sum()) * (rng.random(lengths.sum()) < rng.choice([0.3, 1]))
+        unlike = (-rng.exponential(1.0, len(own)), rng.permutation(own), own - rng.exponential(0.5, len(own)))
+        evidence = Evidence(
+            engine_logprobs_R=unlike[seed % 3], response_lengths_S=lengths, native=TrainerPass(None, own)
+        )
+        assert diagnose(evidence).measures.order is None
+
+
+def test_one_token_that_replay_sets_apart_is_no_harm_and_many_are():
+    trainer, engine, mask = logprobs(11, off=0.01, shape=(4, 20))
+    one, many = trainer.copy(), trainer.copy()
+    one[tuple(np.argwhere(mask)[0])] -= 2.0
+    many[mask] = np.minimum(many[mask] + np.random.default_rng(0).normal(0, 0.1, mask.sum()), 0)
+    chance, harm = (fr.compare(trainer, engine, mask, replayed_logprobs=each) for each in (one, many))
+    assert chance.metrics["gain"] < harm.metrics["gain"] < 1 / 1.5
+    assert chance.diagnosis.headline.startswith("Replay is seen neither to help nor to harm: k3 rises by no more than")
+    assert chance.diagnosis.worst == Severity.NOTE
+    assert harm.diagnosis.headline.startswith("Fix this first: Replaying this trace makes it worse by a factor of")
 
 
 def test_what_routes_exclude_is_not_called_a_cause():

@@ -49,7 +49,7 @@ def pass_log(rank, case, frozen, sharing="layer"):
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=20)
     log, all_to_all = [], dist.all_to_all_single
-    placed.use(TransferOptions(paths="direct", prefetch=0, timeout_s=20))
+    placed.use(TransferOptions(paths="direct", prefetch=0))
     placed.ranks._engine = weights = Telling(placed.homes, placed.ranks.options, placed._peers, log)
     rows_M = all_rows(routed, case, rank, 0)[:1]
     counts_MLGE = routed.gather_counts(rows_M)

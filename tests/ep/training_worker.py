@@ -77,7 +77,7 @@ def train(rank, case):
 
 
 def use_weights(placed, case):
-    placed.use(TransferOptions(paths="host" if case.weights in ("layer", "shared") else "direct", timeout_s=20))
+    placed.use(TransferOptions(paths="host" if case.weights in ("layer", "shared") else "direct"))
 
 
 def tamper(placed, case):

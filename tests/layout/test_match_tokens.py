@@ -77,6 +77,16 @@ def test_the_first_difference_is_named():
         locate_rows(trace, [[0, 1, 2], [3, 9, 9]])
 
 
+def test_a_mask_that_was_forgotten_is_named():
+    trace, padded = canary([3, 2]), [[0, 1, 2], [99, 3, 4]]
+    for mask in (None, np.ones((2, 3))):
+        with pytest.raises(BatchMismatchError, match=r"No attention_mask was given.*pass the mask, 0 for the padding"):
+            locate_rows(trace, padded, mask)
+    assert locate_rows(trace, padded, [[1, 1, 1], [0, 1, 1]]).tolist() == [0, 1, 2, -1, 3, 4]
+    with pytest.raises(BatchMismatchError, match="Expected the batch that the trace was recorded for"):
+        locate_rows(trace, [[0, 1, 2], [99, 3, 5]])
+
+
 def test_another_order_is_named():
     trace = canary([3, 3, 2])
     with pytest.raises(BatchMismatchError, match=r"holds the sequences \[1, 0, 2\] of the trace, in that order"):

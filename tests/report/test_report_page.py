@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
 from foreroute.report import load_table, summary_rows, write_report
+from foreroute.report.figure import SIDE_COLOURS, SIDE_WORDS
 from foreroute.report.run_plots import _up_to_all, update_plots
 from foreroute.report.run_tables import describe
 from tests.report.pages import plots_of, rows_of, text_of
@@ -124,7 +125,15 @@ def test_a_run_that_lacks_what_another_has_is_named(tmp_path):
         del line["margins_LB"]
         line["expert_load"] = {"8": 1.5}
     folders = [*runs(tmp_path, 1), write_run(tmp_path / "b", config("sparse"), lines)]
-    assert page_of(folders, tmp_path).count("Not recorded by: sparse.") == 1
+    assert page_of(folders, tmp_path).count("Not recorded by: “sparse”.") == 1
+
+
+def test_the_colour_of_a_run_is_that_of_what_it_trains_with(comparison):
+    """One meaning on all plots: sides have names of their own where both are drawn."""
+    keys = re.findall(r'stroke="(#\w+)".*?<span[^>]*>([^<]+)</span>', comparison, re.DOTALL)
+    assert {SIDE_COLOURS["native"].lower()} == {colour.lower() for colour, said in keys if said == "without replay"}
+    trained = {said.rpartition(", trained ")[2]: colour.lower() for colour, said in keys if ", trained " in said}
+    assert trained == {words: SIDE_COLOURS[side].lower() for side, words in SIDE_WORDS.items()}
 
 
 @pytest.mark.usefixtures("unpainted")

@@ -200,6 +200,31 @@ def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():
     )
 
 
+def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
+    found = record(("static", "ours"))
+    assert simulation_finding(found).startswith("By the cost model, foreroute makes recompute and update 1.34 times")
+    stages = found["ours"].stages._replace(planning=9.0)
+    hours = sum(stages) * 64 / 3600
+    late = replace(found["ours"], stages=stages, gpu_hours=hours, gpu_hours_saved=found["static"].gpu_hours - hours)
+    found = replace(found, methods=(found["static"], late))
+    assert simulation_finding(found) == (
+        "By the cost model, foreroute makes the whole step 0.80 times as fast as static, with 9\N{NO-BREAK SPACE}s "
+        "more of planning; it makes recompute and update alone 1.34 times as fast as static."
+    )
+    assert simulation_tiles(found)[0].name == "GPU-hours lost in 1000 steps"
+    assert simulation_tiles(found)[0].value == f"{1000 * (hours - found['static'].gpu_hours):.3g}"
+
+
+def test_only_what_is_not_executed_is_listed_as_such():
+    assert executed(record(("static", "ours"))) == (
+        "Executed in tests on CPU processes: static; foreroute. The two limits are never executed."
+    )
+    assert executed(record(("static", "eplb_step"))) == (
+        "Executed in tests on CPU processes: static. Not executed: EPLB, this step would take plans of other "
+        "balancers. The two limits are never executed."
+    )
+
+
 @pytest.mark.usefixtures("unpainted")
 def test_fitted_rates(tmp_path):
     found = FitRecord(

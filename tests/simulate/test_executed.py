@@ -83,7 +83,7 @@ def execute(rank):
     for name in ROWS:
         step_plan, loss = planned(counts_MLGE, name, home_LE), 0.0
         placed.move_homes(step_plan.home_LE)
-        placed.use(TransferOptions(timeout_s=60))
+        placed.use(TransferOptions())
         with routed.execute(step_plan, counts_MLGE, traces) as execution:
             for batch, trace in zip(batches, traces, strict=True):
                 with routed.replay(trace):

@@ -31,9 +31,9 @@ def config_of(method, paths="host"):
 def test_rows_and_replicas_are_those_that_counting_finds(paths):
     config = config_of("ours_traffic", paths)
     cluster = config.described()
-    model, record = cluster.costs.model, simulate(config)
+    record = simulate(config)
     totals = []
-    for step in group_steps(config, cluster.topology, model):
+    for step in group_steps(config, cluster.topology, cluster.costs):
         planned = serve(METHODS["ours_traffic"], step, cluster.costs)
         assert planned.slots == "shared"
         rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)

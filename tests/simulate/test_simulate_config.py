@@ -5,13 +5,19 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import foreroute as fr
 from foreroute.errors import ConfigError, TopologyError
+from foreroute.layout import pack_sequences
 from foreroute.simulate import load_config, parse_config, simulate, sweep, timeline
 from foreroute.simulate.config import varied
 from foreroute.simulate.methods import METHODS
-from tests.simulate.simulate_cases import small_config
+from foreroute.simulate.steps import group_steps
+from foreroute.testing.routes import synthetic_trace
+from tests.simulate.simulate_cases import small_config, small_values
+from tests.traces import spec_of
 
 SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}
 
@@ -51,7 +57,13 @@ def test_the_file_of_the_simulators_page_is_read():
         (
             {"workload": {"counts": "c.safetensors"}, "sweep": {"skew": [2.0]}},
             ConfigError,
-            "sweep.skew draws other counts, and workload.counts is a file",
+            "sweep.skew draws other counts, and the workload is a file",
+        ),
+        ({"workload": {"traces": ["t.safetensors"], "seed": 1}}, ConfigError, "a file, and seed would draw them"),
+        (
+            {"workload": {"traces": ["t.safetensors"], "counts": "c.safetensors"}},
+            ConfigError,
+            "counts and traces are two workloads",
         ),
         ({"methods": ["our"]}, ConfigError, "there is no method called our"),
         ({"execution": {"overlap": 2.0}}, ConfigError, "execution.overlap"),
@@ -110,3 +122,41 @@ def test_a_timeline_shows_the_middle_of_the_model_in_the_only_micro_step():
     simulate(config, on_group=lambda name, group: drawn.setdefault(name, timeline(name, group)))
     assert drawn["static"].micro_step == 0
     assert {span.layer for span in drawn["static"].spans} == {1, 2, 3, 4, 5}
+
+
+LENGTHS = [[300, 40, 200, 90], [120, 500, 60, 33, 250]]
+
+
+@pytest.fixture
+def of_traces(tmp_path):
+    """A configuration whose tokens are those of two files, as a run leaves them, and the traces."""
+    traces = [synthetic_trace(spec_of(num_layers=2), lengths, seed=n) for n, lengths in enumerate(LENGTHS)]
+    paths = [str(fr.save(trace, tmp_path / f"{n}.safetensors")) for n, trace in enumerate(traces)]
+    values = small_values() | {"workload": {"traces": paths, "tokens_per_rank": 512}}
+    return parse_config(values, source="here"), traces
+
+
+def test_ones_own_traces_are_simulated(of_traces):
+    config, traces = of_traces
+    cluster = config.described()
+    (step,) = group_steps(config, cluster.topology, cluster.costs)
+    lengths = np.concatenate([trace.lengths for trace in traces])
+    token_s, square_s = cluster.costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
+    places = pack_sequences(lengths, 4, 512, square_cost=square_s / token_s)
+    counts, squares = np.zeros_like(step.counts_MLGE), np.zeros_like(step.squares_MG)
+    sequences = [trace.select([s]) for trace in traces for s in range(len(trace))]
+    for m, g, sequence in zip(places.micro_step_S, places.rank_S, sequences, strict=True):
+        squares[m, g] += sequence.num_rows**2
+        for ids_LK in sequence.expert_ids_NLK[sequence.valid_N]:
+            for layer, ids_K in enumerate(ids_LK):
+                counts[m, layer, g, ids_K] += 1
+    assert (step.counts_MLGE == counts).all()
+    assert (step.squares_MG == squares).all()
+    assert simulate(config)["ours"].imbalance < simulate(config)["static"].imbalance
+
+
+def test_traces_of_another_model_are_refused(of_traces):
+    config, _ = of_traces
+    other = config.model_copy(update={"model": config.model | {"top_k": 3}})
+    with pytest.raises(ConfigError, match=r"2 layers, top-2 of 8 experts, the model 4, top-3 of 8; set them in"):
+        simulate(other)

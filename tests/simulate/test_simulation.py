@@ -21,7 +21,7 @@ from tests.simulate.simulate_cases import small_config
 
 def first_step(config):
     cluster = config.described()
-    return next(iter(group_steps(config, cluster.topology, cluster.costs.model))), cluster
+    return next(iter(group_steps(config, cluster.topology, cluster.costs))), cluster
 
 
 def group_of(config, counts):

@@ -88,6 +88,12 @@ def _parsed(output: Any) -> Any:
 
 def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     """Do as `read_output`, for what is no list of outputs."""
+    if is_array(output) and field_of(output, "ndim") == 4:
+        raise CaptureError(
+            "routes [B, T, layers, picks] alone do not say what is padding: RoutingTrace.from_padded takes them with "
+            "tokens and mask; or pass a dict of routed_experts, input_ids and attention_mask, or a list with an array "
+            "[rows, layers, picks] for each sequence"
+        )
     if isinstance(output, bytes) or is_array(output):
         return Form.ARRAY, [RawSequence(output)]
     if (meta := field_of(output, "meta_info")) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from foreroute.files import parse_json, read_text
 from foreroute.report import check_page, finding_table, measure_table, write_diagnosis
 from foreroute.report.format import quoted
 from foreroute.trace import RoutingTrace, load
+
+if TYPE_CHECKING:
+    from foreroute.train import TrainConfig
 
 
 def run_doctor(
@@ -56,7 +59,7 @@ def run_doctor(
         trace, generation = (None, None) if rollout is None else _read(rollout, max_sequences if model else None)
     if model is not None:
         with working("loading the model", console) as work:
-            evidence, name = _examined(model, trace, generation, temperature, weight_version, work)
+            evidence, facts = _examined(model, trace, generation, temperature, weight_version, work)
     else:
         assert trainer is not None, "checked above"
         with working("reading the trainer's passes", console):
@@ -64,13 +67,16 @@ def run_doctor(
             evidence = Evidence(
                 engine=trace,
                 engine_logprobs_R=None if generation is None else generation.logprobs_R,
+                response_lengths_S=None if generation is None else generation.response_lengths,
                 native=TrainerPass(executed, None if own is None else own.logprobs_R),
                 replayed=None if replayed is None else _replayed(replayed, trace),
                 expected_version=weight_version,
             )
-        name = "none; the trainer's passes were given"
+        facts = {"model": "none; the trainer's passes were given"}
     with working("comparing", console):
-        diagnosis = diagnose(evidence, _facts(name, trace))
+        diagnosis = diagnose(evidence, facts | _facts(trace))
+    if "examined" in facts:
+        console.print(f"examined: {facts['examined']}", highlight=False, markup=False)
     console.print(f"{diagnosis.headline}\n", style="bold", highlight=False, markup=False)
     console.print(shown_table(finding_table(diagnosis)))
     if (measures := measure_table(diagnosis.measures)).rows:
@@ -117,15 +123,16 @@ def _examined(
     temperature: float | None,
     weight_version: int | None,
     work: CommandProgress,
-) -> tuple[Evidence, str]:
-    """Load a model, of a run or of anybody, and examine it; returns the evidence, and what was examined in words."""
+) -> tuple[Evidence, dict[str, str]]:
+    """Load a model, of a run or of anybody, and examine it; returns the evidence, and what was examined, for people."""
     from foreroute.adapters.hf.local_models import load_local
     from foreroute.doctor.examine import examine
 
-    found, step, has_weights = f"{path}", None, True
+    facts, found, step, has_weights = {}, f"{path}", None, True
     if (run := _run_of(path)) is not None:
-        model, checkpoint, step, sampled_at = _of_run(run, trace)
-        found, temperature = f"{path}, {checkpoint}", sampled_at if temperature is None else temperature
+        model, checkpoint, step, config = _of_run(run, trace)
+        found, temperature = f"{path}, {checkpoint}", config.rollout.temperature if temperature is None else temperature
+        facts = {"examined": f"step {step} of {config.rl.steps}{'' if step else ', before training'}"}
     else:
         model, has_weights = load_local(path)
     if weight_version is None and trace is not None and any(version >= 0 for version in trace.versions):
@@ -139,7 +146,7 @@ def _examined(
         expected_version=weight_version,
         random_weights=not has_weights,
     )
-    return evidence, f"{found} ({type(model).__name__})"
+    return evidence, facts | {"model": printable(f"{found} ({type(model).__name__})")}
 
 
 def _run_of(path: Path) -> Path | None:
@@ -161,11 +168,11 @@ def _last_rollout(model: Path) -> Path | None:
     return rollouts[max(both)] if both else None
 
 
-def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, float]:
+def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, TrainConfig]:
     """Load the model of a run at the checkpoint that a trace was recorded under, or else at the last one.
 
     Returns:
-        The model, its checkpoint, the step that this is of, and the temperature of the run's rollouts.
+        The model, its checkpoint, the step that this is of, and the configuration of the run.
 
     Raises:
         ConfigError, DatasetError, RunFolderError: when one of the files cannot be read, or the checkpoint is not there.
@@ -192,19 +199,16 @@ def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, f
     state = load_checkpoint(held[step])
     with as_run_folder_error(f"checkpoint {held[step]}"):
         model.load_state_dict(state["model"])
-    return model, held[step], step, config.rollout.temperature
+    return model, held[step], step, config
 
 
-def _facts(model: str, trace: RoutingTrace | None) -> dict[str, str]:
-    facts = {"model": printable(model)}
-    if trace is not None:
-        spec = trace.spec
-        versions = ", ".join(str(version) for version in trace.versions if version >= 0) or "unknown"
-        facts["trace"] = (
-            f"{len(trace)} sequences, {trace.num_rows} rows, {spec.num_layers} layers, {spec.routing} experts, "
-            f"weights of version {versions}"
-        )
-    return facts
+def _facts(trace: RoutingTrace | None) -> dict[str, str]:
+    if trace is None:
+        return {}
+    spec = trace.spec
+    versions = ", ".join(str(version) for version in trace.versions if version >= 0) or "unknown"
+    sizes = f"{len(trace)} sequences, {trace.num_rows} rows, {spec.num_layers} layers, {spec.routing} experts"
+    return {"trace": f"{sizes}, weights of version {versions}"}
 
 
 def _commands(model: Path | None, rollout: Path | None, trainer: Path | None) -> list[tuple[str, str]]:

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError
-from foreroute.layout import Packing, pack_sequences
+from foreroute.layout import Packing
 from foreroute.plan import load_plan
 from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.topology import Topology
-from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments, load
-
-DEFAULT_BUDGET = 16_384
+from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
+from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -65,7 +64,7 @@ def read_step(
         counts: a counts file.
         previous_plan: the plan of the step before, whose homes are where the experts are now.
         previous_step: traces, or one counts file, of the step before.
-        token_budget: most tokens of a rank in a micro-step, for traces; None takes `DEFAULT_BUDGET`.
+        token_budget: most tokens of a rank in a micro-step, for traces; None takes `TOKEN_BUDGET`.
 
     Raises:
         InputError: when a file is missing, damaged, or does not fit the others.
@@ -82,10 +81,12 @@ def read_step(
         packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
         _check_model(costs, counts_MLGE.shape[3], None, topology)
     else:
-        read = _traces(traces)
+        read = read_traces(traces)
         read[0].spec.require_alike("a plan")
         _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
-        packing, facts["packing"] = _packed(read, token_budget or DEFAULT_BUDGET, ranks, costs)
+        budget = token_budget or TOKEN_BUDGET
+        packing, sequences = packed(read, budget, ranks.num_ranks, costs), sum(map(len, read))
+        facts["packing"] = f"{sequences} sequences by length, at most {budget} tokens of a rank in a micro-step"
         counts_MLGE = check_counts(packed_counts(read, packing))
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     return StepToPlan(
@@ -123,29 +124,12 @@ def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) ->
     return plan.home_LE
 
 
-def _packed(traces: list[RoutingTrace], budget: int, topology: Topology, costs: CostModel) -> tuple[Packing, str]:
-    """Where the sequences of all traces go, and what was done in words."""
-    lengths = np.concatenate([trace.lengths for trace in traces])
-    # seconds of one more token of any sequence, and of one more pair of tokens of the same sequence
-    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
-    packing = pack_sequences(lengths, topology.num_ranks, budget, square_cost=square_s / token_s)
-    return packing, f"{len(lengths)} sequences by length, at most {budget} tokens of a rank in a micro-step"
-
-
-def _traces(paths: Sequence[Path]) -> list[RoutingTrace]:
-    """Read the traces of one step, and so of one model."""
-    traces = [load(path) for path in paths]
-    for path, trace in zip(paths, traces, strict=True):
-        traces[0].spec.require_same(trace.spec, what=str(path))
-    return traces
-
-
 def _loads(paths: Sequence[Path], shape: tuple[int, int]) -> NDArray[np.int64]:
     """Read assignments [L, E] of the step before, from a counts file or from traces."""
     if len(paths) == 1 and COUNTS_FILE.is_in(paths[0]):
         loads_LE: NDArray[np.int64] = load_counts(paths[0]).sum(axis=(0, 2), dtype=np.int64)
     else:
-        parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in _traces(paths)]
+        parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in read_traces(paths)]
         loads_LE = np.sum(parts, axis=0)
     if loads_LE.shape != shape:
         raise CountsError(

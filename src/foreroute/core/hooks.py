@@ -435,8 +435,10 @@ class ModelHooks(ABC):
 
 def _not_once(hook: SelectionHook, count: int) -> ReplayError:
     why = (
-        "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in one graph "
-        "bypassed it"
+        "PEFT ran the module that it is a copy of, as under disable_adapter() or with another adapter"
+        if ".modules_to_save." in hook.path
+        else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in one "
+        "graph bypassed it"
     )
     return ReplayError(
         f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "

@@ -16,7 +16,7 @@ from foreroute.errors import InputError
 from foreroute.mismatch import TokenMismatch, as_traces, routing_mismatch, token_mismatch
 from foreroute.mismatch.measures import packed
 from foreroute.trace import RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_array
+from foreroute.trace.checks import as_array, as_mask
 
 Ratio = Callable[[Any], tuple[float, float]]
 """A sum, and the count of what was added up, of a mismatch."""
@@ -99,6 +99,7 @@ def compare(
         Evidence(
             engine=routed,
             engine_logprobs_R=packed(engine, kept, name="log-probs of the engine"),
+            response_lengths_S=None if kept is None else as_mask(kept, name="mask").reshape(len(kept), -1).sum(axis=1),
             native=TrainerPass(executed, own_R),
             replayed=None if replayed_R is None else TrainerPass(None, replayed_R),
         )

@@ -22,11 +22,17 @@ from foreroute.mismatch import (
     stream_difference,
     token_mismatch,
 )
+from foreroute.mismatch.mixups import MAX_PERMUTED
 from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
+from foreroute.trace.checks import as_offsets
 
 NAMES = ("the trainer's own trace", "the engine's trace")
 EXPLAINS = 4.0
-"""Factor by which another reading of log-probs must be nearer to be believed. Chosen by hand."""
+"""Factor by which another reading of log-probs must be nearer to be believed. Chosen by hand, as what follows."""
+FEWEST, SHORTEST = 16, 8
+"""Tokens that it takes to believe another reading, and mean length of sequences whose order is looked for."""
+APART = 0.05
+"""Mean |log r|, in nats, up to which tokens are not those of other sequences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +71,7 @@ class Evidence:
     Attributes:
         engine: the trace in question.
         engine_logprobs_R: the engine's log-probs of the response tokens.
+        response_lengths_S: how many of these each sequence has.
         native: the trainer on its own routes.
         replayed: the trainer on the engine's routes.
         repeated: the trainer on its own routes once more, on the same batches.
@@ -81,6 +88,7 @@ class Evidence:
 
     engine: RoutingTrace | None = None
     engine_logprobs_R: NDArray[Any] | None = None
+    response_lengths_S: NDArray[np.integer] | None = None
     native: TrainerPass | None = None
     replayed: TrainerPass | None = None
     repeated: TrainerPass | None = None
@@ -107,8 +115,11 @@ class Measures:
         repacked_routes: the trainer's own routes against those when it is packed differently.
         ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
+        rise: by how much replay raises a token's part of k3: the mean over tokens and the standard error of that.
         shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
             moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
+        order: where they fit those of other sequences: the trainer's sequence in the place of each, and the mean
+            |log r| with that undone and as they are, in nats.
         rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         choices: of indexers, engine against trainer on its own.
@@ -124,7 +135,9 @@ class Measures:
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
     ratio: tuple[float, float] | None = None
+    rise: tuple[float, float] | None = None
     shift: tuple[int, float, float] | None = None
+    order: tuple[list[int], float, float] | None = None
     rescored: tuple[Rescored, TokenMismatch] | None = None
     explanation: Explanation | None = None
     choices: StreamDifference | None = None
@@ -214,7 +227,9 @@ def measure(evidence: Evidence) -> Measures:
         with_replay=_tokens(evidence.replayed, logprobs_R),
         routes=_routes(engine, own) if explanation is not None else None,
         ratio=_ratio(evidence.replayed or native, logprobs_R),
+        rise=_rise(native, evidence.replayed, logprobs_R),
         shift=_shift(evidence.replayed or native, logprobs_R),
+        order=_order(evidence.replayed or native, logprobs_R, evidence.response_lengths_S),
         rescored=_nearest(evidence.rescored, logprobs_R),
         explanation=explanation,
         choices=_choices(own, engine),
@@ -226,13 +241,28 @@ def measure(evidence: Evidence) -> Measures:
 def _ratio(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[float, float] | None:
     if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < 2:
         return None
-    ratios = np.exp(np.asarray(trainer.logprobs_R, np.float64) - reference)
-    return float(ratios.mean()), float(ratios.std(ddof=1) / len(ratios) ** 0.5)
+    return _mean(np.exp(np.asarray(trainer.logprobs_R, np.float64) - reference))
+
+
+def _rise(
+    native: TrainerPass | None, replayed: TrainerPass | None, reference: NDArray[Any] | None
+) -> tuple[float, float] | None:
+    passes = [None if each is None else each.logprobs_R for each in (native, replayed)]
+    if passes[0] is None or passes[1] is None or reference is None or len(reference) < 2:
+        return None
+    without, with_replay = (np.asarray(each, np.float64) - reference for each in passes)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _mean(np.expm1(with_replay) - with_replay - (np.expm1(without) - without))
+
+
+def _mean(values: NDArray[np.float64]) -> tuple[float, float]:
+    """And its standard error."""
+    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def _shift(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[int, float, float] | None:
     """By medians, since one token of each sequence is compared with one of another, where packed tokens are moved."""
-    if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < 16:
+    if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < FEWEST:
         return None
     own_R, size = np.asarray(trainer.logprobs_R, np.float64), len(reference)
     apart = {
@@ -240,6 +270,44 @@ def _shift(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple
     }
     best = min(apart, key=lambda n: apart[n])
     return (best, apart[best], apart[0]) if apart[best] * EXPLAINS < apart[0] else None
+
+
+def _order(
+    trainer: TrainerPass | None, reference: NDArray[Any] | None, lengths_S: NDArray[np.integer] | None
+) -> tuple[list[int], float, float] | None:
+    """By means, with the sequence that fits best in the place of each, where sequences are no shorter than chance fits.
+
+    Rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own.
+    """
+    if trainer is None or trainer.logprobs_R is None or reference is None or lengths_S is None:
+        return None
+    starts, own_R = as_offsets(lengths_S.astype(np.int64)), np.asarray(trainer.logprobs_R, np.float64)
+    own_S, before = np.split(own_R, starts[1:-1]), float(np.abs(reference - own_R).mean())
+    if not 1 < len(own_S) <= MAX_PERMUTED or len(own_R) < SHORTEST * len(own_S) or before < APART:
+        return None
+    near = before / EXPLAINS
+    for packed in (False, True):
+        order: list[int] = []
+        chosen: list[NDArray[np.float64]] = []
+        left, start = set(range(len(own_S))), 0
+        for s in range(len(own_S)):
+            start = start if packed else starts[s]
+            fits = {t: _apart(reference[start : None if packed else starts[s + 1]], own_S[t]) for t in left}
+            best = max(left, key=lambda t: ((near - fits[t]).sum(), t == s))
+            order.append(best)
+            chosen.append(fits[best])
+            left.remove(best)
+            start += len(own_S[best])
+        after = float(np.concatenate(chosen).mean())
+        if order != sorted(order) and after < near:
+            return order, after, before
+    return None
+
+
+def _apart(engine: NDArray[Any], own: NDArray[np.float64]) -> NDArray[np.float64]:
+    """|log r| of the tokens that both have."""
+    length = min(len(engine), len(own))
+    return np.abs(engine[:length] - own[:length])
 
 
 def _nearest(rescored: tuple[Rescored, ...], reference: NDArray[Any] | None) -> tuple[Rescored, TokenMismatch] | None:

@@ -15,6 +15,8 @@ from foreroute.mismatch import Defect, Explanation, TokenMismatch
 
 HELPS = 1.5
 """Ratio of k3 without to k3 with replay from which replay is said to help, and below whose inverse to harm."""
+SURE = 3.0
+"""Standard errors by which k3 must rise to be called harm. However large, one token alone makes it rise by one."""
 LARGE = 1e-2
 """k3, in nats, from which what is left under replay is more than another precision makes."""
 MOST = 0.5
@@ -32,11 +34,16 @@ NOT_THIS_MODEL = (
     "Do not train with replay on this model before the check passes: upgrade foreroute or transformers, or report the "
     "family with this sentence."
 )
-NOT_THESE_ROUTES = "These are not the routes of these tokens under these weights. Do not train on them."
+NOT_THESE_ROUTES = (
+    "These are not the routes of these tokens under these weights, and not to be trained on; or the engine's log-probs "
+    "are of another pass than its routes: a second forward of the engine takes routes of its own."
+)
 WITHOUT_CHOICES = (
     "Routes without the choices of indexers can do that. Record both (see indexers). If it stays so, these are not the "
     "routes of these tokens under these weights."
 )
+TOO_FEW = "Measure more sequences: so few tokens do not tell whether replay helps or harms."
+OTHER_SEQUENCES = "Carry log-probs with their tokens through every sort, shuffle and gather between engine and trainer."
 NEXT_TOKEN = (
     "Logits of position p score token p + 1. Cut both sides alike: the first log-prob of a response is that of its "
     "first token."
@@ -255,6 +262,16 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"{'-' if moved > 0 else '+'} 1. So, half of them are within {after:.2e} nats; as they are, {before:.2e}.",
             NEXT_TOKEN,
         )
+    elif measures.order is not None:
+        order, after, before = measures.order
+        numbers = f"{str(order[:16]).strip('[]')}{', ...' if len(order) > 16 else ''}"
+        yield Finding(
+            Severity.PROBLEM,
+            "probabilities",
+            f"The engine's log-probs are those of other sequences, of the trainer's {numbers} in this order. "
+            f"So, they are within {after:.2e} nats on average; as they are, {before:.2e}.",
+            OTHER_SEQUENCES,
+        )
     versions = _known_versions(evidence)
     sampled_by = f" of {_version_words(versions)}" if versions else ""
     over = f"over {many(without.count, 'response token')}{sampled_by}"
@@ -276,6 +293,9 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         yield Finding(Severity.NOTE, "replay", f"R3 helps by a factor of {gain:.3g}: {both}.", USE)
     elif gain > 1 / HELPS:
         yield Finding(Severity.NOTE, "replay", f"R3 makes little difference here: {both}.")
+    elif measures.rise is not None and measures.rise[0] <= SURE * measures.rise[1]:
+        chance = "Replay is seen neither to help nor to harm: k3 rises by no more than chance makes of so few tokens"
+        yield Finding(Severity.NOTE, "replay", f"{chance}; {both}.", TOO_FEW)
     else:
         yield Finding(
             Severity.PROBLEM,
@@ -283,7 +303,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
             WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
-    if replayed.k3 > LARGE and gain > 1 / HELPS and measures.shift is None:
+    if replayed.k3 > LARGE and gain > 1 / HELPS and measures.shift is None and measures.order is None:
         agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
         causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE
         yield Finding(

@@ -70,7 +70,7 @@ class ExecutionRanks:
     def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
         """What moves weights of replicas, made when a plan is first executed. A collective call."""
         if self._engine is None:
-            peers = self._peers or PeerGroup(self.group, timeout_s=self.options.timeout_s)
+            peers = self._peers or PeerGroup(self.group)
             self._engine = TransferEngine(homes, self.options, peers, gathers_late=self.gathers_late)
         return self._engine
 

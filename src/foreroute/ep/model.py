@@ -63,8 +63,7 @@ class ExpertParallelModel:
         self.layers: list[ExpertLayer] = []
         self.group = group
         self.consensus = consensus
-        options = TransferOptions(paths="direct", timeout_s=peers.timeout_s)
-        self.ranks = ExecutionRanks(group, consensus, options, "hf", peers=peers)
+        self.ranks = ExecutionRanks(group, consensus, TransferOptions(paths="direct"), "hf", peers=peers)
         self._peers = peers
         self.in_force = InForce()
         self._step = 0

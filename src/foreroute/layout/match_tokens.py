@@ -18,6 +18,11 @@ from foreroute.layout.rank_rows import PAD
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges, place_of
 
+UNMASKED = (
+    "No attention_mask was given, or none of zeros, and each sequence of the trace is the end of its row of the batch: "
+    "pass the mask, 0 for the padding before it"
+)
+
 
 def locate_rows(
     trace: RoutingTrace,
@@ -54,7 +59,8 @@ def locate_rows(
     rows, objection = _compared(trace, token_ids, length_S)
     if objection:
         sequences = np.split(token_ids, np.cumsum(length_S)[:-1])
-        raise BatchMismatchError(f"{objection}. {_advice(trace, sequences)}")
+        padded = kept_BT.all() and len(ids_BT) == len(trace) and _fits_behind_padding(trace, ids_BT)
+        raise BatchMismatchError(f"{objection}. {UNMASKED if padded else _advice(trace, sequences)}")
     located[kept_BT.reshape(-1)] = rows
     return located
 
@@ -151,6 +157,14 @@ def _compared(
             f"{int(left_out[s])} rows that have a route; cut them on purpose with trace.truncated(lengths)"
         )
     return rows, ""
+
+
+def _fits_behind_padding(trace: RoutingTrace, ids_BT: NDArray[Any]) -> bool:
+    """Whether each row of the batch ends with its sequence of the trace."""
+    begins = ids_BT.shape[1] - trace.lengths
+    return bool((begins >= 0).all()) and all(
+        np.array_equal(ids_BT[s, begin:], trace.tokens(s)) for s, begin in enumerate(begins)
+    )
 
 
 def _advice(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> str:

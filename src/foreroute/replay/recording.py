@@ -307,9 +307,17 @@ def _on_host(values: Any) -> NDArray[Any]:
 def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> RoutingTrace:
     """The rows of all tokens but the last of each sequence."""
     if len(recorded) != len(tokens):
+        advice = (
+            "record each call of generate() in a session of its own, with a key-value cache, and give all sequences "
+            "that it returned"
+        )
+        if 0 < len(tokens) < len(recorded) and recorded.lengths[len(tokens)] == recorded.lengths[0] + 1:
+            advice = (
+                "each forward of generate() ran the whole sequence again, without a key-value cache. Activation "
+                "checkpointing takes it away in training mode: call model.eval() before"
+            )
         raise BatchMismatchError(
-            f"{len(recorded)} sequences were recorded, and the rollout has {len(tokens)}; record each call of "
-            "generate() in a session of its own, with a key-value cache, and give all sequences that it returned"
+            f"{len(recorded)} sequences were recorded, and the rollout has {len(tokens)}; {advice}"
         )
     for s, (row, length) in enumerate(zip(tokens, recorded.lengths.tolist(), strict=True)):
         seen = recorded.tokens(s)[: len(row) - 1]

@@ -338,14 +338,20 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
     drawn = sorted({line.run for line in series})
     sides = [side for side in SIDES if any(line.side == side for line in series)]
     several = drawn if len(runs) > 1 else []
-    of_runs = [Key(runs[place].label, None if sides else colour_of(runs, place), dashes_of(place)) for place in several]
+    of_runs = [Key(runs[place].label, None, dashes_of(place)) if sides else run_key(runs, place) for place in several]
     return (*(Key(SIDE_WORDS[side], SIDE_COLOURS[side]) for side in sides), *of_runs)
+
+
+def run_key(runs: Sequence[Run], position: int) -> Key:
+    """What the line of a run that is of no side looks like: its colour is that of the side which it trains with."""
+    label = f"{runs[position].label}, trained {SIDE_WORDS[runs[position].trains_with]}"
+    return Key(label, colour_of(runs, position), dashes_of(position))
 
 
 def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
     drawn = {line.run for line in series}
     silent = [run.label for place, run in enumerate(runs) if place not in drawn]
-    notes = [f"Not recorded by: {', '.join(silent)}."] if silent else []
+    notes = [f"Not recorded by: {', '.join(f'“{name}”' for name in silent)}."] if silent else []
     # matplotlib leaves these out without a word.
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:

@@ -8,7 +8,7 @@ from pathlib import Path
 from foreroute.records import Run
 from foreroute.report.finding import run_finding
 from foreroute.report.format import quoted
-from foreroute.report.page import Column, Key, Page, PageSection, Table, TableRow, texts, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, texts, write_page
 from foreroute.report.run_tables import (
     WINDOW,
     SummaryRow,
@@ -38,11 +38,11 @@ def write_report(runs: Sequence[Run], target: Path) -> Path:
 
 
 def _page(runs: Sequence[Run]) -> Page:
-    from foreroute.report.figure import colour_of, dashes_of
+    from foreroute.report.figure import run_key
     from foreroute.report.run_plots import rank_load_plots, run_plots
 
     rows = summary_rows(runs)
-    names = tuple(Key(run.label, colour_of(runs, place), dashes_of(place)) for place, run in enumerate(runs))
+    names = tuple(run_key(runs, place) for place in range(len(runs)))
     colours = [key.colour or "" for key in names]
     sections = [
         PageSection(

@@ -95,7 +95,14 @@ def simulation_finding(record: SimulationRecord) -> str:
     if main.training_s > AS_FAST * best.training_s:
         against = rival or main
         worth += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
-    return f"{by}, {named(main, record)} makes recompute and update {worth}."
+    if main.step_s <= AS_FAST * static.step_s:
+        return f"{by}, {named(main, record)} makes recompute and update {worth}."
+    longest = max(range(len(main.stages)), key=lambda stage: main.stages[stage] - static.stages[stage])
+    added = f"{duration(main.stages[longest])} more of {main.stages._fields[longest].replace('_', ' ')}"
+    return (
+        f"{by}, {named(main, record)} makes the whole step {as_fast(static.step_s, main.step_s)} static, with {added}; "
+        f"it makes recompute and update alone {worth}."
+    )
 
 
 def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
@@ -106,13 +113,14 @@ def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
         Tile(
             "cells of a group in a step",
             f"{record.cells_per_group:,}",
-            f"{record.groups_simulated} of {record.groups} groups simulated",
+            f"{record.groups_simulated} of {record.groups} group{'s' * (record.groups != 1)} simulated",
         ),
     )
     if main is static:
         return step
     hours = f"of {1000 * static.gpu_hours:,.3g} without balancing, by {named(main, record)}"
-    return (Tile("GPU-hours saved in 1000 steps", f"{1000 * main.gpu_hours_saved:,.3g}", hours), *step)
+    saved = 1000 * main.gpu_hours_saved
+    return (Tile(f"GPU-hours {'lost' if saved < 0 else 'saved'} in 1000 steps", f"{abs(saved):,.3g}", hours), *step)
 
 
 def executed(record: SimulationRecord) -> str:
@@ -123,8 +131,9 @@ def executed(record: SimulationRecord) -> str:
     for method in record.methods:
         reasons.setdefault(method.not_executed, []).append(method.label)
     done = "; ".join(reasons.pop(()))
-    rest = [f"{'; '.join(labels)} would take {', '.join(missing)}" for missing, labels in reasons.items()]
-    return f"Executed in tests on CPU processes: {done}. Not executed: {'. '.join([*rest, 'Nor are the limits'])}."
+    rest = [f" {'; '.join(labels)} would take {', '.join(missing)}." for missing, labels in reasons.items()]
+    not_executed = f" Not executed:{''.join(rest)}" if rest else ""
+    return f"Executed in tests on CPU processes: {done}.{not_executed} The two limits are never executed."
 
 
 def named(method: MethodRecord, record: SimulationRecord) -> str:

@@ -87,7 +87,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
     """
     config = checked(SimulateConfig, values, source=source)
     cluster, points = config.described(source), config.sweep.points()
-    if config.workload.counts is None:
+    if config.workload.are_drawn:
         require_drawable(config, cluster.topology, cluster.costs.model, source=source)
     if len(points) > MOST_POINTS:
         raise ConfigError(f"{source}: the sweep has {len(points)} points; expected {MOST_POINTS} at most")
@@ -143,16 +143,18 @@ class ClusterConfig(Section):
 
 
 class WorkloadConfig(Section):
-    """Which tokens are routed where: drawn, or your counts."""
+    """Which tokens are routed where: drawn, or yours."""
 
     preset: str | None = None
     """Unevenness, of `simulate.workload.WORKLOADS` ("R8": of real routes); by default that for `expert_parallel`."""
     counts: str | None = None
     """Instead: a counts file, [M, L, G, E], for all groups."""
+    traces: tuple[str, ...] = ()
+    """Instead: trace files of one step, for all groups; sequences are packed as by `foreroute plan`."""
     previous_counts: str | None = None
     """The same for the step before."""
     tokens_per_rank: DrawnTokens | None = None
-    """Tokens of a GPU in a micro-step, to within a tenth; the preset's by default."""
+    """Tokens of a GPU in a micro-step, to within a tenth; the preset's by default. Of traces the most; 16,384."""
     micro_steps: Count = 32
     """M, micro-batches of a rank."""
     layers: Count | None = 4
@@ -173,12 +175,22 @@ class WorkloadConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> WorkloadConfig:
-        drawing = sorted(name for name in DRAWING if getattr(self, name) != type(self).model_fields[name].default)
-        if self.counts is not None and drawing:
-            raise ValueError(f"counts come from a file, and {', '.join(drawing)} would draw them; give one of the two")
-        if self.counts is None and self.previous_counts is not None:
-            raise ValueError("previous_counts go with counts; drawn steps have a step before of their own")
+        drawing = {name for name in DRAWING if getattr(self, name) != type(self).model_fields[name].default}
+        drawing -= {"tokens_per_rank"} if self.traces else set()
+        if self.are_drawn:
+            if self.previous_counts is not None:
+                raise ValueError("previous_counts go with counts; drawn steps have a step before of their own")
+        elif drawing:
+            names = ", ".join(sorted(drawing))
+            raise ValueError(f"counts come from a file, and {names} would draw them; give one of the two")
+        elif self.counts is not None and self.traces:
+            raise ValueError("counts and traces are two workloads; give one of the two")
         return self
+
+    @property
+    def are_drawn(self) -> bool:
+        """Whether counts come from no file."""
+        return self.counts is None and not self.traces
 
 
 class ExecutionConfig(Section):
@@ -249,18 +261,19 @@ class SimulateConfig(Section):
             return tuple(dict.fromkeys(["static", *methods]))
         return methods
 
-    @field_validator("sweep", mode="before")
+    @field_validator("sweep", "workload", mode="before")
     @classmethod
-    def _lists(cls, sweep: Any) -> Any:
-        if isinstance(sweep, dict):
-            return {key: tuple(value) if isinstance(value, list) else value for key, value in sweep.items()}
-        return sweep
+    def _lists(cls, table: Any) -> Any:
+        if isinstance(table, dict):
+            return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+        return table
 
     @model_validator(mode="after")
     def _sweep_can_draw(self) -> SimulateConfig:
-        drawing = [name for name in ("tokens_per_rank", "expert_parallel", "skew") if getattr(self.sweep, name)]
-        if self.workload.counts is not None and drawing:
-            raise ValueError(f"sweep.{drawing[0]} draws other counts, and workload.counts is a file; leave one out")
+        packed = ("skew",) if self.workload.traces else ("tokens_per_rank", "expert_parallel", "skew")
+        drawing = [name for name in packed if getattr(self.sweep, name)]
+        if not self.workload.are_drawn and drawing:
+            raise ValueError(f"sweep.{drawing[0]} draws other counts, and the workload is a file; leave one out")
         return self
 
     def described(self, source: str = "the configuration") -> Cluster:

@@ -24,6 +24,9 @@ from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig
 
+REPEATED_S = 0.1
+"""Seconds of planning below which it is done up to three times, and the shortest counts: a machine disturbs it."""
+
 
 @dataclass(frozen=True)
 class PlannerPreset:
@@ -122,9 +125,13 @@ def serve(method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostM
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
     next(method.method(replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)))
-    before_s = time.process_time()
-    cells = list(method.method(problem))
-    return ServedStep(counts_MLGE, home_LE, method.slots, cells, time.process_time() - before_s)
+    cells: list[CellPlan] = []
+    seconds: list[float] = []
+    while len(seconds) < 3 and sum(seconds) < REPEATED_S:
+        before_s = time.process_time()
+        cells = list(method.method(problem))
+        seconds.append(time.process_time() - before_s)
+    return ServedStep(counts_MLGE, home_LE, method.slots, cells, min(seconds))
 
 
 def all_at_home(problem: BalancerInput) -> ServedStep:

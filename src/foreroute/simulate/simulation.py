@@ -54,7 +54,7 @@ def simulate(
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
     """
     cluster, overlap = config.described(), config.execution.overlap
-    steps = list(group_steps(config, cluster.topology, cluster.costs.model))
+    steps = list(group_steps(config, cluster.topology, cluster.costs))
     methods = _methods(config, dict(balancers or {}), has_previous=steps[0].previous_LE is not None)
     forced: list[Runs] = []
     bound: list[Runs] = []
@@ -235,7 +235,8 @@ def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
     cluster, model = config.cluster, costs.model
     hardware = config.hardware.get("preset", "GPUs of rates of their own")
     return {
-        "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, {cluster.groups} groups",
+        "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, "
+        f"{cluster.groups} group{'s' * (cluster.groups != 1)}",
         "model": f"{config.model.get('preset', 'sizes of its own')}: {model.num_layers} routed layers, "
         f"top-{model.top_k} of {model.num_experts} experts of {model.expert_bytes / 1e6:.1f} MB",
         "dispatcher": costs.dispatcher,

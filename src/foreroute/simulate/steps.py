@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from foreroute.costs.model import ModelShape
+from foreroute.costs.model import CostModel, ModelShape
 from foreroute.errors import ConfigError, CountsError
-from foreroute.plan.counts import check_counts, load_counts
+from foreroute.layout import Packing, pack_sequences
+from foreroute.plan.counts import check_counts, load_counts, packed_counts
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.workload import WORKLOADS, Workload
+from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
+from foreroute.trace import RoutingTrace, load
 
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig, WorkloadConfig
 
 MOST_MEMORY = 2 << 30
 """Bytes. 32 micro-steps of all layers of DeepSeek-V3 on 64 ranks take half of it."""
+TOKEN_BUDGET = 16_384
+"""Most tokens of a rank in a micro-step, where sequences of traces are packed and nobody says how many."""
 
 
-def group_steps(config: SimulateConfig, topology: Topology, model: ModelShape) -> Iterator[BalancerInput]:
+def group_steps(config: SimulateConfig, topology: Topology, costs: CostModel) -> Iterator[BalancerInput]:
     """One for each group that is looked at; they stand in turn for all groups of the cluster.
 
     Raises:
         ConfigError: when a file is of another model.
         CountsError: when a file holds no counts, or those of other ranks.
+        TraceError, LayoutError: when a file holds no trace, or sequences longer than the tokens of a rank.
     """
-    load = config.workload
-    if load.counts is not None:
-        yield _read(config, topology, model)
+    drawn, model, groups = config.workload, costs.model, _groups(config)
+    if not drawn.are_drawn:
+        yield _read(config, topology, costs)
         return
-    groups = _groups(config)
-    workload = drawn_workload(load, topology.num_ranks, model, groups)
-    step, before = (workload.draw(seed=load.seed, step=number) for number in (1, 0))
-    counts, squares_MG = step.counts(), np.zeros((workload.num_micro_steps, workload.num_ranks), np.int64)
-    np.add.at(squares_MG, (step.micro_step_S, step.rank_S), step.rows_S.astype(np.int64) ** 2)
+    workload = drawn_workload(drawn, topology.num_ranks, model, groups)
+    step, before = (workload.draw(seed=drawn.seed, step=number) for number in (1, 0))
+    counts, squares_MG = step.counts(), _squares(step, step.rows_S, (workload.num_micro_steps, workload.num_ranks))
     previous_LE = before.counts().sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(model.num_experts), (workload.num_layers, 1))
     for group in range(groups):
-        part = slice(group * load.micro_steps, (group + 1) * load.micro_steps)
+        part = slice(group * drawn.micro_steps, (group + 1) * drawn.micro_steps)
         yield BalancerInput(counts[part], topology, home_LE, previous_LE, squares_MG=squares_MG[part])
 
 
@@ -126,25 +130,55 @@ def _groups(config: SimulateConfig) -> int:
     return config.cluster.groups if most is None else min(most, config.cluster.groups)
 
 
-def _read(config: SimulateConfig, topology: Topology, model: ModelShape) -> BalancerInput:
-    load = config.workload
-    assert load.counts is not None, "checked by the caller"
-    counts = check_counts(load_counts(Path(load.counts)), num_ranks=topology.num_ranks, top_k=model.top_k)
+def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
+    """Read the traces of one step, and so of one model."""
+    traces = [load(path) for path in paths]
+    for path, trace in zip(paths, traces, strict=True):
+        traces[0].spec.require_same(trace.spec, what=str(path))
+    return traces
+
+
+def packed(traces: Sequence[RoutingTrace], budget: int, num_ranks: int, costs: CostModel) -> Packing:
+    """Say where the sequences of all traces go, so that the attention of ranks takes equally long."""
+    lengths = np.concatenate([trace.lengths for trace in traces])
+    # seconds of one more token of any sequence, and of one more pair of tokens of the same sequence
+    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
+    return pack_sequences(lengths, num_ranks, budget, square_cost=square_s / token_s)
+
+
+def _read(config: SimulateConfig, topology: Topology, costs: CostModel) -> BalancerInput:
+    given, model, ranks = config.workload, costs.model, topology.num_ranks
+    squares_MG, top_k = None, model.top_k
+    if given.counts is not None:
+        source, counts = given.counts, load_counts(Path(given.counts))
+    else:
+        source, traces = ", ".join(given.traces), read_traces(given.traces)
+        packing, top_k = packed(traces, given.tokens_per_rank or TOKEN_BUDGET, ranks, costs), traces[0].spec.top_k
+        counts, lengths = packed_counts(traces, packing), np.concatenate([trace.lengths for trace in traces])
+        squares_MG = _squares(packing, lengths, (packing.num_micro_steps, ranks))
+    counts = check_counts(counts, num_ranks=ranks, top_k=top_k)
     layers, experts = counts.shape[1], counts.shape[3]
-    if experts != model.num_experts or layers > model.num_layers:
+    if (experts, top_k) != (model.num_experts, model.top_k) or layers > model.num_layers:
         raise ConfigError(
-            f"{load.counts} has {layers} layers of {experts} experts, the model {model.num_layers} of "
-            f"{model.num_experts}; set them in [model]"
+            f"{source} has {layers} layers, top-{top_k} of {experts} experts, the model {model.num_layers}, "
+            f"top-{model.top_k} of {model.num_experts}; set them in [model]"
         )
-    require_memory((1, counts.shape[0], layers), topology, model, source=load.counts)
+    require_memory((1, counts.shape[0], layers), topology, model, source=source)
     previous_LE = None
-    if load.previous_counts is not None:
-        before = load_counts(Path(load.previous_counts))
+    if given.previous_counts is not None:
+        before = load_counts(Path(given.previous_counts))
         if before.shape[1::2] != (layers, experts):
             raise CountsError(
-                f"{load.previous_counts} has {before.shape[1]} layers of {before.shape[3]} experts, {load.counts} "
+                f"{given.previous_counts} has {before.shape[1]} layers of {before.shape[3]} experts, {source} "
                 f"{layers} of {experts}; expected the same"
             )
         previous_LE = before.sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(experts), (layers, 1))
-    return BalancerInput(counts, topology, home_LE, previous_LE)
+    return BalancerInput(counts, topology, home_LE, previous_LE, squares_MG=squares_MG)
+
+
+def _squares(step: Packing | DrawnStep, lengths_S: NDArray[np.integer], shape: tuple[int, int]) -> NDArray[np.int64]:
+    """int64 [M, G], sums of squared lengths of sequences."""
+    squares_MG = np.zeros(shape, np.int64)
+    np.add.at(squares_MG, (step.micro_step_S, step.rank_S), lengths_S.astype(np.int64) ** 2)
+    return squares_MG

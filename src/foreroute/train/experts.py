@@ -122,12 +122,7 @@ class ExpertParallel(OneProcess):
         if config.dense == "fsdp2":
             self._placed.shard_dense()
         self._placed.use(
-            TransferOptions(
-                paths=config.paths,
-                prefetch=config.prefetch,
-                timeout_s=config.timeout_s,
-                directory=Path(config.shared_memory),
-            )
+            TransferOptions(paths=config.paths, prefetch=config.prefetch, directory=Path(config.shared_memory))
         )
         self._planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")

@@ -45,7 +45,9 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
             raise ConfigError(
                 f"{config.model.family} has no activation checkpointing; set model.gradient_checkpointing = false"
             )
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # older transformers have the second name alone
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     to_training(model)
     try:
         return hf.attach(model)

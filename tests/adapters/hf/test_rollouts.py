@@ -6,6 +6,7 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.mismatch import token_mismatch
 from foreroute.testing.models import tiny
 from foreroute.trace import digest
 from tests.adapters.hf.model_runs import batch_of
@@ -148,5 +149,48 @@ def test_a_rollout_of_nothing_is_refused(routed):
 
 def test_a_rollout_without_a_cache_is_refused(routed):
     recording, output, mask = sampled(routed, use_cache=False)
-    with pytest.raises(BatchMismatchError, match="with a key-value cache"):
+    with pytest.raises(
+        BatchMismatchError, match=r"without a key-value cache. Activation checkpointing .*model.eval\(\)"
+    ):
         recording.rollout(output, mask)
+
+
+def test_two_calls_of_generate_in_one_session_are_refused(routed):
+    with routed.record() as recording:
+        for _ in range(2):
+            output = routed.model.generate(**batch_of(4, 4), max_new_tokens=2, pad_token_id=PAD)
+    with pytest.raises(BatchMismatchError, match="4 sequences were recorded, and the rollout has 2; record each call"):
+        recording.rollout(output)
+
+
+def test_log_probs_of_the_engine_are_those_of_the_pass_that_made_its_routes():
+    """A second forward of it takes other routes, beside which replay looks worse than it is."""
+    engine, model = tiny("qwen3_moe").bfloat16().eval(), tiny("qwen3_moe").eval()
+    by_engine, by_trainer = hf.attach(engine), hf.attach(model)
+    prompts = torch.randint(1, 50, (16, 5), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    with by_engine.record() as recording:
+        sampled = engine.generate(
+            prompts, max_new_tokens=24, min_new_tokens=24, do_sample=True, pad_token_id=PAD, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    responses, rollout = sampled.sequences[:, 5:, None], recording.rollout(sampled.sequences)
+
+    def logprobs(logits):
+        return logits.float().log_softmax(-1).gather(-1, responses)[..., 0]
+
+    def forward(model):
+        with torch.no_grad():
+            return logprobs(model(sampled.sequences).logits[:, 4:-1])
+
+    with by_trainer.replay(rollout):
+        trainer = forward(model)
+    with by_engine.replay(rollout):
+        again = forward(engine)
+    mask = torch.ones_like(responses[..., 0])
+    k3 = [
+        token_mismatch(trainer, each, mask=mask).k3
+        for each in (logprobs(torch.stack(sampled.logits, 1)), again, forward(engine))
+    ]
+    assert k3[0] == pytest.approx(k3[1], rel=0.5)
+    assert k3[2] > 2 * max(k3[:2])

@@ -10,6 +10,7 @@ import torch
 from transformers import modeling_layers
 
 from foreroute.adapters import hf
+from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.family_checks import require_bit_equal
@@ -142,3 +143,19 @@ def test_prediction_heads_route_themselves():
     assert len(log) == 1
     assert torch.equal(seen, predicted(hidden))
     assert routed.router_paths == ("model.layers.1.mlp.gate", "model.layers.2.mlp.gate")
+
+
+def test_a_router_whose_copy_is_off_is_named():
+    """PEFT trains a copy of the router, and runs the router itself where the adapter is off."""
+    model = with_lora(modules_to_save=["gate"])
+    routed = hf.attach(model)
+    routes = random_routes(routed.spec, BATCH)
+    with routed.replay(routes), torch.no_grad():
+        model(**BATCH)
+    with (
+        pytest.raises(ReplayError, match=r"modules_to_save.default selected 0 times .* as under disable_adapter\(\)"),
+        routed.replay(routes),
+        torch.no_grad(),
+        model.disable_adapter(),
+    ):
+        model(**BATCH)

@@ -161,7 +161,7 @@ def test_nothing_is_written_while_another_rank_still_reads(workers):
 )
 def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, kind, paths):
     """Killed, or with an error of its own while its process lives on: the others do not wait for ever."""
-    options = TransferOptions(paths=paths, timeout_s=GONE_S)
+    options = TransferOptions(paths=paths)
     group = doomed(4)
     outcomes = group.outcomes(end_in_a_step, random_plan(0, ranks=4, slots=3), options, kind)
     mapped = group.outcomes(count_mapped)

@@ -89,7 +89,7 @@ def backends_that_go_by_host(rank):
     return [transfer_peers.travels_by_host(tensor, group) for tensor in (torch.zeros(1), elsewhere)]
 
 
-WAITED_S = 0.5
+WAITED_S, GROUP_S = 0.5, 3.0
 QUESTIONS = {
     "objections": lambda consensus: consensus.objections(None, "asking"),
     "most": lambda consensus: consensus.most(torch.zeros(1), "asking"),
@@ -123,3 +123,22 @@ def test_a_rank_that_waits_in_vain_says_for_how_long(told, question):
     waited = re.match(r"asking: rank 1 waited (\d+\.\d) s for another rank in vain", told[question])
     assert waited is not None, told[question]
     assert WAITED_S <= float(waited[1]) < 20
+
+
+def ask_in_a_group(rank):
+    """How long rank 1 waits beside a group of a short timeout, of which rank 0 answers nothing."""
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_S))
+    consensus, transfers = RankConsensus(group), PeerGroup(group)
+    begun = time.monotonic()
+    if rank:
+        with pytest.raises(TransferError, match="in vain"):
+            consensus.objections(None, "asking")
+    waited = time.monotonic() - begun
+    dist.barrier()
+    return waited, transfers.timeout_s
+
+
+def test_a_missing_rank_is_waited_for_as_long_as_the_group_says(workers):
+    waited, of_transfers = workers(2).run(ask_in_a_group)[1]
+    assert GROUP_S <= waited + 0.1 < 20
+    assert of_transfers == GROUP_S

@@ -156,7 +156,6 @@ def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers
     [
         ({"paths": "both"}, "paths is 'both'"),
         ({"prefetch": -1}, "prefetch is -1"),
-        ({"timeout_s": 0}, "timeout_s is 0"),
     ],
 )
 def test_impossible_options_are_refused(options, message):

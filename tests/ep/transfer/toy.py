@@ -4,7 +4,6 @@ Expert e of a cell gets the same rows on all ranks. Its home and its replicas ea
 the sum over all of them, so that under any placement loss and home gradients are those of one process that has it all.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -196,5 +195,4 @@ def largest_difference(plan, homes, rank):
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
     """An engine with its trainable shards."""
     homes = shards(plan, rank) if homes is None else homes
-    options = replace(options or TransferOptions(), timeout_s=20.0)
-    return TransferEngine(dict(enumerate(homes)), options, peers(kind=kind)), homes
+    return TransferEngine(dict(enumerate(homes)), options or TransferOptions(), peers(kind=kind)), homes

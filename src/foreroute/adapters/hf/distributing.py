@@ -53,7 +53,7 @@ def distribute(
     group: dist.ProcessGroup | None = None,
     *,
     home_LE: NDArray[np.integer] | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
 ) -> ExpertParallelModel:
     """Keep on each rank only the experts that live there, and run the model expert-parallel from now on.
 
@@ -65,7 +65,8 @@ def distribute(
             optimizer, FSDP, or expert parallelism of transformers' own.
         group: the expert-parallel ranks, on which rows are exchanged; all by default.
         home_LE: integers [L, E], the rank that every expert lives on, E / G on each; in blocks of E / G by default.
-        timeout_s: seconds after which a rank that does not answer a transfer or a vote is taken for dead.
+        timeout_s: seconds after which a rank that does not answer a transfer or a vote is taken for dead; those of
+            `group` by default.
 
     Raises:
         AttachError: on every rank alike, when torch is older than 2.10, when the model of a rank has no experts that
@@ -88,7 +89,7 @@ def distribute_pretrained(
     group: dist.ProcessGroup | None = None,
     *,
     dtype: torch.dtype | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
 ) -> ExpertParallelModel:
     """Load a causal language model of which each rank reads only the experts that live there.
 

@@ -53,7 +53,7 @@ class TransferEngine:
         self, homes: Mapping[int, Home], options: TransferOptions, peers: PeerGroup, *, gathers_late: bool = False
     ) -> None:
         self._homes, self._options, self._peers, self._gathers_late = homes, options, peers, gathers_late
-        self._consensus = RankConsensus(peers.group, timeout_s=options.timeout_s)
+        self._consensus = RankConsensus(peers.group)
         _agree_on_engine(self._consensus, homes, options)
         self._channels = Channels(peers, None, TransferLane(device_of(homes)))
         self._slots: SlotSets | None = None
@@ -241,7 +241,7 @@ class TransferEngine:
             return
         host_bytes, direct_bytes = self._received_bytes
         self._received_bytes = (host_bytes + batch.host_bytes, direct_bytes + batch.direct_bytes)
-        batch.wait(self._options.timeout_s)
+        batch.wait(self._peers.timeout_s)
 
     def _end_batches(self) -> None:
         for slots in self._slots or ():
@@ -283,21 +283,17 @@ class TransferOptions:
         paths: "host", through host memory within a node and from peer to peer between nodes; or "direct", from peer to
             peer.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
-        timeout_s: a rank that does not answer for so long is taken for dead.
         directory: of node-shared memory.
     """
 
     paths: FetchPath = "host"
     prefetch: int = 1
-    timeout_s: float = 600.0
     directory: Path = DIRECTORY
 
     def __post_init__(self) -> None:
         check_paths(self.paths)
         if self.prefetch < 0:
             raise ConfigError(f"prefetch is {self.prefetch}; expected 0 cells or more")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; expected more than 0 seconds")
 
 
 @dataclass(frozen=True)

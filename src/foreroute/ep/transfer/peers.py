@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,14 +55,19 @@ class PeerGroup:
     Args:
         along, ranks: as in `own_group`, which it is made by.
         timeout_s: seconds after which a peer that does not answer is taken for dead; on NCCL, that of the group holds.
+
+    Attributes:
+        timeout_s: that holds.
     """
 
-    def __init__(self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float | None = None
+    ) -> None:
         shared = along[-1] if along else dist.group.WORLD
         assert shared is not None, "torch.distributed has a default group once it is initialised"
         on_nccl = ranks is None and has_nccl(shared)
-        self.timeout_s = timeout_s
         self.group = shared if on_nccl else own_group(*along, ranks=ranks, timeout_s=timeout_s)
+        self.timeout_s = _timeout_of(self.group).total_seconds()
         dist.barrier(self.group)
         if has_nccl(self.group) and torch.cuda.is_available():
             # NCCL wants all ranks in the first call on a group, and the first exchange may leave some out; the barrier
@@ -205,7 +210,10 @@ def _lost_rank(what: str, rank: int, error: Exception, seconds: float) -> Transf
 
 
 def own_group(
-    *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float, backend: str | None = None
+    *along: dist.ProcessGroup,
+    ranks: list[int] | None = None,
+    timeout_s: float | None = None,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """Make a new group.
 
@@ -213,10 +221,11 @@ def own_group(
         along: groups that join its ranks; a collective call of each of them, one after the other. With two, as of rows
             and columns, every rank of the new group is reached by one step in each. The whole world by default.
         ranks: global ranks of the group, ascending, with this one among them; those of `along` by default.
-        timeout_s: of its collectives, in seconds.
+        timeout_s: of its collectives, in seconds; by default that of the last of `along`, or of the whole world.
         backend: that of the default group by default.
     """
-    timeout = timedelta(seconds=timeout_s)
+    given = along[-1] if along else dist.group.WORLD
+    timeout = _timeout_of(given) if timeout_s is None else timedelta(seconds=timeout_s)
     if not along and ranks is None:
         everyone: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
         return everyone
@@ -225,6 +234,13 @@ def own_group(
     members = dist.get_process_group_ranks(along[-1]) if ranks is None else ranks
     made: dist.ProcessGroup = dist.new_group(members, timeout=timeout, backend=backend, use_local_synchronization=True)
     return made
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """Of its collectives: as it was made, or torch's default where its backend does not say."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
+    return timeout
 
 
 def _level(group: dist.ProcessGroup | None) -> None:
