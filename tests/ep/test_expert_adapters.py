@@ -98,6 +98,33 @@ def test_peft_loads_what_ranks_have_written_together(workers, tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
 
 
+def loaded(rank, folder):
+    """Of a model that ranks read their experts of: how far log-probs are off one process, what was drawn, and whether
+    PEFT's own loading takes up the first adapters again.
+    """
+    placed = hf.distribute_pretrained(folder, dtype=torch.float64, adapt=with_lora, timeout_s=20)
+    drawn = placed.state_dict()
+    alone = with_lora(tiny("qwen3_moe", seed=1).double())
+    alone.load_state_dict(drawn)
+    with torch.no_grad():
+        logits = [model.eval()(**batch(rank, 0, 0), use_cache=False).logits for model in (placed.model, alone)]
+    factors = [by_expert(name, tensor) for name, tensor in drawn.items() if ".experts." in name and "lora_" in name]
+    num_alike = sum(len(factor.unique(dim=0)) < 8 for factor in factors)
+    first = peft.get_peft_model_state_dict(alone, {name: tensor * 2 for name, tensor in drawn.items()})
+    peft.set_peft_model_state_dict(placed.model, first)
+    again = peft.get_peft_model_state_dict(alone, placed.state_dict())
+    took = all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    return float((logits[0] - logits[1]).abs().max()), (len(factors), num_alike), took
+
+
+def test_a_folder_is_adapted_on_each_rank_and_no_two_experts_begin_alike(workers, tmp_path):
+    tiny("qwen3_moe", seed=1).save_pretrained(tmp_path)
+    for off, drawn, took in workers(2).run(loaded, tmp_path):
+        assert off < WITHIN
+        assert drawn == (12, 0)
+        assert took
+
+
 def adapted_late(rank):
     """What a forward says when PEFT comes after the experts were spread; a new adapter, and the first."""
     said = []

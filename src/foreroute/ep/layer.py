@@ -181,7 +181,7 @@ class ExpertLayer:
         """The experts that live here, of a tensor of all in logical order; copied."""
         return chosen(full, self._here(), axis)
 
-    def gather(self, local: Tensor, axis: ExpertAxis) -> Tensor:
+    def gather(self, local: Tensor, axis: ExpertAxis = IN_FRONT) -> Tensor:
         """What every rank has of a tensor to a new one of all experts in logical order, on every rank.
 
         A collective call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
-from foreroute.adapters.hf.expert_adapters import adapters_of, keep_adapters, require_adaptable
+from foreroute.adapters.hf.expert_adapters import (
+    adapters_of,
+    draw_adapters,
+    hand_over,
+    keep_adapters,
+    require_adaptable,
+)
 from foreroute.adapters.hf.sharded_checkpoint import ShardedCheckpoint
 from foreroute.core.hooks import is_hooked
 from foreroute.ep import ExpertLayer, ExpertParallelModel
@@ -93,6 +99,7 @@ def distribute_pretrained(
     group: dist.ProcessGroup | None = None,
     *,
     dtype: torch.dtype | None = None,
+    adapt: Callable[[nn.Module], nn.Module] | None = None,
     timeout_s: float = 600.0,
 ) -> ExpertParallelModel:
     """Load a causal language model of which each rank reads only the experts that live there.
@@ -104,6 +111,8 @@ def distribute_pretrained(
         folder: with config.json and safetensors, as transformers saves them; the same on all ranks.
         group: as in `distribute`.
         dtype: of the weights; as they were saved by default.
+        adapt: puts PEFT's adapters on the model that it is given, which has this rank's experts alone, and returns
+            PEFT's, as `get_peft_model` does. Ranks are seeded alike; adapters of experts are drawn apart afterwards.
         timeout_s: as in `distribute`.
 
     Returns:
@@ -122,8 +131,19 @@ def distribute_pretrained(
     paths = [path for path, _ in found]
     own = range(here[0], here[-1] + 1)
     model = found_alike(consensus, ConfigError, LOOKING, lambda: checkpoint.load(paths, own, dtype))
-    sites = [(path, model.get_submodule(path)) for path in paths]
-    _require_same_models(model, homes_LE, consensus, apart={id(p) for _, module in sites for p in module.parameters()})
+    experts = [model.get_submodule(path) for path in paths]
+    apart = {id(parameter) for module in experts for parameter in module.parameters()}
+    if adapt is not None:
+        model = adapt(model)
+        path_of = {module: path for path, module in model.named_modules()}
+        paths = [path_of[module] for module in experts]
+        for path in paths:
+            require_adaptable(model, path, ranks.size())
+            factors = [factor for adapter in adapters_of(model, path) for _, factor, _ in adapter.factors]
+            apart |= {id(parameter) for factor in factors for parameter in factor.parameters()}
+        draw_adapters(model, paths, ranks.rank())
+    sites = list(zip(paths, experts, strict=True))
+    _require_same_models(model, homes_LE, consensus, apart=apart)
     return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
 
 
@@ -147,6 +167,7 @@ def _placed(
     ExpertsInterface.register(NAME, _run_stand_in)
     for number, (path, module) in enumerate(sites):
         adapters = adapters_of(model, path)
+        hand_over(model, path, homes_LE.shape[1] // ranks.size())
         layer = ExpertLayer(number, path, module, homes_LE[number], ranks, placed.in_force, adapters)
         placed.layers.append(layer)
         module.__dict__[STAND_IN] = layer

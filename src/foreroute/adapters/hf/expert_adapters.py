@@ -7,12 +7,13 @@ as ever, on the experts of this rank; what experts compute with, replicas too, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -36,7 +37,7 @@ def require_adaptable(model: nn.Module, path: str, num_ranks: int) -> None:
         where, experts = f"{path}.{wrapper.parameter_name}", wrapper.get_base_layer()
         if wrapper.merged:
             raise AttachError(f"adapters of {where} are merged into it; call unmerge_adapter() of the PEFT model first")
-        if wrapper.num_experts != experts.num_experts:
+        if wrapper.get_param().dim() != 3:
             raise AttachError(
                 f"{where} is adapted as one matrix, expected one for each of {experts.num_experts} experts; name "
                 "gate_up_proj, up_proj or down_proj in target_parameters"
@@ -60,12 +61,27 @@ def adapters_of(model: nn.Module, path: str) -> list[ExpertAdapter]:
 
 
 def keep_adapters(model: nn.Module, path: str, experts: NDArray[np.integer]) -> None:
-    """Leave some experts, integers in ascending order, to adapters; and to the layer what PEFT does in a forward."""
+    """Leave some experts, integers in ascending order, to adapters."""
     for adapter in adapters_of(model, path):
         for _, factor, axis in adapter.factors:
             keep_experts(factor, experts, axis)
+
+
+def draw_adapters(model: Any, paths: Iterable[str], rank: int) -> None:
+    """Draw factors anew, by other numbers on each rank, where ranks have made those of their own experts alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed() + 1 + rank)
+        for wrapper in [each for path in paths for each in _wrappers(model, path)]:
+            for name, factor_A in wrapper.lora_A.items():
+                factor_A.reset_parameters()
+                wrapper.lora_B[name].reset_parameters()
+                wrapper.reset_lora_parameters(name, model.peft_config[name].init_lora_weights)
+
+
+def hand_over(model: nn.Module, path: str, num_experts: int) -> None:
+    """Tell PEFT how many experts there are here, and that the layer does what PEFT would do in a forward."""
     for wrapper in _wrappers(model, path):
-        wrapper.num_experts = len(experts)
+        wrapper.num_experts = num_experts
         wrapper._activate_lora = partial(_left_to_the_layer, wrapper, frozenset(wrapper.lora_A))
 
 
