@@ -10,7 +10,7 @@ import torch
 from foreroute.ep import compute
 from foreroute.ep.dispatch import RowGroups
 from tests.ep import training_worker
-from tests.ep.training import MICRO_STEPS, Case
+from tests.ep.training import MICRO_STEPS, Case, by_expert
 from tests.tiers import grid
 
 MODELS = (("qwen3_moe", 2), ("gpt_oss", 4), ("deepseek_v3", 8))
@@ -24,7 +24,12 @@ UNSPLIT = [
 SPLIT = [
     replace(case, dtype=dtype)
     for dtype in (torch.float32, torch.bfloat16)
-    for case in (Case(plan=1), Case(plan=2, use_reentrant=False), Case(plan=3, weights="shared"))
+    for case in (
+        Case(plan=1),
+        Case(plan=2, use_reentrant=False),
+        Case(plan=3, weights="shared"),
+        Case(plan=4, lora=True),
+    )
 ]
 
 
@@ -44,7 +49,7 @@ def static(workers):
     found = {}
 
     def of(case):
-        at_home = Case(case.family, case.ranks, plan="static", dtype=case.dtype)
+        at_home = Case(case.family, case.ranks, plan="static", dtype=case.dtype, lora=case.lora)
         if at_home not in found:
             found[at_home] = workers(case.ranks).run(training_worker.train, at_home)
         return found[at_home]
@@ -71,11 +76,12 @@ def test_where_experts_are_split_all_is_equal_but_their_gradients(workers, stati
         assert split_LE.any()
         experts = sorted({_layer(name) for name in expected["grads"] if ".experts." in name})
         for name, grad in expected["grads"].items():
-            differs = (outcome["grads"][name] != grad).flatten(1 if grad.ndim > 1 else 0).any(-1)
+            differs = outcome["grads"][name] != grad
             if ".mlp.experts." not in name:
                 assert not differs.any(), name
             else:
-                assert not (differs.numpy() & ~split_LE[experts.index(_layer(name))]).any(), name
+                differs_E = by_expert(name, differs).flatten(1).any(-1)
+                assert not (differs_E.numpy() & ~split_LE[experts.index(_layer(name))]).any(), name
 
 
 def _layer(name):

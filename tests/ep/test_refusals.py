@@ -270,6 +270,27 @@ def with_another_buffer(rank):
     hf.distribute(model)
 
 
+def adapted(parameter, model=None, merge=False):
+    """With LoRA on a parameter of experts."""
+    config = LoraConfig(target_parameters=[f"experts.{parameter}"], r=2)
+    model = get_peft_model(model or tiny("qwen3_moe"), config)
+    if merge:
+        model.merge_adapter()
+    return model
+
+
+class Wrapper(nn.Module):
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def wrapped(rank):
+    model = tiny("qwen3_moe")
+    model.model.layers[0].mlp.experts = Wrapper(model.model.layers[0].mlp.experts)
+    hf.distribute(model)
+
+
 ATTACHED = {
     "AttachError: ranks differ in model.embed_tokens.weight": lambda rank: hf.distribute(tiny("qwen3_moe", seed=rank)),
     "AttachError: ranks differ in model.layers.0.mlp.experts.down_proj": with_experts(
@@ -289,8 +310,13 @@ ATTACHED = {
     "AttachError: has a PReLU, an activation that is learnt": with_experts(
         lambda experts, rank: setattr(experts, "act_fn", nn.PReLU())
     ),
-    "AttachError: is wrapped by a ParamWrapper": lambda rank: hf.distribute(
-        get_peft_model(tiny("qwen3_moe"), LoraConfig(target_parameters=["mlp.experts.gate_up_proj"], r=2))
+    "AttachError: model.layers.0.mlp.experts.base_layer is wrapped by a Wrapper": wrapped,
+    "AttachError: gate_up_proj are merged into it": lambda rank: hf.distribute(adapted("gate_up_proj", merge=True)),
+    "AttachError: gate_up_proj_bias is adapted as one matrix": lambda rank: hf.distribute(
+        adapted("gate_up_proj_bias", tiny("gpt_oss"))
+    ),
+    "AttachError: down_proj is adapted, and each rank would have one expert": lambda rank: hf.distribute(
+        adapted("down_proj", tiny("gpt_oss", num_local_experts=2))
     ),
     "AttachError: is on the meta device": lambda rank: hf.distribute(tiny("qwen3_moe").to("meta")),
     "AttachError: model.layers.1.mlp.experts.scale is torch.float32 [8]": with_experts(

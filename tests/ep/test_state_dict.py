@@ -51,12 +51,12 @@ def test_state_is_in_logical_order_whatever_the_homes(workers, family):
     assert workers(2).run(shuffled, family) == [(True, True)] * 2
 
 
-def moved_between_steps(rank, moves):
+def moved_between_steps(rank, moves, lora):
     """Weights after three Adam steps; `moves` puts the homes elsewhere after each."""
-    model = policy(SINGLE)
+    model = policy(replace(SINGLE, lora=lora))
     routed = hf.attach(model)
     placed = hf.distribute(model, timeout_s=20)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     received = 0
     for step in range(3):
         with replaying(routed, SINGLE, rank, step, 0):
@@ -71,8 +71,9 @@ def moved_between_steps(rank, moves):
 
 
 @pytest.mark.slow
-def test_homes_move_between_steps_and_change_nothing(workers):
-    stay, move = (workers(2).run(moved_between_steps, moves) for moves in (False, True))
+@pytest.mark.parametrize("lora", [False, True])
+def test_homes_move_between_steps_and_change_nothing(workers, lora):
+    stay, move = (workers(2).run(moved_between_steps, moves, lora) for moves in (False, True))
     for (expected, none), (found, received) in zip(stay, move, strict=True):
         assert (none, received > 0) == (0, True)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -52,6 +52,14 @@ SLOW = [
 ]
 """With those, every pair of values of any two axes. By night eight ranks, and all of them with the other families."""
 
+WITH_LORA = [
+    Case(QWEN, 2, "replay", 2, weights="layer", dtype=DOUBLE, lora=True),
+    Case(GPT, 2, "replay", 5, use_reentrant=True, dtype=DOUBLE, lora=True),
+    Case(QWEN, 4, "replay", 6, use_reentrant=False, weights="shared", dtype=DOUBLE, lora=True),
+    Case(DEEPSEEK, 2, "live", dtype=DOUBLE, lora=True),
+]
+"""PEFT's adapters on experts, whose base is not trained."""
+
 
 def sampled():
     """Give all rows with all families, each marked with when it runs."""
@@ -62,6 +70,8 @@ def sampled():
                 if family != row.family:
                     other = replace(row, family=family)
                     yield pytest.param(other, marks=pytest.mark.exhaustive, id=other.id)
+    for number, row in enumerate(WITH_LORA):
+        yield pytest.param(row, marks=pytest.mark.slow if number else (), id=row.id)
 
 
 def values_of(case):
@@ -145,10 +155,15 @@ def test_training_is_that_of_one_process(workers, case):
 
 @pytest.mark.parametrize("weights", ["lost", pytest.param("doubled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "family", [QWEN, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (GPT, DEEPSEEK))]
+    ("family", "lora"),
+    [
+        (QWEN, False),
+        pytest.param(QWEN, True, marks=pytest.mark.slow),
+        *(pytest.param(each, False, marks=pytest.mark.exhaustive) for each in (GPT, DEEPSEEK)),
+    ],
 )
-def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, family, weights):
-    case = Case(family, 2, plan=5, weights=weights)
+def test_the_comparison_sees_gradients_lost_or_doubled_on_their_way_home(workers, family, lora, weights):
+    case = Case(family, 2, plan=5, weights=weights, lora=lora)
     truth = train_alone(replace(case.alone, dtype=torch.float64))
     allowed = errors(train_alone(case.alone), truth)
     found = errors(of_all_ranks(workers(2).run(training_worker.train, case)), truth)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+import peft
 import torch
 
 import foreroute as fr
@@ -15,6 +16,8 @@ from tests.adapters.hf.model_runs import batch_of, checkpoint_by_hand, enable_ch
 from tests.traces import foreign_choices
 
 STEPS, MICRO_STEPS = 3, 2
+RANK = 3
+"""Of adapters."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Case:
         dtype: of the model.
         weights: where replicas come from: "direct", or an engine with slots by "layer" or "shared"; "lost"
             and "doubled" with gradients tampered with.
+        lora: whether only PEFT's adapters are trained, those of every expert's matrices and of the attention.
     """
 
     family: str = "qwen3_moe"
@@ -44,12 +48,14 @@ class Case:
     missing: str | None = None
     dtype: torch.dtype = torch.float32
     weights: str = "direct"
+    lora: bool = False
 
     @property
     def id(self):
         ways = {None: "plain", True: "reentrant", False: "non_reentrant", "by hand": "by_hand"}
         parts = [self.family, f"{self.ranks}_ranks", self.routing, f"plan_{self.plan}", ways[self.use_reentrant]]
         parts += [f"{self.missing}_tokens_missing"] * bool(self.missing) + [self.weights]
+        parts += ["lora"] * self.lora
         return "-".join([*parts, str(self.dtype).removeprefix("torch.")])
 
     @property
@@ -69,7 +75,18 @@ def policy(case):
         checkpoint_by_hand(model, use_reentrant=False)
     else:
         enable_checkpointing(model.train(), case.use_reentrant)
-    return model
+    return with_lora(model, case.use_reentrant) if case.lora else model
+
+
+def with_lora(model, use_reentrant=None):
+    """With adapters that change something from the first."""
+    if use_reentrant:
+        model.enable_input_require_grads()
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=RANK, target_modules=["o_proj"], target_parameters=experts, init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, config)
 
 
 def batch(rank, step, micro_step):
@@ -99,6 +116,13 @@ def routes(spec, case, rank, step, micro_step):
     valid_N = trace.valid_N.copy()
     valid_N[trace.offsets[:-1] + 1] = False
     return replace(trace, valid_N=valid_N)
+
+
+def by_expert(name, tensor):
+    """[8, ...], a parameter of all experts or its gradient, or the factors of adapters in PEFT's order."""
+    if "lora_A" in name:
+        return tensor.unflatten(0, (8, RANK))
+    return tensor.unflatten(1, (RANK, 8)).movedim(2, 0) if "lora_B" in name else tensor
 
 
 def optimizer_of(model):

@@ -154,10 +154,5 @@ def homes(case, spec):
 
 
 def whole_gradients(placed):
-    grads = {}
-    for name, parameter in placed.model.named_parameters():
-        if parameter.grad is None:
-            continue
-        home = placed.layer_of(parameter)
-        grads[name] = parameter.grad.clone() if home is None else home.gather(parameter.grad)
-    return grads
+    trained = {name: p for name, p in placed.model.named_parameters() if p.grad is not None}
+    return {name: placed.whole(parameter, parameter.grad).clone() for name, parameter in trained.items()}

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from foreroute.ep.adapters import LowRankTerm, adapted, with_adapters
 from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
-from foreroute.ep.transfer.replica_weights import segment_sums
+from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.replica_weights import Cell, Home, segment_sums
 from foreroute.errors import AttachError
 
 LEAST_TORCH = "2.10"
@@ -40,7 +42,7 @@ def run_experts(
     rows_RD: Tensor,
     gates_R1: Tensor,
     groups: RowGroups,
-    replicas: Replicas | None = None,
+    replicas: StackedReplicas | None = None,
 ) -> Tensor:
     """Up, gate and down projection of every group with its own weights, times the gate weight of each row.
 
@@ -116,7 +118,7 @@ def _grouped_linear(
     rows: Tensor,
     gates_R1: Tensor | None,
     groups: RowGroups,
-    replicas: Replicas | None,
+    replicas: StackedReplicas | None,
 ) -> Tensor:
     """Apply one projection to rows that are weighted already; gate weights, where given, weight the bias alone."""
     bias, weight = f"{name}_bias", weights[name]
@@ -124,17 +126,12 @@ def _grouped_linear(
     if replicas is None:
         out = _grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), groups)
     else:
-        out = BorrowedProduct.apply(rows, weight, partial(_again, replicas, name), module.is_transposed, groups)
+        out = BorrowedProduct.apply(rows, weight, partial(replicas.again, name), module.is_transposed, groups)
     if not module.has_bias:
         return out
-    bias_again = None if replicas is None else partial(_again, replicas, bias)
+    bias_again = None if replicas is None else partial(replicas.again, bias)
     biased: Tensor = AddBias.apply(out, weights[bias], gates_R1, groups, bias_again)
     return biased
-
-
-def _again(replicas: Replicas, name: str) -> Tensor:
-    """A borrowed weight, in backward."""
-    return replicas.weights[name]
 
 
 class AddBias(torch.autograd.Function):
@@ -195,10 +192,14 @@ class StackedReplicas(Replicas):
     """Replicas beside an experts module whose parameters have an axis of experts in front.
 
     `home` is name -> [E / G, ...]; home experts compute with what `announce` gives, to whose gradients those of
-    replicas are added in place.
+    replicas are added in place. `terms` are what adapters add to parameters; their factors are in `home`.
     """
 
     home: Mapping[str, Tensor]
+
+    def __init__(self, cell: Cell, source: TransferEngine, home: Home, terms: Sequence[LowRankTerm] = ()) -> None:
+        super().__init__(cell, source, home)
+        self._terms = terms
 
     def compute(self, module: Any, rows_RD: Tensor, gates_R1: Tensor, groups: RowGroups) -> Tensor:
         """`run_experts` by the replicas here; [R, D]. All ranks call it, those without a replica too.
@@ -209,10 +210,16 @@ class StackedReplicas(Replicas):
         token, borrowed = self.borrow()
         if groups.sizes_S:
             weights = dict(zip(self.home, borrowed, strict=True))
-            out = run_experts(module, weights, rows_RD, gates_R1, groups, self)
+            # autograd keeps factors, which are small: not in slots
+            weights |= {name: weights[name].clone() for term in self._terms for name in term[1:3]}
+            out = run_experts(module, with_adapters(weights, self._terms), rows_RD, gates_R1, groups, self)
         else:
             out = rows_RD.to(next(iter(self.home.values())).dtype)
         return self.give_up(token, out)
+
+    def again(self, name: str) -> Tensor:
+        """A borrowed weight, in backward."""
+        return adapted(name, self.weights, self._terms)
 
     def parameters(self) -> list[Tensor]:
         """Name after name."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,13 +12,28 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from foreroute.ep.adapters import ExpertAdapter, with_adapters
 from foreroute.ep.compute import StackedReplicas, row_multiple, run_experts
 from foreroute.ep.dispatch import CellRows, Combine, Dispatch, DispatchHandle, gather_counts, rows_on
 from foreroute.ep.execution import InForce
-from foreroute.ep.shards import LogicalExperts
+from foreroute.ep.shards import IN_FRONT, ExpertAxis, LogicalExperts, chosen
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlacementError
 from foreroute.plan import CellPlan, CellSchedule
+
+
+class HeldParameter(NamedTuple):
+    """A parameter with experts, of which this rank has its own.
+
+    Attributes:
+        module: that it is a parameter of.
+        name: there.
+        axis: of the experts.
+    """
+
+    module: nn.Module
+    name: str
+    axis: ExpertAxis
 
 
 class ExpertLayer:
@@ -27,15 +42,17 @@ class ExpertLayer:
     This rank's experts are in ascending order of their id. Logical order is that of expert ids, whatever rank they live
     on: row e of a full tensor is expert e.
 
-    The state dict of the module, and so of every module around it, holds `LogicalExperts` for each parameter.
+    The state dict of the module, and so of every module around it, holds `LogicalExperts` for each parameter; that of
+    the factors of adapters too.
 
     Args:
         number: position of the layer among the routed layers.
         path: of the module in the model, for errors.
-        module: of whose parameters `keep_rows` has left this rank's.
+        module: of whose parameters `keep_experts` has left this rank's.
         home_E: int16 [E], the rank that every expert lives on.
         group: the ranks.
         in_force: says what it is to do in the pass that runs.
+        adapters: of the parameters, cut likewise.
     """
 
     def __init__(
@@ -46,22 +63,37 @@ class ExpertLayer:
         home_E: NDArray[np.int16],
         group: dist.ProcessGroup,
         in_force: InForce,
+        adapters: Sequence[ExpertAdapter] = (),
     ) -> None:
         self.number = number
         self.path = path
         self.module = module
         self.home_E = home_E
-        self._names = tuple(name for name, _ in module.named_parameters(recurse=False))
+        self._adapters = adapters
+        self._held = {name: HeldParameter(module, name, IN_FRONT) for name, _ in module.named_parameters(recurse=False)}
+        for adapter in adapters:
+            self._held |= {name: HeldParameter(factor, "weight", axis) for name, factor, axis in adapter.factors}
         self._group = group
         self._in_force = in_force
-        # torch marks what it is given, and a method cannot be
-        module.register_state_dict_post_hook(partial(self._give_logical))
-        module.register_load_state_dict_pre_hook(self._take_own)
+        for holder in {held.module for held in self._held.values()}:
+            # torch marks what it is given, and a method cannot be
+            holder.register_state_dict_post_hook(partial(self._give_logical))
+            holder.register_load_state_dict_pre_hook(self._take_own)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank holds, name -> [E / G, ...]."""
-        return {name: self.module.get_parameter(name) for name in self._names}
+        """What this rank holds of experts and of adapters, by name."""
+        return {name: held.module.get_parameter(held.name) for name, held in self._held.items()}
+
+    @property
+    def home(self) -> dict[str, Tensor]:
+        """The same as name -> [E / G, ...]: views, where experts are not in front."""
+        return {name: self._held[name].axis.first(parameter) for name, parameter in self.parameters.items()}
+
+    def axis_of(self, parameter: Tensor) -> ExpertAxis | None:
+        """Of the experts in a parameter of this layer; None for others."""
+        names = [name for name, own in self.parameters.items() if own is parameter]
+        return self._held[names[0]].axis if names else None
 
     def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Send every row to its experts, wherever they are served, and add up what comes back.
@@ -79,8 +111,9 @@ class ExpertLayer:
             PlanError: when a plan gives replicas more than there is; on every rank alike.
             TransferError: when a rank or its weights cannot be reached.
         """
-        work, shards = self._in_force.work_of(self.number, self.path), self.parameters
+        work, shards = self._in_force.work_of(self.number, self.path), self.home
         ids_NK, sent_A = ids_NK.to(torch.int64), None
+        terms = [adapter.term for adapter in self._adapters]
         experts: Mapping[str, Tensor] = shards
         replicas = None
         if work is None:
@@ -91,13 +124,15 @@ class ExpertLayer:
             ids_A = ids_NK.reshape(-1)
             rows = work.begin(self._counts(ids_A if sent_A is None else ids_A.index_select(0, sent_A)))
             if work.moves is not None:
-                replicas = StackedReplicas(work.cell, work.engine, shards)
+                replicas = StackedReplicas(work.cell, work.engine, shards, terms)
                 experts = dict(zip(shards, replicas.announce(), strict=True))
         handle = DispatchHandle.of(self._group, what, rows, ids_NK, sent_A)
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
         if replicas is not None:
             replicas.fetch()
-        summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, experts, replicas), handle)
+        summed: Tensor = Combine.apply(
+            self._compute(grouped, gates, rows, with_adapters(experts, terms), replicas), handle
+        )
         return summed.to(hidden_ND.dtype)
 
     def _compute(
@@ -142,47 +177,56 @@ class ExpertLayer:
         (rows,) = rows_on(counts_E.device, [schedule])
         return rows
 
-    def own_rows(self, full: Tensor) -> Tensor:
-        """[E, ...] in logical order to a new [E / G, ...], the rows that live here."""
-        return full.detach().index_select(0, torch.from_numpy(self._here()).to(full.device))
+    def own(self, full: Tensor, axis: ExpertAxis) -> Tensor:
+        """The experts that live here, of a tensor of all in logical order; copied."""
+        return chosen(full, self._here(), axis)
 
-    def gather(self, local: Tensor) -> Tensor:
-        """[E / G, ...] on every rank to a new [E, ...] in logical order, on every rank. A collective call."""
+    def gather(self, local: Tensor, axis: ExpertAxis = IN_FRONT) -> Tensor:
+        """What every rank has of a tensor to a new one of all experts in logical order, on every rank.
+
+        A collective call.
+        """
         num_ranks = dist.get_world_size(self._group)
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(num_ranks)]
+        experts = axis.first(local.detach()).contiguous()
+        parts = [torch.empty_like(experts) for _ in range(num_ranks)]
         with collective_errors("gathering experts", self._group):
-            dist.all_gather(parts, local.detach().contiguous(), group=self._group)
+            dist.all_gather(parts, experts, group=self._group)
         held = torch.from_numpy(np.argsort(self.home_E, kind="stable")).to(local.device)
-        full = torch.empty((len(held), *local.shape[1:]), dtype=local.dtype, device=local.device)
+        full = experts.new_empty((len(held), *experts.shape[1:]))
         full[held] = torch.cat(parts)
-        return full
+        return axis.back(full)
 
-    def logical(self, local: Tensor) -> LogicalExperts:
-        """[E / G, ...] as this rank's part of [E, ...] in logical order, of which it is the memory; nothing is sent."""
-        return LogicalExperts(local.detach(), self._here(), len(self.home_E))
+    def logical(self, local: Tensor, axis: ExpertAxis) -> LogicalExperts:
+        """As this rank's part of a tensor of all experts in logical order, of which it is the memory."""
+        return LogicalExperts(local.detach(), self._here(), len(self.home_E), axis)
 
     def _here(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.home_E == dist.get_rank(self._group))
 
     def _give_logical(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        for name in self._names:
-            state[prefix + name] = self.logical(state[prefix + name])
+        for held in self._held_by(module):
+            state[prefix + held.name] = self.logical(state[prefix + held.name], held.axis)
 
     def _take_own(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Cut what is given whole to this rank's rows, and take back what `_give_logical` has given."""
-        for name in self._names:
-            given = state.get(prefix + name)
+        """Cut what is given whole to this rank's experts, and take back what `_give_logical` has given."""
+        for held in self._held_by(module):
+            given = state.get(prefix + held.name)
             if isinstance(given, LogicalExperts):
                 if not np.array_equal(given.experts, self._here()):
                     raise PlacementError(
-                        f"{self.path}.{name} is of other experts than live here; take state_dict() anew after homes "
+                        f"{prefix}{held.name} is of other experts than live here; take state_dict() anew after homes "
                         "have moved, and load the checkpoint into it"
                     )
-                state[prefix + name] = given.local
+                state[prefix + held.name] = given.local
             elif isinstance(given, Tensor):
-                if len(given) != len(self.home_E):
+                num_here, dim = len(self._here()), held.axis.dim
+                num_given = given.shape[dim] * num_here / module.get_parameter(held.name).shape[dim]
+                if num_given != len(self.home_E):
                     raise PlacementError(
-                        f"{self.path}.{name} has {len(given)} experts, expected all {len(self.home_E)} in order of "
+                        f"{prefix}{held.name} has {num_given:g} experts, expected all {len(self.home_E)} in order of "
                         "their ids; load what state_dict() of the placed model, or of the model before, gives"
                     )
-                state[prefix + name] = self.own_rows(given)
+                state[prefix + held.name] = self.own(given, held.axis)
+
+    def _held_by(self, module: nn.Module) -> list[HeldParameter]:
+        return [held for held in self._held.values() if held.module is module]

@@ -20,7 +20,7 @@ from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ExecutingHooks, InForce, PlanExecution
 from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
 from foreroute.ep.layer import ExpertLayer
-from foreroute.ep.shards import clip_gradients, cut_alike, shard_dense, sum_gradients
+from foreroute.ep.shards import IN_FRONT, ExpertAxis, clip_gradients, cut_alike, shard_dense, sum_gradients
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.home_moves import move_homes
@@ -74,13 +74,13 @@ class ExpertParallelModel:
         return np.stack([layer.home_E for layer in self.layers])
 
     @property
-    def homes(self) -> dict[int, dict[str, nn.Parameter]]:
-        """By routed layer, name -> [E / G, ...], this rank's experts."""
-        return {layer.number: layer.parameters for layer in self.layers}
+    def homes(self) -> dict[int, dict[str, Tensor]]:
+        """By routed layer, name -> [E / G, ...], this rank's experts and their adapters."""
+        return {layer.number: layer.home for layer in self.layers}
 
     def expert_parameters(self) -> list[nn.Parameter]:
-        """Those that differ from rank to rank: this rank's experts."""
-        return [parameter for home in self.homes.values() for parameter in home.values()]
+        """Those that differ from rank to rank: this rank's experts and their adapters."""
+        return [parameter for layer in self.layers for parameter in layer.parameters.values()]
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Those that every rank holds alike."""
@@ -185,16 +185,12 @@ class ExpertParallelModel:
             PlanError: on every rank alike, when homes are not as above, or ranks are given other homes.
             TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
         """
-        homes: list[Mapping[str, Tensor]] = [dict(home) for home in self.homes.values()]
-        received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer)
+        homes: list[Mapping[str, Tensor]] = [dict(layer.parameters) for layer in self.layers]
+        received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer, self._by_expert)
         for layer, home_E in zip(self.layers, np.array(home_LE, np.int16), strict=True):
             layer.home_E = home_E
         self.ranks.forget_weights()
         return received
-
-    def layer_of(self, parameter: Tensor) -> ExpertLayer | None:
-        """The layer of whose experts a parameter is: what cuts and gathers tensors like it."""
-        return next((layer for layer in self.layers for own in layer.parameters.values() if own is parameter), None)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The weights of the whole model, experts in logical order, on every rank. A collective call.
@@ -249,8 +245,20 @@ class ExpertParallelModel:
         return state
 
     def _logical(self, parameter: Tensor, value: Any) -> Any:
-        layer = self.layer_of(parameter)
-        return value if layer is None or value.shape != parameter.shape else layer.logical(value)
+        spread = self._spread(parameter)
+        return value if spread is None or value.shape != parameter.shape else spread[0].logical(value, spread[1])
+
+    def _spread(self, parameter: Tensor) -> tuple[ExpertLayer, ExpertAxis] | None:
+        """The layer that a parameter of experts belongs to, and where it has them; None for dense ones."""
+        found = ((layer, layer.axis_of(parameter)) for layer in self.layers)
+        return next(((layer, axis) for layer, axis in found if axis is not None), None)
+
+    def _by_expert(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """[E / G, ...], a parameter of experts or its optimizer state; no rows where it cannot be told."""
+        spread = self._spread(parameter)
+        if spread is None or spread[1] == IN_FRONT:
+            return tensor
+        return spread[1].first(tensor) if tensor.shape == parameter.shape else tensor[:0]
 
     def _own_state(self) -> dict[str, Tensor]:
         """Every tensor as this rank holds it."""
@@ -259,12 +267,12 @@ class ExpertParallelModel:
 
     def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """A tensor that is spread as a parameter is, its optimizer state for one, whole. A collective call."""
-        if layer := self.layer_of(parameter):
-            return layer.gather(tensor)
+        if spread := self._spread(parameter):
+            return spread[0].gather(tensor, spread[1])
         return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
     def own(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """What this rank has of a whole tensor, if it is spread as a parameter is."""
-        if layer := self.layer_of(parameter):
-            return layer.own_rows(tensor)
+        if spread := self._spread(parameter):
+            return spread[0].own(tensor, spread[1])
         return cut_alike(tensor, parameter) if isinstance(parameter, DTensor) else tensor

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +32,46 @@ WHOLE_OR_SHARDED = (
 )
 
 
+class ExpertAxis(NamedTuple):
+    """Where a tensor has its experts: one dimension counts them, alone or among other factors.
+
+    Attributes:
+        dim: the dimension.
+        factors: what it is the product of, -1 for the experts.
+    """
+
+    dim: int = 0
+    factors: tuple[int, ...] = (-1,)
+
+    @property
+    def place(self) -> int:
+        """The dimension of the experts, once factors are apart."""
+        return self.dim + self.factors.index(-1)
+
+    def first(self, tensor: Tensor) -> Tensor:
+        """A view with the experts in front; the tensor itself where they are."""
+        return tensor if self == IN_FRONT else tensor.unflatten(self.dim, self.factors).movedim(self.place, 0)
+
+    def back(self, experts: Tensor) -> Tensor:
+        """The tensor of which `first` gives this."""
+        return experts.movedim(0, self.place).flatten(self.dim, self.dim + len(self.factors) - 1)
+
+
+IN_FRONT = ExpertAxis()
+"""Of the weights of experts."""
+
+
 class LogicalExperts(Tensor):
-    """Some rows of a tensor [E, ...] in order of the experts' ids, of which this rank has these alone.
+    """Some experts of a tensor that has E in order of their ids, of which this rank has these alone.
 
     `torch.distributed.checkpoint` saves and loads it on any number of ranks, wherever experts live, and it is saved as
     any other tensor of its shape. Nothing else can be done with it.
 
     Args:
-        local: [rows here, ...], whose memory it is.
-        experts: int64 [rows here], ascending.
+        local: the experts here, whose memory it is.
+        experts: int64 [experts here], ascending.
         num_experts: E.
+        axis: of the experts.
 
     Attributes:
         local, experts: the same.
@@ -51,13 +82,22 @@ class LogicalExperts(Tensor):
     _parts: LocalShardsWrapper
 
     @staticmethod
-    def __new__(cls, local: Tensor, experts: NDArray[np.int64], num_experts: int) -> LogicalExperts:
-        shape = num_experts, *local.shape[1:]
+    def __new__(
+        cls, local: Tensor, experts: NDArray[np.int64], num_experts: int, axis: ExpertAxis = IN_FRONT
+    ) -> LogicalExperts:
+        dim, around = axis.dim, axis.factors.index(-1)
+        outer, inner = prod(axis.factors[:around]), prod(axis.factors[around + 1 :])
+        shape = *local.shape[:dim], outer * num_experts * inner, *local.shape[dim + 1 :]
         made: LogicalExperts = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        begins = [0, *(np.flatnonzero(np.diff(experts) != 1) + 1).tolist()]
-        offsets = [(int(experts[begin]), *[0] * (local.dim() - 1)) for begin in begins]
         made.local, made.experts = local, experts
-        made._parts = LocalShardsWrapper(list(local.tensor_split(begins[1:])), offsets)
+        parts, offsets = [], []
+        for run in np.split(np.arange(len(experts)), np.flatnonzero(np.diff(experts) != 1) + 1):
+            for before in range(outer):
+                start = (before * len(experts) + int(run[0])) * inner
+                parts.append(local.narrow(dim, start, len(run) * inner))
+                offset = (before * num_experts + int(experts[run[0]])) * inner
+                offsets.append(tuple(offset if each == dim else 0 for each in range(local.dim())))
+        made._parts = LocalShardsWrapper(parts, offsets)
         return made
 
     @classmethod
@@ -82,11 +122,15 @@ class LogicalExperts(Tensor):
         return self._parts.__get_tensor_shard__(index)
 
 
-def keep_rows(module: nn.Module, experts: NDArray[np.integer]) -> None:
-    """Replace the parameters [E, ...] of an experts module by those of some experts, integers in ascending order."""
+def keep_experts(module: nn.Module, experts: NDArray[np.integer], axis: ExpertAxis = IN_FRONT) -> None:
+    """Replace the parameters of a module, E experts each, by those of some, integers in ascending order."""
     for name, full in list(module.named_parameters(recurse=False)):
-        rows = full.detach().index_select(0, torch.from_numpy(experts).to(full.device))
-        module._parameters[name] = nn.Parameter(rows, requires_grad=full.requires_grad)
+        module._parameters[name] = nn.Parameter(chosen(full, experts, axis), requires_grad=full.requires_grad)
+
+
+def chosen(full: Tensor, experts: NDArray[np.integer], axis: ExpertAxis) -> Tensor:
+    """Some experts of a tensor, copied; integers in ascending order."""
+    return axis.back(axis.first(full.detach()).index_select(0, torch.from_numpy(experts).to(full.device)))
 
 
 def shard_dense(

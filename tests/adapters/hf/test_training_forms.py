@@ -38,7 +38,7 @@ def with_lora(**kwargs):
 
 
 def with_lora_on_experts_and_routers():
-    return with_lora(target_parameters=["experts.down_proj", "gate.weight"])
+    return with_lora(target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"])
 
 
 FORMS = [noisy, with_lora, with_lora_on_experts_and_routers]
@@ -106,6 +106,21 @@ def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
             seeded_loss(model).backward()
     assert same(gradients(before), gradients(after))
     assert all("lora" in name for name in gradients(before))
+
+
+def test_merged_adapters_of_experts_and_routers_are_those_that_are_not_in_replay():
+    model = with_lora_on_experts_and_routers().double()
+    trace = random_routes(hf.attach(model).spec, BATCH)
+
+    def replayed(model):
+        with hf.attach(model).replay(trace), torch.no_grad():
+            return float(loss_of(model, BATCH))
+
+    apart = replayed(model)
+    with model.disable_adapter():
+        without = replayed(model)
+    assert abs(replayed(model.merge_and_unload()) - apart) < 1e-12
+    assert abs(without - apart) > 1e-3, "the control: adapters do something"
 
 
 def test_noise_is_no_obstacle_because_routes_are_replayed_after_it():

@@ -10,7 +10,8 @@ from examples.trl.tiny import policy
 from tests.trainers.trl.routes_book import Book, differing_cells, follows, log_ratios, require_followed, watched
 from tests.trainers.trl.trl_runs import SETTINGS, logged, make, saved_policy
 
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
 REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CASES = {
     # settings, and how often TRL's old and update passes run over each sequence of a rollout

@@ -8,7 +8,8 @@ from peft import LoraConfig
 from tests.trainers.trl.trl_runs import logged, make, trained
 
 TIMES = ("time", "_per_second")
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
 KINDS = ("loss", "grad_norm", "reward", "entropy", "aux_loss", "clip_ratio/region_mean", "completions/mean_length")
 
 

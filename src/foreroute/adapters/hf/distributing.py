@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.integrations.moe import ExpertsInterface
 
+from foreroute.adapters.hf.expert_adapters import (
+    adapters_of,
+    draw_adapters,
+    hand_over,
+    keep_adapters,
+    require_adaptable,
+)
 from foreroute.adapters.hf.sharded_checkpoint import ShardedCheckpoint
 from foreroute.core.hooks import is_hooked
 from foreroute.ep import ExpertLayer, ExpertParallelModel
 from foreroute.ep.agreement import found_alike
 from foreroute.ep.compute import require_grouped_mm
-from foreroute.ep.shards import keep_rows
+from foreroute.ep.shards import keep_experts
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, ConfigError, TopologyError
@@ -76,11 +83,15 @@ def distribute(
     """
     ranks, along = _ranks_of(group)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
-    sites = found_alike(consensus, AttachError, LOOKING, lambda: _with_weights(model, find_experts(model)))
+    sites = found_alike(
+        consensus, AttachError, LOOKING, lambda: _with_weights(model, find_experts(model, ranks.size()))
+    )
     homes_LE = found_alike(consensus, TopologyError, LOOKING, lambda: _checked_homes(sites, ranks.size(), home_LE))
     _require_same_models(model, homes_LE, consensus)
-    for home_E, (_, module) in zip(homes_LE, sites, strict=True):
-        keep_rows(module, np.flatnonzero(home_E == ranks.rank()))
+    for home_E, (path, module) in zip(homes_LE, sites, strict=True):
+        here = np.flatnonzero(home_E == ranks.rank())
+        keep_experts(module, here)
+        keep_adapters(model, path, here)
     return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
 
 
@@ -89,6 +100,7 @@ def distribute_pretrained(
     group: dist.ProcessGroup | None = None,
     *,
     dtype: torch.dtype | None = None,
+    adapt: Callable[[nn.Module], nn.Module] | None = None,
     timeout_s: float | None = None,
 ) -> ExpertParallelModel:
     """Load a causal language model of which each rank reads only the experts that live there.
@@ -100,6 +112,8 @@ def distribute_pretrained(
         folder: with config.json and safetensors, as transformers saves them; the same on all ranks.
         group: as in `distribute`.
         dtype: of the weights; as they were saved by default.
+        adapt: puts PEFT's adapters on the model that it is given, which has this rank's experts alone, and returns
+            PEFT's, as `get_peft_model` does. Ranks are seeded alike; adapters of experts are drawn apart afterwards.
         timeout_s: as in `distribute`.
 
     Returns:
@@ -112,14 +126,25 @@ def distribute_pretrained(
     ranks, along = _ranks_of(group)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
     checkpoint = found_alike(consensus, ConfigError, LOOKING, lambda: ShardedCheckpoint.opened(Path(folder)))
-    found = found_alike(consensus, AttachError, LOOKING, lambda: find_experts(checkpoint.empty))
+    found = found_alike(consensus, AttachError, LOOKING, lambda: find_experts(checkpoint.empty, ranks.size()))
     homes_LE = found_alike(consensus, TopologyError, LOOKING, lambda: _checked_homes(found, ranks.size(), None))
     here = np.flatnonzero(homes_LE[0] == ranks.rank())
     paths = [path for path, _ in found]
     own = range(here[0], here[-1] + 1)
     model = found_alike(consensus, ConfigError, LOOKING, lambda: checkpoint.load(paths, own, dtype))
-    sites = [(path, model.get_submodule(path)) for path in paths]
-    _require_same_models(model, homes_LE, consensus, apart={id(p) for _, module in sites for p in module.parameters()})
+    experts = [model.get_submodule(path) for path in paths]
+    apart = {id(parameter) for module in experts for parameter in module.parameters()}
+    if adapt is not None:
+        model = adapt(model)
+        path_of = {module: path for path, module in model.named_modules()}
+        paths = [path_of[module] for module in experts]
+        for path in paths:
+            require_adaptable(model, path, ranks.size())
+            factors = [factor for adapter in adapters_of(model, path) for _, factor, _ in adapter.factors]
+            apart |= {id(parameter) for factor in factors for parameter in factor.parameters()}
+        draw_adapters(model, paths, ranks.rank())
+    sites = list(zip(paths, experts, strict=True))
+    _require_same_models(model, homes_LE, consensus, apart=apart)
     return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
 
 
@@ -142,7 +167,9 @@ def _placed(
     placed = ExpertParallelModel(model, ranks, consensus, peers)
     ExpertsInterface.register(NAME, _run_stand_in)
     for number, (path, module) in enumerate(sites):
-        layer = ExpertLayer(number, path, module, homes_LE[number], ranks, placed.in_force)
+        adapters = adapters_of(model, path)
+        hand_over(model, path, homes_LE.shape[1] // ranks.size())
+        layer = ExpertLayer(number, path, module, homes_LE[number], ranks, placed.in_force, adapters)
         placed.layers.append(layer)
         module.__dict__[STAND_IN] = layer
         # a configuration of its own: other modules, and other models made from this one, keep theirs
@@ -160,11 +187,16 @@ def _run_stand_in(module: nn.Module, hidden_ND: Tensor, ids_NK: Tensor, weights_
             f"{type(module).__name__} is to run as experts implementation {NAME!r}, but was not distributed; call "
             "foreroute.adapters.hf.distribute(model), which chooses it"
         )
+    if is_parametrized(module):
+        raise AttachError(
+            f"the weights of {stand_in.path} were parametrized after it was distributed, as PEFT adapts experts; call "
+            "get_peft_model on the whole model, and distribute what it gives"
+        )
     out: Tensor = stand_in(hidden_ND, ids_NK, weights_NK)
     return out
 
 
-def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_experts(model: nn.Module, num_ranks: int) -> list[tuple[str, nn.Module]]:
     """The experts modules in order of the model, all of which can be spread; it may be on the meta device.
 
     Raises:
@@ -178,7 +210,7 @@ def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for path, module in named:
         if all(hasattr(module, name) for name in LAYOUT):
             _require_spreadable(path, module)
-            _require_unwrapped(path, model)
+            require_adaptable(model, path, num_ranks)
             sites.append((path, module))
         elif any(True for _ in module.parameters()):
             raise AttachError(
@@ -226,7 +258,7 @@ def _require_spreadable(path: str, module: nn.Module) -> None:
             "accelerate, a kernel); distribute the model without it"
         )
     if is_parametrized(module):
-        raise AttachError(f"{path} has parametrized weights, as LoRA leaves them; merge them first")
+        raise AttachError(f"{path} has parametrized weights; remove the parametrization first")
     activation = getattr(module, "act_fn", None)
     if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
         raise AttachError(
@@ -241,13 +273,6 @@ def _require_spreadable(path: str, module: nn.Module) -> None:
                 f"{path}.{name} is {parameter.dtype} {list(parameter.shape)}; expected floats [{module.num_experts}, "
                 "...] named gate_up_proj, up_proj or down_proj, or _bias of these"
             )
-
-
-def _require_unwrapped(path: str, model: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    if name == "base_layer":
-        wrapper = type(model.get_submodule(parent)).__name__
-        raise AttachError(f"{parent} is wrapped by a {wrapper}, as PEFT adapts experts; merge it first")
 
 
 def _checked_homes(

@@ -37,7 +37,7 @@ from foreroute.adapters.hf.local_models import (
     why,
 )
 from foreroute.ep import ExpertParallelModel
-from foreroute.ep.shards import keep_rows
+from foreroute.ep.shards import keep_experts
 from foreroute.errors import ConfigError
 
 ONE_EXPERT = re.compile(r"experts\.(\d+)\.")
@@ -89,7 +89,7 @@ class ShardedCheckpoint:
         def made_here(model: Any, *args: Any, **kwargs: Any) -> None:
             kind.__init__(model, *args, **kwargs)
             for path in paths:
-                keep_rows(model.get_submodule(path), np.arange(here.start, here.stop))
+                keep_experts(model.get_submodule(path), np.arange(here.start, here.stop))
 
         cut: Any = type(kind.__name__, (kind,), {"__init__": made_here, "__module__": kind.__module__})
         with ExitStack() as stack:
@@ -107,7 +107,8 @@ class ShardedCheckpoint:
 def save_pretrained(placed: ExpertParallelModel, folder: str | os.PathLike[str]) -> None:
     """Write a placed model as transformers saves the whole one. A collective call, in which rank 0 writes.
 
-    One block of the model is whole on a rank at a time. The folder is there when all of it is.
+    One block of the model is whole on a rank at a time. The folder is there when all of it is. With PEFT's adapters it
+    has these alone, as PEFT saves them, and no weights of experts are gathered.
 
     Args:
         placed: with any homes.
@@ -133,9 +134,20 @@ def save_pretrained(placed: ExpertParallelModel, folder: str | os.PathLike[str])
             raise ConfigError(objections[0]) from problem
 
     on_first_rank(writer.begin)
-    for state in placed.state_dicts():
-        on_first_rank(partial(writer.add, placed.model, state))
+    if hasattr(placed.model, "peft_config"):
+        on_first_rank(partial(writer.add_adapters, placed.model, _beside_experts(placed)))
+    else:
+        for state in placed.state_dicts():
+            on_first_rank(partial(writer.add, placed.model, state))
+        on_first_rank(writer.add_index)
     on_first_rank(writer.end)
+
+
+def _beside_experts(placed: ExpertParallelModel) -> dict[str, Tensor]:
+    """Every parameter but the weights of experts, whole. A collective call."""
+    experts = {id(parameter) for layer in placed.layers for parameter in layer.module.parameters(recurse=False)}
+    beside = {name: each for name, each in placed.model.named_parameters() if id(each) not in experts}
+    return {name: placed.whole(parameter, parameter) for name, parameter in beside.items()}
 
 
 class _Writer:
@@ -166,9 +178,16 @@ class _Writer:
             other.rename(self._folder / other.name)
         part.rmdir()
 
-    def end(self) -> None:
+    def add_adapters(self, model: Any, state: Mapping[str, Tensor]) -> None:
+        """Let PEFT write what it saves of the weights."""
+        with loading():
+            model.save_pretrained(self._folder, state_dict=dict(state))
+
+    def add_index(self) -> None:
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._file_of}
         (self._folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def end(self) -> None:
         self._folder.rename(self._target)
 
     def close(self) -> None:

@@ -53,11 +53,13 @@ def move_homes(
     after_LE: ArrayLike,
     homes: Sequence[Mapping[str, Tensor]],
     optimizer: Optimizer | None = None,
+    by_expert: Callable[[Tensor, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> int:
     """Move experts to their new homes, in place. A collective call, between two steps and after `zero_grad`.
 
     Every state tensor of a parameter whose first dimension counts the shard's experts moves with it (moments of Adam,
-    momentum, factored moments); state without dimensions (step counts) is that of all experts and stays.
+    momentum, factored moments); state without dimensions (step counts) is that of all experts and stays. A shard that
+    is not trained has no state.
 
     Args:
         peers: the ranks of the homes, in their order.
@@ -66,6 +68,8 @@ def move_homes(
         after_LE: integers [L, E], home ranks from now on.
         homes: per routed layer, name -> [E / G, ...], this rank's shard, experts in ascending order of their id.
         optimizer: of the shards, of one kind on all ranks; None when they are not trained.
+        by_expert: gives a shard, or a tensor of its state (shard, tensor), as a view [E / G, ...]; for shards that have
+            experts elsewhere than in front.
 
     Returns:
         Bytes that this rank received.
@@ -79,7 +83,8 @@ def move_homes(
     layers = np.flatnonzero((before_LE != moved_LE).any(axis=1)).tolist()
     trained = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     transfers = all_or_none(
-        consensus, lambda: [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained) for layer in layers]
+        consensus,
+        lambda: [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained, by_expert) for layer in layers],
     )
     ranks = MovingRanks(peers, consensus.group, np.arange(peers.size)[:, None])
     moves = [shard_moves(before_LE[layer], moved_LE[layer]) for layer in layers]
@@ -90,29 +95,39 @@ def move_homes(
 
 
 def _inspect(
-    where: str, home: Mapping[str, Tensor], optimizer: Optimizer | None, trained: set[int] | None
+    where: str,
+    home: Mapping[str, Tensor],
+    optimizer: Optimizer | None,
+    trained: set[int] | None,
+    by_expert: Callable[[Tensor, Tensor], Tensor],
 ) -> LayerTransfer:
     """The rows of a shard, and of all state that has a row for each expert."""
-    tensors = dict(home)
+    tensors = {name: by_expert(shard, shard.detach()) for name, shard in home.items()}
+    num_rows = len(next(iter(tensors.values())))
     for name, shard in home.items():
         if shard.grad is not None:
             raise TransferError(f"{name} of {where} has a gradient; call zero_grad(set_to_none=True) first")
         if optimizer is None or trained is None:
             continue
-        if id(shard) not in trained:
+        if shard.requires_grad and id(shard) not in trained:
             raise TransferError(f"{name} of {where} is no parameter of the optimizer; pass the parameters themselves")
         for key, value in optimizer.state.get(shard, {}).items():
             if not isinstance(value, Tensor) or not value.dim():
                 continue
-            if len(value) != len(shard) or not value[0].is_contiguous():
+            rows = by_expert(shard, value.detach())
+            if len(rows) != num_rows:
                 raise TransferError(
-                    f"{name}, {key} of {where} has shape {tuple(value.shape)}, expected {len(shard)} rows, one for "
-                    "each expert. Keep the homes, or use an optimizer with contiguous state of the parameter's shape"
+                    f"{name}, {key} of {where} has shape {tuple(value.shape)}, expected {num_rows} rows, one for "
+                    "each expert. Keep the homes, or use an optimizer with state of the parameter's shape"
                 )
-            tensors[f"{name}, {key}"] = value
-    num_rows = len(next(iter(home.values())))
-    slots = [{name: HeldTensor.of(t.detach()[row].view(-1)) for name, t in tensors.items()} for row in range(num_rows)]
-    return LayerTransfer(where, slots)
+            tensors[f"{name}, {key}"] = rows
+    # an expert that does not lie in one piece moves as a copy
+    copies = {name: rows.contiguous() for name, rows in tensors.items() if not rows[0].is_contiguous()}
+    slots = [
+        {name: HeldTensor.of(rows[row].view(-1)) for name, rows in {**tensors, **copies}.items()}
+        for row in range(num_rows)
+    ]
+    return LayerTransfer(where, slots, copies=[(tensors[name], copy) for name, copy in copies.items()])
 
 
 def agree_on_homes(

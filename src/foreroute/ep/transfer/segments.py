@@ -207,6 +207,7 @@ class LayerTransfer:
         slots: what this rank holds in each slot.
         counts: as in `LayerExtents`.
         segments: those that this rank sends or receives.
+        copies: what is not in one piece, and the copy of it that is in `slots`.
         staged: for each segment that it receives, where it belongs, and the memory that it arrives in.
         received: bytes of them that come from other ranks.
     """
@@ -215,6 +216,7 @@ class LayerTransfer:
     slots: Sequence[Mapping[str, HeldTensor]]
     counts: frozenset[tuple[str, float]] = frozenset()
     segments: Sequence[Segment] = ()
+    copies: Sequence[tuple[Tensor, Tensor]] = ()
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     received: int = 0
 
@@ -256,5 +258,5 @@ class LayerTransfer:
         Autograd is told, so that a backward pass that still needs what was there is refused.
         """
         with torch.no_grad():
-            for target, buffer in self.staged:
+            for target, buffer in (*self.staged, *self.copies):
                 target.copy_(buffer)
