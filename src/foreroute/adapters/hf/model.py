@@ -290,7 +290,7 @@ class TransformerHooks(TrunkHooks):
             batch.mask,
             batch.position_ids,
             batch.cumulative,
-            batch.digests_BT,
+            None if self.images is None else self.images.digests(batch.input_ids, batch.pixels),
             batch.past,
         )
         rows = Rows(ids_LRK) if self.watch.routes else None
