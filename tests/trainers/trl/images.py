@@ -1,14 +1,15 @@
-"""A vision-language MoE of a few thousand weights and its processor, made here: nothing is downloaded."""
+"""A processor of a tiny vision-language MoE, made here: nothing is downloaded."""
 
 import torch
 from PIL import Image
-from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from examples.trl.tiny import tokenizer
+from tests.trainers import vision_language
 
+NAMES = ("image", "video", "start")
 TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 CHAT = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
 {%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
@@ -36,43 +37,10 @@ def processor():
 
 
 def policy(seed=0):
-    """Eight experts, two of them for each token, in three layers; an image of 8 by 8 pixels is a token."""
+    """What reads the tokens of the processor; an image of 8 by 8 pixels is one of them."""
     reads = processor()
-    text = {
-        "vocab_size": len(reads.tokenizer),
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "moe_intermediate_size": 64,
-        "intermediate_size": 64,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "initializer_range": 0.2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]},
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 4,
-        "patch_size": 4,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": 0.2,
-    }
-    ids = {f"{name}_token_id": getattr(reads, f"{name}_token_id") for name in ("image", "video", "vision_start")}
-    torch.manual_seed(seed)
-    model = Qwen3VLMoeForConditionalGeneration(
-        Qwen3VLMoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
-    )
-    model.generation_config.eos_token_id = 1
-    return model
+    ids = {name: reads.tokenizer.convert_tokens_to_ids(token) for name, token in zip(NAMES, TOKENS, strict=False)}
+    return vision_language.policy(len(reads.tokenizer), **ids, seed=seed)
 
 
 def painted(number):
