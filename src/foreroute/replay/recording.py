@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,6 @@ from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
 from foreroute.trace import (
     GATE_WEIGHTS,
-    INDEXER,
     NO_VERSION,
     DecisionStream,
     GateWeights,
@@ -37,10 +36,10 @@ class ForwardRows:
         ids_NLK: uint8 or uint16 [N, L, K].
         margins_NL: float32 [N, L], or None where they were not asked for.
         weights_NLK: float32 [N, L, K], or None where they were not asked for.
-        choices: of indexers, in N rows, or None where they were not asked for.
         past: how many positions a key-value cache already held.
         width: positions of a sequence in this forward, padding included; None where sequences share a row, so that
             none of them can be continued.
+        streams: decisions beside the routes by name, in N rows; the same names in every forward.
     """
 
     lengths_S: NDArray[np.int64]
@@ -50,7 +49,7 @@ class ForwardRows:
     weights_NLK: NDArray[np.float32] | None
     past: int
     width: int | None
-    choices: DecisionStream | None = None
+    streams: dict[str, DecisionStream] = field(default_factory=dict)
 
 
 class Recordable(Protocol):
@@ -217,9 +216,9 @@ class Recording(Listener):
         trace = RoutingTrace.from_sequences(
             self._spec, np.split(tokens_N, ends), np.split(ids_NLK, ends), weight_version=NO_VERSION
         )
-        if self.watch.others:
-            chosen = joined(INDEXER, [rows.choices for rows in group], [rows.tokens_N >= 0 for rows in group])
-            trace = trace.with_stream(INDEXER, chosen.take(_order(group)))
+        for name in group[0].streams:
+            stream = joined(name, [rows.streams[name] for rows in group], [rows.tokens_N >= 0 for rows in group])
+            trace = trace.with_stream(name, stream.take(_order(group)))
         if not self.watch.weights:
             return trace
         weights_NLK = _in_order(group, lambda rows: rows.weights_NLK)

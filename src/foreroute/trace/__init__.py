@@ -2,7 +2,7 @@
 
 spec          experts, picks and routed layers of a model      RoutingSpec, RoutedLayer, LayerKind
 container     the routes of sequences, and cutting them        RoutingTrace, concatenate, digest
-streams       other decisions on the same rows                 Stream, DecisionStream, SAMPLING
+streams       other decisions on the same rows                 Stream, DecisionStream, SAMPLING, PIXELS
 gate_weights  the stream that follows the routes               GateWeights, GATE_WEIGHTS
 indexers      what indexers of sparse attention may choose     IndexerSpec, INDEXER
 operations    what is done with whole traces                   extended, overlap, count_assignments
@@ -19,7 +19,7 @@ from foreroute.trace.container import NO_VERSION, PaddedRoutes, RoutingTrace, co
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.indexers import INDEXER, IndexerSpec
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
-from foreroute.trace.streams import SAMPLING, DecisionStream, Stream
+from foreroute.trace.streams import PIXELS, SAMPLING, DecisionStream, Stream
 
 if TYPE_CHECKING:
     from foreroute.trace.file import ENCODINGS, Encoding, load, save
@@ -36,6 +36,7 @@ __all__ = [
     "GATE_WEIGHTS",
     "INDEXER",
     "NO_VERSION",
+    "PIXELS",
     "SAMPLING",
     "DecisionStream",
     "Encoding",

@@ -3,6 +3,7 @@
     sampling      row p: the tokens that top-p, top-k or min-p had left when token p + 1 was drawn
     indexer       row p: the units of the sequence that a query at p attends to, in each layer with an indexer
     gate_weights  row p: what each pick of the router was weighted with
+    pixels        row p: a digest of the pixels behind the token of an image, which no router decided
 
 There are two kinds. A `DecisionStream` has a set of ids for each row, or for each row and layer, and a validity of its
 own: prompts have routes and no sampling. `GateWeights` follow the routes, pick by pick. Both have the same methods:
@@ -27,6 +28,8 @@ from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, RoutingSpec, as_layers
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
+PIXELS = "pixels"
+"""The stream of digests of the pixels behind each token of an image, which routes were computed from."""
 STREAM_NAME = re.compile(r"[a-z_]{1,32}", re.ASCII)
 MOST_CHOICES = (1 << 31) - 1
 

@@ -40,6 +40,7 @@ TOWER = {
     "num_key_value_heads": 4,
     "encoder_attention_heads": 4,
     "head_dim": 8,
+    "deepstack_visual_indexes": [0],
 }
 
 

@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.adapters.hf.pixels import ImageTokens, digests_of, given_images, refuse_other_pixels
 from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay import PassRoutes, Policy, TraceOnDevice, faithful_rows, refuse_missing, to_device
 from foreroute.replay.arguments import WANTED_MASK, kept_by
-from foreroute.trace import INDEXER, RoutingTrace, add_assignments
+from foreroute.trace import INDEXER, PIXELS, RoutingTrace, add_assignments
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.model import TransformerHooks
@@ -35,12 +36,14 @@ class HostBatch(NamedTuple):
         mask_BT: bool [B, T], False where padded, or None when nothing is.
         starts_BT: bool [B, T], the first token of each sequence, or None when every row holds one sequence.
         cached_padding_B: int64 [B], cached positions that are padding, on the left.
+        digests_BT: int64 [B, T], of the pixels behind each token, as `ImageTokens.digests`; None where not known.
     """
 
     ids_BT: NDArray[np.int64]
     mask_BT: NDArray[np.bool_] | None
     starts_BT: NDArray[np.bool_] | None
     cached_padding_B: NDArray[np.int64]
+    digests_BT: NDArray[np.int64] | None = None
 
     @property
     def kept_BT(self) -> NDArray[np.bool_]:
@@ -54,14 +57,18 @@ class ForwardTokens:
     Args:
         input_ids: integers [B, T].
         mask: the attention mask, of zeros and ones [B, T' >= T], or None.
-        position_ids: integers [B, T] or [1, T], or None.
+        position_ids: integers [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of
+            text on four; or None.
         cumulative: offsets of packed sequences (`cu_seq_lens_q`), or None.
         past: how many positions the key-value cache already held.
+        images: how images stand among the tokens; None where that is not known.
+        pixels: the arguments of `given_images`.
 
     Attributes:
         shape: (B, T).
         num_slots: B · T.
         device: where the tokens are.
+        pixel_names: of the arguments that hold pixels.
     """
 
     def __init__(
@@ -71,15 +78,20 @@ class ForwardTokens:
         position_ids: Tensor | None,
         cumulative: Tensor | None,
         past: int,
+        images: ImageTokens | None = None,
+        pixels: dict[str, Tensor] | None = None,
     ) -> None:
         self.input_ids, self.mask, self.position_ids, self.cumulative = input_ids, mask, position_ids, cumulative
-        self.past = past
+        self.past, self.images, self.pixels = past, images, pixels or {}
+        self.pixel_names = tuple(self.pixels)
         self.shape = (input_ids.shape[0], input_ids.shape[1])
         self.num_slots = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
 
     @classmethod
-    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
+    def of_call(
+        cls, names: list[str], images: ImageTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ForwardTokens:
         """Find them among the arguments of a call whose parameters have these names. In a graph nothing is read.
 
         Raises:
@@ -98,7 +110,7 @@ class ForwardTokens:
             raise BatchMismatchError(f"attention_mask is a {type(mask).__name__}; {WANTED_MASK}")
         if isinstance(positions, Tensor) and positions.ndim == 1:
             positions = positions[None]
-        if not isinstance(positions, Tensor) or positions.ndim != 2:  # three axes of image positions, which do not grow
+        if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
             positions = None
         cumulative, cache = given.get("cu_seq_lens_q"), given.get("past_key_values")
         if cumulative is not None:
@@ -108,7 +120,8 @@ class ForwardTokens:
                 f"past_key_values is a {type(cache).__name__}; expected a cache of transformers, which says by "
                 "get_seq_length() how many positions it holds"
             )
-        batch = cls(input_ids, mask, positions, cumulative, 0 if cache is None else cache.get_seq_length())
+        past = 0 if cache is None else cache.get_seq_length()
+        batch = cls(input_ids, mask, positions, cumulative, past, images, given_images(given))
         return batch if torch.compiler.is_compiling() else batch.read()
 
     def read(self) -> ForwardTokens:
@@ -139,14 +152,30 @@ class ForwardTokens:
             if self.cumulative is not None:
                 starts = starts_from_cumulative_lengths(_to_host(self.cumulative), kept)
             elif self.position_ids is not None:
-                starts = starts_from_positions(_to_host(self.position_ids), kept)
+                starts = starts_from_positions(_to_host(self.text_positions), kept)
             if starts is not None and not (starts.sum(axis=1) > 1).any():
                 starts = None
-        return HostBatch(tokens, mask, starts, padding)
+        digests = None if self.digests_BT is None else _to_host(self.digests_BT)
+        return HostBatch(tokens, mask, starts, padding, digests)
+
+    @cached_property
+    def digests_BT(self) -> Tensor | None:
+        """int64 [B, T], of the pixels behind each token; None where it is not known how images stand among them."""
+        return None if self.images is None else self.images.digests(self.input_ids, self.pixels)
+
+    @property
+    def text_positions(self) -> Tensor:
+        """Integers [B, T] or [1, T], 0 where a sequence begins, and nowhere else in it."""
+        positions = self.position_ids
+        assert positions is not None, "asked for where there are any"
+        if positions.ndim == 2:
+            return positions
+        # an image lies behind the tokens before it on one axis at least, and its pieces differ on one
+        return positions[0] if len(positions) == 4 else positions.amax(0)
 
     @property
     def given(self) -> dict[str, Tensor]:
-        """Those tensors that there are, by name."""
+        """Those tensors that there are, by name, but for pixels."""
         every = {name: getattr(self, name) for name in ("input_ids", "mask", "position_ids", "cumulative")}
         return {name: each for name, each in every.items() if each is not None}
 
@@ -158,7 +187,7 @@ class ForwardTokens:
         if cumulative is not None:
             return rows == 1 and len(cumulative) > num_sequences
         if positions is not None:
-            return positions.shape[1] == width and positions.shape[0] in (1, rows)
+            return positions.shape[-1] == width and positions.shape[-2] in (1, rows)
         return num_sequences == rows
 
     def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
@@ -183,7 +212,7 @@ class ForwardTokens:
             begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
             starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
         elif self.position_ids is not None:
-            starts_BT = starts_BT | (kept_BT & (self.position_ids == 0))
+            starts_BT = starts_BT | (kept_BT & (self.text_positions == 0))
         if self.cumulative is not None or self.position_ids is not None:
             are_packed = (starts_BT.sum(1) > 1).any()
             number_R = starts_BT.reshape(-1).cumsum(0)
@@ -199,6 +228,7 @@ class ForwardTokens:
         elif "host" not in self.__dict__:
             if self.mask is not None:
                 self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
+            _, self.pixels = self.digests_BT, {}
             self.input_ids = self.input_ids.clone()
             self.position_ids = None if self.position_ids is None else self.position_ids.clone()
             self.cumulative = None if self.cumulative is None else self.cumulative.clone()
@@ -273,7 +303,8 @@ class TraceRows:
             there = self._there = TraceOnDevice(self.trace, batch.device)
         choices = wrong = None
         # on the CPU a batch that is wrong is told before anybody can overwrite it
-        given, kept = Marks(batch.given.values()), batch if batch.device.type == "cpu" else batch.kept()
+        given = batch.given | batch.pixels
+        kept = batch if batch.device.type == "cpu" else batch.kept()
         if self._needs_host(batch, there, policy):
             row_of_slot = self.located(batch, policy)
             if self._indexers is not None and INDEXER in self.trace.streams:
@@ -284,7 +315,7 @@ class TraceRows:
             row_R, wrong = self._located_there(batch, there, policy)
         rows = there.gather(row_R, policy, choices)
         routes = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
-        return MadeRows(kept, list(batch.given), given, policy, routes, wrong)
+        return MadeRows(kept, list(given), Marks(given.values()), policy, routes, wrong)
 
     def located(self, batch: ForwardTokens, policy: Policy) -> NDArray[np.int64]:
         """int64 [R], found on the host, which waits for the batch. Whatever is wrong with it is refused."""
@@ -296,6 +327,8 @@ class TraceRows:
             )
         if policy.missing == "error":
             refuse_missing(self.trace, rows)
+        if PIXELS in self.trace.streams and batch.host.digests_BT is not None:
+            refuse_other_pixels(self.trace, rows, batch.host.digests_BT.reshape(-1))
         return rows
 
     def _needs_host(self, batch: ForwardTokens, there: TraceOnDevice, policy: Policy) -> bool:
@@ -328,6 +361,9 @@ class TraceRows:
             wrong.append((row_R != there.kept("layout", self.layout.rows().row_of_slot_R)).any())
         if policy.missing == "error" and not there.faithful_N.all():
             wrong.append((within_R & ~there.kept("faithful", there.faithful_N)[row_R]).any())
+        if PIXELS in trace.streams and batch.digests_BT is not None:
+            known_R = there.kept("digests", digests_of(trace))[row_R]
+            wrong.append((within_R & (known_R >= 0) & (known_R != batch.digests_BT.view(-1))).any())
         return row_R, torch.stack(wrong).any()
 
 
@@ -352,10 +388,11 @@ class MadeRows(NamedTuple):
 
     def are_of(self, batch: ForwardTokens, policy: Policy) -> bool:
         """Whether a batch is the very same, as far as can be said without asking the device."""
-        tensors = list(batch.given.values())
+        given = batch.given | batch.pixels
+        tensors = list(given.values())
         # in inference mode nobody counts how often they are written to
         is_counted = not any(tensor.is_inference() for tensor in tensors)
-        return is_counted and self.policy == policy and self.names == list(batch.given) and self.given.fit(tensors)
+        return is_counted and self.policy == policy and self.names == list(given) and self.given.fit(tensors)
 
 
 def _require_whole(layout: object, trace: RoutingTrace) -> None:

@@ -22,7 +22,13 @@ class Host(Protocol):
     """What the operators call: the hooks of a model."""
 
     def begin_from_graph(
-        self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cumulative: Tensor | None,
+        digests: Tensor | None,
+        past: int,
     ) -> Tensor:
         """A compiled pass begins. Returns `Rows.ids_LRK`, empty without replay."""
 
@@ -52,11 +58,12 @@ def begin_pass(
     mask: Tensor | None,
     positions: Tensor | None,
     cumulative: Tensor | None,
+    digests: Tensor | None,
     past: int,
 ) -> Tensor:
     """Locate the rows of a batch; see `Host.begin_from_graph`."""
     ledger.add_(1)
-    return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, past)
+    return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, digests, past)
 
 
 @begin_pass.register_fake
@@ -67,6 +74,7 @@ def _(
     mask: Tensor | None,
     positions: Tensor | None,
     cumulative: Tensor | None,
+    digests: Tensor | None,
     past: int,
 ) -> Tensor:
     shape, dtype = _hosts[host].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows
+from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
 from foreroute.core.routed import TrunkHooks
@@ -32,7 +33,7 @@ from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, Trace
 from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, RoutedModel, not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
-from foreroute.trace import INDEXER, IndexerSpec, RoutingSpec, RoutingTrace
+from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
@@ -86,6 +87,11 @@ class RoutedTransformer(RoutedModel):
             from foreroute.replay import require_choices
 
             require_choices(trace, self.indexers)
+        if PIXELS in trace.streams and self._of_trunk.images is None:
+            raise BatchMismatchError(
+                f"the trace has digests of pixels, and {type(self._of_trunk.trunk).__name__} takes none by a grid; "
+                f'attach the whole model, or replay trace.without_streams("{PIXELS}")'
+            )
         return TraceRows(trace, layout, self._of_trunk)
 
     def gather_counts(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> NDArray[np.int32]:
@@ -189,6 +195,7 @@ class TransformerHooks(TrunkHooks):
     Attributes:
         executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
         execution: of the plan that is executed now, or None.
+        images: how images stand among tokens; None where that is not known.
     """
 
     def __init__(
@@ -201,6 +208,7 @@ class TransformerHooks(TrunkHooks):
         self.found_indexers = indexers
         super().__init__(0, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
+        self.images = ImageTokens.of_trunk(trunk, self.names)
         self._number = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -212,6 +220,18 @@ class TransformerHooks(TrunkHooks):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._number = graph_ops.register(self)
+
+    def session_contexts(self) -> list[AbstractContextManager[Any]]:
+        """And what encodes images before a forward. See `TrunkHooks`."""
+        names = [] if self.images is None else ["get_image_features", "get_video_features"]
+        encoders = [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
+        return [*super().session_contexts(), *encoders]
+
+    def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = encode(*args, **kwargs)
+        if self.images is not None and not self.passes and not torch.compiler.is_compiling():
+            self.images.note(result, kwargs)
+        return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
         """The indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
@@ -235,14 +255,14 @@ class TransformerHooks(TrunkHooks):
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            batch = ForwardTokens.of_call(self.names, args, kwargs)
+            batch = ForwardTokens.of_call(self.names, self.images, args, kwargs)
             return self._run_trunk_in_graph(batch, forward, args, kwargs)
         call = partial(forward, *args, **kwargs)
         if self._counts_executed:
             call = partial(self._keeping_executed, call)
         if self.watch.caches:
             call = self.along_cache(call, args, kwargs)
-        return self.run_pass(partial(ForwardTokens.of_call, self.names, args, kwargs), call)
+        return self.run_pass(partial(ForwardTokens.of_call, self.names, self.images, args, kwargs), call)
 
     def _keeping_executed(self, call: Callable[[], Any]) -> Any:
         """Run the trunk in its pass, and keep what that executed for `run_model`."""
@@ -270,6 +290,7 @@ class TransformerHooks(TrunkHooks):
             batch.mask,
             batch.position_ids,
             batch.cumulative,
+            None if self.images is None else self.images.digests(batch.input_ids, batch.pixels),
             batch.past,
         )
         rows = Rows(ids_LRK) if self.watch.routes else None
@@ -282,11 +303,18 @@ class TransformerHooks(TrunkHooks):
         return result
 
     def begin_from_graph(
-        self, input_ids: Tensor, mask: Tensor | None, positions: Tensor | None, cumulative: Tensor | None, past: int
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cumulative: Tensor | None,
+        digests: Tensor | None,
+        past: int,
     ) -> Tensor:
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past).read()
+        batch.digests_BT = digests
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise _in_graph("gate weights are", "the model")
@@ -343,9 +371,12 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
         lengths_S = np.asarray(kept_BT.sum(axis=1))
     else:
         lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
-    choices = None
+    streams = {}
+    if host.digests_BT is not None:
+        streams[PIXELS] = pixel_stream(host.digests_BT[kept_BT])
+    warn_of_unbound(batch.pixel_names, host.digests_BT)
     if recorded.choices is not None and indexers is not None:
-        choices = indexers.stream(recorded.choices, lengths_S, host, batch.past)
+        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, host, batch.past)
     return ForwardRows(
         lengths_S,
         host.ids_BT[kept_BT],
@@ -354,7 +385,7 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
         packed(recorded.weights_LRK),
         batch.past,
         batch.shape[1] if starts_BT is None else None,
-        choices,
+        streams,
     )
 
 

@@ -50,6 +50,8 @@ ROWS = "foreroute_rows"
 """In TRL's batches: int64 [B, 2], the number of the rollout and that of the sequence in it."""
 
 
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""What TRL's batches say of each token beside images, [B, T]."""
 CHECKED_SEQUENCES = 16
 """Sequences of the first rollout that are checked. A mix-up on the way concerns every sequence; a few show it."""
 
@@ -99,6 +101,7 @@ class TrainerPassController:
         self._num_rollouts = 0
         self._num_updates = 0
         self._has_old_pass = False
+        self._checks_with_images = False
 
     def _make_source(self) -> TurnSource:
         trainer, replays = self._trainer, self._replay == "R3"
@@ -185,7 +188,13 @@ class TrainerPassController:
             )
 
     def _check_first(self, trace: RoutingTrace) -> None:
-        """Hold some sequences of the first rollout against the policy's own routes, by one forward of it."""
+        """Hold some sequences of the first rollout against the policy's own routes, by one forward of it.
+
+        With images that is done in the first pass that TRL gives them to.
+        """
+        if hasattr(self._trainer.processing_class, "image_processor"):
+            self._checks_with_images = True
+            return
         part = trace.select(np.arange(min(len(trace), CHECKED_SEQUENCES)))
         tokens = [torch.from_numpy(part.tokens(s).astype(np.int64)) for s in range(len(part))]
         mask = pad_sequence([torch.ones_like(t) for t in tokens], batch_first=True)
@@ -302,19 +311,21 @@ class TrainerPassController:
         is_policy = self._is_policy(model)
         if now is None or not (is_policy or self._has_masks):
             return compute(input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
-        pictures = sorted(name for name, value in options.items() if isinstance(value, Tensor | list))
-        if pictures:
-            raise ConfigError(f"the batch holds {', '.join(pictures)}; routing replay does not support images")
         parts = []
         each = batch_size or len(input_ids)
         for first in range(0, len(input_ids), each):
             rows = slice(first, first + each)
+            ids, mask, images = input_ids[rows], attention_mask[rows], images_of(options, rows, len(input_ids))
+            run = partial(compute, ids, mask, logits_to_keep, **images)
+            if is_policy and self._checks_with_images:
+                self._checks_with_images = False
+                check_first_rollout(self.routed, self._routes_of(now, rows, mask).trace, run)
             with ExitStack() as stack:
                 if is_policy:
-                    stack.enter_context(self._routing(now, rows, attention_mask[rows]))
+                    stack.enter_context(self._routing(now, rows, mask))
                 if self._has_masks:
-                    stack.enter_context(self._scoring_on_masks(now, rows, attention_mask[rows], logits_to_keep))
-                parts.append(compute(input_ids[rows], attention_mask[rows], logits_to_keep, **options))
+                    stack.enter_context(self._scoring_on_masks(now, rows, mask, logits_to_keep))
+                parts.append(run())
         result = joined(parts)
         if not is_policy:
             return result
@@ -397,6 +408,30 @@ def joined(parts: list[Any]) -> tuple[Any, ...]:
         None if values[0] is None else torch.cat(values) if values[0].ndim else torch.stack(values).mean()
         for values in zip(*parts, strict=True)
     )
+
+
+def images_of(options: dict[str, Any], rows: slice, num_rows: int) -> dict[str, Any]:
+    """TRL's further arguments of a batch, for some of its rows: images go with the sequences that they are in.
+
+    Raises:
+        ConfigError: where images have no grid that says how many patches each has.
+    """
+    found = {name for name, value in options.items() if isinstance(value, Tensor | list)}
+    if not found or (not rows.start and rows.stop >= num_rows):
+        return options
+    if others := sorted(found - {"pixel_values", "image_grid_thw", "num_images", *OF_TOKENS}):
+        raise ConfigError(
+            f"the batch holds {', '.join(others)} beside its images, and routing replay cuts batches of images by "
+            "image_grid_thw alone; let per_device_train_batch_size be all sequences of a rollout, or take replay='none'"
+        )
+    part = options | {name: options[name][rows] for name in found & {"num_images", *OF_TOKENS}}
+    if "image_grid_thw" in found:
+        first, last = sum(options["num_images"][: rows.start]), sum(options["num_images"][: rows.stop])
+        grid_thw = options["image_grid_thw"]
+        before, after = (int(grid_thw[:end].prod(1).sum()) for end in (first, last))
+        images = {"image_grid_thw": grid_thw[first:last], "pixel_values": options["pixel_values"][before:after]}
+        part |= images if first < last else dict.fromkeys([*images, "num_images"])
+    return part
 
 
 def _is_reference(policy: Any) -> Callable[[], bool]:

@@ -1,0 +1,208 @@
+"""Which pixels stand behind each token of an image: a digest of them for each, recorded and compared in replay.
+
+Families whose forward takes `image_grid_thw` are given the patches of all images of a batch in one tensor, in the order
+of the tokens that stand for them: so many patches for a token, whatever image and sequence it is in. `generate` encodes
+images before the first forward; what it hands on takes the digests along. Digests are made
+and compared on the device. They tell images apart by mistake, not by malice: 58 bits, of pixels rounded to bfloat16,
+the width in which one side of a rollout may have them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from foreroute.errors import BatchMismatchError, TraceContentError
+from foreroute.trace import PIXELS, DecisionStream, RoutingTrace
+from foreroute.trace.checks import as_offsets, place_of
+
+BITS = 29
+"""Of each of the two ids that a digest is in a trace."""
+OF_KIND = {
+    "image": ("pixel_values", "image_grid_thw", "image_digests"),
+    "video": ("pixel_values_videos", "video_grid_thw", "video_digests"),
+}
+"""Patches and grids that a forward takes; and digests of what was encoded before."""
+ENCODED = "mm_encoder_outputs"
+OTHERS = ("pixel_values_local", "input_features", ENCODED)
+"""What forwards take beside tokens where nothing says to which tokens it belongs."""
+PRIMES = (0x1C69B3F74AC4AE35, 0x3C79AC492BA7B653, 0x1D8E4E27C47D124F)
+NO_PIXELS, UNKNOWN = 0, -1
+NOTE = "foreroute_digests"
+
+
+class ImageTokens(NamedTuple):
+    """How a family lays images out among its tokens.
+
+    Attributes:
+        image: the token that stands for a piece of an image.
+        video: the one for a piece of a video. A family that has videos stand behind tokens of images uses `image`.
+        patches: how many patches become a token.
+    """
+
+    image: int
+    video: int
+    patches: int
+
+    @classmethod
+    def of_trunk(cls, trunk: nn.Module, names: list[str]) -> ImageTokens | None:
+        """Those of a trunk whose forward has parameters of these names; None where it does not say by a grid."""
+        config: Any = getattr(trunk, "config", None)
+        image, merge = getattr(config, "image_token_id", None), None
+        if "image_grid_thw" in names:
+            merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+        if image is None or merge is None:
+            return None
+        return cls(image, getattr(config, "video_token_id", None) or image, merge**2)
+
+    def digests(self, input_ids: Tensor, given: dict[str, Tensor]) -> Tensor:
+        """Digests of what stands behind each token, made on its device.
+
+        Args:
+            input_ids: integers [B, T].
+            given: the arguments of `given_images`.
+
+        Returns:
+            int64 [B, T], above 0; NO_PIXELS where a token of an image was given none, UNKNOWN where none belong or it
+            is not known which do.
+        """
+        is_image, is_video = input_ids == self.image, input_ids == self.video
+        is_video = torch.where(is_video.any(), is_video, is_image)
+        found = torch.where(is_image | is_video, NO_PIXELS, UNKNOWN)
+        for names, place in zip(OF_KIND.values(), (is_image, is_video), strict=True):
+            patches, grid_thw, of_token = map(given.get, names)
+            if patches is None and of_token is None:
+                continue
+            of_place: Tensor | int = UNKNOWN
+            if of_token is None:
+                of_token = self.of_patches(patches, grid_thw)
+            if of_token is not None:
+                of_token = of_token.to(input_ids.device)
+                number = (place.view(-1).cumsum(0) - 1).clamp(0, len(of_token) - 1).view_as(place)
+                of_place = torch.where(place.sum() == len(of_token), of_token[number], UNKNOWN)
+            found = torch.where(place, of_place, found)
+        return found
+
+    def of_patches(self, patches: Tensor | None, grid_thw: Tensor | None) -> Tensor | None:
+        """int64, a digest for each token that these patches become; None where they are laid out in no known way."""
+        if patches is None or grid_thw is None or not len(patches) or len(patches) % self.patches:
+            return None
+        return _digests(patches.detach(), grid_thw, self.patches)
+
+    def note(self, encoded: Any, given: dict[str, Any]) -> None:
+        """Have what became of images, a tensor for each, take their digests along.
+
+        Args:
+            encoded: what `get_image_features` or `get_video_features` returned.
+            given: what it was given.
+        """
+        for pixels, grid, _ in OF_KIND.values():
+            digests = self.of_patches(given.get(pixels), given.get(grid))
+            pieces = _pieces(encoded)
+            if digests is not None and sum(map(len, pieces)) == len(digests):
+                for piece, of_piece in zip(pieces, digests.split([len(piece) for piece in pieces]), strict=True):
+                    setattr(piece, NOTE, of_piece)
+
+
+def given_images(given: dict[str, Any]) -> dict[str, Tensor]:
+    """The arguments of a forward that hold pixels or sounds, their grids, and digests of what was encoded before."""
+    found = {}
+    for kind, (pixels, grid, digests) in OF_KIND.items():
+        pieces = _pieces((given.get(ENCODED) or {}).get(kind))
+        of_pieces: list[Any] = [getattr(piece, NOTE, None) for piece in pieces]
+        if any(each is None for each in of_pieces):
+            found[ENCODED] = pieces[0]
+        elif pieces:
+            found[digests] = torch.cat(of_pieces)
+        found |= {name: given[name] for name in (pixels, grid) if isinstance(given.get(name), Tensor)}
+    return found | {name: given[name] for name in OTHERS if isinstance(given.get(name), Tensor)}
+
+
+def pixel_stream(digest_N: NDArray[np.int64]) -> DecisionStream:
+    """The stream of digests, int64 [N]: two ids for each, none where no pixels were given."""
+    given = digest_N > 0
+    ids = np.stack([digest_N & ((1 << BITS) - 1), (digest_N >> BITS) | 1 << BITS], axis=1)[given]
+    offsets = as_offsets(2 * given.astype(np.int64))
+    return DecisionStream(2 << BITS, digest_N >= 0, offsets, ids.reshape(-1).astype(np.int32))
+
+
+def digests_of(trace: RoutingTrace) -> NDArray[np.int64]:
+    """int64 [N], what `pixel_stream` was made of.
+
+    Raises:
+        TraceContentError: when the stream cannot be one of digests.
+    """
+    stream = trace.streams[PIXELS]
+    counts = np.diff(stream.offsets)
+    if stream.num_choices != 2 << BITS or stream.layers or not np.isin(counts, (0, 2)).all():
+        raise TraceContentError(f"the stream {PIXELS} has {stream}; expected digests, of two ids below {2 << BITS}")
+    low, high = stream.ids.astype(np.int64).reshape(-1, 2).T
+    digest_N = np.where(stream.valid_N, NO_PIXELS, UNKNOWN)
+    digest_N[counts == 2] = low | (high & ((1 << BITS) - 1)) << BITS
+    return digest_N
+
+
+def refuse_other_pixels(trace: RoutingTrace, row_R: NDArray[np.int64], digest_R: NDArray[np.int64]) -> None:
+    """Raise `BatchMismatchError` where a batch has other pixels behind a token than the trace has.
+
+    Args:
+        trace: with digests.
+        row_R: int64 [R], its row in each slot, or -1.
+        digest_R: int64 [R], of the batch.
+    """
+    expected_R = np.where(row_R >= 0, digests_of(trace)[row_R], UNKNOWN)
+    wrong = np.flatnonzero((expected_R >= 0) & (expected_R != digest_R))
+    if not len(wrong):
+        return
+    s, position = place_of(int(row_R[wrong[0]]), trace.offsets)
+    seen, known = digest_R[wrong[0]], expected_R[wrong[0]]
+    what = "no pixels" if seen <= 0 else "pixels" if known == NO_PIXELS else "the pixels of another image"
+    raise BatchMismatchError(
+        f"sequence {s}, position {position}: the batch has {what} behind the token of an image, and the trace was "
+        f"recorded with {'none' if known == NO_PIXELS else 'others'}. Give the images of the rollout, in the order of "
+        f'the sequences; trace.without_streams("{PIXELS}") replays without comparing them'
+    )
+
+
+def warn_of_unbound(names: tuple[str, ...], digests_BT: NDArray[np.int64] | None) -> None:
+    """Warn of arguments of a forward, of `given_images`, to whose values a trace of it is not bound.
+
+    Args:
+        names: of the arguments.
+        digests_BT: int64 [B, T], what the trace is bound to; None of a family whose images stand in an unknown order.
+    """
+    is_bound = digests_BT is not None and bool((digests_BT > 0).any())
+    if loose := [name for name in names if name in OTHERS or not is_bound]:
+        warnings.warn(
+            f"{', '.join(loose)}: it is not known which of them belong to which tokens, so that the trace has no "
+            "digest of them, and replay with others is not noticed",
+            stacklevel=2,
+        )
+
+
+def _pieces(encoded: Any) -> Sequence[Tensor]:
+    """Of what was encoded, a tensor [tokens, D] for each image."""
+    pieces = getattr(encoded, "pooler_output", None)
+    return pieces if isinstance(pieces, list | tuple) else () if pieces is None else [pieces]
+
+
+def _digests(patches_PW: Tensor, grid_thw: Tensor, each: int) -> Tensor:
+    """int64 [P / each], of so many patches one after the other, and of the grid of the image that they are in."""
+    first, second, third = PRIMES
+    bits = patches_PW.to(torch.bfloat16).reshape(len(patches_PW) // each, -1)
+    words = functional.pad(bits, (0, -bits.shape[1] % 4)).view(torch.int64)
+    mixed = (words + third * torch.arange(words.shape[1], device=words.device)) * first
+    total = ((mixed ^ (mixed >> 32)) * second).sum(1)
+    grid = grid_thw.to(words.device).long()
+    ends = (grid.prod(1) // each).cumsum(0)
+    image = torch.searchsorted(ends, torch.arange(len(words), device=words.device), right=True)
+    of_image = grid[:, 0] * first + grid[:, 1] * second + grid[:, 2] * third
+    total = (total ^ of_image[image.clamp(max=len(grid) - 1)]) * first
+    return ((total ^ (total >> 32)) & ((1 << 2 * BITS) - 1)).clamp(min=1)

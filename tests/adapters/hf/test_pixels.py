@@ -1,0 +1,208 @@
+"""Images beside tokens: a trace is bound to the pixels behind each token of an image, as it is to the tokens."""
+
+import re
+
+import pytest
+import torch
+
+import foreroute as fr
+from foreroute.adapters import hf
+from foreroute.errors import BatchMismatchError
+from foreroute.trace import PIXELS
+from tests.adapters.hf.test_whole_models import TOWER, build_whole
+from tests.tiers import grid
+
+IMAGE, VIDEO, START = 45, 44, 46
+GRIDS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "qwen3_omni_moe", "minimax_m3_vl")
+SHAPES = {"large": (1, 4, 4), "wide": (1, 2, 4)}  # 4 tokens and 2
+SEQUENCES = ([1, "large", 3, "wide", 5, 6], [7, 8, 9, 10], [11, 12, "wide", 13])
+
+
+def build_seeing(name="qwen3_vl_moe"):
+    return build_whole(name, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START)
+
+
+def patch_width(model):
+    vision = model.config.vision_config
+    return getattr(vision, "in_channels", 3) * vision.temporal_patch_size * vision.patch_size**2
+
+
+class Seen:
+    """Sequences of tokens and images, which can be padded, chosen and given other pixels."""
+
+    def __init__(self, width, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens, self.images = [], []
+        for sequence in SEQUENCES:
+            tokens, images = [], []
+            for each in sequence:
+                if isinstance(each, int):
+                    tokens.append(each)
+                    continue
+                grid_thw = SHAPES[each]
+                patches = grid_thw[1] * grid_thw[2]
+                tokens += [START, *[IMAGE] * (patches // 4)]
+                images.append((torch.randn(patches, width, generator=generator), grid_thw))
+            self.tokens.append(tokens)
+            self.images.append(images)
+
+    def batch(self, sequences=(0, 1, 2), *, left=False, images=None):
+        longest = max(len(self.tokens[s]) for s in sequences)
+        rows = [(self.tokens[s], [0] * (longest - len(self.tokens[s]))) for s in sequences]
+        input_ids = torch.tensor([pad + tokens if left else tokens + pad for tokens, pad in rows])
+        mask = [([1] * len(t), p) for t, p in rows]
+        shown = [image for s in sequences for image in (images or self.images)[s]]
+        batch = {
+            "input_ids": input_ids,
+            "attention_mask": torch.tensor([pad + ones if left else ones + pad for ones, pad in mask]),
+            "mm_token_type_ids": (input_ids == IMAGE).int(),
+        }
+        if shown:
+            batch["pixel_values"] = torch.cat([patches for patches, _ in shown])
+            batch["image_grid_thw"] = torch.tensor([grid_thw for _, grid_thw in shown])
+        return batch
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
+
+
+@grid("name", GRIDS, quick=1)
+def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp_path):
+    model = build_seeing(name)
+    routed, seen = hf.attach(model), Seen(patch_width(model))
+    other = Seen(patch_width(model), seed=1)
+    with routed.record() as recording:
+        native = outputs(model, seen.batch(left=True))
+    trace = fr.load(fr.save(recording.trace(), tmp_path / "trace.safetensors"))
+    for chosen, left in (((0, 1, 2), False), ((2, 0), True), ((1,), False)):
+        part = trace.select(chosen)
+        with routed.replay(part):
+            replayed = outputs(model, seen.batch(chosen, left=left))
+        if chosen == (0, 1, 2):
+            torch.testing.assert_close(replayed, native, rtol=0, atol=1e-5)
+    with routed.replay(trace):
+        assert torch.equal(outputs(model, seen.batch(left=True)), native)
+
+    def refused(chosen, images, place):
+        with pytest.raises(BatchMismatchError, match=re.escape(place)), routed.replay(trace.select(chosen)):
+            outputs(model, seen.batch(chosen, images=images))
+
+    refused((0, 1, 2), other.images, "sequence 0, position 2: the batch has the pixels of another image")
+    second = [[seen.images[0][0], other.images[0][1]], [], seen.images[2]]
+    refused((2, 0), second, "sequence 1, position 8: the batch has the pixels of another image")
+    exchanged = [[seen.images[0][0], seen.images[2][0]], [], [seen.images[0][1]]]
+    refused((0, 1, 2), exchanged, "sequence 0, position 8")
+
+
+def test_the_shape_of_an_image_is_a_part_of_it_and_its_precision_is_not():
+    model = build_seeing()
+    routed, seen = hf.attach(model), Seen(patch_width(model))
+    white = torch.ones(8, patch_width(model)) / 3
+    wide, high = ([[], [], [(white, shape)]] for shape in ((1, 2, 4), (1, 4, 2)))
+    with routed.record() as recording:
+        outputs(model, seen.batch((2,), images=wide))
+    halves = seen.batch((2,), images=wide)
+    halves["pixel_values"] = halves["pixel_values"].bfloat16()
+    with routed.replay(recording.trace()):
+        outputs(model, halves)
+    with pytest.raises(BatchMismatchError, match="another image"), routed.replay(recording.trace()):
+        outputs(model, seen.batch((2,), images=high))
+
+
+def test_images_left_out_are_noticed_and_digests_can_be_left_out():
+    model = build_seeing()
+    routed, seen = hf.attach(model), Seen(patch_width(model))
+    with routed.record() as recording:
+        outputs(model, seen.batch())
+    blind = {name: each for name, each in seen.batch().items() if name not in ("pixel_values", "image_grid_thw")}
+    with pytest.raises(BatchMismatchError, match="no pixels behind the token"), routed.replay(recording.trace()):
+        outputs(model, blind)
+    with routed.record() as unseeing:
+        outputs(model, blind)
+    with pytest.raises(BatchMismatchError, match="recorded with none"), routed.replay(unseeing.trace()):
+        outputs(model, seen.batch())
+    with routed.replay(recording.trace().without_streams(PIXELS)):
+        outputs(model, blind)
+
+
+def test_a_batch_that_was_replayed_and_then_painted_over_is_refused():
+    model = build_seeing()
+    routed, seen = hf.attach(model), Seen(patch_width(model))
+    batch = seen.batch()
+    with routed.record() as recording:
+        outputs(model, batch)
+    rows = routed.rows(recording.trace())
+    with routed.replay(rows):
+        outputs(model, batch)
+    batch["pixel_values"][-1, -1] += 1
+    with pytest.raises(BatchMismatchError, match="sequence 2, position 4"), routed.replay(rows):
+        outputs(model, batch)
+
+
+def test_a_sampled_rollout_with_images_is_replayed_in_micro_batches():
+    model = build_seeing()
+    routed, seen = hf.attach(model), Seen(patch_width(model))
+    batch = seen.batch(left=True)
+    torch.manual_seed(0)
+    with routed.record() as recording:
+        ids = model.generate(
+            **batch,
+            max_new_tokens=5,
+            do_sample=True,
+            num_return_sequences=2,
+            suppress_tokens=[IMAGE, VIDEO, START],
+            pad_token_id=0,
+        )
+    mask = torch.cat([batch["attention_mask"].repeat_interleave(2, 0), torch.ones(6, 5, dtype=torch.int64)], 1)
+    rollout = recording.rollout(ids, mask)
+    for chosen in ([4, 3, 5], [0]):
+        part = seen.batch([s // 2 for s in chosen]) | {"input_ids": ids[chosen], "attention_mask": mask[chosen]}
+        part["mm_token_type_ids"] = (ids[chosen] == IMAGE).int()
+        with routed.replay(rollout.select(chosen), telemetry=True) as session:
+            outputs(model, part)
+        assert session.agreement().routing.differing_share < 0.01
+    part["pixel_values"] = part["pixel_values"].flip(0)
+    with pytest.raises(BatchMismatchError, match="another image"), routed.replay(rollout.select([0])):
+        outputs(model, part)
+
+
+def test_pixels_that_belong_to_unknown_tokens_are_warned_of(monkeypatch):
+    monkeypatch.setitem(TOWER, "pixel_shuffle_ratio", 1.0)
+    model = build_whole("llama4", image_token_index=IMAGE)
+    size = model.config.vision_config
+    tokens = torch.tensor([[1, *[IMAGE] * (size.image_size // size.patch_size) ** 2, 3]])
+    routed = hf.attach(model)
+    with routed.record() as recording, torch.no_grad():
+        model(input_ids=tokens, pixel_values=torch.zeros(1, 3, size.image_size, size.image_size), use_cache=False)
+    with pytest.warns(UserWarning, match="pixel_values: it is not known which of them"):
+        assert PIXELS not in recording.trace().streams
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_packed_sequences_with_images_are_found_by_positions_on_several_axes(axes):
+    model = build_seeing()
+    routed, seen = hf.attach(model), Seen(patch_width(model))
+    alone = [seen.batch((s,)) for s in (0, 1, 2)]
+    with routed.record() as recording:
+        apart = torch.cat([outputs(model, batch) for batch in alone])
+    of_text = torch.cat([torch.arange(batch["input_ids"].shape[1]) for batch in alone])[None, None]
+    of_images = [
+        model.model.get_rope_index(
+            batch["input_ids"], mm_token_type_ids=batch["mm_token_type_ids"], image_grid_thw=batch.get("image_grid_thw")
+        )[0]
+        for batch in alone
+    ]
+    packed = {name: torch.cat([batch[name] for batch in alone], 1) for name in ("input_ids", "mm_token_type_ids")}
+    packed |= {name: seen.batch()[name] for name in ("pixel_values", "image_grid_thw")}
+    packed["position_ids"] = torch.cat([*([of_text] if axes == 4 else []), torch.cat(of_images, 2)])
+    trace = recording.trace()
+    with routed.replay(trace), routed.record() as again, torch.no_grad():
+        together = model(**packed, use_cache=False).logits[0]
+    assert again.trace().equals(trace)
+    if axes == 4:  # on three, transformers does not see where sequences begin, and lets them attend to each other
+        torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+    other = packed | {"pixel_values": packed["pixel_values"].flip(0)}
+    with pytest.raises(BatchMismatchError, match="another image"), routed.replay(trace), torch.no_grad():
+        model(**other, use_cache=False)

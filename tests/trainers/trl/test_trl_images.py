@@ -1,0 +1,117 @@
+"""Rollouts with images under TRL: what the experts are given in updates, and the mismatch that is left."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from foreroute.core.hooks import overridden
+from foreroute.errors import BatchMismatchError
+from foreroute.trace import PIXELS
+from foreroute.trainers.trl import GRPOTrainer
+from tests.trainers.trl.images import conversations, policy, processor
+from tests.trainers.trl.trl_runs import config, logged
+
+
+def letters(completions, **_):
+    return [float(sum(letter in "aeiou" for letter in completion[0]["content"])) for completion in completions]
+
+
+def generating_with_other_routers(model, scale=0.02):
+    """While the model samples, its routers have other weights, as an engine in another precision would."""
+    routers = [module for module in model.modules() if type(module).__name__ == "Qwen3VLMoeTextTopKRouter"]
+    assert len(routers) == 3
+
+    def generate(original, *args, **kwargs):
+        kept = [router.weight.detach().clone() for router in routers]
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for router in routers:
+                router.weight += scale * torch.randn(router.weight.shape, generator=noise)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for router, weight in zip(routers, kept, strict=True):
+                    router.weight.copy_(weight)
+
+    return overridden(model, "generate", generate)
+
+
+@contextmanager
+def watched_updates(model):
+    """Tokens [B, T] and executed experts [L, B, T, K] of every forward with gradients, by plain hooks."""
+    batches, handles = [], []
+
+    def begin(_, args, kwargs):
+        batches.append((torch.is_grad_enabled(), kwargs["input_ids"].clone(), []))
+
+    handles.append(model.model.register_forward_pre_hook(begin, with_kwargs=True))
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3VLMoeTextExperts":
+            note = lambda _, args: batches[-1][2].append(args[1].detach().clone())  # noqa: E731
+            handles.append(module.register_forward_pre_hook(note))
+    yield batches
+    for handle in handles:
+        handle.remove()
+
+
+def trained(folder, replay, **settings):
+    model = policy()
+    chosen = {"max_steps": 2, "max_completion_length": 6, "gradient_checkpointing": False, "beta": 0.0, **settings}
+    trainer = GRPOTrainer(
+        model=model,
+        replay=replay,
+        train_dataset=Dataset.from_dict(conversations(8)),
+        args=config(folder, **chosen),
+        processing_class=processor(),
+        reward_funcs=letters,
+    )
+    rollouts = []
+    take = trainer.routing.take
+    trainer.routing.take = lambda trace, *args: (rollouts.append(trace), take(trace, *args))[1]
+    with generating_with_other_routers(model), watched_updates(model) as batches:
+        trainer.train()
+    return trainer, rollouts, batches
+
+
+def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder):
+    trainer, (rollout,), batches = trained(folder, "R3")
+    image = trainer.model.config.image_token_id
+    routes_of = {tuple(rollout.tokens(s).tolist()): s for s in range(len(rollout))}
+    is_image = rollout.token_ids_N == image
+    assert np.array_equal(rollout.streams[PIXELS].valid_N, is_image)
+    num_compared = 0
+    for with_grad, input_ids, calls in batches:
+        for row, ids in enumerate(input_ids.tolist()):
+            tokens = ids[next(i for i, token in enumerate(ids) if token) :]
+            while tokens[-1] == 0:
+                tokens.pop()
+            if not with_grad or tuple(tokens) not in routes_of:
+                continue
+            part = rollout.select([routes_of[tuple(tokens)]])
+            first = next(i for i, token in enumerate(ids) if token)
+            places = first + np.flatnonzero(part.token_ids_N == image)
+            executed = torch.stack(calls).view(len(calls), len(input_ids), -1, 2)[:, row, places].numpy()
+            assert np.array_equal(executed, part.expert_ids_NLK[part.token_ids_N == image].swapaxes(0, 1))
+            num_compared += len(places)
+    assert num_compared == is_image.sum()  # in two steps each sequence is used once
+    assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
+    assert min(logged(trainer, "mismatch/native_disagreement")) > 0.01
+    without, *_ = trained(folder, "none")
+    assert min(logged(without, "mismatch/disagreement")) > 0.01
+    k3, native = logged(trainer, "mismatch/k3")[0], logged(without, "mismatch/k3")[0]
+    assert k3 < native / 2, (k3, native)
+
+
+def test_an_update_on_another_image_is_refused(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        compute = GRPOTrainer._compute_loss
+
+        def painted_over(self, model, inputs):
+            return compute(self, model, inputs | {"pixel_values": -inputs["pixel_values"]})
+
+        patch.setattr(GRPOTrainer, "_compute_loss", painted_over)
+        with pytest.raises(BatchMismatchError, match="pixels of another image"):
+            trained(folder, "R3")

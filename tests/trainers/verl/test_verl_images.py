@@ -1,0 +1,138 @@
+"""verl's FSDP engine on a batch with images: packed positions on four axes, and routes of the tokens of images."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
+
+from verl.utils import tensordict_utils as tu
+
+from examples.verl.tiny_checkpoint import VOCABULARY, save_policy
+from foreroute.adapters import hf
+from foreroute.trace import RoutingTrace
+from tests.trainers.verl.verl_batches import RESPONSE, padded
+from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
+from tests.trainers.vision_language import PATCH_VALUES, policy
+
+IMAGE, VIDEO, START = 250, 251, 252
+SHAPES = ((1, 2, 4), None, (1, 2, 2), (1, 2, 4))
+"""Of the images of the sequences, of 2, no, 1 and 2 tokens."""
+
+
+class ImageBook:
+    """Sequences with images, routes of which a part is drawn at random, and log-probs near those on these routes."""
+
+    def __init__(self, folder):
+        rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.model = policy(VOCABULARY, image=IMAGE, video=VIDEO, start=START).eval()
+        save_policy(folder)  # for its tokenizer
+        self.model.save_pretrained(folder)
+        self.routed = hf.attach(self.model)
+        self.pairs, self.images, self.routes, self.sampled, self.expected = [], [], [], [], []
+        for shape in SHAPES:
+            images = {}
+            tokens = []
+            if shape is not None:
+                patches = shape[1] * shape[2]
+                images = {"pixel_values": torch.randn(patches, PATCH_VALUES, generator=generator)}
+                images["image_grid_thw"] = torch.tensor([shape])
+                tokens = [START, *[IMAGE] * (patches // 4)]
+            prompt = np.array([*rng.integers(2, 200, 2), *tokens, rng.integers(2, 200)])
+            pair = prompt, rng.integers(2, 200, int(rng.integers(3, RESPONSE + 1)))
+            self.pairs.append(pair)
+            self.images.append(images)
+            with self.routed.record() as recording:
+                self.log_probs(-1)
+            drawn = recording.trace().expert_ids_NLK[:-1].copy()
+            cells = rng.random(drawn.shape[:2]) < 0.3
+            drawn[cells] = np.argsort(rng.random((*drawn.shape[:2], 8)), axis=-1)[cells][:, :2]
+            self.routes.append(drawn)
+            with self.routed.replay(RoutingTrace.from_sequences(self.routed.spec, [np.concatenate(pair)], [drawn])):
+                self.expected.append(self.log_probs(-1))
+            response = self.expected[-1][-len(pair[1]) :].numpy()
+            self.sampled.append(response + rng.normal(0, 0.02, len(response)).astype(np.float32))
+
+    @torch.no_grad()
+    def log_probs(self, s):
+        ids = torch.from_numpy(np.concatenate(self.pairs[s]))[None]
+        logits = self.model(input_ids=ids, **self.images[s], **self.types(ids), use_cache=False).logits[0, :-1]
+        return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+    def types(self, ids):
+        return {"mm_token_type_ids": (ids == IMAGE).int()}
+
+    def batch(self):
+        by_tokens = {tuple(np.concatenate(pair)): routes for pair, routes in zip(self.pairs, self.routes, strict=True)}
+        batch = padded(self.pairs, lambda tokens: by_tokens[tuple(tokens)])
+        positions = batch["position_ids"][:, None].repeat(1, 4, 1)
+        batch["rollout_log_probs"] = torch.zeros(len(self.pairs), RESPONSE)
+        for s, images in enumerate(self.images):
+            kept = batch["attention_mask"][s].bool()
+            ids = batch["input_ids"][s, kept][None]
+            grid = images.get("image_grid_thw")
+            axes, _ = self.model.model.get_rope_index(ids, image_grid_thw=grid, **self.types(ids))
+            positions[s, 1:, kept] = axes[:, 0]
+            batch["rollout_log_probs"][s, : len(self.sampled[s])] = torch.from_numpy(self.sampled[s])
+        return batch | {"position_ids": positions}
+
+    def tensordict(self, **settings):
+        td = tensordict(self.batch(), **settings)
+        tu.assign_non_tensor_stack(td, "multi_modal_inputs", self.images)
+        return td
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("images"))
+    book = ImageBook(folder)
+    book.folder = folder
+    return book
+
+
+class Watched:
+    """Tokens and executed experts of every forward of a model, by plain hooks."""
+
+    def __init__(self, model):
+        self.forwards = []
+        for module in model.modules():
+            if type(module).__name__ == "Qwen3VLMoeTextExperts":
+                module.register_forward_pre_hook(lambda _, args: self.forwards[-1][1].append(args[1].detach().clone()))
+            elif type(module).__name__.endswith("Qwen3VLMoeModel"):
+                module.register_forward_pre_hook(lambda _, args: self.forwards.append((args[0].view(-1).clone(), [])))
+
+    def of_images(self, pair):
+        """Ids [N, L, K] of the tokens of images of a sequence."""
+        tokens = torch.from_numpy(np.concatenate(pair))
+        for ids, calls in self.forwards:
+            for first in range(len(ids) - len(tokens) + 1):
+                if torch.equal(ids[first : first + len(tokens)], tokens):
+                    return torch.stack(calls, 1)[first : first + len(tokens)][tokens == IMAGE].numpy()
+        raise AssertionError("the sequence did not run")
+
+
+@pytest.mark.parametrize("layout", [{}, {"use_remove_padding": False}], ids=["packed", "padded"])
+def test_routes_of_images_are_followed_and_the_mismatch_falls(group, book, layout):
+    k3 = {}
+    for replay in ("R3", "disabled"):
+        engine = make(book.folder, replay, lr=0.0)
+        old_log_probs(engine, book.tensordict(**layout))  # the first rollout is checked
+        watched = Watched(engine.module)
+        found, _ = old_log_probs(engine, book.tensordict(**layout))
+        far = max(float((one - other).abs().max()) for one, other in zip(found, book.expected, strict=True))
+        follows = [
+            np.array_equal(watched.of_images(pair), routes[np.concatenate(pair)[:-1] == IMAGE])
+            for pair, images, routes in zip(book.pairs, book.images, book.routes, strict=True)
+            if images
+        ]
+        metrics = update(engine, book.tensordict(**layout))["metrics"]
+        k3[replay] = metrics["mismatch/k3"][0]
+        if replay == "R3":
+            assert far < 1e-4
+            assert all(follows)
+            assert metrics["mismatch/disagreement"] == [0.0]
+        else:
+            assert far > 1e-2
+            assert not all(follows)
+            assert metrics["mismatch/disagreement"][0] > 0.05
+    assert k3["R3"] < k3["disabled"] / 4, k3
