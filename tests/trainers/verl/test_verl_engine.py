@@ -157,7 +157,6 @@ def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
 def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(group, folder, book):
     of_experts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     engine = make(folder, "R3", model={"lora_rank": 4, "target_modules": ["q_proj", "v_proj"], **of_experts})
-    assert sum(".experts." in name for name, p in engine.module.named_parameters() if p.requires_grad) == 2 * 2 * 2
     update(engine, tensordict(book.batch()))  # the first, with a forward on the model's own routes
     with watched(engine.module) as forwards:
         update(engine, tensordict(book.batch()))
@@ -167,7 +166,7 @@ def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(group,
     adapted = get_peft_model(merged.model, engine.module.peft_config["default"])
     adapted.load_state_dict(full_weights(engine.module))
     moved = [name for name, each in adapted.named_parameters() if "lora_B" in name and each.any()]
-    assert any("experts" in name for name in moved) == experts
+    assert any("experts" in name for name in moved)
     adapted.merge_and_unload()
     exact, rounding = merged.exact()
     for one, other, base in zip(found, exact, book.replayed(), strict=True):
