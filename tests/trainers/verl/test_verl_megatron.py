@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(found):
 
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
     model = SimpleNamespace(mtp=SimpleNamespace(enable=False), lora={})
-    dynamic = PlanningMegatronConfig(dynamic_context_parallel=True)
+    dynamic = PlanningMegatronConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=64)
     with pytest.raises(ConfigError, match="dynamic_context_parallel"):
         require_supported_by_megatron(dynamic, model, replays=True, plans=True)
     with pytest.raises(ConfigError, match=r"router_replay\.mode=R3"):

@@ -146,10 +146,9 @@ class MegatronPasses(EnginePasses):
         self._planning = config if isinstance(config, PlanningMegatronConfig) else None
         self._plans = PlanSums()
         self._chunks = engine.module
-        self._num_context_ranks = mpu.get_context_parallel_world_size()
         # verl pads each sequence to a multiple, which ranks share; those of context parallelism in two chunks each
-        chunks = 2 * self._num_context_ranks if self._num_context_ranks > 1 else 1
-        self._align = mpu.get_tensor_model_parallel_world_size() * chunks
+        ranks = mpu.get_context_parallel_world_size()
+        self._align = mpu.get_tensor_model_parallel_world_size() * (2 * ranks if ranks > 1 else 1)
         self._micro_batches: list[RoutedMicroBatch] = []
         self._planned: PlannedBatch | None = None
 
@@ -266,14 +265,13 @@ class MegatronPasses(EnginePasses):
 
     def _layout(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
         """Where verl puts sequences of these lengths, in a batch of which the longest sequence is so long."""
-        slots_S = -(-lengths_S // self._align) * self._align
         if not self._config.use_remove_padding:
-            width = max(slots_S)
-            if self._config.pad_bshd_to_minibatch_max:
-                width = -(-longest // self._align) * self._align
-            return pad(lengths_S, side="right", order="sbhd", to=int(width))
+            width = longest if self._config.pad_bshd_to_minibatch_max else int(lengths_S.max())
+            return pad(lengths_S, side="right", order="sbhd", to=-(-width // self._align) * self._align)
+        slots_S = -(-lengths_S // self._align) * self._align
         if self._config.pad_to_length:
-            slots_S[-1] += -slots_S.sum() % lcm(self._config.pad_to_length_bucket, self._num_context_ranks)
+            bucket = lcm(self._config.pad_to_length_bucket, mpu.get_context_parallel_world_size())
+            slots_S[-1] += -slots_S.sum() % bucket
         return pack(lengths_S, slots=slots_S)
 
     def _micro_batch(self, data: Any, layout: Layout, *, update: bool) -> RoutedMicroBatch:
