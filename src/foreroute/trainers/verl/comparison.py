@@ -67,7 +67,7 @@ class RolloutComparison:
         self._has_old_pass |= not update
         yield logs
         if update:
-            self.metrics.share(self._over_ranks)
+            self.metrics.share(lambda sums: over_ranks(sums, self._group()))
             logs.update(self.metrics.flush())
         elif self._weights_check is not None:
             self._weights_check.judge(self._of_ranks)
@@ -113,12 +113,14 @@ class RolloutComparison:
         dist.all_gather_object(every, mine, group=self._group())
         return every
 
-    def _over_ranks(self, sums: Tensor) -> Tensor:
-        from verl.utils.device import get_device_id  # all else here needs no verl
 
-        on_device = sums.to(get_device_id())
-        dist.all_reduce(on_device, group=self._group())
-        return on_device
+def over_ranks(sums: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks of a group of verl, on their device."""
+    from verl.utils.device import get_device_id  # all else here needs no verl
+
+    on_device = sums.to(get_device_id())
+    dist.all_reduce(on_device, group=group)
+    return on_device
 
 
 class WeightsCheck:
