@@ -63,6 +63,7 @@ class BareEngine(FSDPEngineWithLMHead):
         self.module = module
         self.engine_config = SimpleNamespace(forward_only=False, entropy_checkpointing=False)
         self.ulysses_device_mesh, self.use_ulysses_sp, self.pad_to_length = None, False, False
+        self.ulysses_parallel_group, self.ulysses_sequence_parallel_size = None, 1
         self._autocast_dtype = torch.float32
 
 
@@ -97,7 +98,7 @@ class AttachedEngine:
     def replay(self, trace: RoutingTrace, *, weight_version: int | None = None) -> Iterator[None]:
         """The trace as the rollout of one batch."""
         if weight_version is not None:
-            raise Unsupported("a batch of verl does not say which weights computed its routes")
+            raise Unsupported("routes of any weights are replayed, as asynchronous rollouts bring them")
         self.spec.require_same(trace.spec, what="the trace")
         outer, self.rollout = self.rollout, trace
         try:

@@ -77,6 +77,32 @@ def test_mini_and_micro_batches_without_padding_keep_their_routes():
     require_all([tu.concat_tensordict(tu.chunk_tensordict(batch, 4)[::-1])])
 
 
+def test_rows_have_the_version_of_the_weights_where_one_sampled_the_sequence():
+    """As verl's client for servers says it, of requests that were resumed under other weights too."""
+    pairs = sequences(6)
+    spans = [(3, 3), (4, 4), (3, 4), (None, None), (5, 5), (4, 4)]
+    outputs = [
+        AgentLoopOutput(
+            prompt_ids=prompt.tolist(),
+            response_ids=response.tolist(),
+            response_mask=[1] * len(response),
+            routed_experts=ENGINES["vllm"](np.concatenate([prompt, response])),
+            metrics=AgentLoopMetrics(),
+            extra_fields=dict(zip(("min_global_steps", "max_global_steps"), span, strict=True)),
+        )
+        for (prompt, response), span in zip(pairs, spans, strict=True)
+    ]
+    batch = asyncio.run(agent_loop_batch(outputs))
+    parts, order = rearrange_micro_batches(left_right_2_no_padding(batch.to_tensordict()), max_token_len=24)
+    expected = [3, 4, -1, -1, 5, 4]
+    for part, numbers in [(batch, range(6)), *zip(parts, order, strict=True)]:
+        trace = trace_of(part, model=SPEC)
+        wanted = np.repeat([expected[s] for s in numbers], trace.lengths)
+        assert np.array_equal(trace.weight_versions_N, np.where(trace.valid_N, wanted, -1))
+        assert trace_of(part, model=SPEC, weight_version=7).versions == (7,)
+    assert len(parts) > 1
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_wire_of_each_engine_arrives_through_verls_agent_loop(engine):
     pairs = sequences(4)
@@ -115,11 +141,7 @@ async def agent_loop_batch(outputs, widths=(PROMPT, RESPONSE)):
     worker.reward_loop_worker_handles = None
     worker.distillation_enabled = False
     inner = [await worker._agent_loop_postprocess(output, False, raw_prompt=[]) for output in outputs]
-    fields = ("input_ids", "attention_mask", "position_ids", "response_mask", "routed_experts")
-    stacked = {name: [getattr(one, name) for one in inner] for name in fields}
-    batch = {name: torch.cat(parts) for name, parts in stacked.items() if parts[0] is not None}
-    batch |= {"prompts": batch["input_ids"][:, : widths[0]], "responses": batch["input_ids"][:, widths[0] :]}
-    return DataProto.from_single_dict(batch)
+    return worker._postprocess(inner)
 
 
 async def none():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
 from peft import get_peft_model
+from tensordict import NonTensorData, NonTensorStack
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -97,6 +99,18 @@ def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_i
     ]
     with pytest.raises(EngineError, match=r"are \S+ nats \(k3\).*Weights did not arrive"):
         old_log_probs(engine, tensordict(book.batch()))
+
+
+def test_rollouts_of_older_weights_may_be_far_and_those_of_the_newest_may_not(group, folder, book):
+    engine = make(folder, "R3")
+    batch = book.batch()
+    old_log_probs(engine, tensordict(batch))
+    batch["rollout_log_probs"][:3] -= 1.5
+    for far, near, is_wrong in ((3, 4, False), (4, 3, True)):
+        versions = NonTensorStack.from_list([NonTensorData(version) for version in [far] * 3 + [near] * 3])
+        td = tensordict(batch | {"min_global_steps": versions, "max_global_steps": versions})
+        with pytest.raises(EngineError, match="Weights did not arrive") if is_wrong else nullcontext():
+            old_log_probs(engine, td)
 
 
 def test_without_replay_verl_is_verl_and_the_mismatch_is_measured(group, folder, book):
@@ -211,6 +225,7 @@ def test_routes_of_other_tokens_are_named_before_anything_is_trained(group, fold
 IMPORTS = """
 import examples.verl.verl_on_cpu
 from peft import get_peft_model
+from tensordict import NonTensorData, NonTensorStack
 from verl.workers.engine import EngineRegistry
 
 def classes():

@@ -2,7 +2,9 @@
 
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +14,9 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 
 from examples.verl import demo_cluster
+from foreroute.errors import ConfigError
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
-from foreroute.trainers.verl.settings import replay_of
+from foreroute.trainers.verl.settings import replay_of, require_supported
 from tests.trainers.verl.verl_batches import SPEC, padded, sequences
 
 ROOT = Path(__file__).parents[3]
@@ -30,9 +33,9 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     script = (ROOT / "examples" / "verl" / "grpo_r3.sh").read_text()
     command = script[script.index("python3 -m") :].replace("$DATA", "data").replace("$MODEL", "model")
     words = [word for word in shlex.split(command) if "=" in word]
-    fsdp2, _ = lines_of_page()
-    assert len(fsdp2) == 4
-    assert set(words) >= set(fsdp2)
+    fsdp, _ = lines_of_page()
+    assert len(fsdp) == 3
+    assert set(words) >= set(fsdp)
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=words)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -41,6 +44,20 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     assert config.actor_rollout_ref.ref.fsdp_config.forward_only
     assert "router_replay" not in config.actor_rollout_ref.ref.fsdp_config
     assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_the_settings_of_verls_script_of_a_large_fsdp_model_are_read_as_meant(strategy):
+    """Ulysses by the deprecated key of the actor, and fused kernels, with which FSDP2 is refused."""
+    ulysses, fused = "actor.ulysses_sequence_parallel_size=2", "model.use_fused_kernels=True"
+    words = [f"actor_rollout_ref.{each}" for each in (f"actor.strategy={strategy}", ulysses, fused)]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*lines_of_page()[0], *words, *OTHERWISE[1:]]).actor_rollout_ref
+    engine = SimpleNamespace(engine_config=omega_conf_to_dataclass(config.actor).engine, model_config=config.model)
+    assert engine.engine_config.ulysses_sequence_parallel_size == 2
+    refused = pytest.raises(ConfigError, match="use_fused_kernels is on with fsdp2")
+    with refused if strategy == "fsdp2" else nullcontext():
+        require_supported(engine)
 
 
 def test_verl_reads_the_lines_of_megatron_as_meant():

@@ -17,11 +17,11 @@ def rollout(log_ratio, *, seed=0, count=60):
     return sampled, [logprobs + np.float32(log_ratio) for logprobs in sampled], [np.ones(len(s), bool) for s in sampled]
 
 
-def judged(*parts, reduce=lambda sums: sums):
+def judged(*parts, gather=lambda mine: [mine]):
     check = WeightsCheck()
     for part in parts:
         check.add(MismatchSums().compare_tokens(*part))
-    check.judge(reduce)
+    check.judge(gather)
 
 
 def test_a_rollout_far_from_the_trainer_is_refused_with_its_k3():
@@ -51,9 +51,25 @@ def test_sums_are_of_all_micro_batches_and_processes_and_start_anew():
         judged(far, near)
     judged(far, near, near)
     with pytest.raises(EngineError, match="Weights did not arrive"):
-        judged(near, reduce=lambda sums: sums + sums.new_tensor([100.0, 100.0]))
+        judged(near, gather=lambda mine: [mine, {-1: (100.0, 100)}])
     check = WeightsCheck()
     check.add(MismatchSums().compare_tokens(*far))
     with pytest.raises(EngineError, match="Weights did not arrive"):
-        check.judge(lambda sums: sums)
-    check.judge(lambda sums: sums)  # no token at all, as without log-probs of the rollout
+        check.judge(lambda mine: [mine])
+    check.judge(lambda mine: [mine])  # no token at all, as without log-probs of the rollout
+
+
+@pytest.mark.parametrize(("far", "is_refused"), [((3, 4), False), ((5,), True), ((3, 4, 5), True)])
+def test_tokens_of_older_weights_may_be_far_and_those_of_the_newest_may_not(far, is_refused):
+    """In two processes, of which one has no token of the newest."""
+    first, second = WeightsCheck(), WeightsCheck()
+    for version, check in ((3, first), (4, first), (4, second), (5, second)):
+        apart = rollout(0.9 if version in far else 0.0, count=400 if version in far else 20)
+        check.add(MismatchSums().compare_tokens(*apart), version)
+    of_second = []
+    second.judge(lambda mine: of_second.append(mine) or [])
+    if not is_refused:
+        first.judge(lambda mine: [mine, *of_second])
+        return
+    with pytest.raises(EngineError, match="Weights did not arrive"):
+        first.judge(lambda mine: [mine, *of_second])

@@ -24,14 +24,13 @@ require_peers("torch", "transformers", "verl")
 
 import torch.distributed as dist
 import verl
-from torch import Tensor
 from transformers import PreTrainedModel
-from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.verl.comparison import over_ranks
 from foreroute.trainers.verl.passes import EnginePasses
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, take_place
@@ -144,7 +143,7 @@ class FSDPPasses(EnginePasses):
         with super().batch(data, update=update) as logs:
             yield logs
             if update and self._slices is not None:
-                self.comparison.metrics.share_native(self._over_slices)
+                self.comparison.metrics.share_native(partial(over_ranks, group=self._slices))
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
         """A `forward_step` of verl on a micro-batch, replayed, recorded and measured as its pass asks for."""
@@ -186,11 +185,6 @@ class FSDPPasses(EnginePasses):
             return concatenate(parts).take_rows(np.arange(lengths.sum()), lengths)
 
         return join
-
-    def _over_slices(self, sums: Tensor) -> Tensor:
-        on_device = sums.to(get_device_id())
-        dist.all_reduce(on_device, group=self._slices)
-        return on_device
 
     def _given(self, routes: RoutingTrace) -> RoutingTrace:
         """The rows of this rank: with what verl appends, as a sequence without routes; under Ulysses, its part of them.

@@ -15,6 +15,7 @@ trained on, is read here too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION
         batch: a `DataProto`, a `TensorDict` or a mapping with `routed_experts` and `input_ids`, both unpadded, or both
             padded and an `attention_mask`.
         model: experts, picks and routed layers; the layer axis may count dense layers too.
-        weight_version: the weights that computed the routes; verl's batch does not say.
+        weight_version: the weights that computed the routes. By default those of `versions_of`, of sequences that one
+            version sampled.
 
     Returns:
         S sequences, in the order of the batch. Rows of zeros at the end of a sequence are absent; so is all of a
@@ -62,7 +64,24 @@ def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION
             )
         return RoutingTrace.unrouted(model, tokens).with_provenance(wire="verl")
     trace = decode(rows, model=model, token_ids=tokens, valid=valid, weight_version=weight_version)
+    oldest_S, newest_S = versions_of(batch)
+    if weight_version == NO_VERSION and (oldest_S >= 0).any():
+        version_S = np.where(oldest_S == newest_S, oldest_S, NO_VERSION).astype(np.int32)
+        versions_N = np.where(trace.valid_N, version_S.repeat(trace.lengths), np.int32(NO_VERSION))
+        trace = replace(trace, weight_versions_N=versions_N)
     return trace.with_provenance(wire="verl")
+
+
+def versions_of(batch: Any) -> NDArray[np.int64]:
+    """The oldest and the newest weights that sampled each sequence, int64 [2, S]; `NO_VERSION` where verl says none.
+
+    verl counts them by its global steps. It does not say which tokens of a sequence are of which.
+    """
+    given = getattr(batch, "non_tensor_batch", batch)
+    stated = [given.get(name, None) for name in ("min_global_steps", "max_global_steps")]
+    num_sequences = len(_field(batch, "input_ids"))
+    versions = [[None] * num_sequences if each is None else each.tolist() for each in stated]
+    return np.array([[NO_VERSION if v is None else v for v in each] for each in versions], np.int64)
 
 
 def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | None = None) -> Tensor:

@@ -70,4 +70,4 @@ def _require_heeded(config: Any, engine: Any, model_type: str, backend: str) -> 
         )
     replays = backend in OWN_REPLAY or getattr(engine, "replays_routes", False)
     if model_type == LANGUAGE_MODEL and not replays and replay_of(config) != "disabled":
-        raise ConfigError(f"{KEY} is set, and the strategy {backend} has no replay; take fsdp2 or megatron")
+        raise ConfigError(f"{KEY} is set, and the strategy {backend} has no replay; take fsdp, fsdp2 or megatron")
