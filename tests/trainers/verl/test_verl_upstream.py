@@ -22,7 +22,8 @@ import torch.multiprocessing as mp
 if find_spec("verl") is None:
     pytest.skip("there is no verl in this environment: run `make night PART=verl`", allow_module_level=True)
 
-from tests.trainers.verl.verl_book import Book, watched
+from tests.trainers.verl.verl_batches import nested
+from tests.trainers.verl.verl_book import PROMPT, RESPONSE, Book, watched
 
 PATCH = Path(__file__).parents[3] / "examples" / "verl" / "upstream" / "fsdp_router_replay.patch"
 RANKS, SEQUENCES, STEPS = 2, 8, 4
@@ -157,8 +158,11 @@ def test_what_would_not_be_replayed_is_refused(found):
         said = results["refused"]
         assert "missing 'routed_experts'" in said["no routes"]
         assert "rows of zeros before the last trained token" in said["zeros"]
-        assert "rows of zeros before the last trained token" in said["a gap"]
-        assert "has 2 layers" not in said["a gap"]
+        for name in ("a gap", "zeros at the end"):
+            assert "rows of zeros before the last trained token" in said[name]
+            assert said[f"{name}, without padding"] == said[name]
+        # nothing depends on what a tool said last
+        assert said["a tool's answer"] == said["a tool's answer, without padding"] == "nothing"
         assert "routed_experts has 5 layers" in said["layers"]
         assert "rows with an id out of range" in said["out of range"]
         assert "does not say `enable_routing_replay`" in said["another trainer"]
@@ -249,6 +253,14 @@ def tensordict(batch, **settings):
     return td
 
 
+def without_padding(td):
+    """With prompts and responses nested as well, as verl's trainer on TransferQueue has them."""
+    real = td["attention_mask"].bool()
+    for name, kept in (("prompts", real[:, :PROMPT]), ("loss_mask", real[:, PROMPT:])):
+        td[name] = nested([row[keep].numpy() for row, keep in zip(td[name], kept, strict=True)])
+    return td
+
+
 def step(actor, batch, mode):
     """An old-log-prob pass and an update of two mini-batches: what ran in both, metrics, log-probs of sequences."""
     from verl.utils import tensordict_utils as tu
@@ -276,16 +288,24 @@ def refusals(actor, batch):
 
     routes = batch["routed_experts"]
     gap, far = routes.clone(), routes.clone()
-    gap[:, 5] = 0  # the last token of each prompt
-    far[:, 5, 1] = torch.tensor([0, 8])
+    gap[:, PROMPT - 1] = 0  # the last token of each prompt
+    far[:, PROMPT - 1, 1] = torch.tensor([0, 8])
+    mask = batch["response_mask"]
+    lengths = mask.sum(1, keepdim=True)
+    at_the_end = torch.arange(PROMPT + RESPONSE) >= PROMPT + lengths - 2
+    short = routes.masked_fill(at_the_end[..., None, None], 0)
     batches = {
         "no routes": {name: values for name, values in batch.items() if name != "routed_experts"},
         "zeros": {**batch, "routed_experts": torch.zeros_like(routes)},
         "a gap": {**batch, "routed_experts": gap},
+        "zeros at the end": {**batch, "routed_experts": short},
+        "a tool's answer": {**batch, "routed_experts": short, "response_mask": mask * (mask.cumsum(1) < lengths)},
         "layers": {**batch, "routed_experts": torch.cat([routes, routes[:, :, :2]], 2)},
         "out of range": {**batch, "routed_experts": far},
     }
     said = {name: refusal(actor.compute_log_prob, tensordict(values)) for name, values in batches.items()}
+    for name in ("a gap", "zeros at the end", "a tool's answer"):
+        said[f"{name}, without padding"] = refusal(actor.compute_log_prob, without_padding(tensordict(batches[name])))
     said["another trainer"] = refusal(actor.actor.infer_batch, tensordict(batch))
     for name, (changes, _) in REFUSED_SETTINGS.items():
         files = {"mode": "R3", "record_file": changes.get("record_file"), "replay_file": None}
