@@ -8,12 +8,13 @@ import torch
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError
+from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import PIXELS
 from tests.adapters.hf.test_whole_models import TOWER, build_whole
 from tests.tiers import grid
 
 IMAGE, VIDEO, START = 45, 44, 46
-GRIDS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "qwen3_omni_moe", "minimax_m3_vl")
+GRIDS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "qwen3_omni_moe", "minimax_m3_vl", "glm5_next")
 SHAPES = {"large": (1, 4, 4), "wide": (1, 2, 4)}  # 4 tokens and 2
 SEQUENCES = ([1, "large", 3, "wide", 5, 6], [7, 8, 9, 10], [11, 12, "wide", 13])
 
@@ -94,6 +95,28 @@ def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp
     refused((2, 0), second, "sequence 1, position 8: the batch has the pixels of another image")
     exchanged = [[seen.images[0][0], seen.images[2][0]], [], [seen.images[0][1]]]
     refused((0, 1, 2), exchanged, "sequence 0, position 8")
+
+
+@grid("name", ("qwen3_vl_moe", "glm4v_moe"), quick=1)
+def test_videos_are_told_apart_too(name):
+    """GLM-4.5V has tokens of images stand for them."""
+    model = build_seeing(name)
+    routed, token = hf.attach(model), VIDEO if name == "qwen3_vl_moe" else IMAGE
+    tokens = torch.tensor([[1, START, *[token] * 4, 3, 4]])
+    batch = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "video_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+    batch["mm_token_type_ids"] = 2 * (tokens == token).int()
+    batch["pixel_values_videos"] = torch.randn(16, patch_width(model), generator=torch.Generator().manual_seed(0))
+    with routed.record() as recording:
+        native = outputs(model, batch)
+    with routed.replay(recording.trace()):
+        assert torch.equal(outputs(model, batch), native)
+    batch["pixel_values_videos"] = batch["pixel_values_videos"].roll(4, 0)  # the same pieces of it in other places
+    with pytest.raises(BatchMismatchError, match="sequence 0, position 2"), routed.replay(recording.trace()):
+        outputs(model, batch)
 
 
 def test_the_shape_of_an_image_is_a_part_of_it_and_its_precision_is_not():
@@ -206,3 +229,40 @@ def test_packed_sequences_with_images_are_found_by_positions_on_several_axes(axe
     other = packed | {"pixel_values": packed["pixel_values"].flip(0)}
     with pytest.raises(BatchMismatchError, match="another image"), routed.replay(trace), torch.no_grad():
         model(**other, use_cache=False)
+
+
+def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait():
+    """The tower that sees, which waits by itself, has its features from the CPU."""
+    model = build_seeing()
+    routed, seen = hf.attach(model), Seen(patch_width(model))
+    with routed.record() as recording:
+        outputs(model, seen.batch())
+    trace = recording.trace()
+    with torch.no_grad():
+        features = model.model.get_image_features(seen.batch()["pixel_values"], seen.batch()["image_grid_thw"])
+    with other_device() as device:
+        there = hf.attach(build_seeing().to(DEVICE))
+        features.pooler_output = [piece.to(DEVICE) for piece in features.pooler_output]
+        features.deepstack_features = [[piece.to(DEVICE) for piece in each] for each in features.deepstack_features]
+        there.model.model.get_image_features = lambda *_, **__: features
+
+        def given(images):
+            batch = {name: each.to(DEVICE) for name, each in seen.batch(images=images).items()}
+            batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand(3, 3, -1).to(DEVICE)
+            return batch
+
+        def waits(batch):
+            device.reads.clear()
+            with torch.no_grad():
+                there.model(**batch, use_cache=False)
+            return sum(device.reads.values())
+
+        own, other = given(seen.images), given(Seen(patch_width(model), seed=1).images)
+        unpatched = waits(own)
+        with there.replay(trace):
+            assert waits(own) == unpatched
+        session = there.replay(trace)
+        session.__enter__()
+        assert waits(other) == unpatched, "what is wrong is not looked at in the forward"
+        with pytest.raises(BatchMismatchError, match="sequence 0, position 2: the batch has the pixels of another"):
+            session.__exit__(None, None, None)

@@ -8,9 +8,10 @@ import torch
 from datasets import Dataset
 
 from foreroute.core.hooks import overridden
-from foreroute.errors import BatchMismatchError
+from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
+from foreroute.trainers.trl.controller import images_of
 from tests.trainers.trl.images import conversations, policy, processor
 from tests.trainers.trl.trl_runs import config, logged
 
@@ -115,3 +116,32 @@ def test_an_update_on_another_image_is_refused(folder):
         patch.setattr(GRPOTrainer, "_compute_loss", painted_over)
         with pytest.raises(BatchMismatchError, match="pixels of another image"):
             trained(folder, "R3")
+
+
+def test_a_part_of_a_batch_has_the_images_of_its_sequences():
+    grids = torch.tensor([[1, 2, 4], [1, 2, 2], [1, 4, 4]])
+    options = {
+        "pixel_values": torch.repeat_interleave(torch.arange(3), grids.prod(1))[:, None],
+        "image_grid_thw": grids,
+        "num_images": [2, 0, 1, 0],
+        "mm_token_type_ids": torch.arange(4)[:, None],
+        "num_tiles": None,
+        "compute_entropy": True,
+    }
+    assert images_of(options, slice(0, 4), 4) is options
+    for rows, images in ((slice(0, 2), [0, 1]), (slice(1, 3), [2]), (slice(3, 5), [])):
+        part = images_of(options, rows, 4)
+        assert torch.equal(part["mm_token_type_ids"], options["mm_token_type_ids"][rows])
+        assert part["compute_entropy"]
+        if images:
+            assert torch.equal(part["image_grid_thw"], grids[images])
+            assert part["pixel_values"].unique().tolist() == images
+            assert len(part["pixel_values"]) == grids[images].prod(1).sum()
+            assert part["num_images"] == options["num_images"][rows]
+        else:
+            assert part["pixel_values"] is part["image_grid_thw"] is part["num_images"] is None
+    with pytest.raises(ConfigError, match="the batch holds image_sizes, and"):
+        images_of(options | {"image_sizes": torch.zeros(3, 2)}, slice(0, 2), 4)
+    options["image_grid_thw"] = None
+    with pytest.raises(ConfigError, match="the batch holds pixel_values, and"):
+        images_of(options, slice(0, 2), 4)

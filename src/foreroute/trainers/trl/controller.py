@@ -419,9 +419,10 @@ def images_of(options: dict[str, Any], rows: slice, num_rows: int) -> dict[str, 
     found = {name for name, value in options.items() if isinstance(value, Tensor | list)}
     if not found or (not rows.start and rows.stop >= num_rows):
         return options
-    if others := sorted(found - {"pixel_values", "image_grid_thw", "num_images", *OF_TOKENS}):
+    known = {"num_images", *OF_TOKENS} | ({"pixel_values", "image_grid_thw"} if "image_grid_thw" in found else set())
+    if others := sorted(found - known):
         raise ConfigError(
-            f"the batch holds {', '.join(others)} beside its images, and routing replay cuts batches of images by "
+            f"the batch holds {', '.join(others)}, and routing replay cuts batches of images by "
             "image_grid_thw alone; let per_device_train_batch_size be all sequences of a rollout, or take replay='none'"
         )
     part = options | {name: options[name][rows] for name in found & {"num_images", *OF_TOKENS}}
