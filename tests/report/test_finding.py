@@ -87,7 +87,7 @@ def several(tmp_path, with_, without):
         ((0.9, 0.8, 0.7, 0.6), (0.1, 0.2, 0.3, 0.4), "every run with replay ends with more reward than every other"),
         ((0.1, 0.2, 0.3, 0.4), (0.9, 0.8, 0.7, 0.6), "every run without replay ends with more reward than every other"),
         ((0.9, 0.8, 0.7, 0.3), (0.1, 0.2, 0.3, 0.4), "the rewards, 0.300 to 0.900 with replay, 0.100 to 0.400 without"),
-        ((0.9, 0.8), (), "their mean reward over the last 10 steps is 0.800 to 0.900"),
+        ((0.9, 0.8), (), "their mean reward over the last 10 steps is 0.800 to 0.900, by run"),
         ((None, None), (), "lowers k3 20 times."),
     ],
 )
@@ -99,7 +99,7 @@ def test_rewards_are_told_apart_by_enough_runs_alone(tmp_path, with_, without, w
 
 def test_a_run_that_replays_its_own_recompute_is_on_neither_side(tmp_path):
     text = finding(run(tmp_path / "R3", reward=0.4), run(tmp_path / "R2", "R2", reward=0.6))
-    assert "their mean reward over the last 10 steps is 0.400 to 0.600." in text
+    assert "their mean reward over the last 10 steps is 0.400 to 0.600, by run." in text
 
 
 def test_the_reward_of_one_run(tmp_path):

@@ -1,6 +1,7 @@
 """Figures of methods, and of the step that they serve, are what a plain count of every cell gives."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,3 +115,17 @@ def test_facts_of_a_step_by_hand():
     assert facts.least_seconds == pytest.approx(least_seconds(counts, topology, COSTS).sum())
     assert facts.least_over_mean_ML[1, 1] == 1
     assert facts.least_over_mean_ML[0].tolist() == (plan.bound_ML[0] / (counts[0].sum(axis=(1, 2)) / 4)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most_timings", "shortest"),
+    [([0.04, 0.01, 0.02], 3, 0.01), ([0.2], 3, 0.2), ([0.04], 1, 0.04)],
+    ids=["short", "long", "asked for once"],
+)
+def test_planning_is_timed_again_where_it_is_short(monkeypatch, seconds, most_timings, shortest):
+    ticks = iter(np.repeat(np.cumsum([0.0, *seconds]), 2)[1:-1].tolist())
+    monkeypatch.setattr(methods, "time", SimpleNamespace(process_time=lambda: next(ticks)))
+    served = serve(methods.BALANCERS["eplb_step"], problem(), COSTS, most_timings=most_timings)
+    assert served.planning_s == pytest.approx(shortest)
+    assert not list(ticks)
+    assert len(served.cells) == 6

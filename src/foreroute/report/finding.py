@@ -69,7 +69,7 @@ def _reward(rows: Sequence[SummaryRow]) -> list[str]:
         for replays in (True, False)
     )
     if not with_ or not without or any(row.routing == "R2" for row in known):  # R2 is neither
-        return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}"]
+        return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}, by run"]
     figures = f"{span_of(with_, reward)} with replay, {span_of(without, reward)} without"
     if min(len(with_), len(without)) < FEWEST_RUNS:
         few = "the two rewards" if len(known) == 2 else "the rewards of so few runs"

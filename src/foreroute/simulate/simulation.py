@@ -54,6 +54,7 @@ def simulate(
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
     """
     cluster, overlap = config.described(), config.execution.overlap
+    most_timings = 3 if config.execution.planning_s is None else 1
     steps = list(group_steps(config, cluster.topology, cluster.costs))
     methods = _methods(config, dict(balancers or {}), has_previous=steps[0].previous_LE is not None)
     forced: list[Runs] = []
@@ -67,7 +68,7 @@ def simulate(
         for name, method in methods.items():
             if on_progress is not None:
                 on_progress(method.label, done, total)
-            planned = serve(method, step, cluster.costs)
+            planned = serve(method, step, cluster.costs, most_timings=most_timings)
             group = EPGroup.of(planned, step, cluster.costs, overlap=overlap)
             served[name].append(_ServedGroup.of(group, planned, config))
             if on_group is not None:
