@@ -62,22 +62,3 @@ def build_whole(name, **overrides):
 def test_a_whole_model_replays_its_own_text_routes_bit_for_bit(name):
     model = build_whole(name)
     require_bit_equal(build_whole(name), model, hf.attach(model))
-
-
-def test_positions_of_an_image_are_rows_like_others():
-    model = build_whole("qwen3_vl_moe", image_token_id=45, vision_start_token_id=46)
-    routed = hf.attach(model)
-    size = model.config.vision_config
-    patch = size.in_channels * size.temporal_patch_size * size.patch_size**2
-    tokens = torch.tensor([[1, 46, *[45] * 4, 3, 4, 5]])
-    batch = {
-        "input_ids": tokens,
-        "mm_token_type_ids": (tokens == 45).int(),
-        "pixel_values": torch.randn(16, patch, generator=torch.Generator().manual_seed(0)),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-    }
-    with routed.record() as recording, torch.no_grad():
-        native = model(**batch, use_cache=False).logits
-    assert recording.trace().num_rows == tokens.numel()
-    with routed.replay(recording.trace()), torch.no_grad():
-        assert torch.equal(model(**batch, use_cache=False).logits, native)

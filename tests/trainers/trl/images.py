@@ -51,6 +51,6 @@ def painted(number):
 
 
 def conversations(number):
-    """Prompts with an image, of several lengths."""
+    """Prompts of several lengths with one image or two, of several sizes."""
     asked = [[{"role": "user", "content": f"{'very ' * (i % 3)}many vowels {i}"}] for i in range(number)]
-    return {"prompt": asked, "image": [painted(i) for i in range(number)]}
+    return {"prompt": asked, "images": [[painted(i + j) for j in range(1 + i % 2)] for i in range(number)]}

@@ -82,6 +82,8 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     image = trainer.model.config.image_token_id
     routes_of = {tuple(rollout.tokens(s).tolist()): s for s in range(len(rollout))}
     is_image = rollout.token_ids_N == image
+    begins = is_image & ~np.roll(is_image, 1)
+    assert {int(each.sum()) for each in np.split(begins, rollout.offsets[1:-1])} == {1, 2}  # images of a sequence
     assert np.array_equal(rollout.streams[PIXELS].valid_N, is_image)
     num_compared = 0
     for with_grad, input_ids, calls in batches:
@@ -106,7 +108,8 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert k3 < native / 2, (k3, native)
 
 
-def test_an_update_on_another_image_is_refused(folder):
+@pytest.mark.parametrize("replay", ["R3", "R2"])
+def test_an_update_on_another_image_is_refused(folder, replay):
     with pytest.MonkeyPatch.context() as patch:
         compute = GRPOTrainer._compute_loss
 
@@ -115,7 +118,7 @@ def test_an_update_on_another_image_is_refused(folder):
 
         patch.setattr(GRPOTrainer, "_compute_loss", painted_over)
         with pytest.raises(BatchMismatchError, match="pixels of another image"):
-            trained(folder, "R3")
+            trained(folder, replay)
 
 
 def test_a_part_of_a_batch_has_the_images_of_its_sequences():
