@@ -53,9 +53,9 @@ SLOW = [
 """With those, every pair of values of any two axes. By night eight ranks, and all of them with the other families."""
 
 WITH_LORA = [
-    Case(QWEN, 2, "replay", 2, weights="layer", dtype=DOUBLE, lora=True),
+    Case(QWEN, 2, "replay", 2, weights="shared", dtype=DOUBLE, lora=True),
     Case(GPT, 2, "replay", 5, use_reentrant=True, dtype=DOUBLE, lora=True),
-    Case(QWEN, 4, "replay", 6, use_reentrant=False, weights="shared", dtype=DOUBLE, lora=True),
+    Case(QWEN, 4, "replay", 6, use_reentrant=False, weights="layer", dtype=DOUBLE, lora=True),
     Case(DEEPSEEK, 2, "live", dtype=DOUBLE, lora=True),
 ]
 """PEFT's adapters on experts, whose base is not trained."""

@@ -16,6 +16,7 @@ from foreroute.adapters import hf
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
+from tests.ep.training import with_lora
 from tests.roundings import TERMS, require_rounded, roundings
 
 
@@ -112,6 +113,36 @@ def test_losses_and_gradients_are_those_of_a_single_process(ranks, single, case)
             require_rounded(rank[1][name], gradient, 3 * TERMS)
     assert torch.equal(one[2] + other[2], shared_L)
     assert torch.equal(one[3] + other[3], counts_LE)
+
+
+def adapted():
+    return with_lora(tiny("qwen3_moe").double(), use_reentrant=True).train()
+
+
+def train_adapters(rank):
+    model = adapted()
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    shard(model.get_base_model())
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))):
+        loss = loss_of(model, {name: value[rank::2] for name, value in BATCH.items()})
+    loss.backward()
+    return loss.detach(), full_gradients(model)
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_are_trained_under_fsdp2_as_in_a_single_process():
+    model = adapted()
+    routed = hf.attach(model)
+    with routed.replay(random_routes(routed.spec, BATCH)):
+        loss = loss_of(model, BATCH)
+    loss.backward()
+    (one, grads), (other, _) = on_two_ranks(train_adapters)
+    expected = gradients(model)
+    assert grads.keys() == expected.keys()
+    assert abs((one + other) / 2 - loss) < 1e-13
+    assert max(float((grads[name] - gradient).abs().max()) for name, gradient in expected.items()) < 1e-13
+    assert min(float(grad.abs().max()) for name, grad in expected.items() if ".experts." in name) > 1e-3
 
 
 def test_other_routes_would_be_seen(single):

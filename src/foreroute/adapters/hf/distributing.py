@@ -132,20 +132,25 @@ def distribute_pretrained(
     paths = [path for path, _ in found]
     own = range(here[0], here[-1] + 1)
     model = found_alike(consensus, ConfigError, LOOKING, lambda: checkpoint.load(paths, own, dtype))
-    experts = [model.get_submodule(path) for path in paths]
-    apart = {id(parameter) for module in experts for parameter in module.parameters()}
+    sites = [(path, model.get_submodule(path)) for path in paths]
+    apart = {id(parameter) for _, module in sites for parameter in module.parameters()}
     if adapt is not None:
-        model = adapt(model)
+        model = found_alike(consensus, AttachError, LOOKING, lambda: adapt(model))
         path_of = {module: path for path, module in model.named_modules()}
-        paths = [path_of[module] for module in experts]
-        for path in paths:
-            require_adaptable(model, path, ranks.size())
-            factors = [factor for adapter in adapters_of(model, path) for _, factor, _ in adapter.factors]
-            apart |= {id(parameter) for factor in factors for parameter in factor.parameters()}
-        draw_adapters(model, paths, ranks.rank())
-    sites = list(zip(paths, experts, strict=True))
+        sites = [(path_of[module], module) for _, module in sites]
+        drawn = found_alike(consensus, AttachError, LOOKING, lambda: _drawn_apart(model, sites, ranks))
+        apart |= set(map(id, drawn))
     _require_same_models(model, homes_LE, consensus, apart=apart)
     return _placed(model, sites, homes_LE, ranks, consensus, PeerGroup(*along, timeout_s=timeout_s))
+
+
+def _drawn_apart(model: nn.Module, sites: list[tuple[str, nn.Module]], ranks: dist.ProcessGroup) -> list[nn.Parameter]:
+    """The parameters of adapters that a rank has made of its own experts, drawn anew."""
+    for path, _ in sites:
+        require_adaptable(model, path, ranks.size())
+    draw_adapters(model, [path for path, _ in sites], ranks.rank())
+    adapters = [adapter for path, _ in sites for adapter in adapters_of(model, path)]
+    return [parameter for each in adapters for _, factor, _ in each.factors for parameter in factor.parameters()]
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]]:
