@@ -22,9 +22,18 @@ ENDS_WITHIN_S = 180
 sys.path.append(str(ROOT / "examples" / "verl"))
 import demo_cluster
 
-MEGATRON = "actor_rollout_ref.actor.megatron"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+MEGATRON = f"{ACTOR}.megatron"
+PACKED = [
+    f"{MODEL}.external_lib=[tests.trainers.verl.fsdp_on_cpu,foreroute.trainers.verl.fsdp]",
+    f"{MODEL}.override_config.attn_implementation=packed_on_cpu",
+    f"{MODEL}.use_remove_padding=True",
+]
 KINDS = {
+    "FSDP1": ("fsdp2", "float32", 1e-9, [*PACKED, f"{ACTOR}.strategy=fsdp"]),
+    "Ulysses": ("fsdp2", "float32", 1e-9, [*PACKED, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"]),
     "tensor, sequence and expert": ("megatron", "bfloat16", 2e-3, [f"{MEGATRON}.tensor_model_parallel_size=2"]),
+    "context and expert": ("megatron", "bfloat16", 2e-3, [f"{MEGATRON}.context_parallel_size=2"]),
     "pipeline, in virtual stages": (
         "megatron",
         "bfloat16",
