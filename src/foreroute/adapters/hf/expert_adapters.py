@@ -42,7 +42,7 @@ def require_adaptable(model: nn.Module, path: str, num_ranks: int) -> None:
                 f"{where} is adapted as one matrix, expected one for each of {experts.num_experts} experts; name "
                 "gate_up_proj, up_proj or down_proj in target_parameters"
             )
-        if experts.is_transposed and experts.num_experts == num_ranks:
+        if _is_transposed(wrapper) and experts.num_experts == num_ranks:
             raise AttachError(
                 f"{where} is adapted, and each rank would have one expert: PEFT takes its factors for those of a plain "
                 "matrix, and would merge them transposed; use fewer ranks"
@@ -54,9 +54,8 @@ def adapters_of(model: nn.Module, path: str) -> list[ExpertAdapter]:
     found = []
     for wrapper in _wrappers(model, path):
         for name, factor_A in wrapper.lora_A.items():
-            factors = factor_A, wrapper.lora_B[name], int(wrapper.r[name])
-            is_transposed, scaling = wrapper.get_base_layer().is_transposed, partial(_scaling, wrapper, name)
-            found.append(ExpertAdapter(wrapper.parameter_name, name, *factors, is_transposed, scaling))
+            factors, scaling = (factor_A, wrapper.lora_B[name], int(wrapper.r[name])), partial(_scaling, wrapper, name)
+            found.append(ExpertAdapter(wrapper.parameter_name, name, *factors, _is_transposed(wrapper), scaling))
     return found
 
 
@@ -90,6 +89,11 @@ def _wrappers(model: nn.Module, path: str) -> Iterator[Any]:
     while path.endswith(".base_layer"):
         path = path.removesuffix(".base_layer")
         yield model.get_submodule(path)
+
+
+def _is_transposed(wrapper: Any) -> bool:
+    """Whether PEFT takes the parameter for [experts, in, out]; older releases take every one for that."""
+    return not getattr(wrapper, "_did_swap_in_out_features", False)
 
 
 def _scaling(wrapper: Any, name: str) -> float:
