@@ -1,12 +1,14 @@
 """Images beside tokens: a trace is bound to the pixels behind each token of an image, as it is to the tokens."""
 
 import re
+import struct
 
 import pytest
 import torch
 
 import foreroute as fr
 from foreroute.adapters import hf
+from foreroute.adapters.hf.pixels import MIXING, ImageTokens
 from foreroute.errors import BatchMismatchError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import PIXELS
@@ -266,3 +268,28 @@ def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait():
         assert waits(other) == unpatched, "what is wrong is not looked at in the forward"
         with pytest.raises(BatchMismatchError, match="sequence 0, position 2: the batch has the pixels of another"):
             session.__exit__(None, None, None)
+
+
+def test_a_digest_is_what_files_hold_for_good():
+    """Counted once more in whole numbers of Python."""
+    grids, each = [(1, 2, 4), (1, 2, 2)], 4
+    patches = torch.arange(12 * 6).view(12, 6) / 2 - 9  # which bfloat16 holds
+    found = ImageTokens(IMAGE, VIDEO, each).of_patches(patches, torch.tensor(grids)).tolist()
+
+    def signed(number):
+        return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+    expected = []
+    for token, grid_thw in enumerate([grids[0], grids[0], grids[1]]):
+        values = patches[each * token : each * (token + 1)].reshape(-1).tolist()
+        halves = [struct.unpack("<I", struct.pack("<f", value))[0] >> 16 for value in values]
+        total = 0
+        for place in range(0, len(halves), 4):
+            word = signed(sum(half << 16 * i for i, half in enumerate(halves[place : place + 4])))
+            mixed = signed((word + MIXING[2] * (place // 4)) * MIXING[0])
+            total += (mixed ^ (mixed >> 32)) * MIXING[1]
+        of_grid = sum(size * odd for size, odd in zip(grid_thw, MIXING, strict=True))
+        total = signed((signed(total) ^ signed(of_grid)) * MIXING[0])
+        expected.append(max(1, (total ^ (total >> 32)) % (1 << 58)))
+    assert found == expected
+    assert found[0] == 185031652899035758

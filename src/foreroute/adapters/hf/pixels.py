@@ -2,9 +2,10 @@
 
 Families whose forward takes `image_grid_thw` are given the patches of all images of a batch in one tensor, in the order
 of the tokens that stand for them: so many patches for a token, whatever image and sequence it is in. `generate` encodes
-images before the first forward; what it hands on takes the digests along. Digests are made
-and compared on the device. They tell images apart by mistake, not by malice: 58 bits, of pixels rounded to bfloat16,
-the width in which one side of a rollout may have them.
+images before the first forward; what it hands on takes the digests along.
+
+Digests are made and compared on the device. They find mistakes, and are no seal against malice: 58 bits, of pixels
+rounded to bfloat16, the width in which one side of a rollout may have them.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ OF_KIND = {
 ENCODED = "mm_encoder_outputs"
 OTHERS = ("pixel_values_local", "input_features", ENCODED)
 """What forwards take beside tokens where nothing says to which tokens it belongs."""
-PRIMES = (0x1C69B3F74AC4AE35, 0x3C79AC492BA7B653, 0x1D8E4E27C47D124F)
+MIXING = (0x1C69B3F74AC4AE35, 0x3C79AC492BA7B653, 0x1D8E4E27C47D124F)
+"""Odd numbers, by which bits are multiplied modulo 2^64. Files hold what comes of them: they stay."""
 NO_PIXELS, UNKNOWN = 0, -1
 NOTE = "foreroute_digests"
+"""Attribute of what became of an image: the digests of its tokens."""
 
 
 class ImageTokens(NamedTuple):
@@ -195,7 +198,7 @@ def _pieces(encoded: Any) -> Sequence[Tensor]:
 
 def _digests(patches_PW: Tensor, grid_thw: Tensor, each: int) -> Tensor:
     """int64 [P / each], of so many patches one after the other, and of the grid of the image that they are in."""
-    first, second, third = PRIMES
+    first, second, third = MIXING
     bits = patches_PW.to(torch.bfloat16).reshape(len(patches_PW) // each, -1)
     words = functional.pad(bits, (0, -bits.shape[1] % 4)).view(torch.int64)
     mixed = (words + third * torch.arange(words.shape[1], device=words.device)) * first
