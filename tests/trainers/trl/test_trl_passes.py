@@ -92,10 +92,11 @@ def test_without_replay_the_same_passes_take_other_routes_and_the_mismatch_is_me
 
 
 def test_r2_replays_what_the_old_pass_routed(folder):
-    trainers = {}
+    trainers, books = {}, {}
     for replay in ("R2", "none"):
         model = policy()
-        trainer = make(folder, model=model, rollout_func=Book(model, replaced=0.0), replay=replay, learning_rate=1e-2)
+        books[replay] = Book(model, replaced=0.0)
+        trainer = make(folder, model=model, rollout_func=books[replay], replay=replay, learning_rate=1e-2)
         with watched(model) as batches:
             trainer.train()
         ours = [batch for batch in batches if not batch.of_book]
@@ -103,6 +104,8 @@ def test_r2_replays_what_the_old_pass_routed(folder):
     assert trainers["R2"][1] == 0
     assert trainers["none"][1] > 50
     assert not logged(trainers["R2"][0], "mismatch/disagreement")
+    log_r = log_ratios(books["R2"]).astype(np.float64)
+    assert logged(trainers["R2"][0], "mismatch/k3") == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-4)]
     assert logged(trainers["R2"][0], "mismatch/native_disagreement")[1] > 0
 
 

@@ -1,37 +1,203 @@
 """What replay leaves alone is bit for bit TRL's own."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 import trl
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig, TaskType
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.trainers.trl.trl_runs import logged, make, trained
+from examples.trl.tiny import agent, policy, vowels
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import ForerouteError
+from foreroute.trainers.trl import RoutingReplay
+from tests.tiers import grid
+from tests.trainers.trl import tools_runs
+from tests.trainers.trl.routes_book import Book
+from tests.trainers.trl.trl_runs import logged, make, saved_policy, trained
 
 TIMES = ("time", "_per_second")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], target_parameters=EXPERTS, init_lora_weights=False)
-KINDS = ("loss", "grad_norm", "reward", "entropy", "aux_loss", "clip_ratio/region_mean", "completions/mean_length")
+PROMPT_TUNING = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """TRL's own, when it has trained."""
-    return trained(str(tmp_path_factory.mktemp("plain")), kind=trl.GRPOTrainer)
+def shortness(completions, **_):
+    return [-float(len(completion)) for completion in completions]
 
 
-def test_without_replay_training_is_trls_own_to_the_last_bit(folder, plain):
-    """Capture takes no random number and changes no score."""
-    watched = trained(folder, replay="none")
-    for kind in KINDS:
-        assert logged(plain, kind) == logged(watched, kind), kind
+OPTIONS = {
+    "defaults": {},
+    "one-update": {"num_iterations": 1, "steps_per_generation": 2, "loss_type": "grpo"},
+    "tools": {"run": tools_runs.trained, "model": agent},
+    "grpo": {"loss_type": "grpo", "scale_rewards": "batch", "num_iterations": 3},
+    "bnpo": {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.3, "gradient_checkpointing": False},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "off_policy_mask_threshold": 1e-3},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.5},
+    "sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "model": agent, "max_completion_length": 40},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo", "router_aux_loss_coef": 0.0},
+    "reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False},
+    "entropy": {"entropy_coef": 0.01, "use_adaptive_entropy": True, "pad_to_multiple_of": 8},
+    "rewards": {
+        "reward_funcs": [vowels, shortness],
+        "reward_weights": [1.0, 0.3],
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    "sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1},
+    "lora": {"peft_config": LORA, "beta": 0.1},
+    "autocast": {"bf16": True, "cast_lm_head_to_fp32": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
+    "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
+}
+
+
+def run_of(folder, *, run=trained, kind=trl.GRPOTrainer, model=None, rollout_func=None, **settings):
+    """A run of these settings, in which what a run changes is made anew."""
+    if "replay" in settings:
+        kind = type("Replaying", (RoutingReplay, kind), {})
+    model = model() if model else saved_policy(f"{folder}/policy") if "beta" in settings else policy()
+    if rollout_func:
+        settings["rollout_func"] = rollout_func(model)
+    if run is trained:
+        settings.setdefault("reward_funcs", tools_runs.told_apart)
+    return run(folder, kind=kind, model=model, **settings)
+
+
+def require_same(folder, **settings):
+    """Train as TRL does, and without replay: with all metrics and weights of TRL. Gives the second."""
+    plain, watched = run_of(folder, **settings), run_of(folder, **settings, replay="none")
+    for one, other in zip(plain.state.log_history, watched.state.log_history, strict=True):
+        kept = {name: value for name, value in one.items() if not name.endswith(("time", "_per_second"))}
+        assert kept == {name: other[name] for name in kept}
+    assert max(logged(plain, "grad_norm")) > 0
     for one, other in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
         assert torch.equal(one, other)
+    return watched
+
+
+@grid("options", list(OPTIONS), quick=2)
+def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, caplog):
+    """Capture takes no random number and changes no score."""
+    watched = require_same(folder, **OPTIONS[options])
+    assert logged(watched, "mismatch/k3")
+    assert not [record for record in caplog.records if record.name.startswith("foreroute")]
+
+
+def returning(change):
+    """A `rollout_func` whose output is changed."""
+
+    def made(model):
+        book = Book(model)
+
+        def roll_out(prompts, trainer):
+            output = book(prompts, trainer)
+            change(output)
+            return output
+
+        return roll_out
+
+    return made
+
+
+def without_routes(output):
+    del output["routed_experts"]
+
+
+def one_late(output):
+    output["routed_experts"] = [np.roll(each, 1, axis=0) for each in output["routed_experts"]]
+
+
+def dense():
+    config = policy().config.to_dict() | {"intermediate_size": 64}
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**{name: config[name] for name in Qwen3Config().to_dict() if name in config}))
+
+
+def generating(sample):
+    """A model with a `generate` of its own."""
+
+    def made():
+        model = policy()
+        generate = model.generate
+        model.generate = lambda **inputs: sample(generate, **inputs)
+        return model
+
+    return made
+
+
+def past_the_model(generate, input_ids, **_):
+    """No forward."""
+    return torch.cat([input_ids, torch.randint(2, 200, (len(input_ids), 5))], dim=1)
+
+
+def by_beams(generate, **inputs):
+    return generate(**inputs, num_beams=2)
+
+
+def past_the_processors(generate, **inputs):
+    generate.__self__(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    return past_the_model(generate, **inputs)[:, :-4]
+
+
+class OwnLoss(trl.GRPOTrainer):
+    """Computes its loss past the method that all log-probs go through, as a fused kernel would."""
+
+    def _compute_loss(self, model, inputs):
+        return sum(weight.square().mean() for weight in model.parameters())
+
+
+def engaged(model):
+    """Sequences of an engine without log-probs, for TRL's own turns behind a tool have none."""
+    roll_out = tools_runs.branching(EmbeddedEngine(model))
+    return lambda prompts, trainer: {**roll_out(prompts, trainer), "logprobs": None}
+
+
+UNMEASURED = {
+    "no-routes": ({"rollout_func": returning(without_routes)}, "no 'routed_experts' for 8 sequences"),
+    "beams": ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2"),
+    "no-forward": ({"model": generating(past_the_model)}, "return the routes from a rollout_func.* no forward"),
+    "cache": ({"model": generating(by_beams)}, "key-value cache"),
+    "processors": ({"model": generating(past_the_processors)}, "past its logits processors: return the routes"),
+    "one-late": ({"rollout_func": returning(one_late)}, "shift"),
+    "own-loss": ({"kind": OwnLoss, "num_iterations": 1, "steps_per_generation": 2}, "computed a loss without"),
+    "dense": ({"model": dense}, "no router"),
+    "prompt-tuning": ({"peft_config": PROMPT_TUNING}, "prompt and prefix tuning"),
+    "continuous-batching": (
+        {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+        },
+        "continuous_batching",
+    ),
+    "tools-and-rollout-func": (
+        {
+            "run": tools_runs.trained,
+            "model": agent,
+            "rollout_func": engaged,
+        },
+        "call the tools in the rollout_func",
+    ),
+}
+
+
+@grid("reason", list(UNMEASURED), quick=3)
+def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why(reason, folder, caplog):
+    settings, message = UNMEASURED[reason]
+    watched = require_same(folder, **settings)
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
+    assert re.search(f"replay='none' measures no mismatch from here on, and trains as TRL does.*{message}", said)
+    assert not any(name.startswith("mismatch/") for entry in watched.state.log_history for name in entry)
+    with pytest.raises(ForerouteError, match=message):  # the control
+        run_of(folder, **{"kind": trl.GRPOTrainer, **settings}, replay="R3")
 
 
 @pytest.mark.slow
-def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder, plain):
+def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder):
     """Routes of `generate`, token by token over a cache, in float32: hardly a route differs, and so hardly a loss."""
-    replayed = trained(folder)
+    plain, replayed = trained(folder, kind=trl.GRPOTrainer), trained(folder)
     assert logged(replayed, "loss")[0] == pytest.approx(logged(plain, "loss")[0], abs=1e-4)
     assert max(logged(replayed, "mismatch/k3")) < 1e-9
     assert max(logged(replayed, "mismatch/f2")) == 0

@@ -18,28 +18,9 @@ from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl import trainer as adapter
 from foreroute.trainers.trl.rollout import Turn, joined_turns
 from tests.trainers.trl.routes_book import native
-from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of, trained
+from tests.trainers.trl.tools_runs import Counter, branching, make, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import logged
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
-
-
-class Counter:
-    """An environment of TRL whose method is the tool of the tokenizer's template."""
-
-    def reset(self, **_):
-        self.calls = 0
-
-    def look_up(self, text: str) -> str:
-        """Count.
-
-        Args:
-            text: any.
-
-        Returns:
-            How often it was called.
-        """
-        self.calls += 1
-        return f"{self.calls}"
 
 
 class Drawn(EmbeddedEngine):

@@ -44,11 +44,13 @@ def test_routes_of_a_neighbour_are_refused(folder, monkeypatch):
         trainer.train()
 
 
-def test_a_server_that_returns_no_routes_is_refused_with_the_flag_to_start_it_with(folder, monkeypatch):
+def test_a_server_that_returns_no_routes_is_refused_with_the_flag_to_start_it_with(folder, monkeypatch, caplog):
     served(monkeypatch, as_they_are, returns_routes=False)
     trainer = make(folder, **SERVER)
     with pytest.raises(CaptureError, match="--enable-return-routed-experts"):
         trainer.train()
+    trained(folder, replay="none", max_steps=1, **SERVER)
+    assert caplog.text.count("the answer of vllm serve --enable-return-routed-experts") == 1
 
 
 def test_vllm_needs_no_routes_for_r2(folder, monkeypatch):

@@ -41,6 +41,25 @@ class Noting(GRPOTrainer):
         return loss
 
 
+class Counter:
+    """An environment of TRL whose method is the tool of the tokenizer's template."""
+
+    def reset(self, **_):
+        self.calls = 0
+
+    def look_up(self, text: str) -> str:
+        """Count.
+
+        Args:
+            text: any.
+
+        Returns:
+            How often it was called.
+        """
+        self.calls += 1
+        return f"{self.calls}"
+
+
 def told_apart(completion_ids, **_):
     """A reward by the tokens, so that hardly two sequences have the same and each has an advantage."""
     return [float(sum(ids) % 101) for ids in completion_ids]

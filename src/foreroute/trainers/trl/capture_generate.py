@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.core.hooks import overridden
-from foreroute.errors import ReplayError
+from foreroute.errors import ForerouteError, ReplayError
 from foreroute.replay import Recording
-from foreroute.trace import SAMPLING, RoutingTrace
-from foreroute.trainers.trl.rollout import joined_tokens
+from foreroute.trace import SAMPLING
+from foreroute.trainers.trl.rollout import Captured, joined_tokens
 from foreroute.trainers.trl.sampling import leaves_out
+
+REMEDY = "return the routes from a rollout_func, or take replay='R2'"
 
 PROCESSORS = "_get_logits_processor"
 """Method of a transformers model that makes what changes scores before a token is drawn. Those of a caller do not come
@@ -33,53 +36,74 @@ class GenerateSource:
         routed: the policy.
         indexers: whether to keep the choices of its indexers.
         temperature: that R3 scores the sampled tokens at, for which the sets that they were drawn from are kept; None
-            where they are not scored.
+            where they are not scored. What cannot be watched then is sampled once more by itself, from the same random
+            numbers, before the error is raised.
     """
 
     def __init__(self, routed: RoutedTransformer, *, indexers: bool, temperature: float | None) -> None:
         self._routed = routed
         self._indexers = indexers
         self._temperature = temperature
-        self._seen: list[tuple[Recording, SampledTokens, Tensor]] = []
+        self._seen: list[tuple[Recording, SampledTokens, Tensor] | ForerouteError] = []
         # PEFT's wrapper hands `generate` on to this one
         model: Any = routed.model
         self._sampler = model.get_base_model() if is_peft_model(model) else model
 
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[Any, RoutingTrace, list[NDArray[np.float32]]]:
+    ) -> tuple[Any, Callable[[], Captured]]:
         """See `TurnSource`. Log-probs are those of the distribution that was drawn from."""
         self._seen = []
         with overridden(self._routed.model, "generate", self._generate):
             result = sample()
+        return result, partial(self._captured, prompts, result[0], weight_version)
+
+    def _captured(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
+    ) -> Captured:
         if len(self._seen) != 1:
             raise ReplayError(
                 f"the model's generate() ran {len(self._seen)} times in one turn, expected once; this way of "
-                "sampling is not known. Return the routes from a rollout_func, or take replay='R2'"
+                f"sampling is not known: {REMEDY}"
             )
-        ((recording, sampled, sequences),) = self._seen
-        self._seen, completions = [], result[0]
-        trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
+        (seen,) = self._seen
+        self._seen = []
+        if isinstance(seen, ForerouteError):
+            raise seen
+        recording, sampled, sequences = seen
+        try:
+            trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
+        except ReplayError as error:
+            raise ReplayError(f"the model's generate() is not one that can be watched: {REMEDY}. {error}") from error
         host = sampled.logprobs_of(sequences).cpu().numpy()
         if sampled.masks:
             lengths = [np.array(list(map(len, each)), np.int64) for each in (prompts, completions)]
             trace = trace.with_stream(SAMPLING, masks_of_steps(sampled.kept, sampled.num_choices, *lengths))
-        return result, trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
+        return trace, [host[s, : len(completion)] for s, completion in enumerate(completions)]
 
     def _generate(self, generate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         sampled = SampledTokens()
+        random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
 
         def with_ours(make: Callable[..., LogitsProcessorList], *args: Any, **kwargs: Any) -> LogitsProcessorList:
             processors = make(*args, **kwargs)
             sampled.masks = self._temperature is not None and leaves_out(processors, self._temperature)
             return LogitsProcessorList([*processors, sampled])
 
-        with (
-            self._routed.record(indexers=self._indexers) as recording,
-            overridden(self._sampler, PROCESSORS, with_ours),
-        ):
+        try:
+            with (
+                self._routed.record(indexers=self._indexers) as recording,
+                overridden(self._sampler, PROCESSORS, with_ours),
+            ):
+                sequences = generate(*args, **kwargs)
+            self._seen.append((recording, sampled, sequences))
+        except ForerouteError as error:
+            if self._temperature is not None:
+                raise
+            torch.set_rng_state(random[0])
+            torch.cuda.set_rng_state_all(random[1])
             sequences = generate(*args, **kwargs)
-        self._seen.append((recording, sampled, sequences))
+            self._seen.append(error)
         return sequences
 
 
@@ -114,6 +138,8 @@ class SampledTokens(LogitsProcessor):
     def logprobs_of(self, sequences: Tensor) -> Tensor:
         """float32 [B, R], for what `generate` returned."""
         self._note(sequences[:, -1])
+        if not self._sampled:
+            raise ReplayError(f"the model's generate() draws tokens past its logits processors: {REMEDY}")
         return torch.stack(self._sampled, dim=1)
 
     def _note(self, tokens_B: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from foreroute.capture import decode
 from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.trace import RoutingTrace
+from foreroute.trainers.trl.rollout import Captured
 from foreroute.trainers.trl.sampling import cuts_of
 
 COMPLETIONS = "/v1/completions"
@@ -64,7 +66,7 @@ class VLLMSource:
 
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[Any, RoutingTrace, None]:
+    ) -> tuple[Any, Callable[[], Captured]]:
         """See `TurnSource`."""
         answers: list[Any] = []
 
@@ -80,16 +82,19 @@ class VLLMSource:
                 holder = self._generation.vllm_client if self._serves else self._generation.llm
                 stack.enter_context(overridden(holder, "_post" if self._serves else "generate", note))
             result = sample()
-        outcome = self._decoded(answers, weight_version) if asks else None
+        return result, partial(self._captured, answers if asks else None, len(prompts), weight_version)
+
+    def _captured(self, answers: list[Any] | None, count: int, weight_version: int) -> Captured:
+        outcome = None if answers is None else self._decoded(answers, weight_version)
         if self._serves and self._accelerator.num_processes > 1:
-            outcome = self._share(outcome, len(prompts))
+            outcome = self._share(outcome, count)
         if isinstance(outcome, ForerouteError):
             raise outcome
         assert outcome is not None, "a process that does not ask is given a share"
         if not self._serves and self._generation.tensor_parallel_size > 1:
             # ranks that share an engine are answered alike, and take their sequences in blocks
-            outcome = _block(outcome, dist.get_rank(group=self._generation.tp_group), len(prompts))
-        return result, outcome, None
+            outcome = _block(outcome, dist.get_rank(group=self._generation.tp_group), count)
+        return outcome, None
 
     def _decoded(self, answers: list[Any], weight_version: int) -> RoutingTrace | ForerouteError:
         """What vLLM answered, or what is wrong with it, which other processes have to learn too."""

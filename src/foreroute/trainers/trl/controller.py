@@ -8,6 +8,7 @@ the batch beside TRL's own; the routes stay here, in one trace.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.batch_routes import TraceRows
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import ConfigError, ForerouteError, ReplayError
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
@@ -43,6 +44,8 @@ from foreroute.trainers.trl.rollout import (
 )
 from foreroute.trainers.trl.rollout_func import ROUTES, EngineSource, require_mapping, returned_trace
 from foreroute.trainers.trl.sampling import require_masks
+
+LOG = logging.getLogger(__name__)
 
 Replay = Literal["none", "R2", "R3"]
 
@@ -79,38 +82,55 @@ class TrainerPassController:
     Args:
         trainer: TRL's, set up.
         replay: what to replay.
+        require_supported: raises where the trainer's settings do not go with it.
 
     Attributes:
         routed: the policy.
         metrics: mismatch that is not logged yet.
         rollout: what the trainer works on.
+        is_on: whether anything is replayed or measured; false from where "none" could not measure.
     """
 
-    def __init__(self, trainer: Any, replay: Replay) -> None:
+    def __init__(self, trainer: Any, replay: Replay, require_supported: Callable[[], None]) -> None:
         self.metrics = MismatchSums()
         self.rollout: Rollout | None = None
+        self.is_on = True
         self._trainer = trainer
         self._replay = replay
-        self._policy = trainer.accelerator.unwrap_model(trainer.model)
-        self._is_reference = _is_reference(self._policy)
-        self.routed = hf.attach(self._policy)
-        self._served = ServedModel.of(self.routed)
-        self._source = self._make_source()
         self._turns: list[Turn] = []
         self._now: LogprobPass | None = None
         self._num_rollouts = 0
         self._num_updates = 0
         self._has_old_pass = False
         self._checks_with_images = False
+        self._source: TurnSource | None = None
+        with self._measuring():
+            require_supported()
+            self._policy = self._unwrapped(trainer.model)
+            self._is_reference = _is_reference(self._policy)
+            self.routed = hf.attach(self._policy)
+            self._served = ServedModel.of(self.routed)
+            self._source = self._make_source()
+        if isinstance(trainer.rollout_func, EngineSource):
+            # a turn is sampled where TRL samples one, so that tools are TRL's to call
+            self._source, trainer.rollout_func = trainer.rollout_func, None
+            self._source.trainer = trainer
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Where no replay was asked for, what cannot be measured is said once, and TRL trains on as without us."""
+        try:
+            yield
+        except ForerouteError as error:
+            if self._replay != "none":
+                raise
+            if self.is_on:
+                LOG.warning("replay='none' measures no mismatch from here on, and trains as TRL does. %s", error)
+            self.is_on, self.rollout = False, None
 
     def _make_source(self) -> TurnSource:
         trainer, replays = self._trainer, self._replay == "R3"
-        if isinstance(trainer.rollout_func, EngineSource):
-            # a turn is sampled where TRL samples one, so that tools are TRL's to call
-            source, trainer.rollout_func = trainer.rollout_func, None
-            source.trainer = trainer
-            return source
-        if trainer.rollout_func is not None:
+        if trainer.rollout_func is not None and not isinstance(trainer.rollout_func, EngineSource):
             trainer.rollout_func = partial(self._roll_out, trainer.rollout_func)
         elif trainer.use_vllm and self._replay != "R2":
             return VLLMSource(trainer.vllm_generation, trainer.accelerator, self._served)
@@ -123,7 +143,7 @@ class TrainerPassController:
     @property
     def _captures(self) -> bool:
         """Whether what is sampled now is trained on with its routes; R2 needs none of a rollout."""
-        return bool(self._trainer.model.training) and self._replay != "R2"
+        return self.is_on and bool(self._trainer.model.training) and self._replay != "R2"
 
     def _roll_out(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """A user's `rollout_func`. TRL never sees the routes, which it would hand to reward functions."""
@@ -131,16 +151,18 @@ class TrainerPassController:
         routes = output.pop(ROUTES, None)
         if self._captures and {"prompt_ids", "completion_ids"} <= output.keys():  # TRL says what is missing
             prompts, completions = output["prompt_ids"], output["completion_ids"]
-            self._note_turn(prompts, returned_trace(routes, prompts, completions, self._served, self._version))
+            with self._measuring():
+                self._note_turn(prompts, returned_trace(routes, prompts, completions, self._served, self._version))
         return output
 
     def turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
         """TRL's `_generate_single_turn`: the prompts of a rollout, or what it begins again with behind tools."""
-        if not (self._captures or isinstance(self._source, EngineSource)):
+        if self._source is None or not (self._captures or isinstance(self._source, EngineSource)):
             return sample()
-        result, trace, logprobs = self._source.turn(sample, prompts, self._version)
+        result, captured = self._source.turn(sample, prompts, self._version)
         if self._captures:
-            self._note_turn(prompts, trace, logprobs)
+            with self._measuring():
+                self._note_turn(prompts, *captured())
         return result
 
     def _note_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:
@@ -148,11 +170,26 @@ class TrainerPassController:
 
     def capture(self, generate: Callable[[], Any]) -> Any:
         """TRL's `_generate`, whose prompts, completions and routes become the rollout."""
-        self._turns = []
+        self._turns, joined = [], None
+        is_first = self._captures and not self._num_rollouts
         result = generate()
-        if not self._captures:
-            return result
-        prompts, completions, env_masks = result[:3]
+        with self._measuring():
+            if self._captures:
+                joined = self._joined(*result[:3])
+        with self._measuring():
+            # the check is a forward, which processes that share a model run together
+            if is_first and self._replay == "none" and self._over_processes(torch.tensor(float(not self.is_on))):
+                raise ReplayError("Another process cannot measure it")
+            if joined is not None and is_first:
+                self._warn_of_choices(joined[0])
+                with self.passing(None):
+                    self._check_first(joined[0])
+            if joined is not None:
+                self.take(*joined)
+        return result
+
+    def _joined(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> tuple[Any, ...]:
+        """What `take` takes."""
         prompt_lengths, version = [len(each) for each in prompts], self._version
         trace, logprobs = joined_turns(self._turns, joined_tokens(prompts, completions), prompt_lengths)
         self._turns = []
@@ -166,12 +203,7 @@ class TrainerPassController:
                 "the rollout has gate weights, and replay under TRL leaves them live; take them off with "
                 'trace.without_streams("gate_weights")'
             )
-        if not self._num_rollouts:
-            self._warn_of_choices(trace)
-            with self.passing(None):
-                self._check_first(trace)
-        self.take(trace, np.array(prompt_lengths), logprobs, env_masks)
-        return result
+        return trace, np.array(prompt_lengths), logprobs, env_masks
 
     @property
     def _version(self) -> int:
@@ -225,6 +257,12 @@ class TrainerPassController:
         old = LogprobPass("old")
         with self.passing(old):
             output = generate()
+        if self.is_on:
+            with self._measuring():
+                self._take_output(old, output)
+        return output
+
+    def _take_output(self, old: LogprobPass, output: dict[str, Any]) -> None:
         self._has_old_pass = output.get("old_per_token_logps") is not None
         if self._has_old_pass != (old.logprobs_BR is not None):
             raise ReplayError(
@@ -238,7 +276,6 @@ class TrainerPassController:
         if self._has_old_pass:
             self._measure(old, output)
         output[ROWS] = rollout.rows().to(output["completion_ids"].device)
-        return output
 
     def _take_recorded(self, old: LogprobPass, output: dict[str, Any]) -> None:
         if not old.executed:
@@ -250,30 +287,38 @@ class TrainerPassController:
 
     def update(self, compute: Callable[[], Any], inputs: dict[str, Any]) -> Any:
         """TRL's `_compute_loss` on a micro-batch."""
-        if ROWS not in inputs:
-            raise ReplayError(f"the micro-batch has no {ROWS!r}: TRL dropped what its generation batch held")
-        update = LogprobPass("update", self._current().sequences_of(inputs[ROWS]))
+        update = LogprobPass("update")
+        with self._measuring():
+            if self.is_on:
+                update.sequences = self._sequences_in(inputs)
         with self.passing(update):
             loss = compute()
-        if update.logprobs_BR is None:
-            raise ReplayError(
-                f"{type(self._trainer).__name__} computed a loss without _get_per_token_logps_and_entropies, so that "
-                "nothing was replayed in it"
-            )
-        if not self._has_old_pass:
-            self._measure(update, inputs)
+        with self._measuring():
+            if self.is_on and update.logprobs_BR is None:
+                raise ReplayError(
+                    f"{type(self._trainer).__name__} computed a loss without _get_per_token_logps_and_entropies, so "
+                    "that nothing was replayed in it"
+                )
+            if self.is_on and not self._has_old_pass:
+                self._measure(update, inputs)
         return loss
+
+    def _sequences_in(self, inputs: dict[str, Any]) -> NDArray[np.int64]:
+        if ROWS not in inputs:
+            raise ReplayError(f"the micro-batch has no {ROWS!r}: TRL dropped what its generation batch held")
+        return self._current().sequences_of(inputs[ROWS])
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around TRL's `training_step`. Raises `ReplayError` when no update pass ran in it."""
         before = self._num_updates
         yield
-        if self._num_updates == before:
-            raise ReplayError(
-                f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss and "
-                "_get_per_token_logps_and_entropies, so that nothing was replayed in it"
-            )
+        with self._measuring():
+            if self.is_on and self._num_updates == before:
+                raise ReplayError(
+                    f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss "
+                    "and _get_per_token_logps_and_entropies, so that nothing was replayed in it"
+                )
         self.metrics.share(self._over_processes)
 
     def _over_processes(self, sums: Tensor) -> Tensor:
@@ -308,18 +353,23 @@ class TrainerPassController:
         Routes are the policy's alone. Masks are the reference's too, whose log-probs are compared with the policy's.
         """
         now = self._now
-        is_policy = self._is_policy(model)
+        each = batch_size or len(input_ids)
+        parts_of_batch = [slice(first, first + each) for first in range(0, len(input_ids), each)]
+        images: list[dict[str, Any]] = []
+        with self._measuring():
+            if self.is_on and now is not None:
+                images = [images_of(options, rows, len(input_ids)) for rows in parts_of_batch]
+        is_policy = self.is_on and self._is_policy(model)
         if now is None or not (is_policy or self._has_masks):
             return compute(input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
         parts = []
-        each = batch_size or len(input_ids)
-        for first in range(0, len(input_ids), each):
-            rows = slice(first, first + each)
-            ids, mask, images = input_ids[rows], attention_mask[rows], images_of(options, rows, len(input_ids))
-            run = partial(compute, ids, mask, logits_to_keep, **images)
+        for rows, given in zip(parts_of_batch, images, strict=True):
+            ids, mask = input_ids[rows], attention_mask[rows]
+            run = partial(compute, ids, mask, logits_to_keep, **given)
             if is_policy and self._checks_with_images:
                 self._checks_with_images = False
-                check_first_rollout(self.routed, self._routes_of(now, rows, mask).trace, run)
+                with self._measuring():
+                    check_first_rollout(self.routed, self._routes_of(now, rows, mask).trace, run)
             with ExitStack() as stack:
                 if is_policy:
                     stack.enter_context(self._routing(now, rows, mask))
@@ -334,7 +384,10 @@ class TrainerPassController:
         return result
 
     def _is_policy(self, model: Any) -> bool:
-        return self._trainer.accelerator.unwrap_model(model) is self._policy and not self._is_reference()
+        return self._unwrapped(model) is self._policy and not self._is_reference()
+
+    def _unwrapped(self, model: Any) -> Any:
+        return self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
 
     @contextmanager
     def _routing(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> Iterator[None]:

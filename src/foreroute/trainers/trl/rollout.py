@@ -107,16 +107,19 @@ class Turn:
     logprobs: Sequence[NDArray[np.float32]] | None = None
 
 
+Captured = tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]
+"""Routes of a turn, and log-probs where the source has seen them."""
+
+
 class TurnSource(Protocol):
     """Where a turn is sampled and its routes are captured: `generate`, vLLM, or an engine of foreroute."""
 
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[Any, RoutingTrace, Sequence[NDArray[np.float32]] | None]:
-        """What TRL's `sample` returns, completions first; their routes; and log-probs if the source has seen them.
+    ) -> tuple[Any, Callable[[], Captured]]:
+        """What TRL's `sample` returns, completions first; and what gives what was captured of them.
 
-        Raises:
-            CaptureError, ReplayError: when there are no routes, or they cannot be true.
+        The second raises CaptureError or ReplayError when there are no routes, or they cannot be true.
         """
 
 

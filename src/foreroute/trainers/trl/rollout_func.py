@@ -15,7 +15,7 @@ from foreroute.capture import Generation, Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.trl.rollout import joined_tokens
+from foreroute.trainers.trl.rollout import Captured, joined_tokens
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
@@ -87,18 +87,19 @@ class EngineSource:
 
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[Any, RoutingTrace, None]:
+    ) -> tuple[Any, Callable[[], Captured]]:
         """See `TurnSource`: tokens and log-probs as TRL's own engines return them, in the place of those."""
         generation = self._generation(prompts)
         output = rollout_output(generation)
-        return (output["completion_ids"], output["logprobs"]), generation.trace, None
+        return (output["completion_ids"], output["logprobs"]), lambda: (generation.trace, None)
 
     def _generation(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
         trainer = self.trainer
         _require_plain(trainer)
         step = int(trainer.state.global_step)
         if self._engine.weight_version != step:
-            self._engine.load_weights(trainer.accelerator.unwrap_model(trainer.model).state_dict(), step)
+            policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+            self._engine.load_weights(policy.state_dict(), step)
         # a run that is resumed draws what it would have drawn at its step; a step may have several turns
         place = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
         self._turns_of[step] += 1

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import trl
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from transformers.integrations.liger import apply_liger_kernel
 
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trainers.checks import Refusals, refuse, require_overridden
@@ -34,7 +35,7 @@ class RoutingReplay:
     Args:
         *args: what the trainer takes.
         replay: "R3", the rollout's routes in the old-log-prob and update passes; "R2", those of the old-log-prob pass
-            in the update passes; "none", no replay, but the same metrics.
+            in the update passes; "none", no replay, but the same metrics. Where these cannot be had, the log says so.
         **kwargs: what the trainer takes.
 
     Attributes:
@@ -42,10 +43,11 @@ class RoutingReplay:
 
     Raises:
         AttachError: when this release of TRL has no longer what replay stands on, or the model is not replayable.
-        ConfigError: for settings under which replay is not supported or would have no effect.
+        ConfigError: for settings under which replay is not supported or would have no effect; not with "none".
     """
 
     # TRL's trainer defines these; a mixin only sees them at run time
+    args: Any
     model: Any
     accelerator: Any
 
@@ -54,8 +56,10 @@ class RoutingReplay:
         require_mode(replay)
         with colocated_vllm_returns_decisions(self, replay):
             super().__init__(*args, **kwargs)
-        require_supported(self, replay)
-        self.routing = TrainerPassController(self, replay)
+        if self.args.use_liger_kernel and replay != "none":
+            # as transformers does when training starts: replay is proven on what is left by it
+            apply_liger_kernel(self.model, self.args.liger_kernel_config)
+        self.routing = TrainerPassController(self, replay, partial(require_supported, self, replay))
 
     def _generate(self, prompts: list[Any]) -> Any:
         return self.routing.capture(partial(super()._generate, prompts))  # type: ignore[misc]
@@ -133,18 +137,14 @@ def require_supported(trainer: Any, replay: Replay) -> None:
 
 
 def _refusals(trainer: Any, *, captures: bool) -> Refusals:
-    args = trainer.args
+    generates = captures and not trainer.use_vllm and trainer.rollout_func is None
+    beams = generates and (trainer.generation_config.num_beams or trainer.model.generation_config.num_beams or 1)
     turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     prompt_learning = is_peft_model(trainer.model) and any(
         config.is_prompt_learning for config in trainer.model.peft_config.values()
     )
     return [
-        (
-            getattr(args, "use_liger_kernel", False) or getattr(args, "use_liger_loss", False),
-            "use_liger_kernel replaces modules of the model when training starts, after replay was proven on it; "
-            "leave it off",
-        ),
         (
             trainer.is_deepspeed_enabled,
             "DeepSpeed takes the model apart between forwards, and replay was never tested under it; use DDP or FSDP2",
@@ -159,7 +159,12 @@ def _refusals(trainer: Any, *, captures: bool) -> Refusals:
             "batch cannot be checked to belong together; use LoRA",
         ),
         (
-            captures and getattr(trainer, "use_transformers_continuous_batching", False),
+            beams > 1,
+            f"num_beams is {beams}, and beams change their places after they were routed; sample with num_beams=1, or "
+            "take replay='R2'",
+        ),
+        (
+            generates and trainer.use_transformers_continuous_batching,
             "use_transformers_continuous_batching generates over paged batches, whose routes cannot be recorded; leave "
             "it off, sample with vLLM or a rollout_func, or take replay='R2'",
         ),

@@ -1,0 +1,106 @@
+"""Models that are another when training begins: compiled by torch, or with kernels of Liger.
+
+Liger needs a GPU: a stand-in binds methods to instances, as Liger-Kernel does at ead96b6.
+"""
+
+import sys
+from types import MethodType, ModuleType
+
+import pytest
+import torch
+import trl
+from transformers.integrations import liger as of_transformers
+
+from examples.trl.tiny import policy
+from foreroute.errors import AttachError
+from tests.trainers.trl.routes_book import Book, require_followed, watched
+from tests.trainers.trl.trl_runs import logged, make, trained
+
+pytestmark = pytest.mark.slow
+
+
+def weights_of(trainer):
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def test_a_compiled_model_replays_to_the_same_weights(folder):
+    """test_trl_passes.py holds the run that is not compiled against the routes of the book."""
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    runs = {}
+    for name, own in {"R3": {}, "compiled": compiled, "none": {"replay": "none"}}.items():
+        model = policy()
+        runs[name] = trained(folder, model=model, rollout_func=Book(model), max_steps=2, **own)
+    assert torch.equal(weights_of(runs["compiled"]), weights_of(runs["R3"]))
+    assert not torch.equal(weights_of(runs["none"]), weights_of(runs["R3"]))  # the control
+    for name in ("loss", "mismatch/disagreement", "mismatch/native_disagreement", "mismatch/k3"):
+        assert logged(runs["compiled"], name) == logged(runs["R3"], name)
+
+
+def one_by_one(experts, hidden, ids, weights):
+    """The experts of Qwen3-MoE, each on all tokens."""
+    experts.fused_calls = getattr(experts, "fused_calls", 0) + 1
+    result = torch.zeros_like(hidden)
+    for number, (gate_up, down) in enumerate(zip(experts.gate_up_proj, experts.down_proj, strict=True)):
+        gate, up = (hidden @ gate_up.T).chunk(2, dim=-1)
+        result = result + ((ids == number) * weights).sum(-1, keepdim=True) * ((experts.act_fn(gate) * up) @ down.T)
+    return result
+
+
+def sorting(gate, hidden):
+    """A router in one kernel, in which nobody sees a selection."""
+    scores = (hidden.reshape(-1, gate.hidden_dim) @ gate.weight.T).softmax(-1)
+    weights, ids = (each[:, : gate.top_k] for each in scores.sort(descending=True))
+    return scores, weights / weights.sum(-1, keepdim=True), ids
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Has the methods of modules, by the end of their class's name, that Liger replaces."""
+    methods = {"Experts": one_by_one}
+
+    def apply(model, **kernels):
+        assert kernels == {"fused_linear_cross_entropy": False}
+        for module in model.modules():
+            for name, method in methods.items():
+                if type(module).__name__.endswith(name):
+                    module.__dict__["forward"] = MethodType(method, module)
+
+    package, part = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
+    part._apply_liger_kernel_to_instance = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", part)
+    monkeypatch.setattr(of_transformers, "is_liger_kernel_available", lambda: True)
+    return methods
+
+
+def fused_calls(model):
+    return sum(getattr(module, "fused_calls", 0) for module in model.modules())
+
+
+def test_experts_of_liger_are_given_the_routes_of_the_rollout(liger, folder):
+    models = {name: policy() for name in ("liger", "native")}
+    runs = {}
+    for name, model in models.items():
+        book = Book(model)
+        runs[name] = make(folder, model=model, rollout_func=book, use_liger_kernel=name == "liger")
+        with watched(model) as batches:
+            runs[name].train()
+        assert all(require_followed(batch, book) for batch in batches if batch.grad)
+    assert fused_calls(models["liger"]) > 0 == fused_calls(models["native"])
+    assert set(logged(runs["liger"], "mismatch/disagreement")) == {0.0}
+    assert logged(runs["liger"], "loss") == pytest.approx(logged(runs["native"], "loss"), abs=1e-4)
+
+
+def test_liger_without_replay_is_trls_own(liger, folder):
+    plain, watched = (
+        trained(folder, use_liger_kernel=True, **own) for own in ({"kind": trl.GRPOTrainer}, {"replay": "none"})
+    )
+    assert torch.equal(weights_of(plain), weights_of(watched))
+    assert logged(watched, "mismatch/disagreement") == [0.0]
+
+
+def test_a_router_in_one_kernel_is_refused_at_construction(liger, folder):
+    liger["Router"] = sorting
+    with pytest.raises(AttachError, match="Router"):
+        make(folder, use_liger_kernel=True)

@@ -1,0 +1,103 @@
+"""FSDP2 by accelerate, two processes: the routes reach the experts of both, and the weights are those of DDP."""
+
+import os
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.testing.ranks import Workers
+
+pytestmark = pytest.mark.slow
+
+RUNS = {"fsdp": ("R3", True), "ddp": ("R3", False), "native": ("none", True), "generate": ("R3", True)}
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3MoeDecoderLayer",
+}
+
+
+class Drawn:
+    """A `rollout_func` of tokens and routes that no model had a part in. `routes` is by tokens, as a `Book` has it."""
+
+    def __init__(self, rank):
+        self.routes, self._rng = {}, np.random.default_rng(rank)
+
+    def __call__(self, prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions = [self._rng.integers(2, 200, self._rng.integers(2, 10)).tolist() for _ in prompts]
+        for prompt, completion in zip(prompt_ids, completions, strict=True):
+            shape = (len(prompt) + len(completion) - 1, 3, 8)
+            self.routes[tuple(prompt + completion)] = np.argsort(self._rng.random(shape), axis=-1)[..., :2]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completions,
+            "logprobs": [[-3.0] * len(completion) for completion in completions],
+            "routed_experts": list(self.routes.values())[-len(prompts) :],
+        }
+
+
+def train(rank, folder):
+    """What each run logs, how many sequences followed the routes in its updates, and its weights, gathered."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+
+    from accelerate.state import AcceleratorState, DistributedType
+
+    from examples.trl.tiny import policy
+    from tests.trainers.trl.routes_book import follows, watched
+    from tests.trainers.trl.tools_runs import told_apart
+    from tests.trainers.trl.trl_runs import make
+
+    begin = AcceleratorState.__init__
+
+    def as_on_a_gpu(self, *args, fsdp_plugin=None, **options):
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        self.fsdp_plugin = fsdp_plugin or self.__dict__.get("fsdp_plugin")
+        if self.fsdp_plugin:
+            self.distributed_type = DistributedType.FSDP
+
+    # accelerate leaves FSDP out where there are CPUs alone
+    AcceleratorState.__init__ = as_on_a_gpu
+    results = {}
+    for name, (replay, is_sharded) in RUNS.items():
+        for setting, value in FSDP2.items():
+            os.environ.pop(setting, None)
+            if is_sharded:
+                os.environ[setting] = value
+        AcceleratorState._reset_state(reset_partial_state=True)
+        model, drawn = policy(), Drawn(rank)
+        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart}
+        roll_out = None if name == "generate" else drawn
+        trainer = make(f"{folder}/{name}", model=model, rollout_func=roll_out, replay=replay, **settings)
+        with watched(model) as batches:
+            trainer.train()
+        weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+        updates = [batch for batch in batches if batch.grad]
+        results[name] = {
+            "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
+            "logs": trainer.state.log_history,
+            "followed": [follows(batch, drawn) for batch in updates if roll_out],
+            "weights": torch.cat([each.detach().flatten() for each in weights]),
+        }
+    return results
+
+
+def test_sharded_models_replay_as_whole_ones(tmp_path):
+    with closing(Workers(2, timeout_s=500)) as workers:
+        results = workers.run(train, str(tmp_path))
+    for rank in results:
+        assert rank["fsdp"]["sharded"] > 0 == rank["ddp"]["sharded"]
+        assert len(rank["fsdp"]["followed"]) == 4
+        assert all(rank["fsdp"]["followed"])
+        assert all(rank["ddp"]["followed"])
+        assert not any(rank["native"]["followed"])  # the control
+        assert rank["fsdp"]["logs"][0]["mismatch/disagreement"] == 0
+        assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
+        assert rank["generate"]["logs"][0]["mismatch/disagreement"] == 0
+        assert rank["generate"]["logs"][0]["mismatch/k3"] < 1e-9
+        torch.testing.assert_close(rank["fsdp"]["weights"], rank["ddp"]["weights"], rtol=0, atol=1e-6)
+        assert (rank["native"]["weights"] - rank["ddp"]["weights"]).abs().max() > 1e-3
