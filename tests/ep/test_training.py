@@ -130,6 +130,7 @@ def of_all_ranks(outcomes):
     return {**outcomes[0], "losses": losses}
 
 
+@pytest.mark.shows("Hugging Face", "expert parallelism with executed plans, LoRA on experts under it")
 @pytest.mark.parametrize("case", list(sampled()))
 def test_training_is_that_of_one_process(workers, case):
     outcomes = workers(case.ranks).run(training_worker.train, case)

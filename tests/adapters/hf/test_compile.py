@@ -65,6 +65,7 @@ def assert_same(seen, expected):
         require_rounded(seen[1][name], gradient, 3 * TERMS)
 
 
+@pytest.mark.shows("Hugging Face", "`torch.compile`, of the model or of layers")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "use_reentrant", "attach_first"),
@@ -235,6 +236,7 @@ def test_a_compiled_forward_checks_its_batch_and_its_routers():
         compiled(**BATCH, use_cache=False)
 
 
+@pytest.mark.shows("Hugging Face", "gate weights in a compiled model", refused="they are replayed in eager mode alone")
 def test_gate_weights_are_replayed_in_eager_mode_alone():
     [routed] = attached()
     trace = random_routes(routed.spec, BATCH)

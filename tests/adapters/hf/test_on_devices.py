@@ -40,6 +40,11 @@ def native(model, device=CPU):
         return log_probs(model, {name: each.to(device) for name, each in BATCH.items()})
 
 
+@pytest.mark.shows(
+    "Hugging Face",
+    "capture of a CUDA graph in a session",
+    refused="a graph would replay the routes that it was captured with",
+)
 @pytest.mark.gpu
 @pytest.mark.parametrize("session", ["replay", "replay with telemetry", "record"])
 def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, device):

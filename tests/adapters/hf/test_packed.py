@@ -47,6 +47,7 @@ def logits_alone(model, routed, trace, order):
     return torch.cat(parts)
 
 
+@pytest.mark.shows("Hugging Face", "packed batches")
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_a_packed_batch_replays_each_sequence_as_if_alone(family, rows):
@@ -67,6 +68,7 @@ def test_a_packed_batch_replays_each_sequence_as_if_alone(family, rows):
     assert np.array_equal(recorded.expert_ids_NLK, trace.expert_ids_NLK)
 
 
+@pytest.mark.shows("Hugging Face", "packed rows without positions", refused="nothing says where sequences begin")
 def test_without_positions_a_packed_row_is_refused():
     """The control: one long sequence is not six short ones."""
     model, routed, trace = with_routes(ALONE)

@@ -71,6 +71,7 @@ def outputs(model, batch):
         return model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
 
 
+@pytest.mark.shows("Hugging Face", "images, bound by a digest of their pixels")
 @grid("name", GRIDS, quick=1)
 def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp_path):
     model = build_seeing(name)
@@ -99,6 +100,7 @@ def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp
     refused((0, 1, 2), exchanged, "sequence 0, position 8")
 
 
+@pytest.mark.shows("Hugging Face", "videos")
 @grid("name", ("qwen3_vl_moe", "glm4v_moe"), quick=1)
 def test_videos_are_told_apart_too(name):
     """GLM-4.5V has tokens of images stand for them."""

@@ -102,6 +102,7 @@ def single():
     return outcome(loss, gradients(model), session)
 
 
+@pytest.mark.shows("Hugging Face", "DDP and FSDP2, two processes")
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
 def test_losses_and_gradients_are_those_of_a_single_process(ranks, single, case):
     loss, grads, shared_L, counts_LE = single

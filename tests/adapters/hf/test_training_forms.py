@@ -108,6 +108,7 @@ def test_attaching_before_wrapping_is_attaching_after(form, monkeypatch):
     assert all("lora" in name for name in gradients(before))
 
 
+@pytest.mark.shows("Hugging Face", "PEFT's LoRA, on experts and routers too")
 def test_merged_adapters_of_experts_and_routers_are_those_that_are_not_in_replay():
     model = with_lora_on_experts_and_routers().double()
     trace = random_routes(hf.attach(model).spec, BATCH)

@@ -77,6 +77,7 @@ def trained(folder, replay, **settings):
     return trainer, rollouts, batches
 
 
+@pytest.mark.shows("TRL", "images (Qwen3-VL-MoE)")
 def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder):
     trainer, (rollout,), batches = trained(folder, "R3")
     image = trainer.model.config.image_token_id

@@ -41,6 +41,7 @@ def sparse_policy():
 SOURCES = {"generate": None, "our engine": lambda model: rollout_with(EmbeddedEngine(model, "bfloat16", indexers=True))}
 
 
+@pytest.mark.shows("TRL", "indexers of sparse attention")
 @pytest.mark.parametrize("source", ["generate", pytest.param("our engine", marks=pytest.mark.slow)])
 def test_every_pass_attends_to_what_the_rollout_did(source, folder):
     model = sparse_policy()

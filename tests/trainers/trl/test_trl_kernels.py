@@ -24,6 +24,7 @@ def weights_of(trainer):
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
+@pytest.mark.shows("TRL", "`torch_compile`")
 def test_a_compiled_model_replays_to_the_same_weights(folder):
     """test_trl_passes.py holds the run that is not compiled against the routes of the book."""
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -78,6 +79,7 @@ def fused_calls(model):
     return sum(getattr(module, "fused_calls", 0) for module in model.modules())
 
 
+@pytest.mark.shows("TRL", "`use_liger_kernel` (a stand-in for its kernels)")
 def test_experts_of_liger_are_given_the_routes_of_the_rollout(liger, folder):
     models = {name: policy() for name in ("liger", "native")}
     runs = {}
@@ -100,6 +102,9 @@ def test_liger_without_replay_is_trls_own(liger, folder):
     assert logged(watched, "mismatch/disagreement") == [0.0]
 
 
+@pytest.mark.shows(
+    "TRL", "Liger kernels that hold the router", refused="replay cannot reach a selection inside of a kernel"
+)
 def test_a_router_in_one_kernel_is_refused_at_construction(liger, folder):
     liger["Router"] = sorting
     with pytest.raises(AttachError, match="Router"):

@@ -70,6 +70,7 @@ def scored(folder, **settings):
             yield is_reference, found[row][:length], expected
 
 
+@pytest.mark.shows("TRL", "`top_p`, `top_k`, `min_p`: scored on the sets that tokens were drawn from")
 def test_old_update_and_reference_passes_are_scored_on_the_sets_of_the_rollout(folder):
     seen = {True: 0, False: 0}
     for is_reference, found, expected in scored(folder, **CUTS):

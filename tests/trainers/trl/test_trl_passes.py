@@ -50,6 +50,7 @@ def run(request, folder):
     return request.param, trainer, book, passes
 
 
+@pytest.mark.shows("TRL", "`num_iterations`, `steps_per_generation`, `beta` with a reference")
 def test_old_and_update_passes_take_the_routes_of_the_rollout_and_the_reference_its_own(run):
     name, trainer, book, passes = run
     settings, num_old, num_updates = CASES[name]
@@ -91,6 +92,7 @@ def test_without_replay_the_same_passes_take_other_routes_and_the_mismatch_is_me
     assert not logged(trainer, "mismatch/native_disagreement")
 
 
+@pytest.mark.shows("TRL", "R2")
 def test_r2_replays_what_the_old_pass_routed(folder):
     trainers, books = {}, {}
     for replay in ("R2", "none"):

@@ -68,6 +68,7 @@ def results(tmp_path_factory):
         return workers.run(train, str(tmp_path_factory.mktemp("ranks")))
 
 
+@pytest.mark.shows("TRL", "DDP, two processes")
 def test_routes_metrics_and_weights_on_two_processes(results):
     for rank in results:
         assert rank["R3"]["updates"] == 4  # two micro-batches of two: followed, or train() would have raised

@@ -18,6 +18,7 @@ from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import make
 
 
+@pytest.mark.shows("TRL", "`num_beams` above 1", refused="beams change their places after they were routed")
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -164,6 +165,7 @@ def sharded(version):
     return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)))
 
 
+@pytest.mark.shows("TRL", "DeepSpeed; FSDP1", refused="never tested with replay")
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [

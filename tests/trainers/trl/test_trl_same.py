@@ -78,6 +78,9 @@ def require_same(folder, **settings):
     return watched
 
 
+@pytest.mark.shows(
+    "TRL", '`replay="none"` with every loss type, reference, LoRA, tools and environments: TRL\'s weights, bit for bit'
+)
 @grid("options", list(OPTIONS), quick=2)
 def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, caplog):
     """Capture takes no random number and changes no score."""
@@ -183,6 +186,9 @@ UNMEASURED = {
 }
 
 
+@pytest.mark.shows(
+    "TRL", '`replay="none"` where nothing can be recorded: continuous batching, beams, a `rollout_func` without routes'
+)
 @grid("reason", list(UNMEASURED), quick=3)
 def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why(reason, folder, caplog):
     settings, message = UNMEASURED[reason]
@@ -204,6 +210,7 @@ def test_replay_of_the_policys_own_rollout_stays_close_to_trl(folder):
     assert set(logged(replayed, "mismatch/disagreement")) == {0.0}
 
 
+@pytest.mark.shows("TRL", "LoRA, on experts too; `bf16`")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "most_k3"),

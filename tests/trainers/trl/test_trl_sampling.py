@@ -125,6 +125,9 @@ def test_a_processor_that_is_not_known_is_refused_and_left_to_other_modes(folder
     assert logged(trainer, "mismatch/k3")[0] > 1e-2
 
 
+@pytest.mark.shows(
+    "TRL", "`repetition_penalty` and other processors under R3", refused="no set of tokens shows what they change"
+)
 @grid(
     ("mode", "settings", "message"),
     [

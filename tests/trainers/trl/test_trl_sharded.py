@@ -86,6 +86,7 @@ def train(rank, folder):
     return results
 
 
+@pytest.mark.shows("TRL", "FSDP2 under `accelerate`, two processes")
 def test_sharded_models_replay_as_whole_ones(tmp_path):
     with closing(Workers(2, timeout_s=500)) as workers:
         results = workers.run(train, str(tmp_path))

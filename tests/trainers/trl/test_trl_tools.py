@@ -60,6 +60,7 @@ class Drawn(EmbeddedEngine):
 LATER = {"generate": pytest.mark.slow, "engine": pytest.mark.slow, "environment": pytest.mark.exhaustive}
 
 
+@pytest.mark.shows("TRL", "`tools` and `environment_factory`")
 @pytest.mark.parametrize("source", ["branches", *(pytest.param(each, marks=LATER[each]) for each in LATER)])
 def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(source, folder):
     model = agent()
@@ -121,6 +122,11 @@ def test_r2_and_evaluation_need_nothing_of_a_turn(folder):
     assert logged(trainer, "mismatch/native_disagreement")
 
 
+@pytest.mark.shows(
+    "TRL",
+    "tools with a `rollout_func` of one's own, or with a vLLM that serves several processes",
+    refused="TRL samples those turns, or deals them out, otherwise",
+)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -22,6 +22,7 @@ def of_their_neighbours(routes):
     return moved
 
 
+@pytest.mark.shows("TRL", "vLLM, served and colocated (stand-ins; real vLLM in `make night`)")
 @pytest.mark.parametrize("mode", MODES)
 def test_routes_of_vllm_are_replayed_and_measured(mode, folder, monkeypatch):
     fake, settings = MODES[mode]

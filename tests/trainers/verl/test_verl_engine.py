@@ -72,6 +72,7 @@ def test_the_same_routes_give_the_log_probs_that_hugging_face_gives(layout, engi
     assert all((yes, no) == (2, 0) for yes, no, _ in counts)
 
 
+@pytest.mark.shows("verl, FSDP engine", "activation checkpointing, `pad_to_length`")
 def test_updates_follow_the_routes_and_so_does_their_recomputation(engine, book):
     td = tensordict(book.batch())
     old_log_probs(engine, td)
@@ -101,6 +102,7 @@ def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_i
         old_log_probs(engine, tensordict(book.batch()))
 
 
+@pytest.mark.shows("verl, FSDP engine", "asynchronous rollouts, of weights of several versions")
 def test_rollouts_of_older_weights_may_be_far_and_those_of_the_newest_may_not(group, folder, book):
     engine = make(folder, "R3")
     batch = book.batch()
@@ -168,6 +170,7 @@ def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
     require_native(old_log_probs(reference, tensordict(book.batch()))[0], book)
 
 
+@pytest.mark.shows("verl, FSDP engine", "LoRA, on experts too, on one rank; the reference without it")
 def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(group, folder, book):
     of_experts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     engine = make(folder, "R3", model={"lora_rank": 4, "target_modules": ["q_proj", "v_proj"], **of_experts})
@@ -196,6 +199,11 @@ def require_native(found, book):
         np.testing.assert_allclose(logprobs.numpy(), native, rtol=0, atol=1e-4)
 
 
+@pytest.mark.shows(
+    "verl, FSDP engine",
+    "`use_fused_kernels` under FSDP2",
+    refused="verl's own fused forward fails on an output head that is sharded by itself",
+)
 def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monkeypatch):
     with pytest.raises(CaptureError, match="has no 'routed_experts'"):
         old_log_probs(engine, tensordict(book.batch(routes=False)))
@@ -249,6 +257,7 @@ def test_importing_our_engine_changes_no_class_of_another_engine():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.shows("verl, FSDP engine", "`fsdp_turbo`, TorchTitan, Automodel", refused="their engines have no replay")
 def test_an_engine_that_has_no_replay_is_refused_where_one_is_asked_for(monkeypatch):
     class Elsewhere:
         def __init__(self, engine_config):

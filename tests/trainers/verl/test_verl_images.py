@@ -111,6 +111,7 @@ class Watched:
         raise AssertionError("the sequence did not run")
 
 
+@pytest.mark.shows("verl, FSDP engine", "images (Qwen3-VL-MoE), packed and padded, on one rank")
 @pytest.mark.parametrize("layout", [{}, {"use_remove_padding": False}], ids=["packed", "padded"])
 def test_routes_of_images_are_followed_and_the_mismatch_falls(group, book, layout):
     k3 = {}

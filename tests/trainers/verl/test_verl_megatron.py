@@ -114,6 +114,9 @@ def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(nam
     assert metrics["plan/imbalance_executed"][0] == pytest.approx(max_over_mean(ranks, name, at_home))
 
 
+@pytest.mark.shows(
+    "verl, Megatron engine", "expert parallelism, plans, full recomputation, offload of parameters and optimizer"
+)
 def test_weights_under_plans_are_no_further_than_those_of_another_order_of_sums(found):
     weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
     for ranks in found.values():
@@ -130,6 +133,10 @@ def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(found):
     assert apart(found["planned, resumed"][0]["weights"], found["planned"][0]["weights"]) == 0
 
 
+@pytest.mark.shows(
+    "verl, Megatron engine", "`dynamic_context_parallel`", refused="verl splits no batch into micro-batches under it"
+)
+@pytest.mark.shows("verl, Megatron engine", "plans without R3 or R2", refused="a plan is made of routes that are known")
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
     model = SimpleNamespace(mtp=SimpleNamespace(enable=False), lora={})
     dynamic = PlanningMegatronConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=64)
@@ -143,6 +150,11 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         PlanningMegatronConfig(hardware="h1000")
 
 
+@pytest.mark.shows(
+    "verl, Megatron engine",
+    "plans for a critic, on an NPU, or without `external_lib`",
+    refused="verl takes an engine that makes none",
+)
 @pytest.mark.parametrize(
     ("engine", "device", "overrides"),
     [

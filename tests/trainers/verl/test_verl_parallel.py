@@ -89,6 +89,7 @@ def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, exa
     assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < 8 * rounding < 1e-4
 
 
+@pytest.mark.shows("verl, Megatron engine", "plans under TP, CP, PP and VPP")
 @pytest.mark.parametrize("name", REPLAYED)
 def test_what_is_executed_is_what_the_rollout_picked(name, found):
     logged = [metrics for rank in found[name] for metrics in rank["metrics"] if metrics]
@@ -101,6 +102,12 @@ def test_what_is_executed_is_what_the_rollout_picked(name, found):
             assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
 
 
+@pytest.mark.shows("verl, Megatron engine", "tensor parallelism, with and without sequence parallelism, with EP")
+@pytest.mark.shows("verl, Megatron engine", "pipeline and virtual pipeline parallelism, with EP")
+@pytest.mark.shows("verl, Megatron engine", "context parallelism, with EP, TP and PP (attention is a stand-in)")
+@pytest.mark.shows("verl, Megatron engine", "padding kept (`use_remove_padding=False`), `pad_to_length`")
+@pytest.mark.shows("verl, Megatron engine", "`use_fused_kernels` (a stand-in for Triton's)")
+@pytest.mark.shows("verl, Megatron engine", "the `flex` dispatcher, DeepEP and HybridEP (stand-ins for their kernels)")
 @pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ("data", *ORDERS)])
 def test_weights_are_those_of_data_parallelism_but_for_the_order_of_sums(name, found):
     """What other routes train is ten thousand times as far."""
@@ -111,6 +118,7 @@ def test_weights_are_those_of_data_parallelism_but_for_the_order_of_sums(name, f
     assert apart(weights["data"], weights[name]) <= 10 * order < apart(weights["data"], weights[CONTROL]) / 1000
 
 
+@pytest.mark.shows("verl, Megatron engine", "R2, with plans")
 def test_r2_updates_take_the_routes_that_the_first_old_pass_took_by_itself(found):
     for rank in found[R2]:
         assert apart(rank["weights"], found[R2][0]["weights"]) == 0

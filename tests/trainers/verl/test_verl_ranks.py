@@ -79,6 +79,9 @@ def test_metrics_are_of_all_sequences(name, found, book):
         assert native[0] > 0.05
 
 
+@pytest.mark.shows("verl, FSDP engine", "FSDP1 and FSDP2, packed and padded batches, on two ranks")
+@pytest.mark.shows("verl, FSDP engine", "Ulysses sequence parallelism (flash attention is a stand-in)")
+@pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` under FSDP1 (verl's kernels of torch)")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_are_those_of_one_process_in_float64_after_a_step(name, found, book):
     wanted, before = book.descended(share=1 if "Ulysses" in name else 0.5)
@@ -89,6 +92,7 @@ def test_weights_are_those_of_one_process_in_float64_after_a_step(name, found, b
         assert (apart < 1e-5 * step) == (name != CONTROL), (apart, step)
 
 
+@pytest.mark.shows("verl, FSDP engine", "R2")
 def test_r2_records_whole_sequences_of_ranks_that_share_them(found, book):
     own = np.concatenate([ids for ids, _ in book.native])
     for rank in found[R2]:

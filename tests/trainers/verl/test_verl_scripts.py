@@ -81,6 +81,11 @@ def said_of(config):
     return []
 
 
+@pytest.mark.shows(
+    "verl, Megatron engine",
+    "LoRA (`model.lora.rank`)",
+    refused="verl leaves it to Megatron-Bridge, which its environment here cannot have",
+)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_named(name):
     engine, *settings = SCRIPTS[name]
@@ -91,6 +96,9 @@ def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_nam
         assert setting in line
 
 
+@pytest.mark.shows(
+    "verl, Megatron engine", "plans with the `flex` dispatcher", refused="its kernels know no places of a plan"
+)
 def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
     script = [PLANS, *megatron(*FLEX, f"{ACTOR}.megatron.context_parallel_size=1", tp=2, ep=8)[1:]]
     said = "\n".join(
@@ -115,6 +123,11 @@ def test_replay_of_verls_own_is_left_alone():
     assert said_of(composed("fsdp", f"{ACTOR}.strategy=fsdp")) == []
 
 
+@pytest.mark.shows(
+    "verl, Megatron engine",
+    "multi-token prediction (`model.mtp.enable`)",
+    refused="its routers have no routes of the rollout",
+)
 def test_verl_says_so_before_ray_starts(tmp_path):
     root = Path(__file__).parents[3]
     metadata = tmp_path / "foreroute-0.dist-info"

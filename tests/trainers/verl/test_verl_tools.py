@@ -150,6 +150,7 @@ def test_turns_without_routes_are_refused(routed, error, message):
         require_routed(trace_of(batch, model=SPEC), batch)
 
 
+@pytest.mark.shows("verl, FSDP engine", "agent loop with tools")
 def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
     """Of which a part is drawn at random, so that the model would not take them by itself."""
     book, rng = Book(folder, count=1), np.random.default_rng(5)
