@@ -21,7 +21,7 @@ from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError
 from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from tests.trainers.verl.verl_book import Book, followed, watched
-from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, tensordict, update
+from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = {
@@ -168,11 +168,14 @@ def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
     require_native(old_log_probs(reference, tensordict(book.batch()))[0], book)
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(experts, group, folder, book):
-    of_experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"], "target_parameters": of_experts * experts}
-    engine = make(folder, "R3", model=lora)
+OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+LORA = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize(("strategy", "experts"), [("fsdp2", False), ("fsdp2", True), ("fsdp", False)])
+def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(strategy, experts, group, folder, book):
+    with on_cpu():
+        engine = make(folder, "R3", strategy=strategy, model=LORA | (OF_EXPERTS if experts else {}))
     update(engine, tensordict(book.batch()))  # the first, with a forward on the model's own routes
     with watched(engine.module) as forwards:
         update(engine, tensordict(book.batch()))
@@ -207,6 +210,8 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
         old_log_probs(engine, tensordict(gap))
     with pytest.raises(ConfigError, match=r"router_replay.mode is set, and use_fused_kernels is on with fsdp2"):
         make(folder, "R3", model={"use_fused_kernels": True})
+    with pytest.raises(ConfigError, match=r"router_replay.mode is set, and target_parameters puts LoRA on experts"):
+        make(folder, "R3", model=LORA | OF_EXPERTS, strategy="fsdp")
     monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)
     monkeypatch.setattr(RoutingReplayEngine.__mro__[2], "forward_backward_batch", lambda *_: {"metrics": {}})
     with pytest.raises(ReplayError, match="without forward_step"):

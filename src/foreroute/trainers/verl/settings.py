@@ -41,6 +41,11 @@ def require_supported(engine: Any) -> None:
             "use_fused_kernels is on with fsdp2, which shards the output head by itself; verl's fused forward fails on "
             "it, unless it is tied to the embedding. Take the strategy fsdp, or leave fused kernels off",
         ),
+        (
+            # a key that verl's own tables do not list
+            model.lora_rank and getattr(model, "target_parameters", None) and config.strategy == "fsdp",
+            "target_parameters puts LoRA on experts, which PEFT does not find under FSDP1; take the strategy fsdp2",
+        ),
     ]
     refuse_first((is_set, f"{KEY} is set, and {message}") for is_set, message in refused)
 
