@@ -21,7 +21,7 @@ from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError
 from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from tests.trainers.verl.verl_book import Book, followed, watched
-from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, tensordict, update
+from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = {
@@ -170,10 +170,15 @@ def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
     require_native(old_log_probs(reference, tensordict(book.batch()))[0], book)
 
 
-@pytest.mark.shows("verl, FSDP engine", "LoRA, on experts too, on one rank; the reference without it")
-def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(group, folder, book):
-    of_experts = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-    engine = make(folder, "R3", model={"lora_rank": 4, "target_modules": ["q_proj", "v_proj"], **of_experts})
+OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+LORA = {"lora_rank": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.shows("verl, FSDP engine", "LoRA, under FSDP2 on experts too, on one rank; the reference without it")
+@pytest.mark.parametrize(("strategy", "experts"), [("fsdp2", True), ("fsdp", False)])
+def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(strategy, experts, group, folder, book):
+    with on_cpu():
+        engine = make(folder, "R3", strategy=strategy, model=LORA | (OF_EXPERTS if experts else {}))
     update(engine, tensordict(book.batch()))  # the first, with a forward on the model's own routes
     with watched(engine.module) as forwards:
         update(engine, tensordict(book.batch()))
@@ -183,7 +188,7 @@ def test_adapters_are_replayed_and_the_policy_without_them_is_a_reference(group,
     adapted = get_peft_model(merged.model, engine.module.peft_config["default"])
     adapted.load_state_dict(full_weights(engine.module))
     moved = [name for name, each in adapted.named_parameters() if "lora_B" in name and each.any()]
-    assert any("experts" in name for name in moved)
+    assert any("experts" in name for name in moved) == experts
     adapted.merge_and_unload()
     exact, rounding = merged.exact()
     for one, other, base in zip(found, exact, book.replayed(), strict=True):
@@ -204,6 +209,7 @@ def require_native(found, book):
     "`use_fused_kernels` under FSDP2",
     refused="verl's own fused forward fails on an output head that is sharded by itself",
 )
+@pytest.mark.shows("verl, FSDP engine", "LoRA on experts under FSDP1", refused="PEFT does not find experts under FSDP1")
 def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monkeypatch):
     with pytest.raises(CaptureError, match="has no 'routed_experts'"):
         old_log_probs(engine, tensordict(book.batch(routes=False)))
@@ -213,6 +219,8 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
         old_log_probs(engine, tensordict(gap))
     with pytest.raises(ConfigError, match=r"router_replay.mode is set, and use_fused_kernels is on with fsdp2"):
         make(folder, "R3", model={"use_fused_kernels": True})
+    with pytest.raises(ConfigError, match=r"router_replay.mode is set, and target_parameters puts LoRA on experts"):
+        make(folder, "R3", model=LORA | OF_EXPERTS, strategy="fsdp")
     monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)
     monkeypatch.setattr(RoutingReplayEngine.__mro__[2], "forward_backward_batch", lambda *_: {"metrics": {}})
     with pytest.raises(ReplayError, match="without forward_step"):
