@@ -26,12 +26,11 @@ SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
 
 
 class Shown(NamedTuple):
-    """One row: of a framework, a setting, why it is refused, and the test that shows it."""
+    """One row: of a framework, a setting, why it is refused, and the file of the test that shows it."""
 
     framework: str
     setting: str
     refused: str
-    test: str
     file: str
 
 
@@ -60,8 +59,7 @@ def _rows_of(file: Path) -> Iterator[Shown]:
             if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("mark.shows"):
                 framework, setting = (ast.literal_eval(arg) for arg in call.args)
                 why = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-                refused = why.get("refused", "")
-                yield Shown(framework, setting, refused, function.name, file.relative_to(ROOT).as_posix())
+                yield Shown(framework, setting, why.get("refused", ""), file.relative_to(ROOT).as_posix())
 
 
 def _table(framework: str, rows: list[Shown]) -> str:
@@ -69,7 +67,7 @@ def _table(framework: str, rows: list[Shown]) -> str:
     lines = [f"\n## {framework}\n", "| setting | | shown by |", "|---|---|---|"]
     for row in mine:
         result = f"refused: {row.refused}" if row.refused else "works"
-        lines.append(f"| {row.setting} | {result} | [{row.test.removeprefix('test_')}]({SOURCE}{row.file}) |")
+        lines.append(f"| {row.setting} | {result} | [{Path(row.file).stem}]({SOURCE}{row.file}) |")
     return "\n".join(lines) + "\n"
 
 

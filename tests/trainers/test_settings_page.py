@@ -30,7 +30,7 @@ def test_each_mark_is_a_row_and_none_stands_twice(writer, tmp_path, monkeypatch)
     monkeypatch.setattr(writer, "ROOT", tmp_path)
     (tmp_path / "test_one.py").write_text(MARKS)
     page = writer.settings_page(tmp_path)
-    assert page.index("| beta | works | [first](") < page.index("| FSDP1 | refused: why | [first](")
+    assert page.index("| beta | works | [test_one](") < page.index("| FSDP1 | refused: why | [test_one](")
     (tmp_path / "test_two.py").write_text(MARKS.replace("FSDP1", "FSDP2"))
     with pytest.raises(ValueError, match=r"'TRL', 'beta'.*each setting once"):
         writer.settings_page(tmp_path)

@@ -1,6 +1,7 @@
 """Rollouts with images under TRL: what the experts are given in updates, and the mismatch that is left."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from foreroute.core.hooks import overridden
-from foreroute.errors import BatchMismatchError, ConfigError
+from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.controller import images_of
@@ -58,7 +59,7 @@ def watched_updates(model):
         handle.remove()
 
 
-def trained(folder, replay, **settings):
+def trained(folder, replay, change=lambda trace: trace, **settings):
     model = policy()
     chosen = {"max_steps": 2, "max_completion_length": 6, "gradient_checkpointing": False, "beta": 0.0, **settings}
     trainer = GRPOTrainer(
@@ -71,7 +72,7 @@ def trained(folder, replay, **settings):
     )
     rollouts = []
     take = trainer.routing.take
-    trainer.routing.take = lambda trace, *args: (rollouts.append(trace), take(trace, *args))[1]
+    trainer.routing.take = lambda trace, *args: (rollouts.append(trace), take(change(trace), *args))[1]
     with generating_with_other_routers(model), watched_updates(model) as batches:
         trainer.train()
     return trainer, rollouts, batches
@@ -120,6 +121,14 @@ def test_an_update_on_another_image_is_refused(folder, replay):
         patch.setattr(GRPOTrainer, "_compute_loss", painted_over)
         with pytest.raises(BatchMismatchError, match="pixels of another image"):
             trained(folder, replay)
+
+
+def test_the_first_rollout_is_checked_where_its_images_are_at_hand(folder):
+    def other_layers(trace):
+        return replace(trace, expert_ids_NLK=np.roll(trace.expert_ids_NLK, 1, axis=1))
+
+    with pytest.raises(ReplayError, match="the first rollout's routes are not those of its tokens"):
+        trained(folder, "R3", other_layers)
 
 
 def test_a_part_of_a_batch_has_the_images_of_its_sequences():
