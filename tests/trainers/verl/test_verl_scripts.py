@@ -16,6 +16,7 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 from hydra import compose, initialize_config_module
 
 from foreroute.errors import ConfigError
+from foreroute.trainers.verl import plugin
 from foreroute.trainers.verl.plugin import require_script
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
@@ -104,7 +105,7 @@ def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
     said = "\n".join(
         said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
     )
-    for each in ("3 settings", "name foreroute.trainers.verl.megatron", "set it to True", "take alltoall"):
+    for each in ("3 settings", "set it to foreroute.trainers.verl.megatron", "set it to True", "take alltoall"):
         assert each in said
     # verl's own engine would pass the mode over
     assert "external_lib is []" in said_of(composed("fsdp", LINES["fsdp"][1], ROUTES, f"{ACTOR}.strategy=fsdp2"))[0]
@@ -117,10 +118,12 @@ def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
         require_script(script)
 
 
-def test_replay_of_verls_own_is_left_alone():
+def test_replay_of_verls_own_is_left_alone(monkeypatch):
     # its Megatron engine has it, without a line of ours
     assert said_of(composed("megatron", *LINES["megatron"][1:], f"{ACTOR}.megatron.context_parallel_size=2")) == []
     assert said_of(composed("fsdp", f"{ACTOR}.strategy=fsdp")) == []
+    monkeypatch.setattr(plugin, "find_spec", lambda name: name)  # the patch for verl is there
+    assert said_of(composed("fsdp", LINES["fsdp"][1], ROUTES)) == []
 
 
 @pytest.mark.shows(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 from verl.utils import config as verl_config
 
 from foreroute.trainers.checks import Refusals, refuse
-from foreroute.trainers.verl.settings import KEY, fsdp_refusals, megatron_refusals, replay_of
+from foreroute.trainers.verl.settings import KEY, OWN_REPLAY, fsdp_refusals, megatron_refusals, replay_of
 
 LIBRARY = "actor_rollout_ref.model.external_lib"
 OURS = "foreroute.trainers.verl."
@@ -34,18 +35,18 @@ def require_script(config: Any) -> None:
     engine, mode = actor.engine, replay_of(actor.engine)
     libraries = ours.model.external_lib or ()
     libraries = [libraries] if isinstance(libraries, str) else list(libraries)
-    if mode == "disabled" or not (actor.strategy in FSDP or any(each.startswith(OURS) for each in libraries)):
+    is_ours = any(each.startswith(OURS) for each in libraries)
+    if mode == "disabled" or (_has_own_replay(actor.strategy) and not is_ours):
         return
-    # as verl's worker copies it
-    object.__setattr__(engine, "use_remove_padding", ours.model.use_remove_padding)
+    in_the_way: Refusals
     if actor.strategy in FSDP:
-        library, refusals = f"{OURS}fsdp", fsdp_refusals(engine, ours.model)
+        in_the_way = [*_missing_lines(f"{OURS}fsdp", libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
     elif actor.strategy == "megatron":
-        plans = getattr(engine, "asks_for_plans", False)
-        library, refusals = f"{OURS}megatron", megatron_refusals(engine, ours.model, plans=plans)
+        refusals = megatron_refusals(engine, ours.model, plans=getattr(engine, "asks_for_plans", False))
+        in_the_way = [*_missing_lines(f"{OURS}megatron", libraries, rollout, mode), *refusals]
     else:
-        library, refusals = "", [(True, f"the strategy {actor.strategy} has no replay of foreroute's")]
-    refuse(f"{KEY} is {mode}, and", [*_missing_lines(library, libraries, rollout, mode), *refusals])
+        in_the_way = [(True, f"the strategy {actor.strategy} has no replay; take fsdp, fsdp2 or megatron")]
+    refuse(f"{KEY} is {mode}, and", in_the_way)
     if mode == "R3" and not rollout.calculate_log_probs:
         warnings.warn(
             "no k3 is measured, so that weights which did not arrive in the rollout engine end no run: set "
@@ -54,10 +55,17 @@ def require_script(config: Any) -> None:
         )
 
 
+def _has_own_replay(strategy: str) -> bool:
+    # the second where verl has the patch of `examples/verl/upstream`
+    return strategy in OWN_REPLAY or (
+        strategy in FSDP and find_spec("verl.workers.engine.fsdp.router_replay") is not None
+    )
+
+
 def _missing_lines(library: str, libraries: list[str], rollout: Any, mode: str) -> Refusals:
     routes, key = rollout.enable_rollout_routing_replay, "actor_rollout_ref.rollout.enable_rollout_routing_replay"
     return [
-        (library not in libraries, f"{LIBRARY} is {libraries}, without the engine that replays; name {library} in it"),
+        (library not in libraries, f"{LIBRARY} is {libraries}, without the engine that replays; set it to {library}"),
         (mode == "R3" and not routes, f"{key} is off, so that the rollout returns no routes; set it to True"),
         (mode == "R2" and routes, f"{key} is on, and R2 takes no routes of a rollout; leave it out, or take R3"),
     ]

@@ -11,11 +11,9 @@ from typing import Any
 from verl.workers.engine import EngineRegistry
 
 from foreroute.errors import AttachError, ConfigError
-from foreroute.trainers.verl.settings import KEY, replay_of
+from foreroute.trainers.verl.settings import KEY, OWN_REPLAY, replay_of
 
 LANGUAGE_MODEL = "language_model"
-OWN_REPLAY = ("megatron", "veomni")
-"""Strategies whose engines of verl's own replay."""
 
 
 def take_place(ours: type, of: type, strategy: str, *, device: str | None = None) -> None:

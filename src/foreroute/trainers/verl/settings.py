@@ -10,6 +10,8 @@ from foreroute.trainers.checks import Refusals, refuse
 
 Replay = Literal["disabled", "R2", "R3"]
 KEY = "router_replay.mode"
+OWN_REPLAY = ("megatron", "veomni")
+"""Strategies whose engines of verl's own replay."""
 
 
 def replay_of(engine_config: Any) -> Replay:
