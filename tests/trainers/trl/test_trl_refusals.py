@@ -24,8 +24,9 @@ from tests.trainers.trl.trl_runs import make
     [
         ({"replay": "R4"}, "expected one of 'none', 'R2', 'R3'"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2.* sample with num_beams=1"),
+        ({"torch_compile_backend": "eager"}, "cannot recompute what was replayed; take 'inductor' or 'aot_eager'"),
     ],
-    ids=["mode", "beams"],
+    ids=["mode", "beams", "compiled"],
 )
 def test_settings_that_do_not_go_with_replay(settings, message, folder):
     with pytest.raises(ConfigError, match=message):

@@ -133,10 +133,11 @@ def require_supported(trainer: Any, replay: Replay) -> None:
         trainer: TRL's trainer, after its own set-up.
         replay: what was asked for.
     """
-    refuse("", [*_refusals(trainer, captures=replay != "R2"), *(refusals(trainer) if replay == "R3" else ())])
+    refuse("", [*_refusals(trainer, replay), *(refusals(trainer) if replay == "R3" else ())])
 
 
-def _refusals(trainer: Any, *, captures: bool) -> Refusals:
+def _refusals(trainer: Any, replay: Replay) -> Refusals:
+    args, captures = trainer.args, replay != "R2"
     generates = captures and not trainer.use_vllm and trainer.rollout_func is None
     beams = generates and (trainer.generation_config.num_beams or trainer.model.generation_config.num_beams or 1)
     turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
@@ -152,6 +153,11 @@ def _refusals(trainer: Any, *, captures: bool) -> Refusals:
         (
             fsdp is not None and getattr(fsdp, "fsdp_version", 1) == 1,
             "FSDP1 was never tested with replay; set fsdp_version: 2 in the configuration of accelerate",
+        ),
+        (
+            replay != "none" and args.torch_compile_backend == "eager" and args.gradient_checkpointing,
+            "torch_compile_backend 'eager' cannot recompute what was replayed; take 'inductor' or 'aot_eager', or set "
+            "gradient_checkpointing=False",
         ),
         (
             prompt_learning,
