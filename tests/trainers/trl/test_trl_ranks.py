@@ -42,6 +42,11 @@ def train(rank, folder):
             "log_r": log_ratios(book),
             "cells": differing_cells(book),
         }
+    model = policy()
+    book = Book(model, seed=rank, change=lambda routes: None if rank else routes)
+    trainer = make(f"{folder}/one", model=model, rollout_func=book, max_steps=1, replay="none")
+    trainer.train()
+    results["measured"] = [name for name in trainer.state.log_history[0] if name.startswith("mismatch/")]
     return results
 
 
@@ -85,6 +90,11 @@ def test_metrics_are_those_of_the_tokens_of_both(results):
     assert logs["mismatch/disagreement"] == pytest.approx(np.mean(cells) / 3, rel=1e-9)
     alone = results[0]["none"]["log_r"].astype(np.float64)
     assert logs["mismatch/k3"] != pytest.approx(np.mean(np.exp(alone) - 1 - alone), rel=1e-2)  # the control
+
+
+def test_where_one_process_cannot_measure_none_does(results):
+    """The first rollout is checked by a forward, in which processes that share a model would wait for each other."""
+    assert [rank["measured"] for rank in results] == [[], []]
 
 
 def test_what_the_main_process_was_answered_is_dealt_out_in_blocks(results):
