@@ -83,9 +83,10 @@ SETTINGS = [
     "actor_rollout_ref.rollout.max_num_batched_tokens=512",
 ]
 FSDP2 = [
-    # foreroute: with the line above of the rollout's routes, the four of grpo_r3.sh
+    # foreroute: with the line above of the rollout's routes, the three of grpo_r3.sh
     "actor_rollout_ref.model.external_lib=foreroute.trainers.verl.fsdp",
     "+actor_rollout_ref.actor.fsdp_config.router_replay.mode={replay}",
+    # what trains, and how much at a time
     "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
     # float32 in the trainer, so that nothing but the rollout's precision differs

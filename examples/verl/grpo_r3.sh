@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO on a MoE model with verl's FSDP2 engine and vLLM, with rollout routing replay: the last four lines.
-# Needs GPUs, verl 0.9.1, vLLM 0.22 to 0.30, and data as verl's examples prepare it.
+# GRPO on a MoE model with verl's FSDP2 engine and vLLM, with rollout routing replay: the last three lines.
+# Needs GPUs, verl 0.9.1 and a vLLM that it takes, from 0.22 on, and data as verl's examples prepare it.
 set -euo pipefail
 MODEL=${MODEL:-Qwen/Qwen3-30B-A3B}
 DATA=${DATA:-$HOME/data/gsm8k}
@@ -16,6 +16,7 @@ python3 -m verl.trainer.main_ppo \
     actor_rollout_ref.model.path="$MODEL" \
     actor_rollout_ref.model.enable_gradient_checkpointing=True \
     actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.actor.strategy=fsdp2 \
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
@@ -33,5 +34,4 @@ python3 -m verl.trainer.main_ppo \
     trainer.save_freq=20 \
     actor_rollout_ref.model.external_lib=foreroute.trainers.verl.fsdp \
     +actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3 \
-    actor_rollout_ref.rollout.enable_rollout_routing_replay=True \
-    actor_rollout_ref.actor.strategy=fsdp2 "$@"
+    actor_rollout_ref.rollout.enable_rollout_routing_replay=True "$@"
