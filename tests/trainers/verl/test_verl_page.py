@@ -2,9 +2,7 @@
 
 import re
 import shlex
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +12,8 @@ from hydra import compose, initialize_config_module
 from verl.utils.config import omega_conf_to_dataclass
 
 from examples.verl import demo_cluster
-from foreroute.errors import ConfigError
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
-from foreroute.trainers.verl.settings import replay_of, require_supported
+from foreroute.trainers.verl.settings import replay_of
 from tests.trainers.verl.verl_batches import SPEC, padded, sequences
 
 ROOT = Path(__file__).parents[3]
@@ -46,18 +43,11 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_the_settings_of_verls_script_of_a_large_fsdp_model_are_read_as_meant(strategy):
-    """Ulysses by the deprecated key of the actor, and fused kernels, with which FSDP2 is refused."""
-    ulysses, fused = "actor.ulysses_sequence_parallel_size=2", "model.use_fused_kernels=True"
-    words = [f"actor_rollout_ref.{each}" for each in (f"actor.strategy={strategy}", ulysses, fused)]
+def test_the_deprecated_key_of_ulysses_is_read_too():
+    words = [*lines_of_page()[0], "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", *OTHERWISE[1:]]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[*lines_of_page()[0], *words, *OTHERWISE[1:]]).actor_rollout_ref
-    engine = SimpleNamespace(engine_config=omega_conf_to_dataclass(config.actor).engine, model_config=config.model)
-    assert engine.engine_config.ulysses_sequence_parallel_size == 2
-    refused = pytest.raises(ConfigError, match="use_fused_kernels is on with fsdp2")
-    with refused if strategy == "fsdp2" else nullcontext():
-        require_supported(engine)
+        actor = compose("ppo_trainer", overrides=words).actor_rollout_ref.actor
+    assert omega_conf_to_dataclass(actor).engine.ulysses_sequence_parallel_size == 2
 
 
 def test_verl_reads_the_lines_of_megatron_as_meant():
