@@ -210,9 +210,11 @@ class StackedReplicas(Replicas):
         token, borrowed = self.borrow()
         if groups.sizes_S:
             weights = dict(zip(self.home, borrowed, strict=True))
-            # autograd keeps factors, which are small: not in slots
-            weights |= {name: weights[name].clone() for term in self._terms for name in term[1:3]}
-            out = run_experts(module, with_adapters(weights, self._terms), rows_RD, gates_R1, groups, self)
+            if self._terms:
+                # autograd keeps factors, which are small: not in slots
+                weights |= {name: weights[name].clone() for term in self._terms for name in term[1:3]}
+                weights = with_adapters(weights, self._terms)
+            out = run_experts(module, weights, rows_RD, gates_R1, groups, self)
         else:
             out = rows_RD.to(next(iter(self.home.values())).dtype)
         return self.give_up(token, out)

@@ -111,9 +111,10 @@ class ExpertLayer:
             PlanError: when a plan gives replicas more than there is; on every rank alike.
             TransferError: when a rank or its weights cannot be reached.
         """
-        work, shards = self._in_force.work_of(self.number, self.path), self.home
+        work = self._in_force.work_of(self.number, self.path)
         ids_NK, sent_A = ids_NK.to(torch.int64), None
-        terms = [adapter.term for adapter in self._adapters]
+        terms = [adapter.term for adapter in self._adapters] if self._adapters else []
+        shards: Mapping[str, Tensor] = self.home if terms else self.parameters
         experts: Mapping[str, Tensor] = shards
         replicas = None
         if work is None:
@@ -130,9 +131,9 @@ class ExpertLayer:
         grouped, gates = Dispatch.apply(hidden_ND, weights_NK, handle)
         if replicas is not None:
             replicas.fetch()
-        summed: Tensor = Combine.apply(
-            self._compute(grouped, gates, rows, with_adapters(experts, terms), replicas), handle
-        )
+        if terms:
+            experts = with_adapters(experts, terms)
+        summed: Tensor = Combine.apply(self._compute(grouped, gates, rows, experts, replicas), handle)
         return summed.to(hidden_ND.dtype)
 
     def _compute(

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.pixels import ImageTokens, digests_of, given_images, refuse_other_pixels
+from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, digests_of, given_images, refuse_other_pixels
 from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
@@ -121,7 +121,8 @@ class ForwardTokens:
                 "get_seq_length() how many positions it holds"
             )
         past = 0 if cache is None else cache.get_seq_length()
-        batch = cls(input_ids, mask, positions, cumulative, past, images, given_images(given))
+        pixels = None if ARGUMENTS.isdisjoint(given) else given_images(given)
+        batch = cls(input_ids, mask, positions, cumulative, past, images, pixels)
         return batch if torch.compiler.is_compiling() else batch.read()
 
     def read(self) -> ForwardTokens:

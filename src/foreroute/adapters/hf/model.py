@@ -223,9 +223,11 @@ class TransformerHooks(TrunkHooks):
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
         """And what encodes images before a forward. See `TrunkHooks`."""
-        names = [] if self.images is None else ["get_image_features", "get_video_features"]
-        encoders = [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
-        return [*super().session_contexts(), *encoders]
+        contexts = super().session_contexts()
+        if self.images is not None:
+            names = ("get_image_features", "get_video_features")
+            contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
+        return contexts
 
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)

@@ -34,6 +34,7 @@ OF_KIND = {
 ENCODED = "mm_encoder_outputs"
 OTHERS = ("pixel_values_local", "input_features", ENCODED)
 """What forwards take beside tokens where nothing says to which tokens it belongs."""
+ARGUMENTS = frozenset((*OF_KIND["image"], *OF_KIND["video"], *OTHERS))
 MIXING = (0x1C69B3F74AC4AE35, 0x3C79AC492BA7B653, 0x1D8E4E27C47D124F)
 """Odd numbers, by which bits are multiplied modulo 2^64. Files hold what comes of them: they stay."""
 NO_PIXELS, UNKNOWN = 0, -1
