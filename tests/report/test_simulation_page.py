@@ -217,11 +217,11 @@ def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
 
 def test_only_what_is_not_executed_is_listed_as_such():
     assert executed(record(("static", "ours"))) == (
-        "Executed in tests on CPU processes: static; foreroute. The two limits are never executed."
+        "Executed in tests on CPU processes: static; foreroute. The two limits never are."
     )
     assert executed(record(("static", "eplb_step"))) == (
         "Executed in tests on CPU processes: static. Not executed: EPLB, this step would take plans of other "
-        "balancers. The two limits are never executed."
+        "balancers. The two limits never are."
     )
 
 

@@ -131,9 +131,8 @@ def executed(record: SimulationRecord) -> str:
     for method in record.methods:
         reasons.setdefault(method.not_executed, []).append(method.label)
     done = "; ".join(reasons.pop(()))
-    rest = [f" {'; '.join(labels)} would take {', '.join(missing)}." for missing, labels in reasons.items()]
-    not_executed = f" Not executed:{''.join(rest)}" if rest else ""
-    return f"Executed in tests on CPU processes: {done}.{not_executed} The two limits are never executed."
+    rest = "".join(f" {'; '.join(labels)} would take {', '.join(missing)}." for missing, labels in reasons.items())
+    return f"Executed in tests on CPU processes: {done}.{rest and f' Not executed:{rest}'} The two limits never are."
 
 
 def named(method: MethodRecord, record: SimulationRecord) -> str:
