@@ -218,7 +218,7 @@ def on_two_ranks(rank, device, path, counts_waits):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bench, step = bench_on(rank, RANKS, device), 0
-    bench.placed.use(TransferOptions(paths=path, timeout_s=TIMEOUT_S))
+    bench.placed.use(TransferOptions(paths=path))
     transfers = []
     with closing(bench.placed):
         outcome = step_under(bench, step, transfers)
