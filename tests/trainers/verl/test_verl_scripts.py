@@ -118,6 +118,15 @@ def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
         require_script(script)
 
 
+def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
+    lines = [*SCRIPTS["qwen3_30b_a3b_fsdp"][1:], *LINES["fsdp"], ROUTES]
+    recwarn.clear()
+    require_script(composed("fsdp", *lines, f"{ROLLOUT}.top_p=1.0", f"{ROLLOUT}.val_kwargs.top_p=0.7"))
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"top_p=0\.9, top_k=40 leave tokens out"):
+        require_script(composed("fsdp", *lines, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=40"))
+
+
 def test_replay_of_verls_own_is_left_alone(monkeypatch):
     # its Megatron engine has it, without a line of ours
     assert said_of(composed("megatron", *LINES["megatron"][1:], f"{ACTOR}.megatron.context_parallel_size=2")) == []

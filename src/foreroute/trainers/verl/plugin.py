@@ -47,6 +47,13 @@ def require_script(config: Any) -> None:
     else:
         in_the_way = [(True, f"the strategy {actor.strategy} has no replay; take fsdp, fsdp2 or megatron")]
     refuse(f"{KEY} is {mode}, and", in_the_way)
+    neutral = {"top_p": (None, 1), "top_k": (None, 0, -1)}
+    if mode == "R3" and (cuts := [f"{name}={rollout[name]}" for name in neutral if rollout[name] not in neutral[name]]):
+        warnings.warn(
+            f"{', '.join(cuts)} leave tokens out of the rollout, and verl's trainer scores over all tokens, so that "
+            "log-probs of both sides differ on the same experts, and k3 shows it; leave them out",
+            stacklevel=2,
+        )
     if mode == "R3" and not rollout.calculate_log_probs:
         warnings.warn(
             "no k3 is measured, so that weights which did not arrive in the rollout engine end no run: set "
