@@ -46,7 +46,7 @@ def require(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "version"),
     [("torch", "2.9.1+cu128"), ("torch", "1.13"), ("transformers", "4.57.0"), ("transformers", "5.2.9"),
-     ("megatron-core", "0.16.0"), ("megatron-core", "0.15.3"), ("trl", "1.15.9"), ("verl", "0.9.0"), ("verl", "0.8"),
+     ("megatron-core", "0.16.0"), ("megatron-core", "0.15.3"), ("trl", "1.5.1"), ("verl", "0.9.0"), ("verl", "0.8"),
      ("mbridge", "0.15.0"),
      ("vLLM", "0.27.9"), ("vLLM", "v0.27.1"),
      ("SGLang", "0.5.9"), ("SGLang", "0.5.9.post1"), ("SGLang", "0.4.10"), ("SGLang", "0.0.0")],
@@ -79,7 +79,7 @@ NEWER = "99.1.0rc2+local"
 @pytest.mark.parametrize(
     ("name", "version", "said"),
     [*[(name, NEWER, f"{name} {NEWER} is newer than {PEERS[name].newest}") for name in sorted(PACKAGES)],
-     *[("trl", version, f"trl states the version '{version}', which has no number; foreroute needs 1.16.0 or newer")
+     *[("trl", version, f"trl states the version '{version}', which has no number; foreroute needs 1.6.0 or newer")
        for version in (None, "unknown", "1", "dev")],
      ("vLLM", "0.33.0+cpu", "is newer than 0.32.0"), ("SGLang", "0.5.24", "is newer than 0.5.23"),
      ("SGLang", "1.0", "is newer than 0.5.23"), ("vLLM", "", "has no number"), ("SGLang", "main", "has no number")],

@@ -36,7 +36,7 @@ PEERS = {
     "torch": Peer("torch", "2.10", "2.13.0"),
     "transformers": Peer("transformers", "5.3", "5.23.0"),
     "megatron-core": Peer("megatron.core", "0.16.1", "0.19.2"),
-    "trl": Peer("trl", "1.16.0", "1.16.0"),
+    "trl": Peer("trl", "1.6.0", "1.16.0"),
     "verl": Peer("verl", "0.9.1", "0.9.1"),
     "mbridge": Peer("mbridge", "0.15.1", "0.15.1"),
     # docs/engine-releases.md has what each release answered

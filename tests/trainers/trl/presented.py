@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig
-from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
+from trl.trainer import utils
 
 from examples.trl.tiny import tokenizer
 from foreroute.conformance.adapter import Case, Unsupported
@@ -116,7 +116,7 @@ class TRLModel(HuggingFaceModel):
         super().__init__(model)
         if not hasattr(model, "get_output_embeddings"):
             raise Unsupported(f"{type(model).__name__} has no language modelling head for TRL to fuse")
-        add_fused_lm_head(model)
+        utils.add_fused_lm_head(model)
         self.attached: AttachedTrainer | None = None
 
     def next_logprobs(self, input_ids: Tensor, mask: Tensor, given: Given) -> Tensor:
@@ -146,5 +146,5 @@ def _shuffled(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """By TRL's own function; gradients are sums, so that the same batch is shuffled in the same way each time."""
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(int(batch["ids"].sum()))
-        shuffled: dict[str, Tensor] = shuffle_sequence_dict(batch)
+        shuffled: dict[str, Tensor] = utils.shuffle_sequence_dict(batch)
     return shuffled

@@ -13,7 +13,7 @@ from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from tests.adapters.hf.families import SPARSE, build
 from tests.attended import SIZES, attended, chosen, followed
 from tests.tiers import grid
-from tests.trainers.trl.trl_runs import logged, make, trained
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, make, trained
 
 
 class Watched(GRPOTrainer):
@@ -46,7 +46,7 @@ SOURCES = {"generate": None, "our engine": lambda model: rollout_with(EmbeddedEn
 def test_every_pass_attends_to_what_the_rollout_did(source, folder):
     model = sparse_policy()
     function = SOURCES[source] and SOURCES[source](model)
-    trainer = trained(folder, kind=Watched, model=model, rollout_func=function, max_steps=2)
+    trainer = trained(folder, kind=Watched, model=model, rollout_func=function, max_steps=2, **NO_AUXILIARY)
     assert len(trainer.passes) == 5  # old log-probs of 8 sequences, then an update for each micro-batch
     for trace, seen in trainer.passes:
         others, rows = followed(seen, chosen(trace))
@@ -56,7 +56,7 @@ def test_every_pass_attends_to_what_the_rollout_did(source, folder):
 
 @pytest.mark.slow
 def test_updates_of_r2_attend_to_what_the_old_pass_did(folder):
-    trainer = trained(folder, kind=Watched, model=sparse_policy(), replay="R2", max_steps=2)
+    trainer = trained(folder, kind=Watched, model=sparse_policy(), replay="R2", max_steps=2, **NO_AUXILIARY)
     for trace, seen in trainer.passes[-4:]:
         assert followed(seen, chosen(trace))[0] == 0
     assert logged(trainer, "mismatch/native_disagreement")
@@ -66,7 +66,9 @@ def test_without_replay_passes_attend_to_others(folder):
     """The control, with the same rollouts."""
     model = sparse_policy()
     function = SOURCES["our engine"](model)
-    trainer = trained(folder, kind=Watched, model=model, rollout_func=function, replay="none", max_steps=1)
+    trainer = trained(
+        folder, kind=Watched, model=model, rollout_func=function, replay="none", max_steps=1, **NO_AUXILIARY
+    )
     trace, seen = trainer.passes[0]
     assert followed(seen, chosen(trace))[0] > 0
 
@@ -74,7 +76,9 @@ def test_without_replay_passes_attend_to_others(folder):
 @pytest.mark.slow
 def test_a_rollout_without_choices_is_warned_of(folder):
     model = sparse_policy()
-    trainer = make(folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1)
+    trainer = make(
+        folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1, **NO_AUXILIARY
+    )
     with pytest.warns(UserWarning, match=r"the rollout has none of their choices.*indexers=True"):
         trainer.train()
 
@@ -116,7 +120,7 @@ def test_units_that_padding_moves_are_refused(folder, family, replay):
 @pytest.mark.parametrize("family", UNITS_AT_SLOTS)
 def test_prompts_of_one_length_are_followed(folder, family):
     # TRL's auxiliary loss asks for a number of experts by a name that DeepSeek-V4 does not have
-    settings = {"prompts": ["many vowels: "] * 8, "router_aux_loss_coef": 0.0, "max_steps": 2}
+    settings = {"prompts": ["many vowels: "] * 8, "max_steps": 2, **NO_AUXILIARY}
     trainer = trained(folder, kind=Recorded, model=sparse_by_units(family), **settings)
     assert len(trainer.passes) == 5
     for trace, recording in trainer.passes:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import trl
+from trl.generation.vllm_client import VLLMClient
+from trl.trainer import utils
 
 from examples.trl.tiny import policy
 from foreroute.engines.embedded import EmbeddedEngine
@@ -180,4 +182,31 @@ def test_what_was_never_tested_with_replay(attribute, value, message, folder, mo
     require_supported(trainer, "R3")
     monkeypatch.setattr(trainer, attribute, value)
     with pytest.raises(ConfigError, match=message):
+        require_supported(trainer, "R3")
+
+
+OLDER = {
+    "paged": "use_transformers_paged generates over",
+    "server": r"'server' is not replayed before TRL 1\.11",
+    "liger": r"use_liger_kernel is not replayed before TRL 1\.14",
+    "sets": r"top_k or min_p is not replayed before TRL 1\.15",
+}
+
+
+@pytest.mark.parametrize("reason", OLDER)
+def test_what_older_releases_do_otherwise(reason, folder, monkeypatch):
+    trainer = make(folder)
+    if reason == "paged":
+        monkeypatch.delattr(trainer, "use_transformers_continuous_batching", raising=False)
+        trainer.use_transformers_paged = True
+    elif reason == "server":
+        trainer.use_vllm, trainer.vllm_mode = True, "server"
+        monkeypatch.delattr(VLLMClient, "_post", raising=False)
+    elif reason == "liger":
+        trainer.args.use_liger_kernel = True
+        trainer.compute_liger_loss = None
+    else:
+        trainer.top_p = 0.8
+        monkeypatch.delattr(utils, "add_fused_lm_head", raising=False)
+    with pytest.raises(ConfigError, match=OLDER[reason]):
         require_supported(trainer, "R3")

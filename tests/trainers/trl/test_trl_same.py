@@ -16,7 +16,7 @@ from foreroute.trainers.trl import RoutingReplay
 from tests.tiers import grid
 from tests.trainers.trl import tools_runs
 from tests.trainers.trl.routes_book import Book
-from tests.trainers.trl.trl_runs import logged, make, saved_policy, trained
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, logged, make, saved_policy, trained
 
 TIMES = ("time", "_per_second")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -38,7 +38,7 @@ OPTIONS = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.5},
     "sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "model": agent, "max_completion_length": 40},
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "vespo": {"loss_type": "vespo", "router_aux_loss_coef": 0.0},
+    "vespo": {"loss_type": "vespo", **NO_AUXILIARY},
     "reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False},
     "entropy": {"entropy_coef": 0.01, "use_adaptive_entropy": True, "pad_to_multiple_of": 8},
     "rewards": {
@@ -52,6 +52,9 @@ OPTIONS = {
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
+
+if not hasattr(trl.GRPOConfig, "entropy_coef"):  # before TRL 1.8
+    del OPTIONS["entropy"]
 
 
 def run_of(folder, *, run=trained, kind=trl.GRPOTrainer, model=None, rollout_func=None, **settings):
@@ -184,6 +187,9 @@ UNMEASURED = {
         "call the tools in the rollout_func",
     ),
 }
+
+if not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"):  # before TRL 1.7
+    del UNMEASURED["continuous-batching"]
 
 
 @pytest.mark.shows(

@@ -17,7 +17,7 @@ from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.sampling import LEAVING_OUT
 from tests.tiers import grid
-from tests.trainers.trl.trl_runs import logged, make, trained
+from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
 
@@ -28,6 +28,7 @@ def configured(**settings):
     return model
 
 
+@SCORES_ON_SETS
 @pytest.mark.parametrize(
     ("of_model", "of_call"),
     [
@@ -157,6 +158,7 @@ def test_settings_that_no_set_shows_are_refused_under_r3_alone(mode, settings, m
                 make(folder, replay=replay, **mode, **settings)
 
 
+@SCORES_ON_SETS
 @pytest.mark.slow
 def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_vllm(folder, monkeypatch):
     """The stand-in samples in bfloat16: what is left of the mismatch is rounding."""
@@ -170,6 +172,7 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
     assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
 
 
+@SCORES_ON_SETS
 def test_a_rollout_without_the_masks_that_its_settings_call_for_is_refused(folder):
     sample = rollout_with(EmbeddedEngine(policy(), "float32"))
 

@@ -19,8 +19,8 @@ from foreroute.trainers.trl import trainer as adapter
 from foreroute.trainers.trl.rollout import Turn, joined_turns
 from tests.trainers.trl.routes_book import native
 from tests.trainers.trl.tools_runs import Counter, branching, make, oracle, sequences_of, trained
-from tests.trainers.trl.trl_runs import logged
-from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
+from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged
+from tests.trainers.trl.vllm_fakes import ASKS_VLLM, COLOCATE, SERVER, as_they_are, colocated, served
 
 
 class Drawn(EmbeddedEngine):
@@ -104,6 +104,7 @@ def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monke
     assert logged(trainer, "mismatch/disagreement") == [0.0]
 
 
+@SCORES_ON_SETS
 @pytest.mark.slow
 def test_sampling_masks_of_all_turns_are_scored_on(folder):
     k3 = {}
@@ -131,7 +132,11 @@ def test_r2_and_evaluation_need_nothing_of_a_turn(folder):
     ("settings", "message"),
     [
         ({"rollout_func": lambda prompts, trainer: {}}, "call the tools in the rollout_func"),
-        ({"processes": 2, **SERVER}, "in equal shares"),
+        pytest.param(
+            {"processes": 2, **SERVER},
+            "in equal shares",
+            marks=pytest.mark.skipif(not ASKS_VLLM, reason="this TRL asks a server of its own"),
+        ),
         ({"processes": 2, **COLOCATE, "vllm_tensor_parallel_size": 2}, "in equal shares"),
     ],
     ids=["rollout-func", "server-of-two", "tensor-parallel"],

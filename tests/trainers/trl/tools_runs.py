@@ -22,7 +22,7 @@ ONE_STEP = {
     "num_iterations": 1,
     "num_generations": 4,
     "max_steps": 1,
-    "router_aux_loss_coef": 0.0,
+    **trl_runs.NO_AUXILIARY,
     "max_completion_length": 100,
     "max_grad_norm": 0.0,
 }

@@ -1,9 +1,11 @@
 """TRL runs of a few seconds."""
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig
+from trl.trainer import utils
 
 from examples.trl.tiny import policy, tokenizer, vowels
 from foreroute.trainers.trl import GRPOTrainer
@@ -28,6 +30,14 @@ SETTINGS = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
+
+NO_AUXILIARY = {"router_aux_loss_coef": 0.0} if hasattr(GRPOConfig, "router_aux_loss_coef") else {}
+"""Without the routers' auxiliary loss, which TRL 1.6 never adds."""
+
+SCORES_ON_SETS = pytest.mark.skipif(
+    not hasattr(utils, "add_fused_lm_head"),
+    reason="this TRL makes log-probs past the head that sampling masks stand on",
+)
 
 
 def config(folder, **settings):

@@ -95,7 +95,9 @@ class EngineSource:
 
     def _generation(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
         trainer = self.trainer
-        _require_plain(trainer)
+        # before TRL 1.14 that of the tokenizer is the only one
+        ends = getattr(trainer, "eos_token_ids", [trainer._tokenizer.eos_token_id])
+        _require_plain(trainer, ends)
         step = int(trainer.state.global_step)
         if self._engine.weight_version != step:
             policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -106,7 +108,7 @@ class EngineSource:
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
         sampling = Sampling(
             trainer.max_completion_length,
-            trainer.eos_token_ids[0],
+            ends[0],
             temperature=trainer.temperature,
             top_k=trainer.top_k or 0,
             top_p=trainer.top_p,
@@ -159,7 +161,7 @@ def returned_trace(
     )
 
 
-def _require_plain(trainer: Any) -> None:
+def _require_plain(trainer: Any, ends: Sequence[int]) -> None:
     if trainer.repetition_penalty != 1:
         raise ConfigError(
             f"repetition_penalty is {trainer.repetition_penalty}, which foreroute's engines do not sample with; leave "
@@ -167,10 +169,8 @@ def _require_plain(trainer: Any) -> None:
         )
     if trainer.args.generation_kwargs:
         raise ConfigError("generation_kwargs are not those of foreroute's engines; leave them out")
-    if len(trainer.eos_token_ids) != 1:
-        raise ConfigError(
-            f"the model ends a response with any of {trainer.eos_token_ids}; foreroute's engines know one end token"
-        )
+    if len(ends) != 1:
+        raise ConfigError(f"the model ends a response with any of {ends}; foreroute's engines know one end token")
     if is_peft_model(trainer.model):
         raise ConfigError(
             "the policy has PEFT adapters, whose weights foreroute's engines do not load; sample with TRL's own engines"

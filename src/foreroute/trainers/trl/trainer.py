@@ -18,13 +18,15 @@ import trl
 from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.integrations.liger import apply_liger_kernel
+from trl.generation.vllm_client import VLLMClient
+from trl.trainer import utils
 
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trainers.checks import Refusals, refuse, require_overridden
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import Replay, TrainerPassController
 from foreroute.trainers.trl.rollout_func import EngineSource
-from foreroute.trainers.trl.sampling import refusals
+from foreroute.trainers.trl.sampling import cuts_of, refusals
 
 
 class RoutingReplay:
@@ -140,6 +142,11 @@ def _refusals(trainer: Any, replay: Replay) -> Refusals:
     args, captures = trainer.args, replay != "R2"
     generates = captures and not trainer.use_vllm and trainer.rollout_func is None
     beams = generates and (trainer.generation_config.num_beams or trainer.model.generation_config.num_beams or 1)
+    paged = "use_transformers_continuous_batching"
+    if not hasattr(trainer, paged):  # before TRL 1.7
+        paged = "use_transformers_paged"
+    serves = captures and trainer.use_vllm and trainer.rollout_func is None and trainer.vllm_mode == "server"
+    newer = "{} is not replayed before TRL {}; install a newer one, or do without".format
     turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     prompt_learning = is_peft_model(trainer.model) and any(
@@ -159,6 +166,13 @@ def _refusals(trainer: Any, replay: Replay) -> Refusals:
             "torch_compile_backend 'eager' cannot recompute what was replayed; take 'inductor' or 'aot_eager', or set "
             "gradient_checkpointing=False",
         ),
+        # older releases have a server of their own, a loss that makes no log-probs, and log-probs from all logits
+        (serves and not hasattr(VLLMClient, "_post"), newer("vllm_mode='server'", "1.11")),
+        (args.use_liger_kernel and hasattr(trainer, "compute_liger_loss"), newer("use_liger_kernel", "1.14")),
+        (
+            replay == "R3" and cuts_of(trainer) and not hasattr(utils, "add_fused_lm_head"),
+            newer("sampling by top_p, top_k or min_p", "1.15"),
+        ),
         (
             prompt_learning,
             "PEFT's prompt and prefix tuning put positions before the sequence that are no tokens, so that routes and "
@@ -170,9 +184,9 @@ def _refusals(trainer: Any, replay: Replay) -> Refusals:
             "take replay='R2'",
         ),
         (
-            generates and trainer.use_transformers_continuous_batching,
-            "use_transformers_continuous_batching generates over paged batches, whose routes cannot be recorded; leave "
-            "it off, sample with vLLM or a rollout_func, or take replay='R2'",
+            generates and getattr(trainer, paged),
+            f"{paged} generates over paged batches, whose routes cannot be recorded; leave it off, sample with vLLM or "
+            "a rollout_func, or take replay='R2'",
         ),
         (
             turns and trainer.rollout_func is not None,
