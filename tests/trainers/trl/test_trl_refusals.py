@@ -188,7 +188,7 @@ def test_what_was_never_tested_with_replay(attribute, value, message, folder, mo
 OLDER = {
     "paged": "use_transformers_paged generates over",
     "server": r"'server' is not replayed before TRL 1\.11",
-    "liger": r"use_liger_kernel is not replayed before TRL 1\.14",
+    "liger": r"use_liger_kernel is not replayed before TRL 1\.15",
     "sets": r"top_k or min_p is not replayed before TRL 1\.15",
 }
 
@@ -202,11 +202,9 @@ def test_what_older_releases_do_otherwise(reason, folder, monkeypatch):
     elif reason == "server":
         trainer.use_vllm, trainer.vllm_mode = True, "server"
         monkeypatch.delattr(VLLMClient, "_post", raising=False)
-    elif reason == "liger":
-        trainer.args.use_liger_kernel = True
-        trainer.compute_liger_loss = None
     else:
-        trainer.top_p = 0.8
         monkeypatch.delattr(utils, "add_fused_lm_head", raising=False)
+        require_supported(trainer, "R3")
+        trainer.top_p, trainer.args.use_liger_kernel = (0.8, False) if reason == "sets" else (1.0, True)
     with pytest.raises(ConfigError, match=OLDER[reason]):
         require_supported(trainer, "R3")

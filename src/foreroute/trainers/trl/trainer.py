@@ -146,6 +146,7 @@ def _refusals(trainer: Any, replay: Replay) -> Refusals:
     if not hasattr(trainer, paged):  # before TRL 1.7
         paged = "use_transformers_paged"
     serves = captures and trainer.use_vllm and trainer.rollout_func is None and trainer.vllm_mode == "server"
+    headless = not hasattr(utils, "add_fused_lm_head")
     newer = "{} is not replayed before TRL {}; install a newer one, or do without".format
     turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
     fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
@@ -166,13 +167,10 @@ def _refusals(trainer: Any, replay: Replay) -> Refusals:
             "torch_compile_backend 'eager' cannot recompute what was replayed; take 'inductor' or 'aot_eager', or set "
             "gradient_checkpointing=False",
         ),
-        # older releases have a server of their own, a loss that makes no log-probs, and log-probs from all logits
+        # older releases have a server of their own, a loss of Liger, and log-probs from all logits
         (serves and not hasattr(VLLMClient, "_post"), newer("vllm_mode='server'", "1.11")),
-        (args.use_liger_kernel and hasattr(trainer, "compute_liger_loss"), newer("use_liger_kernel", "1.14")),
-        (
-            replay == "R3" and cuts_of(trainer) and not hasattr(utils, "add_fused_lm_head"),
-            newer("sampling by top_p, top_k or min_p", "1.15"),
-        ),
+        (headless and args.use_liger_kernel, newer("use_liger_kernel", "1.15")),
+        (headless and replay == "R3" and cuts_of(trainer), newer("sampling by top_p, top_k or min_p", "1.15")),
         (
             prompt_learning,
             "PEFT's prompt and prefix tuning put positions before the sequence that are no tokens, so that routes and "
