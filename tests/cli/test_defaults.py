@@ -1,9 +1,7 @@
 """One default everywhere, on the command line, in Python and in files; docs/configuration.md is what the code says."""
 
-import importlib.util
 import inspect
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -18,6 +16,7 @@ from foreroute.plan import PlanOptions
 from foreroute.simulate.methods import PRESETS
 from foreroute.simulate.steps import TOKEN_BUDGET
 from foreroute.train import TrainConfig, parse_config, train
+from make import config_reference
 
 
 def of_command(name):
@@ -67,17 +66,6 @@ def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     assert TOKEN_BUDGET == 16_384
 
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def reference():
-    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "make" / "config_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Silent(Section):
     """A key says nothing."""
 
@@ -86,10 +74,10 @@ class Silent(Section):
     silent: int = 1
 
 
-def test_the_page_is_up_to_date(reference):
-    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run make config-reference"
+def test_the_page_is_up_to_date():
+    assert config_reference.PAGE.read_text(encoding="utf-8") == config_reference.page(), "run make config-reference"
 
 
-def test_a_key_without_a_text_is_refused(reference):
+def test_a_key_without_a_text_is_refused():
     with pytest.raises(SystemExit, match=r"Silent\.silent says nowhere what it means"):
-        list(reference.tables(Silent, "silent"))
+        list(config_reference.tables(Silent, "silent"))

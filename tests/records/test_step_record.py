@@ -1,19 +1,16 @@
 """The schema of metrics.jsonl: what a trainer writes is in it, what is written is read, and its page is up to date."""
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 from foreroute.errors import RunFolderError
 from foreroute.mismatch import Alarm
 from foreroute.records import DeviceRecord, MismatchRecord, StepRecord, parse_step, to_json
+from make import config_reference
 from tests.report.report_runs import execution, step_line
 from tests.train.small_runs import small_config, trainer_of
-
-ROOT = Path(__file__).parents[2]
 
 
 def line_of(record):
@@ -97,8 +94,5 @@ def test_expert_load_is_by_a_number_of_ranks(key):
 
 
 def test_its_page_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "make" / "config_reference.py")
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    text = reference.METRICS.read_text(encoding="utf-8")
-    assert text == reference.metrics_page(text), "run make config-reference"
+    text = config_reference.METRICS.read_text(encoding="utf-8")
+    assert text == config_reference.metrics_page(text), "run make config-reference"

@@ -131,10 +131,9 @@ class FSDPPasses(EnginePasses):
         model = next(module for module in engine.module.modules() if isinstance(module, PreTrainedModel))
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
-        super().__init__(engine, routed, judges_weights=replay == "R3")
+        super().__init__(engine, routed, replay)
         self.is_reference = False
         self._engine = engine
-        self._replay = replay
         self._slices = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
 
     @contextmanager

@@ -29,12 +29,10 @@ from foreroute.adapters.versions import require_peers
 require_peers("torch", "megatron-core", "verl")
 
 import numpy as np
-import torch.distributed as dist
 import verl
 from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
 from torch import Tensor
-from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
@@ -45,6 +43,7 @@ from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.verl.comparison import over_ranks
 from foreroute.trainers.verl.passes import EnginePasses
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
@@ -140,8 +139,7 @@ class MegatronPasses(EnginePasses):
     """
 
     def __init__(self, engine: Any, replay: Replay) -> None:
-        super().__init__(engine, megatron.attach(engine.module), judges_weights=replay == "R3")
-        self._replay = replay
+        super().__init__(engine, megatron.attach(engine.module), replay)
         self._config = config = engine.engine_config
         self._planning = config if isinstance(config, PlanningMegatronConfig) else None
         self._plans = PlanSums()
@@ -294,10 +292,7 @@ def _told(name: str, told: Callable[[Any], Any]) -> AbstractContextManager[Any]:
 
 def _over_model(sums: Tensor) -> Tensor:
     """The sum over the ranks of one model, which are all ranks but those of other data."""
-    on_device = sums.to(get_device_id())
-    for group in (mpu.get_model_parallel_group(), mpu.get_context_parallel_group()):
-        dist.all_reduce(on_device, group=group)
-    return on_device
+    return over_ranks(over_ranks(sums, mpu.get_model_parallel_group()), mpu.get_context_parallel_group())
 
 
 def register() -> None:

@@ -26,7 +26,7 @@ class EnginePasses:
     Args:
         engine: verl's, initialised.
         routed: its model.
-        judges_weights: as in `RolloutComparison`.
+        replay: what to replay. Under R3 both sides take the same routes, so that what is left tells of their weights.
 
     Attributes:
         routed: its model.
@@ -34,12 +34,11 @@ class EnginePasses:
         first_rollout_checked: whether the first routes of the rollout were held against the model's own.
     """
 
-    _replay: Replay
-
-    def __init__(self, engine: Any, routed: RoutedModel, *, judges_weights: bool) -> None:
+    def __init__(self, engine: Any, routed: RoutedModel, replay: Replay) -> None:
         self.first_rollout_checked = False
         self.routed: Any = routed
-        self.comparison = RolloutComparison(engine.get_data_parallel_group, judges_weights=judges_weights)
+        self.comparison = RolloutComparison(engine.get_data_parallel_group, judges_weights=replay == "R3")
+        self._replay = replay
         self._name = type(engine).__name__
         self._num_steps = 0
 
