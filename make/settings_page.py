@@ -19,8 +19,9 @@ FRAMEWORKS = ("Hugging Face", "TRL", "verl, FSDP engine", "verl, Megatron engine
 INTRO = """# Settings by framework
 
 Look up whether replay goes with a setting of your script. *Works* means that a test compares it with an independent
-result, on CPUs; *refused* means that one error names it before anything is trained. What is not here was not tried.
-[What runs where](where.md) has hardware and versions. `make config-reference` writes this page from the tests.
+result, on CPUs; *refused* means that one error names it before anything is trained. What is not here may stand on the
+framework's page, or was not tried. [What runs where](where.md) has hardware and versions. `make config-reference`
+writes this page from the tests.
 """
 SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
 
@@ -64,7 +65,7 @@ def _rows_of(file: Path) -> Iterator[Shown]:
 
 def _table(framework: str, rows: list[Shown]) -> str:
     mine = sorted((row for row in rows if row.framework == framework), key=lambda row: (bool(row.refused), row.setting))
-    lines = [f"\n## {framework}\n", "| setting | | shown by |", "|---|---|---|"]
+    lines = [f"\n## {framework}\n", "| setting | result | shown by |", "|---|---|---|"]
     for row in mine:
         result = f"refused: {row.refused}" if row.refused else "works"
         lines.append(f"| {row.setting} | {result} | [{Path(row.file).stem}]({SOURCE}{row.file}) |")
