@@ -34,7 +34,7 @@ RECORDED = "## What a run records\n"
 RECORDS = """
 Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
 out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers refuse unknown keys.
-`foreroute.records` has the types.
+`foreroute.records.StepRecord` has the types.
 """
 INTRO = """# Configuration
 

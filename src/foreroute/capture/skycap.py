@@ -40,8 +40,7 @@ from foreroute.capture.agents import (
 from foreroute.capture.arrays import MAX_TEXT, parse_text
 from foreroute.capture.sampling_masks import mask_stream
 from foreroute.errors import CaptureError, shown
-from foreroute.files import read_file
-from foreroute.files.regular import MOST_BYTES
+from foreroute.files.regular import MOST_BYTES, read_file
 from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec
 from foreroute.trace.checks import as_int32, ascending
 from foreroute.trace.spec import is_whole
@@ -52,7 +51,7 @@ READ = {
     "experts": {"routed_experts": ("uint8 uint16 int16 int32", 3)},
     "sampling_mask": {"ids": ("int32", 1), "offsets": ("int64", 1)},
 }
-"""Of each side file, the arrays that are read: their types and number of axes."""
+"""The arrays that are read from each side file: their types and number of axes."""
 MOST_WINDOW = 1 << 25
 """Bytes that a zstd frame may look back, which its decoder takes at once."""
 AT_ONCE = 1 << 20

@@ -15,13 +15,12 @@ from foreroute.mismatch import (
     Defect,
     Explanation,
     RoutingMismatch,
-    StreamDifference,
     TokenMismatch,
     explain,
     routing_mismatch,
-    stream_difference,
     token_mismatch,
 )
+from foreroute.mismatch.decisions import StreamDifference, stream_difference
 from foreroute.mismatch.mixups import MAX_PERMUTED
 from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
 from foreroute.trace.checks import as_offsets
@@ -175,7 +174,7 @@ class Finding:
         severity: how bad it is.
         topic: "wiring", "weights", "routes", "masks", "temperature", "indexers", "probabilities", "replay", "trainer".
         sentence: what was seen, in plain words and whole sentences.
-        advice: what to do, likewise; empty when there is nothing to do.
+        advice: what to do, in whole sentences; empty when there is nothing to do.
     """
 
     severity: Severity

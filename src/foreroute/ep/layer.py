@@ -19,7 +19,8 @@ from foreroute.ep.execution import InForce
 from foreroute.ep.shards import IN_FRONT, ExpertAxis, LogicalExperts, chosen
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlacementError
-from foreroute.plan import CellPlan, CellSchedule
+from foreroute.plan import CellPlan
+from foreroute.plan.schedule import CellSchedule
 
 
 class HeldParameter(NamedTuple):
@@ -52,7 +53,7 @@ class ExpertLayer:
         home_E: int16 [E], the rank that every expert lives on.
         group: the ranks.
         in_force: says what it is to do in the pass that runs.
-        adapters: of the parameters, cut likewise.
+        adapters: of the parameters, cut in the same way.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ExpertLayer:
         return {name: self._held[name].axis.first(parameter) for name, parameter in self.parameters.items()}
 
     def axis_of(self, parameter: Tensor) -> ExpertAxis | None:
-        """Of the experts in a parameter of this layer; None for others."""
+        """The axis of experts in a parameter of this layer; None for others."""
         names = [name for name, own in self.parameters.items() if own is parameter]
         return self._held[names[0]].axis if names else None
 

@@ -81,7 +81,7 @@ def write_atomically(
 
 
 def check_writable(target: Path) -> None:
-    """See whether `write_atomically` could write, by writing nothing, so that long work is not done in vain.
+    """Check, before long work begins, that `write_atomically` could write; nothing is written.
 
     Args:
         target: need not exist, nor the folder that it is in.

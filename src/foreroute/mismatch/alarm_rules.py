@@ -108,7 +108,7 @@ class Signals:
             f2=mismatch.get(record.get("trained_with"), {}).get("f2"),
             disagreement=mismatch.get("native", {}).get("differing_share"),
             live_agreement=live[-1] if live else None,
-            # 0 is that of no tokens: nothing was trained. Of weights that overflow, no sample is left
+            # 0 is that of no tokens: nothing was trained. Where weights overflow, no sample is left
             effective_share=(share if math.isfinite(share) else 0.0) if share else None,
         )
 

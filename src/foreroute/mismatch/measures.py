@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import InputError
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, overlap
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_array, as_mask
+from foreroute.trace.operations import overlap
 
 THRESHOLDS = (1.5, 2.0)
 """The tau of F(tau), share of tokens whose probabilities differ more than tau-fold; arXiv 2510.11370 reports tau 2."""
@@ -72,7 +73,7 @@ def routing_mismatch(
 
     Args:
         rollout: of the engine, a trace or routes as in `as_traces`.
-        trainer: of the trainer, likewise.
+        trainer: of the trainer, in the same form.
         mask: [B, T], bools, or 0 and 1: which tokens of arrays count.
 
     Raises:
@@ -147,7 +148,7 @@ def as_traces(
 
     Args:
         a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
-        b: likewise.
+        b: routes in the same form.
         mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
         spec: the model. By default the highest id is that of the last expert, and layers are numbered from 0.
 

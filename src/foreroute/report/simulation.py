@@ -160,7 +160,7 @@ def compared_methods(record: SimulationRecord) -> list[MethodRecord]:
 
 
 def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
-    """The fastest of the methods that are neither static nor plans of ours; None where that is the headline itself."""
+    """The fastest method that is neither static nor a plan of foreroute; None where the headline is that method."""
     _, others = _balanced(record)
     fastest = _fastest(others) if others else None
     return None if fastest is headline(record) else fastest

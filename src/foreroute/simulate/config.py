@@ -26,15 +26,7 @@ from pydantic import Field, field_validator, model_validator
 
 from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.errors import ConfigError
-from foreroute.files.config_file import (
-    MOST_SECONDS,
-    MOST_TOKENS,
-    Count,
-    Ranks,
-    Section,
-    Slots,
-    checked,
-)
+from foreroute.files.config_file import MOST_SECONDS, MOST_TOKENS, Count, Ranks, Section, Slots, checked
 from foreroute.files.toml import read_toml
 from foreroute.simulate.methods import METHODS
 from foreroute.simulate.steps import require_drawable
@@ -154,7 +146,7 @@ class WorkloadConfig(Section):
     previous_counts: str | None = None
     """The same for the step before."""
     tokens_per_rank: DrawnTokens | None = None
-    """Tokens of a GPU in a micro-step, to within a tenth; the preset's by default. Of traces the most; 16,384."""
+    """Tokens per GPU and micro-step, within 10 %; the preset's by default. For traces the most; 16,384 by default."""
     micro_steps: Count = 32
     """M, micro-batches of a rank."""
     layers: Count | None = 4

@@ -28,8 +28,8 @@ def attach(model: nn.Module) -> RoutedTransformer:
     same of indexers, where it has them. The model is left as it was.
 
     Args:
-        model: a transformers model with routers, on any device, in any dtype. Of a speech model, the part that takes
-            text. An encoder-decoder is for `attach_stacks`.
+        model: a transformers model with routers, on any device, in any dtype; for a speech model, the part that
+            takes text. An encoder-decoder is for `attach_stacks`.
 
     Raises:
         AttachError: when the model has no routers, is known not to be replayable, or does not pass the self-check. The

@@ -19,7 +19,7 @@ import transformers
 
 from foreroute.adapters.checkpoint import without_progress_bars
 from foreroute.errors import ConfigError, printable
-from foreroute.files import open_regular, parse_json, read_text
+from foreroute.files.regular import open_regular, parse_json, read_text
 
 READ_BUT_NOT_DECLARED = {"head_dim"}
 """Fields that modelling code reads from a configuration whose class does not declare them."""
@@ -181,7 +181,7 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
 
 
 def require_there(path: Path) -> None:
-    """Refuses a path that leads nowhere, such as the name of a model on the Hugging Face Hub.
+    """Refuses a path that does not exist, such as the name of a model on the Hugging Face Hub.
 
     Raises:
         ConfigError: when there is neither a folder nor a file.

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
 from foreroute.ep.replicas import Replicas
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.plan import CellSchedule
+from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.plan.schedule import CellSchedule
 
 
 class SeparateReplicas(Replicas):
@@ -96,7 +96,7 @@ class SeparateReplicas(Replicas):
         return [row.data for name in self.home for row in self.weights.get(name, ())]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Of all names; zeros for a replica that no row came to."""
+        """Gradients by name; zeros for a replica that no row came to."""
         found, self._fused = self._fused if self._fuses_gradients else grads, []
         own = [
             torch.zeros_like(weight) if grad is None else grad
