@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, float]] = {
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
 }
-"""The clip bounds of each method where the configuration gives none. docs/methods.md has the papers."""
+"""The clip bounds of each method where the configuration gives none. docs/train.md has the papers."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Logits that are divided by less overflow; divided by more, all are alike."""
 
