@@ -241,7 +241,7 @@ class StackedReplicas(Replicas):
         return [weight for weight, shard in zip(borrowed, shards, strict=True) if not shard.requires_grad]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Of what is trained; zeros where no row has brought one."""
+        """Gradients of what is trained; zeros where no row has brought one."""
         return {
             name: torch.zeros_like(self.weights[name]) if grad is None else grad
             for (name, shard), grad in zip(self.home.items(), grads, strict=True)

@@ -42,7 +42,7 @@ PARTS = (
 )
 """Parts of the time of recompute and update, in this order."""
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = map(np.int64, range(len(PARTS)))
-"""Their places. Of a plain number numba would make a type, and compile what takes it once for each."""
+"""Their places. numba would make a type of a plain number, and compile what takes it once for each."""
 FETCHING, ATTENDED, ENDED = range(3)
 """Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
 BEGIN, FIRST, SECOND, THIRD, END = range(5)

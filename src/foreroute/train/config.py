@@ -290,7 +290,7 @@ class ParallelConfig(Section):
     pay_off: bool | None = None
     """Drop replicas that cost more than they save; by default where priced."""
     traffic: bool | None = None
-    """More replicas, against traffic between nodes; likewise."""
+    """More replicas, against traffic between nodes; by default where priced."""
     paths: FetchPath = "host"
     """Replicas by the node's memory, or peer to peer."""
     shared_memory: str = "/dev/shm"

@@ -223,7 +223,7 @@ class ForwardTokens:
         return ids_BT.reshape(-1), kept_BT.reshape(-1), starts_BT.reshape(-1), number_BT.reshape(-1), wrong
 
     def kept(self) -> ForwardTokens:
-        """The batch, to be read later, when whoever gave it may have overwritten it. Of the CPU it is read at once."""
+        """The batch, to be read later, when whoever gave it may have overwritten it. On the CPU it is read at once."""
         if self.device.type == "cpu":
             _ = self.host
         elif "host" not in self.__dict__:
