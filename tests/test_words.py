@@ -16,6 +16,7 @@ INSTEAD = {
     r"\blikewise\b": "say it again",
     r"\bfor want of\b": "is missing",
     r"\btruth value\b": "bool",
+    r"\bso many\b(?! words)": "this many",
     r"\bmisfits?\b": "what does not fit",
     r"\brivals?\b": "baseline",
     r"(?:^|[.!?]\s+|\n\s*- )Of [a-z`\d]": "a sentence begins with its subject",
