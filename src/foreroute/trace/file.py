@@ -230,8 +230,8 @@ def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np
 
     A chunk has whole sequences, so that they are read alone: up to `CHUNK_ROWS` rows, or `MOST_CHUNK_ROWS` while each
     begins as the one before, by a quarter of the shorter: only within a frame does zstd find a prompt again. With
-    `chunk_rows`, a chunk ends with the sequence that brings it to this many, however the next begins. A sequence that is
-    longer than `MOST_CHUNK_ROWS` is cut into about even chunks.
+    `chunk_rows`, a chunk ends with the sequence that brings it to this many, however the next begins. A sequence that
+    is longer than `MOST_CHUNK_ROWS` is cut into about even chunks.
     """
     offsets, tokens = trace.offsets.tolist(), trace.token_ids_N
     arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]
