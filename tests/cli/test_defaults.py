@@ -1,4 +1,4 @@
-"""One default everywhere, on the command line, in Python and in files; the keys of docs/train.md and docs/simulate.md are what the code says."""
+"""One default everywhere: on the command line, in Python, in files, and in the keys of docs/train.md and simulate.md."""
 
 import inspect
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The patch of examples/megatron/README.md on a stand-in of Megatron-LM's loop: the policy runs what rollouts brought."""
+"""The patch of examples/megatron on a stand-in of Megatron-LM's loop: the policy runs what rollouts brought."""
 
 import copy
 import re
