@@ -28,12 +28,12 @@ from foreroute.train.config import TrainConfig
 DOCS = Path(__file__).parent.parent / "docs"
 HEADING = "\n## Keys\n"
 """The section that is written anew, up to the end of its page."""
-TRAINING = """Only `name` is required. The default comes first, if there is one, then the type or the other values. Unknown
-keys, wrong types and numbers out of range are errors that name the key. [0, 1) includes 0 and not 1; upper limits above
-1,000 are not shown. A file has at most 64 KiB. `make config-reference` writes this section."""
+TRAINING = """Only `name` is required. The default comes first, if there is one, then the type or the other values.
+Unknown keys, wrong types and numbers out of range are errors that name the key. [0, 1) includes 0 and not 1; upper
+limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference` writes this section."""
 SIMULATION = """Keys of `foreroute simulate FILE`, [read as those of a run](train.md#keys)."""
-TOPOLOGY = """Keys of a file for `foreroute plan` and [the planner](planner.md#the-topology-file). A default *preset* or *hardware*
-comes from there, and is required without one."""
+TOPOLOGY = """Keys of a file for `foreroute plan` and [the planner](planner.md#the-topology-file). A default *preset* or
+*hardware* comes from there, and is required without one."""
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
 SHOWN = 1000

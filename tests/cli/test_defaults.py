@@ -1,4 +1,4 @@
-"""One default everywhere: on the command line, in Python, in files, and in the keys of docs/train.md and simulate.md."""
+"""One default everywhere: on the command line, in Python, in files, and in docs/train.md and simulate.md."""
 
 import inspect
 from dataclasses import asdict
