@@ -1,4 +1,4 @@
-"""SGLang behind its HTTP server, started by someone else. `docs/engines.md` has the command line.
+"""SGLang behind its HTTP server, started by someone else. `docs/capture.md` has the command line.
 
 SGLang itself is not imported.
 """

@@ -33,7 +33,7 @@ for rows of 384 numbers. Multiples of 16 rows leave none over and are not small.
 docs/experts.md says where a library cuts sums by the number of rows, so that no multiple helps."""
 
 WHOLE_VECTORS = 64
-"""So many rows of any width fill whole SIMD registers. The CPU computes what is left one by one, with another exp."""
+"""This many rows of any width fill whole SIMD registers. The CPU computes what is left one by one, with another exp."""
 
 
 def run_experts(

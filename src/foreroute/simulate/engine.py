@@ -283,7 +283,7 @@ def _attend(state: Any, attention_s: float, layer_s: float, rate: float) -> None
 
 @kernel
 def _until(seconds: float, phase_s: float, rate: float) -> float:
-    """When a link has done so many seconds of work, free for a share `rate` of the phase and for all time after."""
+    """When a link has done this many seconds of work, free for a share `rate` of the phase and for all time after."""
     if seconds <= rate * phase_s:
         return seconds / rate
     return phase_s + seconds - rate * phase_s

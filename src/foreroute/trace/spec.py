@@ -296,7 +296,7 @@ def whole_number(
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Say whether it is an integer, and no truth value."""
+    """Say whether it is an integer, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

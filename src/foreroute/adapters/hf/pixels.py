@@ -1,8 +1,8 @@
 """Which pixels stand behind each token of an image: a digest of them for each, recorded and compared in replay.
 
 Families whose forward takes `image_grid_thw` are given the patches of all images of a batch in one tensor, in the order
-of the tokens that stand for them: so many patches for a token, whatever image and sequence it is in. `generate` encodes
-images before the first forward; what it hands on takes the digests along.
+of the tokens that stand for them: a fixed number of patches for a token, whatever image and sequence it is in.
+`generate` encodes images before the first forward; what it hands on takes the digests along.
 
 Digests are made and compared on the device. They find mistakes, and do not protect from malice: 58 bits, of pixels
 rounded to bfloat16, the width in which one side of a rollout may have them.
@@ -198,7 +198,7 @@ def _pieces(encoded: Any) -> Sequence[Tensor]:
 
 
 def _digests(patches_PW: Tensor, grid_thw: Tensor, each: int) -> Tensor:
-    """int64 [P / each], of so many patches one after the other, and of the grid of the image that they are in."""
+    """int64 [P / each], of this many patches one after the other, and of the grid of the image that they are in."""
     first, second, third = MIXING
     bits = patches_PW.to(torch.bfloat16).reshape(len(patches_PW) // each, -1)
     words = functional.pad(bits, (0, -bits.shape[1] % 4)).view(torch.int64)
