@@ -1,7 +1,9 @@
 """Lists of pages are those of the code, and links between files of the repository lead somewhere."""
 
+import ast
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 from foreroute.cli.main import app
@@ -60,3 +62,42 @@ def test_the_map_of_rooms_is_that_of_the_import_rule():
     wide = {"train": "train simulate conformance", "capture": "capture replay planner records"}
     expected = [re.findall(r"\w+", layer) for layer in contract]
     assert [wide.get(floor[0], " ".join(floor)).split() for floor in floors] == expected
+
+
+@cache
+def source_nodes():
+    """Every node of the package's modules."""
+    return [node for path in (ROOT / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def error_classes():
+    """Names of `ForerouteError` and of all public classes below it."""
+    classes = [node for node in source_nodes() if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    found, before = {"ForerouteError"}, set()
+    while found != before:
+        before = set(found)
+        found |= {node.name for node in classes if before & {ast.unparse(base) for base in node.bases}}
+    return found
+
+
+def messages():
+    """Every text of the package that is no docstring; what f-strings fill in divides one."""
+    documentation = {id(node.value) for node in source_nodes() if isinstance(node, ast.Expr)}
+    texts = [node for node in source_nodes() if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join(node.value for node in texts if id(node) not in documentation)
+
+
+def faults_of_remedies(page, classes, texts):
+    """Classes without a remedy or unknown, and quotations of no message."""
+    sections = re.findall(r"^### (\w+)$(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL)
+    remedied = {name for name, text in sections if re.search(r"\*\*Do:\*\*\s+\S", text)}
+    quoted = re.findall(r'^> "(.+)"$', page, re.MULTILINE)
+    return sorted(classes ^ remedied), [quotation for quotation in quoted if quotation not in texts]
+
+
+def test_every_error_has_its_remedy_and_every_quotation_is_of_a_message():
+    page, classes, texts = (ROOT / "docs" / "errors.md").read_text(), error_classes(), messages()
+    assert {"AttachError", "DivergedError", "BrokenOffError"} < classes
+    assert faults_of_remedies(page, classes, texts) == ([], [])
+    assert faults_of_remedies(page.replace("### LayoutError\n", ""), classes, texts)[0] == ["LayoutError"]
+    assert faults_of_remedies(page.replace("replay trace.select of", "use"), classes, texts)[1] == ["use them"]
