@@ -62,7 +62,7 @@ checks: check wheel-check
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# docs/configuration.md, after a change of a key, its default or its text, and docs/settings.md, after one of a mark
+# the keys of docs/train.md and docs/simulate.md, after a change of a key, and docs/settings.md, after one of a mark
 config-reference: $(READY)
 	$(BIN)/python make/config_reference.py
 	$(BIN)/python make/settings_page.py

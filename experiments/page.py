@@ -53,10 +53,7 @@ def page_text(
         "evidence.md.j2",
         finished=len(done),
         cells=len(cells),
-        seeds=len(SEEDS),
-        fresh=len(FRESH),
         few=len(FEW),
-        enough=ENOUGH,
         hours=sum(line["processor_s"] for line in done.values()) / 3600,
         versions=_versions(done.values()),
         found={row.claim: row.found for row in found},
@@ -84,7 +81,16 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         name: [claim for claim in found if claim.quantity == name] for name in dict.fromkeys(c.quantity for c in found)
     }
     shown = [(layout, table(name, arms)) for name, layout in layouts().items() if name not in OF_THE_PAGE]
-    return _render("results.md.j2", finished=len(done), cells=len(cells), claims=by_quantity, tables=shown)
+    return _render(
+        "results.md.j2",
+        finished=len(done),
+        cells=len(cells),
+        seeds=len(SEEDS),
+        fresh=len(FRESH),
+        enough=ENOUGH,
+        claims=by_quantity,
+        tables=shown,
+    )
 
 
 def _render(template: str, **values: object) -> str:

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configurations in the code, and the keys of metrics.jsonl into docs/metrics.md.
+"""Writes the keys of configurations into docs/train.md and docs/simulate.md, from the configurations in the code.
 
 `make config-reference` runs it. A key's text is the string under it, or its entry under "Attributes:" where a table is
 a plain dataclass. A key without one is an error.
@@ -22,43 +22,36 @@ from pydantic.fields import FieldInfo
 
 from foreroute.costs.cluster_file import TABLES, keys_of
 from foreroute.files.config_file import Section
-from foreroute.mismatch import Alarm
-from foreroute.records import StepRecord
-from foreroute.records.json_form import KEYS
 from foreroute.simulate.config import SimulateConfig
 from foreroute.train.config import TrainConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
-METRICS = PAGE.with_name("metrics.md")
-RECORDED = "## What a run records\n"
-RECORDS = """
-Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
-out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers refuse unknown keys.
-`foreroute.records` has the types.
-"""
-INTRO = """# Configuration
-
-Look up any key of the TOML files of `foreroute train`, `simulate` and `plan`. The default comes first, if there is one,
-then the type or the other values. Unknown keys, wrong types and numbers out of range are errors that name the key.
-[0, 1) includes 0 and not 1; upper limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference`
-writes this page.
-"""
-TRAINING = """For `foreroute train FILE`. Only `name` is required. Pages about the tables: [model, task and
-rollout](train.md), [rl](methods.md), [parallel](experts.md#with-the-trainer), [vLLM](engines.md)."""
-SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
-TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). A default *preset* or *hardware* comes from there,
-and is required without one."""
+DOCS = Path(__file__).parent.parent / "docs"
+HEADING = "\n## Keys\n"
+"""The section that is written anew, up to the end of its page."""
+TRAINING = """Only `name` is required. The default comes first, if there is one, then the type or the other values.
+Unknown keys, wrong types and numbers out of range are errors that name the key. [0, 1) includes 0 and not 1; upper
+limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference` writes this section."""
+SIMULATION = """Keys of `foreroute simulate FILE`, [read as those of a run](train.md#keys)."""
+TOPOLOGY = """Keys of a file for `foreroute plan` and [the planner](planner.md#the-topology-file). A default *preset* or
+*hardware* comes from there, and is required without one."""
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
 SHOWN = 1000
 """Upper bounds beyond it only keep out mistakes."""
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [INTRO, f"## Training\n\n{TRAINING}\n", "\n".join(tables(TrainConfig)), f"## Simulation\n\n{SIMULATION}\n"]
-    parts += ["\n".join(tables(SimulateConfig)), f"## Topology file\n\n{TOPOLOGY}\n", "\n".join(topology_tables())]
-    return "\n".join(part.rstrip() + "\n" for part in parts)
+def pages() -> dict[Path, str]:
+    """Each page with its keys."""
+    topology = ["### Topology file", "", TOPOLOGY, "", *topology_tables()]
+    sections = {
+        "train.md": [TRAINING, "", *tables(TrainConfig)],
+        "simulate.md": [SIMULATION, "", *tables(SimulateConfig), *topology],
+    }
+    written = {}
+    for name, lines in sections.items():
+        before = (DOCS / name).read_text(encoding="utf-8").partition(HEADING)[0]
+        written[DOCS / name] = f"{before}{HEADING}\n" + "\n".join(lines).rstrip() + "\n"
+    return written
 
 
 def tables(kind: type[Section], name: str = "") -> Iterator[str]:
@@ -71,7 +64,7 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
             inner.append((info.annotation, f"{name}.{key}" if name else key))
             continue
         rows.append((key, _values(_annotation(info), _default_of(info)), _required(texts, key, kind)))
-    yield from _table(rows)
+    yield from _list(rows)
     for child, path in inner:
         yield from tables(child, path)
 
@@ -79,7 +72,7 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
 def topology_tables() -> Iterator[str]:
     """Those whose keys are the attributes of dataclasses."""
     for name, kind in TABLES.items():
-        yield from (f"### [{name}] of a topology file", "", _first_paragraph(kind), "")
+        yield from (f"#### [{name}]", "", _first_paragraph(kind), "")
         texts, hints = _attributes_section(kind), get_type_hints(kind)
         known = keys_of(name)
         rows = [
@@ -93,42 +86,7 @@ def topology_tables() -> Iterator[str]:
         ]
         if "preset" in known:
             rows.insert(0, ("preset", PLAIN[str], "Values for the other keys, which override it."))
-        yield from _table(rows)
-
-
-def metrics_page(text: str) -> str:
-    """docs/metrics.md with the keys of `foreroute.records.StepRecord` in their section."""
-    before, _, rest = text.partition(RECORDED)
-    after = rest[rest.index("\n## ") + 1 :]
-    keys = "".join(f"- {key}: {text}\n" for key, text in record_rows(StepRecord))
-    return f"{before}{RECORDED}{RECORDS}\n{keys}\n{after}"
-
-
-def record_rows(kind: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Key and meaning of everything in a record, those of the records in it after their own key."""
-    texts, hints = _attribute_docstrings(kind), get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        hint = hints[field.name]
-        name = f"{path}{KEYS.get(field.name, field.name)}{_levels(hint)}"
-        always = field.default is MISSING and field.default_factory is MISSING
-        yield f"**`{name}`**" if always else f"`{name}`", _required(texts, field.name, kind)
-        if inner := _record_in(hint):
-            yield from record_rows(inner, f"{name}.")
-
-
-def _record_in(hint: Any) -> Any:
-    """The record that a value is, or holds; or None."""
-    if is_dataclass(hint) and hint is not Alarm:  # what an alarm has is said where it stands
-        return hint
-    return next((inner for each in get_args(hint) if (inner := _record_in(each))), None)
-
-
-def _levels(hint: Any) -> str:
-    """A pair of brackets for each list in which a value is, and a star for each name."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (list, dict):
-        return {list: "[]", dict: ".*"}[origin] + _levels(arguments[-1])
-    return next((found for each in arguments if (found := _levels(each))), "")
+        yield from _list(rows)
 
 
 def _values(annotation: Any, default: str) -> str:
@@ -137,7 +95,10 @@ def _values(annotation: Any, default: str) -> str:
         return ", ".join(dict.fromkeys([default, *type_words(annotation).split(", ")]))
     if annotation is bool:
         return default
-    return ", ".join(filter(None, [default, type_words(annotation)]))
+    words = type_words(annotation)
+    if default not in ("", "required"):  # which shows the type
+        words = re.sub(r"^(integer|number|text|table|list of text) ?", "", words)
+    return ", ".join(filter(None, [default, words]))
 
 
 def type_words(annotation: Any) -> str:
@@ -194,12 +155,9 @@ def _shown(value: Any) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
 
-def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
-    if rows:
-        yield from ("| key | default, values | |", "|---|---|---|")
-        for key, *cells in rows:
-            yield " | ".join([f"| `{key}`", *(cell.replace("|", "\\|") for cell in cells)]) + " |"
-        yield ""
+def _list(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    yield from (f"- **`{key}`** {values}. {text}" for key, values, text in rows)
+    yield ""
 
 
 def _required(texts: Mapping[str, str], key: str, kind: type) -> str:
@@ -240,5 +198,5 @@ def _joined(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    METRICS.write_text(metrics_page(METRICS.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")

@@ -43,4 +43,4 @@ night-oldest:
 # the table: half an hour at most
 night-engines: $(READY) $(VLLM_READY) $(VLLM_OTHERS:%=%/.ready)
 	FOREROUTE_VLLM_PYTHONS="$(VLLM_ENV:%=%/bin/python) $(VLLM_OTHERS:%=%/bin/python)" $(BIN)/pytest -q tests/engines/releases
-	$(BIN)/python -m tests.engines.releases > docs/engine-releases.md
+	$(BIN)/python -m tests.engines.releases > tests/engines/releases/README.md

@@ -2,7 +2,7 @@
 # names PYTHON, BIN (the trainer's environment) and READY. The wheel wants torch 2.13.0+cpu. Its torchvision, torchaudio
 # and torchcodec are CUDA builds and break its import.
 
-# The last release whose routes need no stand-ins on a CPU: docs/engine-releases.md.
+# The last release whose routes need no stand-ins on a CPU: tests/engines/releases/README.md.
 
 VLLM_ENV ?= .venv-vllm
 VLLM_VERSION ?= 0.30.0

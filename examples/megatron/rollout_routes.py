@@ -1,6 +1,6 @@
 """Routes of rollouts, found by their tokens: for the loop of Megatron-LM's train_rl.py, whose batches are bare tensors.
 
-To be copied to megatron/rl/rollout_routes.py; docs/megatron.md has the lines that call it.
+To be copied to megatron/rl/rollout_routes.py; README.md beside it has the lines that call it.
 """
 
 from __future__ import annotations

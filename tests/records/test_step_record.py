@@ -8,7 +8,6 @@ import pytest
 from foreroute.errors import RunFolderError
 from foreroute.mismatch import Alarm
 from foreroute.records import DeviceRecord, MismatchRecord, StepRecord, parse_step, to_json
-from make import config_reference
 from tests.report.report_runs import execution, step_line
 from tests.train.small_runs import small_config, trainer_of
 
@@ -91,8 +90,3 @@ def test_loads_that_no_integer_holds_are_named():
 def test_expert_load_is_by_a_number_of_ranks(key):
     with pytest.raises(RunFolderError, match=r"expert_load.*expected one of 16, 4, 8"):
         parse_step(line_of({"step": 0, "expert_load": {key: 1.0}}))
-
-
-def test_its_page_is_up_to_date():
-    text = config_reference.METRICS.read_text(encoding="utf-8")
-    assert text == config_reference.metrics_page(text), "run make config-reference"

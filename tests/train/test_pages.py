@@ -1,4 +1,4 @@
-"""Configurations of the pages: docs/train.md on its prompts and its reward, docs/methods.md on chains."""
+"""Configurations of docs/train.md: on its prompts and its reward, and its objectives on chains."""
 
 import re
 import tomllib
@@ -17,12 +17,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "train.md").read_text(encoding="utf-8")
 
 
-def blocks(page):
-    return re.findall(r"```toml\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+def blocks(text):
+    return re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
 
 
-BASE, *VARIATIONS = blocks("train.md")
-METHODS_SHOWN = blocks("methods.md")
+BEFORE, _, OBJECTIVES = PAGE.partition("\n## Objectives\n")
+BASE, *VARIATIONS = blocks(BEFORE)
+METHODS_SHOWN = blocks(OBJECTIVES)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,6 @@ def test_the_page_of_methods_shows_every_method_correction_and_routing():
 
 
 def test_the_configuration_for_two_ranks_is_read():
-    (text,) = blocks("experts.md")
+    (text,) = blocks((DOCS / "experts.md").read_text(encoding="utf-8"))
     config = parse_config(tomllib.loads(text), source="page")
     assert (config.parallel.expert, config.rl.routing) == (2, "R3")

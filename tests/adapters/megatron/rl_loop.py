@@ -1,5 +1,6 @@
 """A small stand-in of the loop in Megatron-LM's megatron/rl: its names, order and calls, without arguments of a command
-line, timers, environments and GPUs. The patch of docs/megatron.md is applied to this text. Not Megatron-LM's code.
+line, timers, environments and GPUs. The patch of examples/megatron/README.md is applied to this text. It is not
+Megatron-LM's code.
 
 Some lines stand here as they do there, so that the patch finds its places.
 """

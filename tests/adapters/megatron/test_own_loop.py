@@ -1,4 +1,4 @@
-"""The patch of docs/megatron.md on a stand-in of Megatron-LM's loop: the policy runs what rollouts brought."""
+"""The patch of examples/megatron on a stand-in of Megatron-LM's loop: the policy runs what rollouts brought."""
 
 import copy
 import re
@@ -68,7 +68,7 @@ def test_a_sequence_without_routes_ends_the_run():
 
 def patched(change=lambda text: text):
     """The stand-in with the patch of the page, as a module."""
-    page = (ROOT / "docs" / "megatron.md").read_text()
+    page = (ROOT / "examples" / "megatron" / "README.md").read_text()
     [diff] = re.findall(r"^```diff\n([\s\S]*?)^```", page, re.MULTILINE)
     loop = types.ModuleType("rl_loop")
     text = change(applied(diff, (HERE / "rl_loop.py").read_text()))

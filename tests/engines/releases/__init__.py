@@ -1,4 +1,4 @@
-"""What each release of vLLM answers, held against a Hugging Face forward in float32: docs/engine-releases.md.
+"""What each release of vLLM answers, held against a Hugging Face forward in float32: README.md beside it.
 
     python -m tests.engines.releases .venv-vllm-0.28.0/bin/python .venv-vllm/bin/python .venv-vllm-0.32.0/bin/python
 

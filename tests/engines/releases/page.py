@@ -1,4 +1,4 @@
-"""The page of the table: docs/engine-releases.md, from the results that were kept."""
+"""The page of the table: README.md beside it, from the results that were kept."""
 
 from collections.abc import Sequence
 
