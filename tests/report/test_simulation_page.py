@@ -26,8 +26,8 @@ SHOWN = {
     "Executed": lambda m: "no" if m.not_executed else "yes",
     "Recompute and update": lambda m: m.training_s,
     "Speedup over static": lambda m: m.speedup_over_static,
-    "Of forced balance": lambda m: 100 * m.share_of_forced_balance,
-    "Of the bound": lambda m: 100 * m.share_of_bound,
+    "Share of forced balance": lambda m: 100 * m.share_of_forced_balance,
+    "Share of the bound": lambda m: 100 * m.share_of_bound,
     "Slowest rank over mean": lambda m: m.imbalance,
     "Wait for the plan": lambda m: 1e3 * m.stages.planning,
     "Home moves": lambda m: 1e3 * m.stages.home_moves,
@@ -75,9 +75,9 @@ def test_numbers_of_the_table_are_those_of_the_records(full):
         assert [name for name, text in cells.items() if not rounds_to(text, known[name])] == []
         assert rounds_to(cells["Speedup over static"], 17.72 / TRAINING[method.name])
     assert [row.strong for row in simulation_table(record()).rows].count(True) == 4
-    assert cells_of(full, "forced balance")["Of forced balance"] == "100.0"
+    assert cells_of(full, "forced balance")["Share of forced balance"] == "100.0"
     assert [cells_of(full, limit)["Executed"] for limit in ("forced balance", "no plan beats")] == ["no", "no"]
-    assert cells_of(full, "no plan beats")["Of the bound"] == "100.0"
+    assert cells_of(full, "no plan beats")["Share of the bound"] == "100.0"
 
 
 def test_tiles_and_sentences_are_on_the_page(full):

@@ -39,7 +39,7 @@ PEERS = {
     "trl": Peer("trl", "1.6.0", "1.16.0"),
     "verl": Peer("verl", "0.9.1", "0.9.1"),
     "mbridge": Peer("mbridge", "0.15.1", "0.15.1"),
-    # docs/engine-releases.md has what each release answered
+    # tests/engines/releases/README.md has what each release answered
     "vLLM": Peer(None, "0.28", "0.32.0"),
     # before, the ids of its routes are physical slots
     "SGLang": Peer(None, "0.5.10", "0.5.23"),

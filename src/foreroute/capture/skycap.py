@@ -52,7 +52,7 @@ READ = {
     "experts": {"routed_experts": ("uint8 uint16 int16 int32", 3)},
     "sampling_mask": {"ids": ("int32", 1), "offsets": ("int64", 1)},
 }
-"""Of each side file, the arrays that are read: their types and number of axes."""
+"""The arrays that are read of each side file: their types and number of axes."""
 MOST_WINDOW = 1 << 25
 """Bytes that a zstd frame may look back, which its decoder takes at once."""
 AT_ONCE = 1 << 20

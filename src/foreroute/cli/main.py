@@ -46,7 +46,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
     engine: Annotated[Literal["embedded", "vllm"], typer.Option(help="Rollout engine.")] = "embedded",
     vllm_python: Annotated[
-        Path | None, typer.Option(help="For vllm: Python of its environment (docs/engines.md).")
+        Path | None, typer.Option(help="For vllm: Python of its environment (docs/capture.md).")
     ] = None,
 ) -> None:
     """Train a tiny MoE without and with replay. A page compares both runs."""

@@ -144,7 +144,7 @@ class SelectingRouter(RouterHook):
 
     Attributes:
         num_experts, top_k: E and K; 0 before the probe.
-        final: which top-k of its forward is its selection; likewise.
+        final: which top-k of its forward is its selection; 0 before the probe.
     """
 
     def __init__(self, path: str, module: nn.Module, selecting: tuple[nn.Module, str], rule: SelectionRule) -> None:

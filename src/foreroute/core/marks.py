@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Marks:
-    """Of tensors, which do not live longer for it.
+    """Marks of tensors, which do not live longer for it.
 
     Args:
         tensors: as they are now.

@@ -234,7 +234,7 @@ class OneThread:
 
 
 class PassStack:
-    """Passes, the last to begin on top. Truth value: whether there is one.
+    """Passes, the last to begin on top. False when empty.
 
     Args:
         hooks: whose `now` is their part of the pass on top, or None: routers, then other modules that select.

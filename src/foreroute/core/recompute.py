@@ -38,7 +38,7 @@ Reopen = Callable[[Any, list[Any]], AbstractContextManager[Any]]
 def bind(current: object, ran: Iterable[Any], reopen: Reopen, *, until: CodeType | None = None) -> None:
     """Have every checkpoint around the caller run its function again inside of `reopen(current, ran)`.
 
-    Called as often as something runs in the checkpoint, by any number of owners, who are told apart by `reopen`.
+    Called as often as something runs in the checkpoint, by any number of owners; `reopen` distinguishes them.
 
     Args:
         current: the pass, or what else the recomputation is to find again.

@@ -171,7 +171,7 @@ class TrunkArgs:
 
     @classmethod
     def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
-        """Of a call whose parameters have these names. Raises `ReplayError` when it has no tokens or embeddings."""
+        """From a call whose parameters have these names. Raises `ReplayError` when it has no tokens or embeddings."""
         given = dict(zip(names, args, strict=False)) | kwargs
         ids = given.get("input_ids")
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")

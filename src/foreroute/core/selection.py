@@ -67,7 +67,7 @@ class LayerPass:
         ids_RK: the routes to force, as `Rows.ids_LRK`, or None.
         weights_RK: the gate weights to force, as `Rows.weights_LRK`, or None.
         weights_into: float32 [R, K], where to keep gate weights; None where nobody wants to know.
-        scores_into: where to keep its scores, without the axis of layers; likewise.
+        scores_into: where to keep its scores, without the axis of layers; None where nobody wants to know.
     """
 
     path: str

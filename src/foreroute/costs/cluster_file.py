@@ -20,7 +20,7 @@ from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import is_whole
 
 TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
-"""What each table describes. Of its attributes, those that are tables of this file stand beside it."""
+"""What each table describes. Attributes that are tables of this file stand beside it."""
 PRESETS = {"hardware": hardware_preset, "model": model_preset}
 
 

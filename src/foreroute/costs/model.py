@@ -54,12 +54,12 @@ class ModelShape:
         top_k: experts per token.
         hidden: width of the residual stream.
         intermediate: width of one expert, three matrices of hidden x intermediate.
-        dense_parameters: of a layer beside its routed experts: attention projections and shared experts.
+        dense_parameters: parameters of a layer beside its routed experts: attention projections and shared experts.
         attention_width: query heads times the mean of query and value width.
         vocabulary: columns of the output head.
-        weight_bytes: of one parameter, moved or read.
-        gradient_bytes: of one returned parameter's gradient.
-        activation_bytes: of one element of a dispatched row.
+        weight_bytes: bytes of one parameter, moved or read.
+        gradient_bytes: bytes of one returned parameter's gradient.
+        activation_bytes: bytes of one element of a dispatched row.
     """
 
     num_layers: int

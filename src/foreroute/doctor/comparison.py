@@ -78,7 +78,7 @@ def compare(
         replayed_logprobs: by the trainer on the engine's routes, where it replays them.
         trainer_routes: integers [B, W, L, K], the experts that the trainer takes by itself, -1 in all of a position
             that was not recorded, W the width of prompts and responses; or a trace, if both are.
-        engine_routes: those that the engine took, likewise.
+        engine_routes: the experts that the engine took, in the form of `trainer_routes`.
         attention_mask: [B, W], 1 for a token; every position is one by default.
         spec: the model of the routes, for its number of experts and the names of its layers.
 
@@ -126,8 +126,8 @@ def standard_error(sums_S: ArrayLike, counts_S: ArrayLike) -> float:
 
     By the delta method with sequences as units: tokens of one sequence depend on each other, sequences are taken as
     independent. A mean share was within 1.96 errors of the truth in 92 % of cases with 32 sequences and in 95 % with
-    128; k3, which is skewed, in 88 % and 92 %, and in 93 % with 512. Of what hardly a sequence has, such as F(2) of a
-    good engine, the error says little. NaN for fewer than two sequences with tokens.
+    128; k3, which is skewed, in 88 % and 92 %, and in 93 % with 512. The error says little about what hardly a
+    sequence has, such as F(2) of a good engine. NaN for fewer than two sequences with tokens.
 
     Args:
         sums_S: numbers [S], the sum over the tokens of each sequence.

@@ -175,7 +175,7 @@ class Finding:
         severity: how bad it is.
         topic: "wiring", "weights", "routes", "masks", "temperature", "indexers", "probabilities", "replay", "trainer".
         sentence: what was seen, in plain words and whole sentences.
-        advice: what to do, likewise; empty when there is nothing to do.
+        advice: what to do, in whole sentences; empty when there is nothing to do.
     """
 
     severity: Severity

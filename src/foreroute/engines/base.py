@@ -20,7 +20,7 @@ from foreroute.errors import ConfigError, EngineError, shown
 from foreroute.trace import NO_VERSION, concatenate
 
 SLACK_BYTES, BYTES_OF_LOGPROB = 1 << 20, 512
-"""Of an answer without tokens, and of what is said of a sampled one beside its routes."""
+"""Bytes of an answer without tokens, and of a sampled token without its routes."""
 
 
 class Engine(Protocol):

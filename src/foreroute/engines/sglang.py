@@ -1,4 +1,4 @@
-"""SGLang behind its HTTP server, started by someone else. `docs/engines.md` has the command line.
+"""SGLang behind its HTTP server, started by someone else. `docs/capture.md` has the command line.
 
 SGLang itself is not imported.
 """
@@ -34,7 +34,7 @@ MOST_KEPT = 4096
 class SGLangServerEngine(OutsideEngine):
     """The trainer's rollout engine behind an SGLang server that it has for itself.
 
-    Weights go through a folder that both can read. Of a model with indexers of sparse attention their choices are asked
+    Weights go through a folder that both can read. Choices of indexers of sparse attention are asked
     for too, where the server was started with --enable-return-indexer-topk.
 
     Args:

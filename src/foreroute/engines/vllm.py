@@ -144,7 +144,7 @@ class VLLMEngine(OutsideEngine):
     def generate_until(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator, *, seconds: float
     ) -> PartialGeneration:
-        """As `generate`, but what is not finished after so many seconds is aborted: whatever runs on the server."""
+        """As `generate`, but what is not finished after this many seconds is aborted: whatever runs on the server."""
         return self._sample(self._requests(prompts, sampling, generator), abort_after=seconds)
 
     def resume(self, partial: PartialGeneration, sampling: Sampling, generator: torch.Generator) -> PartialGeneration:

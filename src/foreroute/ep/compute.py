@@ -33,7 +33,7 @@ for rows of 384 numbers. Multiples of 16 rows leave none over and are not small.
 docs/experts.md says where a library cuts sums by the number of rows, so that no multiple helps."""
 
 WHOLE_VECTORS = 64
-"""So many rows of any width fill whole SIMD registers. The CPU computes what is left one by one, with another exp."""
+"""This many rows of any width fill whole SIMD registers. The CPU computes what is left one by one, with another exp."""
 
 
 def run_experts(
@@ -241,7 +241,7 @@ class StackedReplicas(Replicas):
         return [weight for weight, shard in zip(borrowed, shards, strict=True) if not shard.requires_grad]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Of what is trained; zeros where no row has brought one."""
+        """Gradients of what is trained; zeros where no row has brought one."""
         return {
             name: torch.zeros_like(self.weights[name]) if grad is None else grad
             for (name, shard), grad in zip(self.home.items(), grads, strict=True)

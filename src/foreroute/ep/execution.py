@@ -160,7 +160,7 @@ class PlanExecution:
         return engine
 
     def _moves(self, cell: Cell) -> CellSchedule | None:
-        """Of weights, in a cell on this rank; None where no rank has a replica."""
+        """Transfers of weights in a cell on this rank; None where no rank has a replica."""
         has_replicas = self._num_replicas_ML[cell.micro_step, cell.layer]
         return self.schedule.cell(cell.micro_step, cell.layer) if has_replicas else None
 
@@ -212,7 +212,7 @@ class PlanExecution:
                 expert = int((found_E != planned_E).argmax())
                 return (
                     f"{cell}: the router made {found_E[expert]} assignments to expert {expert}, {planned_E[expert]} "
-                    "were planned and replayed, so rows went astray"
+                    "were planned and replayed, so rows were sent to the wrong ranks"
                 )
         return None
 
@@ -375,6 +375,6 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
 
 
 def _cells(passes: PassStack) -> PassCells | None:
-    """Of the pass that runs."""
+    """The cells of the pass that runs."""
     rows = None if passes.top is None else passes.top.rows
     return rows.cells if isinstance(rows, ReplayRows) else None

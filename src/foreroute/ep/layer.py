@@ -52,7 +52,7 @@ class ExpertLayer:
         home_E: int16 [E], the rank that every expert lives on.
         group: the ranks.
         in_force: says what it is to do in the pass that runs.
-        adapters: of the parameters, cut likewise.
+        adapters: of the parameters, with those of this rank's experts.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ExpertLayer:
         return {name: self._held[name].axis.first(parameter) for name, parameter in self.parameters.items()}
 
     def axis_of(self, parameter: Tensor) -> ExpertAxis | None:
-        """Of the experts in a parameter of this layer; None for others."""
+        """The axis of the experts in a parameter of this layer; None for other parameters."""
         names = [name for name, own in self.parameters.items() if own is parameter]
         return self._held[names[0]].axis if names else None
 

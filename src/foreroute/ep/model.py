@@ -91,7 +91,7 @@ class ExpertParallelModel:
         """Keep a part of every dense parameter on each rank, as FSDP2 has it, which gathers them layer by layer.
 
         A collective call, before an optimizer is made; dense parameters are `DTensor`s from then on. Their gradients
-        are added up, and cut likewise, within the backward.
+        are added up, and sharded in the same way, within the backward.
         """
         shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
 

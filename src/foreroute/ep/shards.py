@@ -58,7 +58,7 @@ class ExpertAxis(NamedTuple):
 
 
 IN_FRONT = ExpertAxis()
-"""Of the weights of experts."""
+"""The axis of the experts' weights."""
 
 
 class LogicalExperts(Tensor):

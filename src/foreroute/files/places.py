@@ -37,8 +37,8 @@ def write_at(url: str, content: Callable[[IO[bytes]], None], kind: type[InputErr
     """Fill a file at a URL under another name, `.<name>.<random>`, and move it: that of a killed writer stays.
 
     Raises:
-        kind: when there is a file and `overwrite` is False, or it cannot be written: what was there is whole. Of two
-            writers at a time that may not replace a file, a store may let both write; it is then that of one of them.
+        kind: when there is a file and `overwrite` is False, or it cannot be written: what was there is whole. A
+            store may let two writers write at a time, neither of which may replace a file; one of the two files stays.
     """
     with _asking(url, "written", kind):
         store, path = _store_of(url, kind)

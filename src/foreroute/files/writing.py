@@ -81,7 +81,7 @@ def write_atomically(
 
 
 def check_writable(target: Path) -> None:
-    """See whether `write_atomically` could write, by writing nothing, so that long work is not done in vain.
+    """See whether `write_atomically` could write, by writing nothing, so that no long work is lost.
 
     Args:
         target: need not exist, nor the folder that it is in.

@@ -26,7 +26,7 @@ Order = Literal["thd", "bshd", "sbhd"]
 
 _INT32_ROWS = 2**31 - 1
 MOST_ROUTER_SLOTS = 1 << 40
-"""Router slots of a layout, and tokens of its sequences. Sums and multiples of so many are exact in 64 bits."""
+"""Router slots of a layout, and tokens of its sequences. Sums and multiples of this many are exact in 64 bits."""
 
 
 def pack(lengths: ArrayLike, *, align: int = 1, slots: ArrayLike | None = None) -> Layout:

@@ -20,8 +20,8 @@ Kind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_shar
 WINDOW = 10
 """Measurements in a mean. Means are over the last ones, and over no fewer."""
 COLLAPSE_BELOW, COLLAPSE_FOR = 0.5, 10
-"""collapse: the mean reward is below this share of its running maximum, for so many steps in a row; or the loss is not
-finite."""
+"""collapse: the mean reward is below this share of its running maximum, for this many steps in a row; or the loss is
+not finite."""
 F2_ABOVE = 0.1
 """f2: share of response tokens whose probabilities in trainer and engine differ more than twofold."""
 DISAGREEMENT_GROWTH, DISAGREEMENT_ABOVE = 2.0, 0.1

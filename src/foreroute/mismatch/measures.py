@@ -71,8 +71,8 @@ def routing_mismatch(
     """Compare the routes of the same tokens by two sides.
 
     Args:
-        rollout: of the engine, a trace or routes as in `as_traces`.
-        trainer: of the trainer, likewise.
+        rollout: the engine's trace, or routes as in `as_traces`.
+        trainer: the trainer's, in the same form.
         mask: [B, T], bools, or 0 and 1: which tokens of arrays count.
 
     Raises:
@@ -147,7 +147,7 @@ def as_traces(
 
     Args:
         a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
-        b: likewise.
+        b: in the same form.
         mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
         spec: the model. By default the highest id is that of the last expert, and layers are numbered from 0.
 

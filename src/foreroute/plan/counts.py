@@ -23,7 +23,7 @@ from foreroute.trace.operations import add_assignments
 MOST = 2**31 - 1
 """Most assignments of a cell: planners count in int32."""
 FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT = 1 << 26, 16
-"""Counts from traces have so many entries at most: any trace 256 MB, and a large one in proportion to what it holds.
+"""Counts from traces have this many entries at most: any trace 256 MB, and a large one in proportion to what it holds.
 Those of a step in which every rank gets thousands of tokens have fewer entries than assignments."""
 MOST_EXPERTS = 2**15
 """Plans name experts and ranks in int16."""

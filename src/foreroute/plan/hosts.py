@@ -130,6 +130,6 @@ class Hosts(NamedTuple):
 
 
 def _concatenated(home_LE: NDArray[np.int16], sizes_C: ArrayLike, rows: Sequence[tuple[Any, ...]]) -> Hosts:
-    """Hosts of cells with so many replicas each, whose arrays come in pieces."""
+    """Hosts of cells with this many replicas each, whose arrays come in pieces."""
     arrays = (np.concatenate(pieces) for pieces in zip(*rows, strict=True))
     return Hosts(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *arrays)

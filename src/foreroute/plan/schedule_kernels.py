@@ -44,7 +44,7 @@ def schedule_cells(
         hosts: `Hosts` of these cells.
         counts_CGE: int32 [C, G, E].
         row_multiple_L: int64 [L], as in `ExecutionSchedule`.
-        host_ranks: so many neighbouring ranks fetch weights through the memory that they share; 1: none do.
+        host_ranks: this many neighbouring ranks fetch weights through the memory that they share; 1: none do.
         out: `Columns`, filled.
 
     Returns:

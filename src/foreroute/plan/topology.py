@@ -36,8 +36,8 @@ class Links:
         node_bytes_per_s: to other ranks of the same node (NVLink class).
         cluster_bytes_per_s: to other nodes (the rank's own NIC).
         host_bytes_per_s: from the host's memory to the rank (PCIe class).
-        node_latency_s: of an all-to-all that stays in the node.
-        cluster_latency_s: of one that crosses nodes.
+        node_latency_s: latency of an all-to-all that stays in the node.
+        cluster_latency_s: latency of one that crosses nodes.
     """
 
     node_bytes_per_s: float

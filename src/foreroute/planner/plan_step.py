@@ -74,7 +74,7 @@ def plan_and_why(
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
     if costs is None and (options.traffic or options.pay_off):
         asked = " and ".join(name for name in PRICED if getattr(options, name))
-        raise ConfigError(f"{asked} cannot be heeded without a cost model; pass costs")
+        raise ConfigError(f"{asked} cannot be priced without a cost model; pass costs")
     home_LE = previous_LE.copy()
     if options.home_moves != 0:
         home_LE = place_homes(

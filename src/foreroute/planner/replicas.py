@@ -69,7 +69,7 @@ def plan_block(
         cell: the state.
         counts_MLGE: of the whole step.
         hosts: of all micro-steps of these layers, with room; those of these cells are written.
-        figures_C2: int64, of each of their cells what its slowest rank serves, and at least; written likewise.
+        figures_C2: int64, of each of their cells what its slowest rank serves, and at least; written.
         held_LH: int32 [L, H], what slots hold; read and written when slots are persistent, else it holds nothing.
         place: micro-steps from the first number to before the second, layers from the third to before the fourth.
         tolerance: of the options.

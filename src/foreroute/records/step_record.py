@@ -1,7 +1,7 @@
 """One line of `metrics.jsonl`: every key that a step may have, its type, and what it means.
 
 The trainer makes these records, and the report reads them. Fields without a default are always in their object; a line
-of another trainer may leave the others out. docs/metrics.md is made from the strings below.
+of another trainer may leave the others out. The reference (docs/reference/records.md) shows the strings below.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ Counts = Literal["native", "replayed"]
 MissingRows = Literal["error", "native", "drop"]
 """What to do when a row other than the last of its sequence has no route.
 
-"error" refuses the batch. "native" lets the model route the row itself and uses every token. "drop" routes likewise and
-takes every later token of the sequence out of the loss.
+"error" refuses the batch. "native" lets the model route the row itself and uses every token. "drop" lets the model
+route the row and takes every later token of the sequence out of the loss.
 """
 
 PaddingRows = Literal["spread", "native"]
@@ -79,7 +79,7 @@ class ReplayRows(Rows):
         padding_R: bool [R], padding that statistics of the routers leave out; None where that is the framework's work.
         counts: which selection auxiliary losses and expert-bias counters count.
         drops: whether `counted_R` leaves out a row that is real; known on the host, and never set in a graph.
-        is_whole: whether every slot has a route; likewise.
+        is_whole: whether every slot has a route; known on the host.
         cells: of the plan that is executed on them, as its execution keeps them; None where none is.
         indexers: the choices to force on indexers; None leaves them alone.
     """

@@ -12,7 +12,7 @@ from foreroute.report.run_tables import WINDOW, SummaryRow, planned_steps, summa
 FEWEST_RUNS = 4
 """Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
 SAME = 1.05
-"""k3 is called lower where the other is more than so many times it."""
+"""k3 is called lower where the other is more than this many times it."""
 
 
 def run_finding(runs: Sequence[Run]) -> str:

@@ -18,8 +18,8 @@ COLUMNS: dict[Column, Callable[[MethodRecord], str]] = {
     Column("Executed", "exe-\ncuted"): lambda method: "no" if method.not_executed else "yes",
     Column("Recompute and update", "recompute\nand\nupdate"): lambda method: step_time(method.training_s),
     Column("Speedup over static", "speedup\nover\nstatic"): lambda method: times(method.speedup_over_static),
-    Column("Of forced balance", "of\nforced\nbalance"): lambda method: percentage(method.share_of_forced_balance),
-    Column("Of the bound"): lambda method: percentage(method.share_of_bound),
+    Column("Share of forced balance", "of\nforced\nbalance"): lambda method: percentage(method.share_of_forced_balance),
+    Column("Share of the bound"): lambda method: percentage(method.share_of_bound),
     Column("Slowest rank over mean", "slowest\nrank,\nof mean"): lambda method: over_mean(method.imbalance),
     Column("Wait for the plan"): lambda method: _planned(method, duration(method.stages.planning)),
     Column("Home moves"): lambda method: duration(method.stages.home_moves) if method.stages.home_moves else "",
@@ -71,8 +71,8 @@ def simulation_table(record: SimulationRecord) -> Table:
             "Executed": "no",
             "Recompute and update": step_time(seconds),
             "Speedup over static": times(record["static"].training_s / seconds),
-            "Of forced balance": percentage(record.forced_balance_s / seconds),
-            "Of the bound": percentage(record.bound_s / seconds),
+            "Share of forced balance": percentage(record.forced_balance_s / seconds),
+            "Share of the bound": percentage(record.bound_s / seconds),
         }
         rows.append(TableRow(cells=tuple(cells.get(column.heading, "") for column in COLUMNS)))
     title = "Recompute and update, all modelled but the time of planning"

@@ -154,7 +154,7 @@ class WorkloadConfig(Section):
     previous_counts: str | None = None
     """The same for the step before."""
     tokens_per_rank: DrawnTokens | None = None
-    """Tokens of a GPU in a micro-step, to within a tenth; the preset's by default. Of traces the most; 16,384."""
+    """Tokens of a GPU in a micro-step, to within a tenth; the preset's by default. With traces: the most, 16,384."""
     micro_steps: Count = 32
     """M, micro-batches of a rank."""
     layers: Count | None = 4

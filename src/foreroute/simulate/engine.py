@@ -42,7 +42,7 @@ PARTS = (
 )
 """Parts of the time of recompute and update, in this order."""
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = map(np.int64, range(len(PARTS)))
-"""Their places. Of a plain number numba would make a type, and compile what takes it once for each."""
+"""Their places. numba would make a type of a plain number, and compile what takes it once for each."""
 FETCHING, ATTENDED, ENDED = range(3)
 """Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
 BEGIN, FIRST, SECOND, THIRD, END = range(5)
@@ -283,7 +283,7 @@ def _attend(state: Any, attention_s: float, layer_s: float, rate: float) -> None
 
 @kernel
 def _until(seconds: float, phase_s: float, rate: float) -> float:
-    """When a link has done so many seconds of work, free for a share `rate` of the phase and for all time after."""
+    """When a link has done this many seconds of work, free for a share `rate` of the phase and for all time after."""
     if seconds <= rate * phase_s:
         return seconds / rate
     return phase_s + seconds - rate * phase_s

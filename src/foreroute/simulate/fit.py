@@ -53,7 +53,7 @@ FITTABLE = (
     "cluster_latency_s",
 )
 FARTHEST = 1e3
-"""A fitted rate is at most so many times what it was, or one over it."""
+"""A fitted rate is at most this many times what it was, or one over it."""
 STEP = 1e-4
 """Relative change of a rate by which slopes are taken: far above rounding, and within one linear piece mostly."""
 CONVERGED = 1e-12

@@ -120,8 +120,8 @@ def _methods(
     is_default = config.methods == tuple(METHODS)
     if asked := [name for name in methods if name not in known and (name in balancers or not is_default)]:
         raise ConfigError(
-            f"{', '.join(asked)} goes by the loads of the step before, and workload.counts came without them; give "
-            "workload.previous_counts, or other methods"
+            f"{', '.join(asked)} needs the loads of the step before, which workload.counts lacks; set "
+            "workload.previous_counts, or take other methods"
         )
     return known
 

@@ -108,7 +108,7 @@ def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, grou
     tokens = load.tokens_per_rank
     if tokens is None:
         return workload
-    # four or five sequences a rank, dealt so that ranks have about so many tokens each: from 512 on, 5 % more
+    # four or five sequences a rank, dealt so that ranks have about this many tokens each: from 512 on, 5 % more
     return replace(
         workload,
         even_sources=True,

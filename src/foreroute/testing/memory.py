@@ -12,7 +12,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 MMAP_THRESHOLD, SMALLEST_MAPPED = -3, 1 << 16
-"""Of `mallopt`: larger pieces are mapped by themselves, and given back when they are freed."""
+"""Parameters of `mallopt`: larger pieces are mapped by themselves, and given back when they are freed."""
 
 
 def peak_of(work: Callable[[], Result]) -> tuple[Result, int]:

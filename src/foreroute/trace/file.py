@@ -68,7 +68,7 @@ CHUNK_ROWS, MOST_CHUNK_ROWS = 1 << 14, 1 << 16
 hundredth. With fewer rows frames cost more time each, with more a reader of few sequences decodes more that it does not
 need. A plane of 65,536 bytes and all of its frame lie within zstd's window."""
 READ_BYTES = 1 << 22
-"""Frames of small chunks are read together, up to about so many bytes."""
+"""Frames of small chunks are read together, up to about this many bytes."""
 CHUNK_MEMORY = 1 << 26
 """Bytes that the rows of a chunk take in memory, if that is less: choices of indexers take half a megabyte for each."""
 ROW_BYTES, MOST_STREAMS = 9, 16
@@ -230,8 +230,8 @@ def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np
 
     A chunk has whole sequences, so that they are read alone: up to `CHUNK_ROWS` rows, or `MOST_CHUNK_ROWS` while each
     begins as the one before, by a quarter of the shorter: only within a frame does zstd find a prompt again. With
-    `chunk_rows`, a chunk ends with the sequence that brings it to so many, however the next begins. A sequence that is
-    longer than `MOST_CHUNK_ROWS` is cut into about even chunks.
+    `chunk_rows`, a chunk ends with the sequence that brings it to this many, however the next begins. A sequence that
+    is longer than `MOST_CHUNK_ROWS` is cut into about even chunks.
     """
     offsets, tokens = trace.offsets.tolist(), trace.token_ids_N
     arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]

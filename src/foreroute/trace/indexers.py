@@ -1,8 +1,8 @@
 """What sparse-attention indexers choose: how many units of a sequence a query attends to, in which layers. No torch.
 
 A unit is a token, or a pool, block or compressed entry of several. Units are counted from the first token of their
-sequence, so that a layout moves rows and leaves choices as they are. Of several index heads, which choose for
-themselves, unit u of head h has the id u · H + h.
+sequence, so that a layout moves rows and leaves choices as they are. Several index heads choose for
+themselves: unit u of head h has the id u · H + h.
 
 A query that sees no more than `top_k` units attends to all of them, and its set has no ids. Any other has exactly
 `top_k` for each head. So a set says by its size alone where it may stand, and rows that were shifted do not pass.

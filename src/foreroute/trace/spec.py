@@ -76,7 +76,7 @@ class RoutingSpec:
 
     Attributes:
         num_experts: E, the number of logical experts in each routed layer; of the layer with most, where they differ.
-        top_k: K, how many of them a token is sent to; likewise.
+        top_k: K, how many of them a token is sent to; of the layer with most, where they differ.
         layers: the L routed layers, 1,024 at most, with L times E at most 2^20. Dense layers have no entry.
         model: the model's name, for messages. It does not take part in `require_same`.
         sizes: (E, K) of each layer, where they differ; empty where all are (`num_experts`, `top_k`).
@@ -296,7 +296,7 @@ def whole_number(
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Say whether it is an integer, and no truth value."""
+    """Say whether it is an integer, and no bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -328,7 +328,7 @@ def check_name(name: object, kind: str) -> None:
 
 
 def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tuple[RoutedLayer, ...]]:
-    """Return so many choices, and such layers. Raises `TraceContentError` when there cannot be these."""
+    """Return `num_choices` and the table of layers. Raises `TraceContentError` when one of them is impossible."""
     table = as_layers(layers)
     if len(table) > MAX_LAYERS or len(set(table)) != len(table):
         raise TraceContentError(f"{len(table)} layers decide; expected {MAX_LAYERS} at most, and none twice")

@@ -56,7 +56,7 @@ class Task(Protocol):
     data_digest: str = ""
 
     def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
-        """Give so many problems for a step, from 0. The randomness follows from the seed of the run and the step."""
+        """Give this many problems for a step, from 0. The randomness follows from the seed of the run and the step."""
 
     def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         """Give problems with right answers, for the warm start."""
@@ -104,7 +104,7 @@ def encode(text: str) -> NDArray[np.int32]:
 
 
 def draw_chain(rng: np.random.Generator, operands: int) -> Problem:
-    """Draw a random chain of so many digits, with its answer."""
+    """Draw a random chain of this many digits, with its answer."""
     digits = rng.integers(0, 10, operands)
     operators = rng.choice(list("+-*"), operands - 1)
     result, results, prompt = int(digits[0]), [int(digits[0])], str(digits[0])

@@ -31,7 +31,7 @@ METHODS: dict[str, dict[str, float]] = {
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
 }
-"""The clip bounds of each method where the configuration gives none. docs/methods.md has the papers."""
+"""The clip bounds of each method where the configuration gives none. docs/train.md has the papers."""
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 """Logits that are divided by less overflow; divided by more, all are alike."""
 
@@ -175,7 +175,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the fewest tokens with this much of the probability; the trainer uses the same ones."""
     top_k: Natural = 0
-    """Keep so many of the most probable tokens; 0: all."""
+    """Keep this many of the most probable tokens; 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Keep tokens of at least this part of the highest probability."""
 
@@ -267,7 +267,7 @@ class CheckpointConfig(Section):
     every: Count = 20
     """Steps between checkpoints."""
     keep: Count = 2
-    """The last so many stay; earlier ones are removed."""
+    """How many of the last checkpoints stay."""
 
 
 class ParallelConfig(Section):
@@ -290,7 +290,7 @@ class ParallelConfig(Section):
     pay_off: bool | None = None
     """Drop replicas that cost more than they save; by default where priced."""
     traffic: bool | None = None
-    """More replicas, against traffic between nodes; likewise."""
+    """More replicas, against traffic between nodes; by default where priced."""
     paths: FetchPath = "host"
     """Replicas by the node's memory, or peer to peer."""
     shared_memory: str = "/dev/shm"

@@ -248,7 +248,7 @@ class MovedHomes:
 def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alone) -> ExecutionRecord | None:
     """Make the record "execution" of a step on rank 0; there is none elsewhere. A collective call.
 
-    It is what `docs/metrics.md` lists under `execution`; `ranks` alone where nothing was planned.
+    `ranks` alone where nothing was planned.
     """
     if not executed:
         return None if ranks.rank else ExecutionRecord(ranks=ranks.size)

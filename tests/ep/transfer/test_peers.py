@@ -120,7 +120,7 @@ def told(workers):
 
 @grid("question", QUESTIONS, quick=1)
 def test_a_rank_that_waits_in_vain_says_for_how_long(told, question):
-    waited = re.match(r"asking: rank 1 waited (\d+\.\d) s for another rank in vain", told[question])
+    waited = re.match(r"asking: rank 1 had no answer from another rank after (\d+\.\d) s", told[question])
     assert waited is not None, told[question]
     assert WAITED_S <= float(waited[1]) < 20
 
@@ -131,7 +131,7 @@ def ask_in_a_group(rank):
     consensus, transfers = RankConsensus(group), PeerGroup(group)
     begun = time.monotonic()
     if rank:
-        with pytest.raises(TransferError, match="in vain"):
+        with pytest.raises(TransferError, match="no answer from another rank"):
             consensus.objections(None, "asking")
     waited = time.monotonic() - begun
     dist.barrier()

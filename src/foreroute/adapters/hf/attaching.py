@@ -28,7 +28,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
     same of indexers, where it has them. The model is left as it was.
 
     Args:
-        model: a transformers model with routers, on any device, in any dtype. Of a speech model, the part that takes
+        model: a transformers model with routers, on any device, in any dtype. For a speech model, the part that takes
             text. An encoder-decoder is for `attach_stacks`.
 
     Raises:

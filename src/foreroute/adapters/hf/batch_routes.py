@@ -181,7 +181,7 @@ class ForwardTokens:
         return {name: each for name, each in every.items() if each is not None}
 
     def may_hold(self, num_sequences: int) -> bool:
-        """Whether a batch of such shapes may hold so many sequences, one at least, and is on one device."""
+        """Whether a batch of such shapes may hold this many sequences, one at least, and is on one device."""
         (rows, width), positions, cumulative = self.shape, self.position_ids, self.cumulative
         if not self.num_slots or any(each.device != self.device for each in self.given.values()):
             return False
@@ -192,7 +192,7 @@ class ForwardTokens:
         return num_sequences == rows
 
     def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Where the sequences of a batch that may hold so many are, found on its device.
+        """Where the sequences of a batch that may hold this many are, found on its device.
 
         Returns:
             integers [R], the tokens; bool [R], False where padded; bool [R], the first token of each sequence;
@@ -223,7 +223,7 @@ class ForwardTokens:
         return ids_BT.reshape(-1), kept_BT.reshape(-1), starts_BT.reshape(-1), number_BT.reshape(-1), wrong
 
     def kept(self) -> ForwardTokens:
-        """The batch, to be read later, when whoever gave it may have overwritten it. Of the CPU it is read at once."""
+        """The batch, to be read later, when whoever gave it may have overwritten it. On the CPU it is read at once."""
         if self.device.type == "cpu":
             _ = self.host
         elif "host" not in self.__dict__:

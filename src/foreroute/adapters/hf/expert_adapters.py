@@ -26,7 +26,7 @@ def require_adaptable(model: nn.Module, path: str, num_ranks: int) -> None:
     """Look at what wraps the experts module at a path, if something does.
 
     Raises:
-        AttachError: when it is not LoRA of every expert on its own, or cannot be cut among so many ranks.
+        AttachError: when it is not LoRA of every expert on its own, or cannot be cut among this many ranks.
     """
     for wrapper in _wrappers(model, path):
         if type(wrapper).__name__ != "ParamWrapper" or not hasattr(wrapper, "_activate_lora"):

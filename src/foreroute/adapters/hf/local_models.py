@@ -181,7 +181,7 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
 
 
 def require_there(path: Path) -> None:
-    """Refuses a path that leads nowhere, such as the name of a model on the Hugging Face Hub.
+    """Refuses a path that does not exist, such as the name of a model on the Hugging Face Hub.
 
     Raises:
         ConfigError: when there is neither a folder nor a file.

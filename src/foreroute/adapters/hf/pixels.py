@@ -1,10 +1,10 @@
 """Which pixels stand behind each token of an image: a digest of them for each, recorded and compared in replay.
 
 Families whose forward takes `image_grid_thw` are given the patches of all images of a batch in one tensor, in the order
-of the tokens that stand for them: so many patches for a token, whatever image and sequence it is in. `generate` encodes
-images before the first forward; what it hands on takes the digests along.
+of the tokens that stand for them: a fixed number of patches for a token, whatever image and sequence it is in.
+`generate` encodes images before the first forward; what it hands on takes the digests along.
 
-Digests are made and compared on the device. They find mistakes, and are no seal against malice: 58 bits, of pixels
+Digests are made and compared on the device. They find mistakes, and do not protect against malice: 58 bits, of pixels
 rounded to bfloat16, the width in which one side of a rollout may have them.
 """
 
@@ -25,7 +25,7 @@ from foreroute.trace import PIXELS, DecisionStream, RoutingTrace
 from foreroute.trace.checks import as_offsets, place_of
 
 BITS = 29
-"""Of each of the two ids that a digest is in a trace."""
+"""Bits of each of the two ids that a digest is in a trace."""
 OF_KIND = {
     "image": ("pixel_values", "image_grid_thw", "image_digests"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_digests"),
@@ -192,13 +192,13 @@ def warn_of_unbound(names: tuple[str, ...], digests_BT: NDArray[np.int64] | None
 
 
 def _pieces(encoded: Any) -> Sequence[Tensor]:
-    """Of what was encoded, a tensor [tokens, D] for each image."""
+    """A tensor [tokens, D] for each image that was encoded."""
     pieces = getattr(encoded, "pooler_output", None)
     return pieces if isinstance(pieces, list | tuple) else () if pieces is None else [pieces]
 
 
 def _digests(patches_PW: Tensor, grid_thw: Tensor, each: int) -> Tensor:
-    """int64 [P / each], of so many patches one after the other, and of the grid of the image that they are in."""
+    """int64 [P / each], of this many patches one after the other, and of the grid of the image that they are in."""
     first, second, third = MIXING
     bits = patches_PW.to(torch.bfloat16).reshape(len(patches_PW) // each, -1)
     words = functional.pad(bits, (0, -bits.shape[1] % 4)).view(torch.int64)

@@ -46,7 +46,7 @@ ALL_EXPERTS = re.compile(r"(?<!shared_)experts\.[a-z_]+$")
 """The name of a tensor that has a row for each expert."""
 
 MOST_BYTES = "1TB"
-"""Of a file: each block is written into one."""
+"""Limit of a file: each block is written into one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,7 @@ def _beside_experts(placed: ExpertParallelModel) -> dict[str, Tensor]:
 
 
 class _Writer:
-    """Of a folder beside its place, which is put there when it is complete. What a killed one left is replaced."""
+    """Writes a folder beside its place and moves it there when complete. What a killed writer left is replaced."""
 
     def __init__(self, target: Path) -> None:
         self._target, self._folder = target, target.with_name(f".{target.name}.part")

@@ -191,8 +191,8 @@ def shard(
         layers: of this rank; may be none.
         home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
         missing: as in `RoutedMegatron.shard`, whose errors are raised.
-        padding: likewise.
-        gate_weights: likewise.
+        padding: as there.
+        gate_weights: as there.
         pin: hold the ids in pinned memory.
     """
     require_weights(trace.gate_weights_NLK, wanted=gate_weights)

@@ -203,7 +203,7 @@ def _lost_rank(what: str, rank: int, error: Exception, seconds: float) -> Transf
     # gloo adds advice of its own
     reason = str(error).splitlines()[0].partition(". ")[0]
     return TransferError(
-        f"{what}: rank {rank} waited {seconds:.1f} s for another rank in vain ({reason}). "
+        f"{what}: rank {rank} had no answer from another rank after {seconds:.1f} s ({reason}). "
         "A process died, or took no part: look for the first error in the logs of all ranks, then resume from the last "
         "checkpoint"
     )
@@ -237,7 +237,7 @@ def own_group(
 
 
 def _timeout_of(group: Any) -> timedelta:
-    """Of its collectives: as it was made, or torch's default where its backend does not say."""
+    """The timeout of its collectives: as it was made, or torch's default where its backend does not say."""
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout

@@ -57,7 +57,7 @@ Step = Callable[[Iterator[Any], Any], Any]
 SPLIT = "prepare_micro_batches"
 """By which verl splits a batch, among the globals of its engine's module: there is no method for that."""
 SCHEDULE = "get_forward_backward_func"
-"""By which verl finds Megatron's schedule, likewise."""
+"""By which verl finds Megatron's schedule, among the same globals."""
 
 
 class MegatronRoutingReplay(MegatronEngineWithLMHead):

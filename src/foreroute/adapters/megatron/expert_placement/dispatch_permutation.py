@@ -48,7 +48,7 @@ class DispatchPermutation:
         Args:
             hidden_states: [.., B, H].
             probs: [R, E], in the order of experts.
-            routing_map: bool [R, E], likewise.
+            routing_map: bool [R, E], in the order of experts.
 
         Raises:
             PlacementError: when a router hands on something else.

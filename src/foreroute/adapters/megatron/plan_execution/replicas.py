@@ -96,7 +96,7 @@ class SeparateReplicas(Replicas):
         return [row.data for name in self.home for row in self.weights.get(name, ())]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Of all names; zeros for a replica that no row came to."""
+        """The gradients by name; zeros for a replica that no row came to."""
         found, self._fused = self._fused if self._fuses_gradients else grads, []
         own = [
             torch.zeros_like(weight) if grad is None else grad
