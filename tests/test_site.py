@@ -100,4 +100,6 @@ def test_every_error_has_its_remedy_and_every_quotation_is_of_a_message():
     assert {"AttachError", "DivergedError", "BrokenOffError"} < classes
     assert faults_of_remedies(page, classes, texts) == ([], [])
     assert faults_of_remedies(page.replace("### LayoutError\n", ""), classes, texts)[0] == ["LayoutError"]
-    assert faults_of_remedies(page.replace("replay trace.select of", "use"), classes, texts)[1] == ["use them"]
+    assert faults_of_remedies(page.replace("replay trace.select of them", "use it"), classes, texts)[1] == [
+        "of the trace, in that order: use it"
+    ]
