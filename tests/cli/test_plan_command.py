@@ -113,7 +113,6 @@ def test_the_step_before_from_traces(files):
         ("--counts counts.safetensors --token-budget 40", "--token-budget is for traces"),
         ("--counts counts.safetensors --tolerance 2", "tolerance is 2.0"),
         ("--counts counts.safetensors --home-moves many", "Invalid value for '--home-moves'"),
-        ("--counts counts.safetensors --traffic", "use slots='shared'"),
         ("--counts counts.safetensors --previous-step three.safetensors", "has 3 layers of 8 experts"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
         ("--counts counts.safetensors --output plan.html", "is the name of the page"),

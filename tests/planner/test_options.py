@@ -45,9 +45,10 @@ def test_homes_move_within_their_budget(moves):
     assert (found.home_LE != found.previous_home_LE).any() == (moves != 0)
 
 
-def test_replicas_against_traffic_are_faster_and_valid():
+@pytest.mark.parametrize("slots", ["layer", "shared"])
+def test_replicas_against_traffic_are_faster_and_valid(slots):
     given, topology = counts(1, 4000), replace(TOPOLOGY, redundant_slots=6)
-    balanced = PlanOptions(slots="shared", traffic=False)
+    balanced = PlanOptions(slots=slots, traffic=False)
     short = replace(balanced, traffic=True)
     plans = [plan(given, topology, options, costs=COSTS) for options in (balanced, short)]
     verify(plans[1], given, short)
@@ -73,10 +74,10 @@ def test_replicas_that_do_not_pay_are_declined(slots):
 
 def test_options_left_open_are_on_where_they_pay_and_say_why():
     many, one_node = replace(TOPOLOGY, redundant_slots=6), replace(TOPOLOGY, ranks_per_node=8)
-    paying, against = "on: where it saves time", "off: slots of each layer keep what they hold, and it refills all"
+    paying = "on: where it saves time"
     for topology, options, costs, pay_off, traffic in [
         (many, PlanOptions(slots="shared"), COSTS, paying, paying),
-        (many, PlanOptions(), FREE, paying, against),
+        (many, PlanOptions(), COSTS, paying, paying),
         (one_node, PlanOptions(slots="shared"), FREE, paying, "off: all ranks share a node"),
         (one_node, PlanOptions(slots="shared", traffic=True), FREE, paying, "off: all ranks share a node"),
         (many, PlanOptions(slots="shared"), None, "off: nothing is priced", "off: nothing is priced"),

@@ -1,7 +1,7 @@
 """The priced options, traffic and pay-off: valid plans, never slower, near the best of all where it is known."""
 
+import functools
 import itertools
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -11,14 +11,13 @@ import pytest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import price_cell, slowest_attention
-from foreroute.errors import ConfigError
 from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.planner import plan
+from foreroute.planner.priced import Window
 from foreroute.planner.prune import prune_replicas
-from foreroute.planner.traffic import replicate_for_traffic
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.token_hosts import CellRoutes, price_tokens
 from tests.plan.random_plans import LINKS, random_counts, random_plan
@@ -34,9 +33,15 @@ def _seconds(cell, counts_GE, topology, costs, price=price_cell):
 
 
 def _traffic(cell, counts_GE, topology, costs, tolerance=0.02):
-    target = math.ceil((1 + tolerance) * counts_GE.sum() / topology.num_ranks)
-    counts, attention_s = counts_GE.astype(np.int32), slowest_attention(counts_GE, costs)
-    return replicate_for_traffic(cell, counts, topology.redundant_slots, target, attention_s, costs.prices(topology))
+    """The cell alone."""
+    return _step([cell], counts_GE[None], topology, costs, tolerance)[0]
+
+
+def _step(cells, counts_MGE, topology, costs, tolerance=0.02):
+    """Cells of one layer, whose slots keep what they hold."""
+    counts, attention_M2 = counts_MGE.astype(np.int32), slowest_attention(counts_MGE, costs)
+    window = Window(counts, attention_M2, topology.redundant_slots, costs.prices(topology))
+    return window.short(cells, tolerance)
 
 
 def _same(one, other):
@@ -209,10 +214,112 @@ def test_steps_are_planned_cell_by_cell_on_any_number_of_threads():
     assert plan_to_bytes(after) == plan_to_bytes(threaded)
 
 
-def test_slots_that_keep_replicas_are_refused():
-    for wrong in ({"slots": "layer"}, {"slots": "shared", "replicas": False}):
-        with pytest.raises(ConfigError, match="use slots='shared' and replicas=True"):
-            PlanOptions(traffic=True, **wrong)
+@pytest.mark.parametrize("pay_off", [False, True])
+def test_steps_in_kept_slots_are_valid_and_never_slower(pay_off):
+    """Neither than balanced plans of as many slots nor than static, whatever a fetch costs."""
+    faster, kept = 0, 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        num_ranks, ranks_per_node = [(4, 2), (8, 2), (4, 1), (16, 8), (3, 1)][seed % 5]
+        links = replace(LINKS, cluster_bytes_per_s=float(10 ** rng.uniform(9, 11)))
+        topology = Topology(num_ranks, ranks_per_node, int(rng.integers(1, 5)), links)
+        shape = (int(rng.integers(1, 6)), 2, num_ranks, 48)
+        counts_MLGE = random_counts(seed, shape, int(10 ** rng.uniform(0, 4))) * rng.integers(0, 3, (1, *shape[1:]))
+        costs = replace(COSTS, dispatcher=("copies", "dedup")[seed % 2], paths=("host", "direct")[seed // 2 % 2])
+        options = PlanOptions(traffic=True, pay_off=pay_off)
+        found = plan(counts_MLGE, topology, options, costs=costs)
+        verify(found, counts_MLGE, options)
+        others = [
+            plan(counts_MLGE, topology, PlanOptions(traffic=False, **more), costs=costs)
+            for more in ({"pay_off": pay_off}, {"replicas": False})
+        ]
+        seconds_L, *others_L = (_seconds_by_layer(each, counts_MLGE, costs) for each in (found, *others))
+        assert (seconds_L <= others_L[0] * (1 + 1e-12)).all()
+        if pay_off:
+            assert (seconds_L <= others_L[1] * (1 + 1e-12)).all()
+        faster += int((seconds_L < others_L[0] * 0.99).sum())
+        kept += int((~found.hosts.fetched_R).sum())
+    assert faster > 40
+    assert kept > 400
+
+
+def _seconds_by_layer(found, counts_MLGE, costs):
+    seconds_ML = np.empty(counts_MLGE.shape[:2])
+    for cell in np.ndindex(seconds_ML.shape):
+        seconds_ML[cell] = _seconds(found.cell(*cell), counts_MLGE[cell], found.topology, costs)
+    return seconds_ML.sum(axis=0)
+
+
+def test_what_stays_wanted_is_fetched_once():
+    """The same micro-step again and again: hardly more fetches than the replicas of one."""
+    counts_MGE = np.repeat(_workload("G16", 2048).draw(seed=2).counts()[:, 0], 4, axis=0)
+    topology, costs = HARDWARE["h100"].topology(16, 4), replace(COSTS, model=MODELS["qwen3-30b-a3b"])
+    cells = _step([_homes_alone(counts_MGE[0], topology)] * 4, counts_MGE, topology, costs)
+    assert all(len(cell.expert_R) > 40 for cell in cells)
+    assert sum(cell.fetched_R.sum() for cell in cells) < 1.25 * len(cells[-1].expert_R)
+
+
+def _best_step_seconds(counts_MGE, home_E, topology, costs):
+    """The fastest of all steps where every node is one rank: what its slots get and when, by dynamic programming.
+
+    Own tokens are served at a replica or at home, all others at home.
+    """
+    num_ranks, num_experts = counts_MGE.shape[1:]
+
+    def choices(rank, held):
+        """What the rank uses, what it fetches for that, and what it holds then: as much as there is room for."""
+        foreign = [e for e in range(num_experts) if home_E[e] != rank]
+        for size in range(topology.redundant_slots + 1):
+            for used in itertools.combinations(foreign, size):
+                left = sorted(held - set(used))
+                for stays in itertools.combinations(left, min(len(left), topology.redundant_slots - size)):
+                    yield used, tuple(e not in held for e in used), frozenset(used + stays)
+
+    @functools.cache
+    def cell_s(m, used_G, fetched_G):
+        pairs = [(e, rank) for rank, used in enumerate(used_G) for e in used]
+        expert_R, rank_R = np.array(pairs, np.int16).reshape(-1, 2).T
+        tokens_RG = np.zeros((len(pairs), num_ranks), np.int32)
+        for r, (e, rank) in enumerate(pairs):
+            tokens_RG[r, rank] = counts_MGE[m, rank, e]
+        fetched_R = np.array([each for fetched in fetched_G for each in fetched], np.bool_)
+        cell = CellPlan(home_E, expert_R, rank_R, np.full_like(rank_R, -1), fetched_R, tokens_RG)
+        return _seconds(cell, counts_MGE[m], topology, costs)
+
+    best = {(frozenset(),) * num_ranks: 0.0}
+    for m in range(len(counts_MGE)):
+        after = {}
+        for held_G, before_s in best.items():
+            for chosen in itertools.product(*(choices(rank, held) for rank, held in enumerate(held_G))):
+                used_G, fetched_G, then_G = zip(*chosen, strict=True)
+                seconds = before_s + cell_s(m, used_G, fetched_G)
+                after[then_G] = min(after.get(then_G, np.inf), seconds)
+        best = after
+    return min(best.values())
+
+
+@grid(("ranks", "slots"), [(3, 1), (2, 2)], quick=2)
+def test_near_the_best_of_all_steps(ranks, slots):
+    """As `test_near_the_best_of_all_sets_of_replicas`, of whole steps in kept slots; links from fast to slow."""
+    gaps, gains = [], []
+    for seed in range(9):
+        rng = np.random.default_rng(seed)
+        lasting_GE, passing_MGE = rng.gamma(0.5, size=(ranks, 6)), rng.gamma(1.0, size=(4, ranks, 6))
+        counts_MGE = (lasting_GE * passing_MGE * 4000).astype(np.int64)
+        links = replace(LINKS, cluster_bytes_per_s=(45e9, 10e9, 2e9)[seed % 3])
+        topology = Topology(ranks, 1, slots, links)
+        costs = replace(COSTS, dispatcher=("copies", "dedup")[seed % 2])
+        alone = [_homes_alone(counts_GE, topology) for counts_GE in counts_MGE]
+        found = _step(alone, counts_MGE, topology, costs, tolerance=2.0)
+        found_s, static_s = (
+            sum(_seconds(cell, counts_GE, topology, costs) for cell, counts_GE in zip(cells, counts_MGE, strict=True))
+            for cells in (found, alone)
+        )
+        gaps.append(found_s / _best_step_seconds(counts_MGE, alone[0].home_E, topology, costs) - 1)
+        gains.append(static_s / found_s)
+    assert np.mean(gains) > 1.2
+    assert np.mean(gaps) < 0.03
+    assert max(gaps) < 0.12
 
 
 def test_without_reason_a_cell_stays_as_it_is():

@@ -1,5 +1,7 @@
 """What a GPU sends in a step, against counting every row and every replica."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -27,21 +29,24 @@ def config_of(method, paths="host"):
     )
 
 
-@pytest.mark.parametrize("paths", ["host", "direct"])
-def test_rows_and_replicas_are_those_that_counting_finds(paths):
+@pytest.mark.parametrize(("paths", "slots"), [("host", "shared"), ("direct", "layer")])
+def test_rows_and_replicas_are_those_that_counting_finds(paths, slots, monkeypatch):
+    preset = METHODS["ours_traffic"]
+    monkeypatch.setitem(METHODS, "ours_traffic", replace(preset, options=replace(preset.options, slots=slots)))
     config = config_of("ours_traffic", paths)
     cluster = config.described()
     record = simulate(config)
     totals = []
     for step in group_steps(config, cluster.topology, cluster.costs):
         planned = serve(METHODS["ours_traffic"], step, cluster.costs)
-        assert planned.slots == "shared"
+        assert planned.slots == slots
         rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)
         for c, cell in enumerate(planned.cells):
             layer = c % LAYERS
             one = CellHosts.of(cell, step.counts_MLGE[divmod(c, LAYERS)])
             times = sum(model_layer % LAYERS == layer for model_layer in range(48))
-            for expert, host, tokens_G in zip(one.expert_H, one.rank_H, one.tokens_HG, strict=True):
+            hosts = zip(one.expert_H, one.rank_H, one.tokens_HG, one.fetched_H, strict=True)
+            for expert, host, tokens_G, fetched in hosts:
                 for source, tokens in enumerate(tokens_G):
                     if source != host:
                         rows[int(source // NODE != host // NODE)] += times * tokens
@@ -49,8 +54,8 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths):
                 if host == home:
                     continue
                 far = int(host // NODE != home // NODE)
-                # recompute, forward, and backward, which finds the replicas of the last layer in their slots
-                fetches = 3 * times - (layer == 47 % LAYERS)
+                # recompute, forward, and backward, which finds replicas in slots of their own or of the last layer
+                fetches = 2 * times * fetched if slots == "layer" else 3 * times - (layer == 47 % LAYERS)
                 weights[0 if paths == "host" and not far else 1 + far] += fetches
                 gradients[far] += times
         found = EPGroup.of(planned, step, cluster.costs, overlap=0.0).moved_bytes()

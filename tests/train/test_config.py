@@ -76,8 +76,7 @@ def test_every_count_is_bounded(key):
             ({"parallel": {"expert": 4, **parallel}, "rollout": {"prompts": 8}}, message)
             for parallel, message in (
                 ({"pay_off": True}, "pay_off = true goes by prices; name a topology file"),
-                ({"traffic": True, "slots": "shared"}, "traffic = true goes by prices; name a topology file"),
-                ({"traffic": True, "topology": "a.toml"}, "traffic = true refills all slots in every cell; set slots"),
+                ({"traffic": True}, "traffic = true goes by prices; name a topology file"),
                 ({"topology": "a.toml", "redundant_slots": 1}, "redundant_slots changes nothing beside topology"),
                 ({"topology": "a.toml", "ranks_per_node": 2}, "ranks_per_node changes nothing beside topology"),
                 ({"home_moves": "some"}, "home_moves"),

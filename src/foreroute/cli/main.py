@@ -175,7 +175,7 @@ def plan(
     home_moves: Annotated[int, typer.Option(min=0, help="Most experts of a layer that change their home.")] = 0,
     shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,
     traffic: Annotated[
-        bool | None, typer.Option(help="Also replicate to cut traffic; by default with --shared-slots, where it pays.")
+        bool | None, typer.Option(help="Also replicate to cut traffic between nodes; by default where it pays.")
     ] = None,
     pay_off: Annotated[
         bool | None, typer.Option(help="Drop replicas that expose more time than they save; by default where it pays.")

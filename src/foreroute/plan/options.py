@@ -29,8 +29,8 @@ class PlanOptions:
         slots: "layer": each layer has its own redundant slots, which keep what they hold from micro-step to
             micro-step. "shared": one set of slots serves all layers and is empty at every cell.
         locality: False splits tokens without regard to where they come from.
-        traffic: also replicate what cuts the slowest link's bytes, in cells where the cost model says that it pays. It
-            refills all slots in every cell, and so needs `slots="shared"`. None: on where it can be, in layers where it
+        traffic: between nodes, also replicate what cuts the slowest link's bytes, where the cost model says that it
+            pays: over all micro-steps of a layer, or where slots are shared, cell by cell. None: on in layers where it
             saves more time than planning it exposes.
         pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: on in layers
             where it saves more time than planning it exposes.
@@ -56,8 +56,5 @@ class PlanOptions:
                 whole_number(getattr(self, name), name=name, least=least, most=MOST, kind=ConfigError)
         if self.slots not in ("layer", "shared"):
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
-        if self.traffic and not (self.replicas and self.slots == "shared"):
-            raise ConfigError(
-                f"traffic is on with slots={self.slots!r} and replicas={self.replicas}; it refills all slots in every "
-                "cell, so use slots='shared' and replicas=True"
-            )
+        if self.traffic and not self.replicas:
+            raise ConfigError("traffic is on with replicas=False; it is by replicas that it is cut")

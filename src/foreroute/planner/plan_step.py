@@ -24,8 +24,8 @@ OnProgress = Callable[[int, int], None]
 
 DEFAULTS = PlanOptions()
 BLOCK = 8
-"""Micro-steps that one compiled call plans. Chosen by hand: progress is told after each, and a call costs little beside
-eight micro-steps."""
+"""Micro-steps that one compiled call plans. Chosen by hand: where nothing is priced, progress is told after each, and a
+call costs little beside eight micro-steps."""
 
 
 def plan(
@@ -137,9 +137,10 @@ def _plan_cells(
             end = min(begin + BLOCK, num_micro_steps)
             place = (begin, end, layers.start, layers.stop)
             plan_block(cell, counts, hosts, figures_C2, held_LH, place, tolerance, options.locality)
-            if priced.is_any_on:
-                priced.refine(hosts, figures_ML2[..., 0], place)
-            tell((end - begin) * len(hosts.home_LE))
+            if not priced.is_any_on:
+                tell((end - begin) * len(hosts.home_LE))
+        if priced.is_any_on:
+            priced.refine(hosts, figures_ML2[..., 0], layers.start, tell)
         return hosts.part(0, num_micro_steps), figures_ML2
 
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]

@@ -3,11 +3,11 @@
 Balancing loads takes few replicas and leaves most tokens crossing nodes, which at 32 ranks and more takes longer than
 the experts. Here every node first picks, for the slots of all its ranks, the experts that its own tokens want most and
 that do not live there. Then nodes serve their own tokens, foreign tokens go to the hosting node with the least to do,
-and inside each node experts are laid on ranks, largest first, cut where a rank is full. All amounts are whole
-assignments.
+and inside each node experts are laid on ranks, largest first, where they are already if that rank has room, cut where a
+rank is full. All amounts are whole assignments.
 
 With deduplicated dispatch one expert more saves little until most picks of a token are local, and then much; so plans
-are built as a whole and priced as a whole, never grown replica by replica.
+of a cell are built as a whole and priced as a whole, never grown replica by replica.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from foreroute.costs.pricing import cell_seconds
-from foreroute.kernels import kernel
+from foreroute.kernels import NONE, kernel
 from foreroute.plan.hosts import CellPlan
 from foreroute.planner.split import split_expert
 
 WORTH = 1e-3
-"""A plan that saves less than this share of a cell's seconds is not worth its transfers: the cost model is not exact to
-a part in a thousand."""
+"""A plan that saves less than this share of a cell's seconds is not worth its transfers: the cost model is not exact
+to a part in a thousand."""
 COPIES_LIMITS = (np.inf, 1.25, 0.8)
 """Most replicas of one rank's home experts, by the slots of a rank, that plans are tried with: a home sends all of them
 and receives their gradients, over one NIC. On 96 cells of G16 to G64 (two models, 2k and 8k tokens a rank, 4 and 8
@@ -40,17 +40,25 @@ def most_trials(slots: int) -> int:
 
 @kernel
 def replicate_for_traffic(
-    cell: CellPlan, counts_GE: Any, slots: int, target: int, attention_s: Any, prices: Any
+    cell: CellPlan,
+    counts_GE: Any,
+    wanted_NE: Any,
+    held_GS: Any,
+    keep: float,
+    target: int,
+    attention_s: Any,
+    prices: Any,
 ) -> CellPlan:
     """Plan a cell anew for short traffic, if that is faster.
 
-    First come as many replicas as fit, then a quarter fewer each time, as long as that takes no more time. Slots are
-    taken to be empty before the cell and are all refilled, as those shared by layers are.
+    First come as many replicas as fit, then a quarter fewer each time, as long as that takes no more time.
 
     Args:
         cell: a plan to beat, with balanced loads.
         counts_GE: int32 [G, E], of the cell.
-        slots: of a rank, as many as may be used, which `cell` need not have had.
+        wanted_NE: float64 [N, E], how much the tokens of each node want an expert, in assignments.
+        held_GS: int16 [G, S], the experts in the slots of each rank, -1 in empty ones.
+        keep: by how much more an expert that a node holds is wanted.
         target: most assignments that a rank should serve.
         attention_s: of `slowest_attention`.
         prices: the cost model.
@@ -59,19 +67,23 @@ def replicate_for_traffic(
         A plan that takes less time by the cost model, both stages together, or `cell` itself.
     """
     num_ranks, num_experts = counts_GE.shape
-    width = prices.ranks_per_node
-    demand_NE = np.zeros((num_ranks // width, num_experts), np.int64)
+    demand_NE = np.zeros(wanted_NE.shape, np.int64)
     for g in range(num_ranks):
         for e in range(num_experts):
-            demand_NE[g // width, e] += counts_GE[g, e]
-    order_X = np.argsort(-demand_NE.ravel(), kind="mergesort")  # most wanted first; equal ones keep their order
+            demand_NE[g // prices.ranks_per_node, e] += counts_GE[g, e]
+    worth_NE = wanted_NE.copy()
+    for g in range(num_ranks):
+        for e in held_GS[g]:
+            if e != NONE and worth_NE[g // prices.ranks_per_node, e] == wanted_NE[g // prices.ranks_per_node, e]:
+                worth_NE[g // prices.ranks_per_node, e] += keep
+    order_X = np.argsort(-worth_NE.ravel(), kind="mergesort")  # most wanted first; equal ones keep their order
     found, least_s = cell, cell_seconds(cell, counts_GE, attention_s, prices).sum() * (1 - WORTH)
     for limit in COPIES_LIMITS:
-        few, last_s = slots, np.inf
+        few, last_s = held_GS.shape[1], np.inf
         while few > 0:
-            hosted_NE = choose_hosted(demand_NE, order_X, cell.home_E, width, few, limit * few)
-            served_GE = serve_locally(demand_NE, hosted_NE, cell.home_E, width, few, target)
-            other = _split(cell.home_E, counts_GE, served_GE, width)
+            hosted_NE = choose_hosted(wanted_NE, order_X, cell.home_E, prices.ranks_per_node, few, limit * few)
+            served_GE = serve_locally(demand_NE, hosted_NE, cell.home_E, held_GS, few, target)
+            other = _split(cell.home_E, counts_GE, served_GE, held_GS, worth_NE)
             seconds = cell_seconds(other, counts_GE, attention_s, prices).sum()
             fewer = len(other.expert_R) < len(found.expert_R)
             if seconds < least_s or (fewer and seconds < least_s * (1 + WORTH)):
@@ -86,19 +98,19 @@ def replicate_for_traffic(
 
 @kernel
 def choose_hosted(
-    demand_NE: Any, order_X: Any, home_E: Any, ranks_per_node: int, slots: int, most_copies: float
+    wanted_NE: Any, order_X: Any, home_E: Any, ranks_per_node: int, slots: int, most_copies: float
 ) -> Any:
     """What each node hosts: bool [N, E]. Its homes, and what its tokens want most.
 
     Args:
-        demand_NE: int64, assignments of each node's own tokens.
-        order_X: int64, the flat indices of `demand_NE`, most wanted first.
+        wanted_NE: how much the tokens of each node want an expert.
+        order_X: int64, the flat indices of `wanted_NE`, in the order in which they are hosted.
         home_E: integers, homes.
         ranks_per_node: of the topology.
         slots: of each rank.
         most_copies: other nodes at most that host the experts of one home rank.
     """
-    num_nodes, num_experts = demand_NE.shape
+    num_nodes, num_experts = wanted_NE.shape
     # The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
     # quarter of all at most (chosen by hand).
     guests = slots * ranks_per_node - min(ranks_per_node - 1, slots * ranks_per_node // 4)
@@ -109,8 +121,8 @@ def choose_hosted(
         hosted_NE[home_E[e] // ranks_per_node, e] = True
     for x in order_X:
         node, e = x // num_experts, x % num_experts
-        if demand_NE[node, e] == 0:
-            break
+        if wanted_NE[node, e] == 0:
+            continue
         if not hosted_NE[node, e] and free_N[node] > 0 and copies_G[home_E[e]] < most_copies:
             hosted_NE[node, e] = True
             free_N[node] -= 1
@@ -119,23 +131,27 @@ def choose_hosted(
 
 
 @kernel
-def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, ranks_per_node: int, slots: int, target: int) -> Any:
+def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, held_GS: Any, slots: int, target: int) -> Any:
     """Loads of all hosts of a cell whose nodes host given experts: int64 [G, E], what each rank serves of each expert.
 
     Args:
         demand_NE: int64, assignments of each node's own tokens.
         hosted_NE: bool, of `choose_hosted`.
         home_E: integers, homes.
-        ranks_per_node: of the topology.
+        held_GS: what slots hold.
         slots: replicas that a rank may take.
         target: most assignments that a rank should serve. It is kept where this construction finds a way to.
     """
-    num_nodes, num_experts = demand_NE.shape
-    served_GE = np.zeros((num_nodes * ranks_per_node, num_experts), np.int64)
-    load_G = np.zeros(num_nodes * ranks_per_node, np.int64)
+    num_experts, num_ranks = len(home_E), len(held_GS)
+    served_GE, load_G = np.zeros((num_ranks, num_experts), np.int64), np.zeros(num_ranks, np.int64)
+    holds_GE = np.zeros((num_ranks, num_experts), np.bool_)
+    for g in range(num_ranks):
+        for e in held_GS[g]:
+            if e != NONE:
+                holds_GE[g, e] = True
     left_NE = _quotas(demand_NE, hosted_NE)
-    for node in range(num_nodes):
-        _lay_on_ranks(node, left_NE[node], home_E, ranks_per_node, slots, target, served_GE, load_G)
+    for node in range(len(demand_NE)):
+        _lay_on_ranks(node, left_NE, home_E, slots, target, holds_GE, served_GE, load_G)
     for e in range(num_experts):
         served_GE[home_E[e], e] += left_NE[:, e].sum()
     return served_GE
@@ -176,10 +192,10 @@ def _quotas(demand_NE: Any, hosted_NE: Any) -> Any:
 
 @kernel
 def _lay_on_ranks(
-    node: int, left_E: Any, home_E: Any, ranks_per_node: int, slots: int, target: int, served_GE: Any, load_G: Any
+    node: int, left_NE: Any, home_E: Any, slots: int, target: int, holds_GE: Any, served_GE: Any, load_G: Any
 ) -> None:
-    """Lay a node's experts on its ranks. What found no place stays in `left_E`."""
-    num_experts = len(left_E)
+    """Lay a node's experts on its ranks. What found no place stays in `left_NE`."""
+    left_E, num_experts, ranks_per_node = left_NE[node], len(home_E), len(load_G) // len(left_NE)
     begin, end = node * ranks_per_node, (node + 1) * ranks_per_node
     for e in range(num_experts):
         if begin <= home_E[e] < end:
@@ -198,12 +214,14 @@ def _lay_on_ranks(
     used_G = np.zeros(ranks_per_node, np.int64)
     for e in np.argsort(-left_E):
         while left_E[e] > 0:
-            best = -1
+            best, least = -1, target
             for rank in range(begin, end):
                 free = used_G[rank - begin] < slots and served_GE[rank, e] == 0 and rank != home_E[e]
-                if free and (best < 0 or load_G[rank] < load_G[best]):
-                    best = rank
-            if best < 0 or load_G[best] >= target:
+                # a rank that holds the expert and is not full goes before all others
+                load = load_G[rank] - (target if holds_GE[rank, e] and load_G[rank] < target else 0)
+                if free and load < least:
+                    best, least = rank, load
+            if best < 0:
                 break
             amount = min(left_E[e], target - load_G[best])
             served_GE[best, e] = amount
@@ -213,25 +231,39 @@ def _lay_on_ranks(
 
 
 @kernel
-def _split(home_E: Any, counts_GE: Any, served_GE: Any, ranks_per_node: int) -> CellPlan:
-    """The plan of a cell whose ranks serve so much of each expert: int64 [G, E]. Slots are counted from 0 on a rank."""
+def _split(home_E: Any, counts_GE: Any, served_GE: Any, held_GS: Any, worth_NE: Any) -> CellPlan:
+    """The plan of a cell whose ranks serve so much of each expert: int64 [G, E].
+
+    What is held stays in its slot. Others take empty slots, then those whose expert is worth least to the node.
+    """
     num_ranks, num_experts = counts_GE.shape
-    most = int((served_GE > 0).sum())
+    ranks_per_node, most = num_ranks // len(worth_NE), int((served_GE > 0).sum())
+    worth_GS = np.full(held_GS.shape, -1.0)
+    for g in range(num_ranks):
+        for s, e in enumerate(held_GS[g]):
+            if e != NONE:
+                worth_GS[g, s] = np.inf if served_GE[g, e] > 0 else worth_NE[g // ranks_per_node, e]
     expert_R, rank_R, slot_R = np.empty(most, np.int16), np.empty(most, np.int16), np.empty(most, np.int16)
-    tokens_RG = np.zeros((most, num_ranks), np.int32)
-    used_G = np.zeros(num_ranks, np.int64)
+    fetched_R, tokens_RG = np.empty(most, np.bool_), np.zeros((most, num_ranks), np.int32)
     left_G, home_G, quota_V = np.empty((3, num_ranks), np.int64)
     end = 0
     for e in range(num_experts):
-        first = end
+        first, home = end, int(home_E[e])
         for g in range(num_ranks):
             left_G[g] = counts_GE[g, e]
-            if served_GE[g, e] > 0 and g != home_E[e]:
-                expert_R[end], rank_R[end], slot_R[end] = e, g, used_G[g]
+            if served_GE[g, e] > 0 and g != home:
+                slot = NONE
+                for s in range(held_GS.shape[1]):
+                    if held_GS[g, s] == e:
+                        slot = s
+                fetched_R[end] = slot == NONE
+                if slot == NONE:
+                    slot = np.argmin(worth_GS[g])
+                    worth_GS[g, slot] = np.inf
+                expert_R[end], rank_R[end], slot_R[end] = e, g, slot
                 quota_V[end - first] = served_GE[g, e]
-                used_G[g] += 1
                 end += 1
-        home = int(home_E[e])
-        quota = served_GE[home, e]
-        split_expert(rank_R, tokens_RG, first, end, quota_V, home, quota, left_G, home_G, ranks_per_node, True)
-    return CellPlan(home_E, expert_R[:end], rank_R[:end], slot_R[:end], np.ones(end, np.bool_), tokens_RG[:end])
+        if end > first:
+            quota = served_GE[home, e]
+            split_expert(rank_R, tokens_RG, first, end, quota_V, home, quota, left_G, home_G, ranks_per_node, True)
+    return CellPlan(home_E, expert_R[:end], rank_R[:end], slot_R[:end], fetched_R[:end], tokens_RG[:end])

@@ -71,7 +71,7 @@ PRESETS = {
     "ours_exact": PlannerPreset("foreroute, exact", PlanOptions(tolerance=0.0)),
     "ours_rehomed": PlannerPreset("foreroute, 16 home moves a layer", PlanOptions(tolerance=0.02, home_moves=16)),
     "ours_traffic": PlannerPreset(
-        "foreroute, 8 slots against traffic", PlanOptions(tolerance=0.02, slots="shared", traffic=True), 8
+        "foreroute, 8 slots against traffic", PlanOptions(tolerance=0.02, traffic=True), 8
     ),
 }
 """By short name. Options not named are defaults."""

@@ -319,8 +319,6 @@ class ParallelConfig(Section):
         elif self.pay_off or self.traffic:
             asked = "pay_off" if self.pay_off else "traffic"
             raise ValueError(f"{asked} = true goes by prices; name a topology file, or leave it out")
-        if self.traffic and self.slots != "shared":
-            raise ValueError('traffic = true refills all slots in every cell; set slots = "shared", or leave it out')
         return self
 
 
