@@ -125,9 +125,11 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots="shared"), 1)
     (none,) = learn_alike(workers, config_of(4, topology=str(dear), paths="direct"), 1)
     assert short["execution"]["replicas"] > none["execution"]["replicas"] == 0
-    for stage in short["execution"]["stages"].values():
+    for name, stage in short["execution"]["stages"].items():
+        assert stage["priced_options"].pop(name.split()[0]).startswith("by the plan: it saves")
         assert stage["priced_options"] == {"pay_off": "on: where it saves time", "traffic": "on: where it saves time"}
-    for stage in none["execution"]["stages"].values():
+    for name, stage in none["execution"]["stages"].items():
+        assert stage["priced_options"][name.split()[0]] == "at homes: the plan has no replicas"
         assert stage["priced_options"]["traffic"] == "off: slots of each layer keep what they hold, and it refills all"
         assert stage["priced_options"]["pay_off"] == "on: where it saves time"
 
