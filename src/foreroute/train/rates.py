@@ -96,7 +96,7 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
         if device.type == "cpu":
             known = replace(known, tile_rows=row_multiple(placed.layers[0].parameters))
         costs = replace(costs, hardware=known, sequence_tokens=float(SEQUENCE))
-        steps = _steps(routed, placed, replace(topology, links=known.links), ranks, tokens)
+        steps = _steps(routed, placed, replace(topology, links=known.links), clock, tokens)
         seconds_XS, begin_s = _timed(clock, routed, steps)
         found = vars(fitted(costs, steps, seconds_XS))
         plan_s_per_count = _planning(clock, steps[-1], costs)
@@ -196,18 +196,18 @@ def _small_model(shape: ModelShape, device: torch.device) -> tuple[hf.RoutedTran
 
 
 def _steps(
-    routed: hf.RoutedTransformer, placed: ExpertParallelModel, topology: Topology, ranks: Alone, tokens: int
+    routed: hf.RoutedTransformer, placed: ExpertParallelModel, topology: Topology, clock: _Clock, tokens: int
 ) -> list[MeasuredStep]:
     """Even and uneven at home, and the uneven one under its plan. A rank alone has more tokens in uneven steps."""
     found, spec = [], routed.spec
     for skew, num_plans in ((0.0, 1), (UNEVEN, 2)):
-        shape = max(1, tokens // SEQUENCE) * (2 if skew and ranks.size == 1 else 1), SEQUENCE
-        rng, batches, rows_M = np.random.default_rng([ranks.rank, num_plans]), [], []
+        shape = max(1, tokens // SEQUENCE) * (2 if skew and clock.ranks.size == 1 else 1), SEQUENCE
+        rng, batches, rows_M = np.random.default_rng([clock.ranks.rank, num_plans]), [], []
         for _ in range(MICRO_STEPS):
             batch = rng.integers(0, VOCABULARY, shape)
             scores = rng.random((*shape, LAYERS, spec.num_experts)) + np.linspace(skew, 0, spec.num_experts)
             ids = np.argsort(-scores, axis=-1)[..., : spec.top_k]
-            batches.append(torch.from_numpy(batch).to(routed.model.device))
+            batches.append(torch.from_numpy(batch).to(clock.device))
             rows_M.append(routed.rows(RoutingTrace.from_sequences(spec, list(batch), list(ids))))
         counts = routed.gather_counts(rows_M)
         found += [
