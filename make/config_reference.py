@@ -25,26 +25,15 @@ from foreroute.files.config_file import Section
 from foreroute.simulate.config import SimulateConfig
 from foreroute.train.config import TrainConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
-METRICS = PAGE.with_name("metrics.md")
-RECORDED = "## What a run records\n"
-RECORDS = """
-Each line of `metrics.jsonl` is a JSON object of one step. Keys in bold are always in their object; the others are left
-out where nothing was measured. `[]` is a list, `*` any name, a share is from 0 to 1. Readers refuse unknown keys.
-`foreroute.records.StepRecord` has the types.
-"""
-INTRO = """# Configuration
-
-Look up any key of the TOML files of `foreroute train`, `simulate` and `plan`. The default comes first, if there is one,
-then the type or the other values. Unknown keys, wrong types and numbers out of range are errors that name the key.
-[0, 1) includes 0 and not 1; upper limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference`
-writes this page.
-"""
-TRAINING = """For `foreroute train FILE`. Only `name` is required. Pages about the tables: [model, task and
-rollout](train.md), [rl](methods.md), [parallel](experts.md#with-the-trainer), [vLLM](engines.md)."""
-SIMULATION = """For `foreroute simulate FILE`; see [the simulator](simulate.md)."""
-TOPOLOGY = """For `foreroute plan`; see [the planner](planner.md). A default *preset* or *hardware* comes from there,
-and is required without one."""
+DOCS = Path(__file__).parent.parent / "docs"
+HEADING = "\n## Keys\n"
+"""The section that is written anew, up to the end of its page."""
+TRAINING = """Only `name` is required. The default comes first, if there is one, then the type or the other values.
+Unknown keys, wrong types and numbers out of range are errors that name the key. [0, 1) includes 0 and not 1; upper
+limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference` writes this section."""
+SIMULATION = """Keys of `foreroute simulate FILE`, [read as those of a run](train.md#keys)."""
+TOPOLOGY = """Keys of a file for `foreroute plan` and [the planner](planner.md#the-topology-file). A default *preset* or
+*hardware* comes from there, and is required without one."""
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
 SHOWN = 1000

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,10 +17,14 @@ from numpy.typing import NDArray
 from foreroute import planner
 from foreroute.adapters import hf
 from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.costs.cluster_file import Cluster, load_cluster, write_rates
 from foreroute.ep import ExpertParallelModel, PlanExecution
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.train.ranks import Ranks
+from foreroute.train.rates import measure_rates
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -45,6 +50,7 @@ class Bench:
 
     Attributes:
         number: of the step, the same for all benches; another one has weights taken up anew.
+        cluster: what plans are made for and priced by; None: nothing is priced.
     """
 
     number: ClassVar[int] = 0
@@ -54,6 +60,7 @@ class Bench:
     traces: list[RoutingTrace]
     rows_M: list[TraceRows]
     counts_MLGE: NDArray[np.int32]
+    cluster: Cluster | None = None
 
     @classmethod
     def of(cls, rank: int, num_ranks: int) -> Bench:
@@ -70,21 +77,26 @@ class Bench:
         rank: int,
         *,
         skew: float = 0.3,
+        zipf: float = 0.0,
         shape: tuple[int, int] = BATCH,
         micro_steps: int = MICRO_STEPS,
+        cluster: Cluster | None = None,
     ) -> Bench:
-        """The same model on other routes, of sequences and tokens in each; with `skew` 0 all experts are as likely."""
-        batches, traces = drawn(routed.spec, rank, skew=skew, shape=shape, micro_steps=micro_steps)
+        """The same model on other routes, as `drawn` has them."""
+        batches, traces = drawn(routed.spec, rank, skew=skew, zipf=zipf, shape=shape, micro_steps=micro_steps)
         rows_M = [routed.rows(trace) for trace in traces]
-        return cls(routed, placed, batches, traces, rows_M, routed.gather_counts(rows_M))
+        return cls(routed, placed, batches, traces, rows_M, routed.gather_counts(rows_M), cluster)
 
     def plan(self, options: PlanOptions) -> StepPlan:
         """Of the step."""
-        return planner.plan(self.counts_MLGE, self.topology, options, home_LE=self.placed.home_LE)
+        costs = None if self.cluster is None else self.cluster.costs
+        return planner.plan(self.counts_MLGE, self.topology, options, home_LE=self.placed.home_LE, costs=costs)
 
     @property
     def topology(self) -> Topology:
         """One node."""
+        if self.cluster is not None:
+            return self.cluster.topology
         num_ranks = self.counts_MLGE.shape[2]
         return Topology(num_ranks, num_ranks, SLOTS, LINKS)
 
@@ -127,24 +139,42 @@ class Bench:
         dist.barrier()
 
 
+def measured_cluster(path: Path, tokens: int) -> Cluster:
+    """What `foreroute plan --measure` makes of a topology file, on the ranks that are here. A collective call."""
+    ranks = Ranks(RankConsensus())
+    rates = measure_rates(load_cluster(path), ranks, torch.device("cpu"), tokens)
+    ranks.on_rank_0("writing the rates", lambda: write_rates(path, rates))
+    return load_cluster(path)
+
+
 def drawn(
     spec: RoutingSpec,
     rank: int,
     *,
     skew: float = 0.3,
+    zipf: float = 0.0,
     shape: tuple[int, int] = BATCH,
     micro_steps: int = MICRO_STEPS,
 ) -> tuple[list[torch.Tensor], list[RoutingTrace]]:
-    """The micro-batches of a rank, int64 `shape`, and routes for them."""
-    rng = np.random.default_rng([rank, int(1000 * skew)])
+    """The micro-batches of a rank, int64 `shape`, and routes for them.
+
+    They favour the first experts, which live together, and with `skew` 0 none; or, with `zipf`, experts of any rank by
+    Zipf's law of this exponent.
+    """
+    rng = np.random.default_rng([rank, int(1000 * (zipf or skew))])
     batches = [torch.from_numpy(rng.integers(0, 256, shape)) for _ in range(micro_steps)]
-    return batches, [_skewed(spec, batch, rng, skew) for batch in batches]
-
-
-def _skewed(spec: RoutingSpec, batch: torch.Tensor, rng: np.random.Generator, skew: float) -> RoutingTrace:
-    tokens = batch.numpy()
     favour_E = np.linspace(skew, 0, spec.num_experts)
-    scores = [rng.random((len(row), spec.num_layers, spec.num_experts)) + favour_E for row in tokens]
+    if zipf:
+        favour_E = -zipf * np.log(1 + np.random.default_rng(7).permutation(spec.num_experts))
+    draw = rng.gumbel if zipf else rng.uniform
+    return batches, [_favouring(spec, batch, draw, favour_E) for batch in batches]
+
+
+def _favouring(
+    spec: RoutingSpec, batch: torch.Tensor, draw: Callable[..., NDArray[np.float64]], favour_E: NDArray[np.float64]
+) -> RoutingTrace:
+    tokens = batch.numpy()
+    scores = [draw(size=(len(row), spec.num_layers, spec.num_experts)) + favour_E for row in tokens]
     ids = [np.argsort(-score, axis=-1)[..., : spec.top_k] for score in scores]
     return RoutingTrace.from_sequences(spec, list(tokens), ids)
 

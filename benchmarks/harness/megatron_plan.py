@@ -1,7 +1,9 @@
 """Seconds of a Megatron step under a plan over those of the same step with every expert at home, on two processes.
 
 Each process has a core, and experts dominate the step, as in `step_seconds`; counting and planning are on the clock.
-*Static* is Megatron as it is, attached and replaying the same routes. *Attached* is a step whose wrapped forward is
+Whether a stage
+goes by the plan or at homes is decided by rates that `foreroute plan --measure` finds in the same run. *Static* is
+Megatron as it is, attached and replaying the same routes. *Attached* is a step whose wrapped forward is
 given no routes, over the same step of a model that was never attached. *Predicted* is what the simulator makes of the
 very same plans, without counting and planning, with rates that were fitted to other skews and sizes on the same
 processes. Also what the all-to-all dispatcher asks of other ranks and waits for, with and without.
@@ -11,10 +13,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,11 +28,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes
+from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes, measured_cluster
 from benchmarks.harness.executor_counts import launches, posting
 from benchmarks.harness.pairs import compare, near_one
 from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
 from foreroute import layout, planner
+from foreroute.costs.cluster_file import Cluster, cluster_toml
 from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.testing import megatron_on_cpu
 
@@ -50,12 +55,14 @@ SIZES: dict[str, Any] = {
 }
 VOCABULARY, SHAPE = 256, (4, 256)
 """Tokens; sequences of a micro-batch and tokens of each."""
+MILD = {"least": 0.2, "slight": 0.4, "mild": 0.8}
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
+"""As in `step_seconds`, static imbalance about 1.05, 1.1, 1.2, 1.3, 1.6 and 1.8."""
 OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
 PLANNED = PlanOptions(tolerance=0.02)
 NAMES = (
-    *("planned_over_static", "predicted_planned_over_static", "static_imbalance", "attached_ratio"),
+    *("planned_over_static", "predicted_planned_over_static", "static_imbalance", "attached_ratio", "gains"),
     *("collectives_saved", "host_waits", "waits_per_layer"),
     *("posted_behind_rows", "fetches_per_cell", "votes_per_step", "aten_over_unpatched"),
 )
@@ -65,18 +72,22 @@ Parts = tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]
 def planned_step(pairs: int) -> dict[str, Any]:
     """Ratios of seconds, `planned_over_static` by stage and skew and `attached_ratio`, and what goes with them.
 
-    Beside them `predicted_planned_over_static` by stage and skew, `static_imbalance` by skew, `collectives_saved` and
-    `host_waits`, the most of these per layer and micro-step under a plan, and what one rank posts, asks and launches
-    (`Bench.counted`). Ratios are medians over pairs that were run in turn, with the 95 % interval of the median.
-    Without pairs nothing is timed, and without two cores nothing is counted either; it is None then.
+    Beside them `predicted_planned_over_static` and `gains` by stage and skew, `static_imbalance` by skew,
+    `collectives_saved` and `host_waits`, the most of these per layer and micro-step under a plan, and what one rank
+    posts, asks and launches (`Bench.counted`). Ratios are medians over pairs that were run in turn, with the 95 %
+    interval of the median. Without pairs nothing is timed, and without two cores nothing is counted either; it is None
+    then.
     """
     if len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(NAMES)
-    parts: Parts = in_processes(_measured, 2, pairs)
+    config = processes_config(hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], paths="direct")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        path.write_text(cluster_toml(config.described()))
+        parts: Parts = in_processes(_measured, 2, pairs, path)
     found, cases, others = parts
     if not pairs:
         return dict.fromkeys(NAMES) | found
-    config = processes_config(hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], paths="direct")
     return found | {"predicted_planned_over_static": predict_ratios(others, cases, config)}
 
 
@@ -94,7 +105,7 @@ def hub_sizes() -> dict[str, Any]:
     }
 
 
-def _measured(rank: int, num_ranks: int, pairs: int) -> Parts:
+def _measured(rank: int, num_ranks: int, pairs: int, path: Path) -> Parts:
     """What was found; what was planned and static in each case; and other steps, timed."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     megatron_on_cpu.install()
@@ -102,21 +113,23 @@ def _measured(rank: int, num_ranks: int, pairs: int) -> Parts:
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
     found = _counted(rank, num_ranks)
-    return _timed(rank, num_ranks, pairs, found) if pairs else (found, {}, [])
+    return _timed(rank, num_ranks, pairs, path, found) if pairs else (found, {}, [])
 
 
-def _timed(rank: int, num_ranks: int, pairs: int, found: dict[str, Any]) -> Parts:
-    found |= {"planned_over_static": {stage: {} for stage in STAGES}, "static_imbalance": {}}
-    bench = Bench(rank, num_ranks, 0.0, {})
+def _timed(rank: int, num_ranks: int, pairs: int, path: Path, found: dict[str, Any]) -> Parts:
+    found |= {name: {stage: {} for stage in STAGES} for name in ("planned_over_static", "gains")}
+    found["static_imbalance"] = {}
+    bench = Bench(rank, num_ranks, 0.0, {}, measured_cluster(path, SHAPE[0] * SHAPE[1]))
     cases: dict[str, list[TimedStep]] = {}
-    for name in SKEWS:
-        bench.take_routes(rank, SKEWS[name])
+    for name in (*MILD, *SKEWS):
+        bench.take_routes(rank, SKEWS.get(name, 0.0), zipf=MILD.get(name, 0.0))
         cases[name] = bench.steps(name)
         found["static_imbalance"][name] = round(bench.static_imbalance, 3)
         for stage, updates in STAGES.items():
             planned, static = partial(bench.paid_step, not updates), partial(bench.step, None, not updates)
             ratio = compare(planned, static, pairs=pairs)
             found["planned_over_static"][stage][name] = ratio.shown()
+            found["gains"][stage][name] = round(cases[name][0].plan.gains[stage], 4)
     found |= near_one("attached", compare(*bench.without_routes(), pairs=pairs))
     others = []
     for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES):
@@ -142,18 +155,20 @@ def _counted(rank: int, num_ranks: int) -> dict[str, Any]:
 class Bench:
     """A model that two ranks share, and micro-batches on routes that favour the experts of one of them."""
 
-    def __init__(self, rank: int, num_ranks: int, skew: float, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, skew: float, settings: dict[str, Any], cluster: Cluster | None = None
+    ) -> None:
         from foreroute.adapters import megatron
 
         self._settings = {"expert_model_parallel_size": num_ranks, **settings}
         self._model = _model(self._settings)
-        self._num_ranks = num_ranks
+        self._num_ranks, self._cluster = num_ranks, cluster
         self._routed = megatron.attach(self._model)
         self.take_routes(rank, skew)
 
-    def take_routes(self, rank: int, skew: float, shape: tuple[int, int] = SHAPE) -> None:
-        """Other micro-batches, and a plan for them."""
-        tokens, traces = drawn(self._routed.spec, rank, skew=skew, shape=shape)
+    def take_routes(self, rank: int, skew: float, shape: tuple[int, int] = SHAPE, zipf: float = 0.0) -> None:
+        """Other micro-batches, on routes as `drawn` has them."""
+        tokens, traces = drawn(self._routed.spec, rank, skew=skew, zipf=zipf, shape=shape)
         whole = [layout.pad(trace.lengths, side="right", order="sbhd") for trace in traces]
         self._shards = [self._routed.shard(trace, each) for trace, each in zip(traces, whole, strict=True)]
         self._batches = [{"tokens": t, "routes": r} for t, r in zip(tokens, self._shards, strict=True)]
@@ -194,8 +209,10 @@ class Bench:
         _run(self._model, forward, self._batches, executing=executing, forward_only=forward_only)
 
     def _planned(self, counts_MLGE: NDArray[np.integer], options: PlanOptions) -> StepPlan:
-        topology = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS)
-        return planner.plan(counts_MLGE, topology, options, home_LE=self._routed.home_LE)
+        topology, costs = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS), None
+        if self._cluster is not None:
+            topology, costs = self._cluster.topology, self._cluster.costs
+        return planner.plan(counts_MLGE, topology, options, home_LE=self._routed.home_LE, costs=costs)
 
     def without_routes(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Steps of micro-batches that bring no routes: of the attached model, and of an equal one that never was."""
@@ -259,7 +276,7 @@ def _run(
 
     model.zero_grad(set_to_none=True)
     dist.barrier()
-    with executing or nullcontext():
+    with executing or nullcontext(), torch.set_grad_enabled(not forward_only):
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(batches),

@@ -19,12 +19,13 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
+from foreroute.plan.options import Stage
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.cell_costs import Compute, Transfers, without_cost
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 
-STAGES = {"recompute": False, "update": True}
+STAGES: dict[Stage, bool] = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""
 FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s", "host_bytes_per_s")
 """Rates; the last where a known step waits for weights from host memory."""
@@ -62,7 +63,7 @@ def time_steps(steps: Sequence[tuple[TimedStep, Callable[[bool], float]]], *, ro
 
 
 def predict_seconds(
-    known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: str, config: SimulateConfig
+    known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: Stage, config: SimulateConfig
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
     measured = [_measurement(one, stage) for one in known]
@@ -122,9 +123,9 @@ def in_turns(compute: Compute, processors: int) -> Compute:
 
 def predict_ratios(
     known: Sequence[TimedStep], cases: Mapping[str, Sequence[TimedStep]], config: SimulateConfig
-) -> dict[str, dict[str, float]]:
+) -> dict[Stage, dict[str, float]]:
     """By stage and case: simulated seconds of its first step over those of its second."""
-    ratios: dict[str, dict[str, float]] = {stage: {} for stage in STAGES}
+    ratios: dict[Stage, dict[str, float]] = {stage: {} for stage in STAGES}
     for stage, of_stage in ratios.items():
         asked = [one for first, second in cases.values() for one in (first, second)]
         seconds = predict_seconds(known, asked, stage, config).reshape(-1, 2).tolist()
@@ -184,7 +185,7 @@ def processes_config(
     )
 
 
-def _measurement(one: TimedStep, stage: str) -> Measurement:
+def _measurement(one: TimedStep, stage: Stage) -> Measurement:
     seconds = one.seconds.get(stage, 1.0)
     return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
 

@@ -2,8 +2,9 @@
 
 The model is small in layers and large in experts, so that fetching a replica is little beside the rows that it serves,
 as on a cluster; backward passes compute activations anew. A planned step publishes its weights and makes its plan on
-the clock, in each stage anew, though an update under the plan of its recompute need not. *Static* has every expert at
-its home, and does neither; *balanced* are as many tokens on uniform routes, at home. *Predicted* is what the simulator
+the clock, in each stage anew, though an update under the plan of its recompute need not. Whether it goes by the plan
+or at homes is decided by rates that `foreroute plan --measure` finds in the same run. *Static* has every expert at its
+home, and does neither; *balanced* are as many tokens on uniform routes, at home. *Predicted* is what the simulator
 makes of the very same plans, without publishing and planning, with rates that were fitted to other skews and sizes on
 the same processes. *Does not pay* are steps of few rows, where replicas are fetched for too little, and four processes
 on two cores, which do all of the work whatever the plan.
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
+import tomllib
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.execution_bench import Bench, in_processes
+from benchmarks.harness.execution_bench import Bench, in_processes, measured_cluster
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.step_prediction import (
     STAGES,
@@ -29,6 +33,7 @@ from benchmarks.harness.step_prediction import (
     time_steps,
 )
 from foreroute.adapters import hf
+from foreroute.costs.cluster_file import cluster_toml
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
@@ -46,8 +51,10 @@ SIZES: dict[str, Any] = {
 }
 SHAPE, MICRO_STEPS = (8, 256), 2
 """Sequences and tokens of a micro-batch, and how many make a step."""
+MILD = {"least": 0.2, "slight": 0.4, "mild": 0.8}
+"""Exponents of Zipf's law; static imbalance about 1.05, 1.1 and 1.2 on two ranks."""
 SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
-"""Static imbalance about 1.3, 1.6 and 1.9 on two ranks."""
+"""The same about 1.3, 1.6 and 1.8. They are compared with forced balance too."""
 OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (4, 12), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
 FEW_ROWS = (1, 16)
@@ -60,23 +67,26 @@ routed_anew = partial(Bench.routed_anew, micro_steps=MICRO_STEPS)
 
 NAMES = (
     *("planned_over_static", "planned_over_balanced", "static_imbalance", "does_not_pay"),
-    "predicted_planned_over_static",
+    *("predicted_planned_over_static", "gains", "rates"),
 )
 
 
 def step_seconds(pairs: int) -> dict[str, Any]:
     """`planned_over_static` and `predicted_planned_over_static` by stage and skew, and what goes with them.
 
-    Beside them `planned_over_balanced` and `static_imbalance` by skew, and `does_not_pay` by why and stage. Ratios are
-    medians over pairs that were run in turn, with the 95 % interval of the median. Without pairs, or two cores, all are
-    None.
+    Beside them `planned_over_balanced` and `static_imbalance` by skew, `gains`, by which the default decides, by stage
+    and skew, the measured `rates`, and `does_not_pay` by why and stage. Ratios are medians over pairs that were run in
+    turn, with the 95 % interval of the median. Without pairs, or two cores, all are None.
     """
     if not pairs or len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(NAMES)
     found: dict[str, Any]
-    found, cases, others = in_processes(_measured, 2, pairs)
-    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
     config = processes_config(SIZES, 2, sequence_tokens=SHAPE[1])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        path.write_text(cluster_toml(config.described()))
+        found, cases, others = in_processes(_measured, 2, pairs, path)
+    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
     return found | {"predicted_planned_over_static": predict_ratios(others, cases, config)}
 
 
@@ -89,28 +99,33 @@ def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
 
 
 def _measured(
-    rank: int, num_ranks: int, pairs: int
+    rank: int, num_ranks: int, pairs: int, path: Path
 ) -> tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]:
     """Ratios of rank 0; what was planned and static in each case; and other steps, timed."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    priced = partial(routed_anew, cluster=measured_cluster(path, SHAPE[0] * SHAPE[1]))
     routed, placed = _placed()
     found: dict[str, Any] = {
+        "rates": tomllib.loads(path.read_text()),
         "planned_over_static": {stage: {} for stage in STAGES},
+        "gains": {stage: {} for stage in STAGES},
         "planned_over_balanced": {},
         "static_imbalance": {},
     }
     cases: dict[str, list[TimedStep]] = {}
     even = routed_anew(routed, placed, rank, skew=0.0, shape=SHAPE)
-    for name, skew in SKEWS.items():
-        bench = routed_anew(routed, placed, rank, skew=skew, shape=SHAPE)
+    for name in (*MILD, *SKEWS):
+        bench = priced(routed, placed, rank, skew=SKEWS.get(name, 0.0), zipf=MILD.get(name, 0.0), shape=SHAPE)
         plan, home = bench.plan(PLANNED), bench.plan(STATIC)
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
         found["static_imbalance"][name] = round(float(home.max_load_ML.sum() / mean), 3)
         for stage, updating in STAGES.items():
             found["planned_over_static"][stage][name] = _ratio(bench, bench, updating, pairs)
-        found["planned_over_balanced"][name] = _ratio(bench, even, True, pairs)
-    few = routed_anew(routed, placed, rank, skew=SKEWS["high"], shape=FEW_ROWS)
+            found["gains"][stage][name] = round(plan.gains[stage], 4)
+        if name in SKEWS:
+            found["planned_over_balanced"][name] = _ratio(bench, even, True, pairs)
+    few = priced(routed, placed, rank, skew=SKEWS["high"], shape=FEW_ROWS)
     found["does_not_pay"] = {"few_rows": _by_stage(few, pairs)}
     others = [
         (

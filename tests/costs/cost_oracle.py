@@ -4,6 +4,7 @@ import math
 
 STAGES = {"recompute": [["f"]], "update": [["f"], ["f", "b"]]}
 GEMM, WEIGHTS, MEMORY, CORE = {"f": 1, "b": 2}, {"f": 1, "b": 4}, {"f": 1, "b": 1.6}, {"f": 1, "b": 3}
+"""Of attention; that of experts backward is what the hardware says."""
 
 
 def messages(sends, ranks_per_node, dispatcher):
@@ -86,8 +87,11 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs):
                         tiles = math.ceil(tokens / machine.tile_rows) * machine.tile_rows
                         moved = WEIGHTS[one] * parameters * model.weight_bytes
                         moved += MEMORY[one] * tokens * (8 * model.hidden + 6 * model.intermediate)
-                        flops = GEMM[one] * 2 * parameters * tiles
+                        flops = {"f": 1, "b": machine.backward_products}[one] * 2 * parameters * tiles
                         experts_G[rank] += flops / machine.gemm_flops_per_s + moved / machine.memory_bytes_per_s
+                for expert, rank, _, _ in hosts:
+                    for end in {rank, int(home_E[expert])} if rank != int(home_E[expert]) else ():
+                        experts_G[end] += {"f": machine.replica_s, "b": machine.replica_backward_s}[one]
                 here["experts"] += max(experts_G)
                 here["fixed"] += machine.layer_s
             copied = [rank for _, rank, path in moves if path == "host"]

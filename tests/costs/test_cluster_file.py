@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from foreroute.costs.cluster_file import cluster_toml, load_cluster, parse_cluster
+from foreroute.costs.cluster_file import cluster_toml, load_cluster, parse_cluster, write_rates
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.errors import ConfigError, TopologyError
 
@@ -58,6 +58,65 @@ def test_a_cluster_can_be_written_down_and_read_again(hardware):
     assert parse_cluster(other, source="x") != cluster
 
 
+RATES = {
+    "hardware": {"gemm_flops_per_s": 5.5e11, "tile_rows": 16, "replica_s": 0.0},
+    "links": {"node_latency_s": 2.5e-05},
+    "costs": {"begin_s": 0.001, "plan_s_per_count": 1e-06},
+}
+WRITTEN = """# mine
+[topology]
+num_ranks = 16  # ours
+redundant_slots = 2
+[hardware]
+preset = "a100"
+gemm_flops_per_s = 1e12
+[model]
+preset = "qwen3-30b-a3b"
+# the link
+[links]  # of mine
+cluster_bytes_per_s = 1e9
+node_latency_s = 1e-3
+"""
+
+
+def test_rates_are_put_into_a_file_and_all_else_stays(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(WRITTEN)
+    before = load_cluster(path)
+    for rates in (RATES, {"hardware": RATES["hardware"] | {"gemm_flops_per_s": 7e11}}):  # once more, over the first
+        write_rates(path, rates)
+    found, text = load_cluster(path), path.read_text()
+    values = tomllib.loads(text)
+    assert values["hardware"] == {"preset": "a100", "gemm_flops_per_s": 7e11, "tile_rows": 16, "replica_s": 0.0}
+    assert values["links"] == {"cluster_bytes_per_s": 1e9, "node_latency_s": 2.5e-5}
+    assert values["costs"] == RATES["costs"]
+    assert found.costs.model == before.costs.model
+    assert found.topology.num_ranks == 16
+    assert [line for line in text.splitlines() if "#" in line and "measured" not in line] == [
+        "# mine",
+        "num_ranks = 16  # ours",
+        "# the link",
+        "[links]  # of mine",
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('hardware = {preset = "a100"}\n', "cannot be given rates line by line; write hardware"),
+        ("topology.num_ranks = 16\nhardware.tile_rows = 3\n", "cannot be given rates line by line"),
+        ("[topology]\nnum_ranks = 16\n", r"\[links\] has no node_bytes_per_s"),
+    ],
+)
+def test_files_that_lines_cannot_be_put_into_stay_as_they_are(text, message, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        write_rates(path, {"hardware": RATES["hardware"]})
+    assert path.read_text() == text
+
+
 def test_without_presets_every_key_without_default_is_needed():
     hardware = {"gemm_flops_per_s": 1e12, "attention_flops_per_s": 1e12, "memory_bytes_per_s": 1e10}
     with pytest.raises(ConfigError, match=r"x: \[links\] has no node_bytes_per_s, cluster_bytes_per_s"):
@@ -107,6 +166,10 @@ def test_the_files_of_the_planners_page_are_read():
         ("costs", {"prefetch": 1.0}, r"prefetch is 1\.0; expected a whole number"),
         ("costs", {"trial_s_per_count": -1}, "trial_s_per_count is -1; expected more than 0"),
         ("costs", {"model": {}}, "costs.model: unknown key"),
+        ("costs", {"begin_s": float("nan")}, "begin_s is nan; expected more than 0"),
+        ("hardware", {"preset": "h100", "replica_s": -1.0}, r"replica_s is -1\.0; expected more than 0"),
+        ("hardware", {"preset": "h100", "publish_bytes_per_s": 0.5}, r"publish_bytes_per_s is 0\.5; expected 1 to"),
+        ("hardware", {"preset": "h100", "backward_products": 0}, "backward_products is 0; expected more than 0"),
         ("lnks", {}, r"lnks: unknown key; did you mean links\?"),
         ("model", 5, "model is 5; expected a table"),
         ("model", [], r"model is \[\]; expected a table"),

@@ -51,7 +51,7 @@ def kept_and_rows(rank, case):
         counting_kept(model.parameters()) as kept,
     ):
         training_worker.log_probs(model, training_worker.batch(rank, 0, 0)).sum().backward()
-    cells = [execution.schedule.cell(0, layer) for layer in range(len(placed.layers))]
+    cells = [execution.served["update"].schedule.cell(0, layer) for layer in range(len(placed.layers))]
     rows = [(int(c.group_rows_S[: c.num_home].sum()), int(c.group_rows_S[c.num_home :].sum())) for c in cells]
     return kept, rows, rows_M[0].trace.num_rows * routed.spec.top_k
 

@@ -116,6 +116,12 @@ FORGERIES = {
         _edit_topology(links={**vars(LINKS), "node_latency_s": 10**400}),
         "expected more than 0, and 3600 at most",
     ),
+    "gains that are none": (_metadata("gains", "[]"), "gains are .*; expected those of recompute and update, or none"),
+    "gains of one stage": (_metadata("gains", '{"update": 0.1}'), "expected those of recompute and update, or none"),
+    "gains of no number": (
+        _metadata("gains", '{"recompute": NaN, "update": 0.1}'),
+        "gains are .*; expected shares of at most 1",
+    ),
     "no topology": (_metadata("topology", "[]"), "the topology is"),
     "counts without a digest": (_metadata("counts_digest", "0" * 31), "expected 32 hexadecimal digits"),
     "letters": (_metadata("counts_digest", "é" * 32), "expected 32 hexadecimal digits"),
@@ -168,7 +174,7 @@ def test_cells_that_there_are_not_are_refused():
             plan.cell(micro_step, layer)
 
 
-VERSION_5 = Path(__file__).parent / "data" / "plan-v5.safetensors"
+VERSION_6 = Path(__file__).parent / "data" / "plan-v6.safetensors"
 
 
 def archived():
@@ -193,12 +199,13 @@ def archived():
         slots="layer",
         packing=Packing(np.array([0, 1, 0], np.int32), np.array([1, 0, 0], np.int32), 2, 2),
         tokens_digest="ffeeddccbbaa99887766554433221100",
+        gains={"recompute": 0.25, "update": -0.0078125},
     )
 
 
-def test_version_5_is_read_and_written():
-    assert equal(load_plan(VERSION_5), archived())
-    assert plan_to_bytes(archived()) == VERSION_5.read_bytes()
+def test_version_6_is_read_and_written():
+    assert equal(load_plan(VERSION_6), archived())
+    assert plan_to_bytes(archived()) == VERSION_6.read_bytes()
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\2" + bytes(7) + b"{}", b"\x10" + bytes(7) + b"[" * 16])

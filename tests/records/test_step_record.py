@@ -11,7 +11,6 @@ from foreroute.records import StepRecord
 from foreroute.records.json_form import to_json
 from foreroute.records.runs import parse_step
 from foreroute.records.step_record import DeviceRecord, MismatchRecord
-from make import config_reference
 from tests.report.report_runs import execution, step_line
 from tests.train.small_runs import small_config, trainer_of
 

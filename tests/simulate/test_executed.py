@@ -63,7 +63,8 @@ def planned(counts_MLGE, name, home_LE):
     is_ours = isinstance(method, PlannerPreset)
     topology = Topology(RANKS, RANKS, (is_ours and method.redundant_slots) or 2, COSTS.hardware.links)
     options = method.options if is_ours else PlanOptions(replicas=False)
-    return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
+    made = plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
+    return replace(made, gains={})  # executed, however little it saves
 
 
 def execute(rank):

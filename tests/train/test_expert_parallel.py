@@ -126,8 +126,12 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     for slots in ("layer", "shared"):
         (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots=slots), 1)
         assert short["execution"]["replicas"] > none["execution"]["replicas"] == 0
-        for stage in (*short["execution"]["stages"].values(), *none["execution"]["stages"].values()):
+        for name, stage in short["execution"]["stages"].items():
+            assert stage["priced_options"].pop(name.split()[0]).startswith("by the plan: it saves")
             assert set(stage["priced_options"].values()) == {"on: where it saves time"}
+    for name, stage in none["execution"]["stages"].items():
+        assert stage["priced_options"].pop(name.split()[0]) == "at homes: the plan has no replicas"
+        assert set(stage["priced_options"].values()) == {"on: where it saves time"}
 
 
 def learn_alike(workers, config, count=STEPS):

@@ -10,6 +10,7 @@ import typer
 import foreroute
 from foreroute.cli.exit_codes import run
 from foreroute.cli.terminal import Console
+from foreroute.errors import InputError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -185,12 +186,23 @@ def plan(
         list[Path] | None, typer.Option(help="Traces (repeat it) or one counts file of the step before.")
     ] = None,
     token_budget: Annotated[
-        int | None, typer.Option(min=1, help="For traces: most tokens of a rank in a micro-step; 16384 by default.")
+        int | None,
+        typer.Option(min=1, help="Most tokens of a rank in a micro-step: 16384 of traces, 2048 to measure."),
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Instead: measure the rates of the ranks of torchrun, into the topology.")
+    ] = False,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the planner.")] = 1,
 ) -> None:
     """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
+    if measure:
+        if traces or counts:
+            raise InputError("--measure plans nothing; leave out the traces and --counts, or --measure")
+        from foreroute.cli.measure import measure as measure_ranks
+
+        measure_ranks(topology, token_budget)
+        return
     from foreroute.cli.plan import run_plan
     from foreroute.plan import PlanOptions
 

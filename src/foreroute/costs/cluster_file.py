@@ -7,6 +7,7 @@ overridden key by key; without a preset every key is needed that has no default.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -15,13 +16,16 @@ from typing import Any
 from foreroute.costs.model import CostModel, Hardware, ModelShape
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import ConfigError, TopologyError, shown
-from foreroute.files.toml import read_toml, refuse_impossible, unknown_key
+from foreroute.files import read_text, write_atomically, writing_named
+from foreroute.files.toml import MOST_BYTES, read_toml, refuse_impossible, unknown_key
 from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import is_whole
 
 TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
 """What each table describes. Attributes that are tables of this file stand beside it."""
 PRESETS = {"hardware": hardware_preset, "model": model_preset}
+Rates = Mapping[str, Mapping[str, float]]
+"""Values by table and key."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,48 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     given["topology"].setdefault("ranks_per_node", min(num_ranks, width) if is_whole(num_ranks) else width)
     costs = _made("costs", given, source, model=model, hardware=hardware)
     return Cluster(_made("topology", given, source, links=links), costs)
+
+
+def with_rates(path: Path, rates: Rates) -> str:
+    """The content of a topology file with other rates; all else stays, comments too.
+
+    Raises:
+        ConfigError: when the file cannot be read, describes nothing, or has these tables in another form than under a
+            header of theirs.
+    """
+    lines = read_text(path, ConfigError, most_bytes=MOST_BYTES).split("\n")
+    before = read_toml(path)
+    for table, values in rates.items():
+        lines = _with_keys(lines, table, values)
+    text, expected = "\n".join(lines), {**before, **{t: {**before.get(t, {}), **rates[t]} for t in rates}}
+    try:
+        changed: object = tomllib.loads(text)
+    except ValueError:
+        changed = None
+    if changed != expected:
+        raise ConfigError(f"{path} cannot be given rates line by line; write {', '.join(rates)} as tables, [hardware]")
+    parse_cluster(expected, source=str(path))
+    return text
+
+
+def write_rates(path: Path, rates: Rates) -> None:
+    """Put rates into a topology file: the whole file or nothing. Raises `ConfigError` as `with_rates`."""
+    text = with_rates(path, rates)
+    with writing_named(path, ConfigError):
+        write_atomically(path, text)
+
+
+def _with_keys(lines: list[str], table: str, values: Mapping[str, float]) -> list[str]:
+    """These lines with keys at the head of a table, and nowhere else in it."""
+    headers = [n for n, line in enumerate(lines) if line.lstrip().startswith("[")] + [len(lines)]
+    begin = next((n for n in headers[:-1] if lines[n].partition("#")[0].strip() == f"[{table}]"), None)
+    if begin is None:
+        lines, begin, end = [*lines, f"[{table}]"], len(lines), len(lines) + 1
+    else:
+        end = next(n for n in headers if n > begin)
+    pairs = [f"{key} = {json.dumps(value)}  # measured" for key, value in values.items()]
+    others = [line for line in lines[begin + 1 : end] if line.partition("=")[0].strip() not in values]
+    return [*lines[: begin + 1], *pairs, *others, *lines[end:]]
 
 
 def keys_of(table: str) -> list[str]:

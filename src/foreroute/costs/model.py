@@ -38,8 +38,10 @@ MOST_OF_MODEL = {
 }
 MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000}
 MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 3600.0, 1e24, 64, 1 << 24, 999_999
-"""Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, and cells ahead. Like
-all bounds here, ten times what anyone has or more, and such that no product of them overflows."""
+MOST_PRODUCTS = 1000
+"""Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, cells ahead, and
+products backward over forward. Like all bounds here, ten times what anyone has or more, and such that no product of
+them overflows."""
 
 Dispatcher = Literal["copies", "dedup"]
 
@@ -111,6 +113,10 @@ class Hardware:
         layer_s: fixed seconds of a pass over a layer.
         links: bandwidths of one rank, latencies of an all-to-all.
         ranks_per_node: ranks joined by the fast link.
+        backward_products: seconds of matrix products backward over those forward.
+        replica_s: processor seconds of a replica in a forward pass, beside its rows, on its rank and at its home.
+        replica_backward_s: the same in a backward pass.
+        publish_bytes_per_s: a rank's weights to the host's memory; 0: as host_bytes_per_s.
     """
 
     gemm_flops_per_s: float
@@ -120,14 +126,20 @@ class Hardware:
     ranks_per_node: int = 8
     tile_rows: int = 128
     layer_s: float = 40e-6
+    backward_products: float = 2.0
+    replica_s: float = 0.0
+    replica_backward_s: float = 0.0
+    publish_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name in MOST_OF_HARDWARE:
                 whole_number(value, name=name, most=MOST_OF_HARDWARE[name], kind=ConfigError)
-            elif name.endswith("_per_s"):
+            elif name.endswith("_per_s") and not (name == "publish_bytes_per_s" and value == 0):
                 check_number(value, name=name, least=1, most=MOST_RATE, kind=ConfigError)
         check_number(self.layer_s, name="layer_s", most=MOST_SECONDS, kind=ConfigError)
+        check_number(self.backward_products, name="backward_products", most=MOST_PRODUCTS, kind=ConfigError)
+        _check_seconds(self, "replica_s", "replica_backward_s")
 
     def topology(self, num_ranks: int, redundant_slots: int) -> Topology:
         """G expert-parallel ranks of this hardware. Fewer ranks than fill one node are one node.
@@ -179,6 +191,8 @@ class CostModel:
         sequence_tokens: length of a sequence, where none is given.
         trial_s_per_count: the planner's seconds to build and price one plan of a cell, for each of its G * E counts; 0:
             planning is free.
+        plan_s_per_count: seconds of planning a cell and compiling its schedule, for each of its G * E counts.
+        begin_s: seconds of beginning and ending a step under a plan: ranks agree on it.
     """
 
     model: ModelShape
@@ -190,6 +204,8 @@ class CostModel:
     # Measured on one core of a virtual machine, for 8 to 64 ranks: pay-off, which prices one plan, takes 7 to 30 ns for
     # a count, traffic with 8 slots, which tries 19 at most, 107 to 162 ns.
     trial_s_per_count: float = 1e-8
+    plan_s_per_count: float = 0.0
+    begin_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dispatcher not in ("copies", "dedup"):
@@ -197,8 +213,7 @@ class CostModel:
         check_paths(self.paths)
         whole_number(self.prefetch, name="prefetch", least=0, most=MOST_PREFETCH, kind=ConfigError)
         check_number(self.sequence_tokens, name="sequence_tokens", most=MOST_SEQUENCE, kind=ConfigError)
-        if self.trial_s_per_count != 0:
-            check_number(self.trial_s_per_count, name="trial_s_per_count", most=MOST_SECONDS, kind=ConfigError)
+        _check_seconds(self, "trial_s_per_count", "plan_s_per_count", "begin_s")
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
@@ -215,12 +230,29 @@ class CostModel:
 
     def _expert_prices(self, one: PassCost) -> ExpertPrices:
         shape, hardware = self.model, self.hardware
+        is_forward = one == FORWARD
+        products = one.gemm if is_forward else hardware.backward_products
         return ExpertPrices(
             hardware.tile_rows,
-            one.gemm * 2 * shape.expert_parameters / hardware.gemm_flops_per_s,
+            products * 2 * shape.expert_parameters / hardware.gemm_flops_per_s,
             one.weights * shape.expert_bytes / hardware.memory_bytes_per_s,
             one.memory * (8 * shape.hidden + 6 * shape.intermediate) / hardware.memory_bytes_per_s,
+            float(hardware.replica_s if is_forward else hardware.replica_backward_s),
         )
+
+    def step_seconds(self, topology: Topology, shape: tuple[int, int, int]) -> float:
+        """Seconds that a step under a plan takes once: planning, votes, and publishing where ranks share memory.
+
+        Args:
+            topology: ranks and links.
+            shape: (M, L, E).
+        """
+        num_micro_steps, num_layers, num_experts = shape
+        seconds = self.begin_s + self.plan_s_per_count * num_micro_steps * num_layers * topology.num_ranks * num_experts
+        if self.paths == "host" and topology.ranks_per_node > 1:
+            rate = self.hardware.publish_bytes_per_s or topology.links.host_bytes_per_s
+            seconds += num_layers * num_experts / topology.num_ranks * self.model.expert_bytes / rate
+        return seconds
 
     def attention_seconds(
         self, tokens_X: NDArray[Any], squares_X: NDArray[Any] | None = None, one: PassCost = FORWARD
@@ -273,13 +305,14 @@ class CostModel:
 
 class ExpertPrices(NamedTuple):
     """What `expert_seconds` of one pass goes by: rows of a tile, seconds of a row's products, of all weights through
-    memory, and of a row through memory.
+    memory, and of a row through memory; and what a replica takes beside, at both of its ends.
     """
 
     tile_rows: int
     row_s: float
     weight_s: float
     pair_s: float
+    replica_s: float
 
 
 class Prices(NamedTuple):
@@ -315,6 +348,14 @@ class Prices(NamedTuple):
     ranks_per_node: int
     host_ranks: int
     groups: tuple[tuple[int, int, int], ...]
+
+
+def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
+    """Raise `ConfigError` unless these are seconds, or 0."""
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or value != 0:
+            check_number(value, name=name, most=MOST_SECONDS, kind=ConfigError)
 
 
 def expert_seconds(tokens: Any, of: ExpertPrices) -> Any:

@@ -12,10 +12,10 @@ from foreroute.costs.links import HOST, all_to_all_seconds, pairs_between, rows_
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel, expert_seconds
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
-from foreroute.plan.hosts import CellPlan
+from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.plan.options import STAGE_NAMES
 from foreroute.plan.topology import Topology
 
-STAGE_NAMES = ("recompute", "update")
 PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
 
@@ -81,6 +81,24 @@ def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDAr
     return np.stack([costs.attention_seconds(tokens_XG, one=one).max(axis=-1) for one in (FORWARD, BACKWARD)], axis=-1)
 
 
+def step_parts(
+    hosts: Hosts, counts_MLGE: NDArray[np.int32], topology: Topology, costs: CostModel
+) -> NDArray[np.float64]:
+    """float64 [2, 5], seconds of `STAGE_NAMES` and `PART_NAMES` of a step, one cell after another.
+
+    Args:
+        hosts: of all cells.
+        counts_MLGE: int32 [M, L, G, E].
+        topology: ranks and links.
+        costs: the cost model.
+    """
+    prices, attention_ML2 = costs.prices(topology), slowest_attention(counts_MLGE, costs)
+    parts_SP = np.zeros((len(STAGE_NAMES), len(PART_NAMES)))
+    for m, layer in np.ndindex(*counts_MLGE.shape[:2]):
+        parts_SP += cell_seconds(hosts.cell(m, layer), counts_MLGE[m, layer], attention_ML2[m, layer], prices)
+    return parts_SP
+
+
 def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel) -> NDArray[np.float64]:
     """Recompute and update of every cell when all that a plan can change is as good as it could ever be.
 
@@ -109,7 +127,10 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
 
 @kernel
 def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
-    """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass."""
+    """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass.
+
+    What a replica takes of its rank and of its home is among them.
+    """
     num_ranks, num_experts = counts_GE.shape
     forward_G, backward_G = np.zeros(num_ranks), np.zeros(num_ranks)
     home_tokens_E = np.zeros(num_experts, np.int64)
@@ -120,9 +141,14 @@ def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
         tokens = 0
         for g in range(num_ranks):
             tokens += cell.tokens_RG[r, g]
+        rank, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
         home_tokens_E[cell.expert_R[r]] -= tokens
-        forward_G[cell.rank_R[r]] += _expert_seconds(tokens, prices.forward)
-        backward_G[cell.rank_R[r]] += _expert_seconds(tokens, prices.backward)
+        forward_G[rank] += _expert_seconds(tokens, prices.forward)
+        backward_G[rank] += _expert_seconds(tokens, prices.backward)
+        if rank != home:
+            for end in (rank, home):
+                forward_G[end] += prices.forward.replica_s
+                backward_G[end] += prices.backward.replica_s
     for e in range(num_experts):
         forward_G[cell.home_E[e]] += _expert_seconds(home_tokens_E[e], prices.forward)
         backward_G[cell.home_E[e]] += _expert_seconds(home_tokens_E[e], prices.backward)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,8 +32,23 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.ep.transfer.replica_weights import Cell, Home
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
+from foreroute.plan.options import STAGE_NAMES, Stage
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
+
+
+class ServedStage(NamedTuple):
+    """What is executed in a stage.
+
+    Attributes:
+        plan: of the step, or its homes alone.
+        schedule: of that, for this rank.
+        num_replicas_ML: int64 [M, L].
+    """
+
+    plan: StepPlan
+    schedule: ExecutionSchedule
+    num_replicas_ML: NDArray[np.int64]
 
 
 class PlanExecution:
@@ -53,7 +68,8 @@ class PlanExecution:
         before_publishing: called before weights are copied to host memory.
 
     Attributes:
-        plan: the plan.
+        plan: the plan. In a stage that it saves too little in every expert serves at its home (`plan.decision`).
+        served: what is executed in each stage.
         executed_ML: int64 [M, L], assignments that the experts of this rank have computed, recomputation left out;
             layers of other stages have none.
         transfers: what travelled here for replicas, once the execution is over.
@@ -101,11 +117,13 @@ class PlanExecution:
         self.executed_ML = np.zeros(plan.shape[:2], np.int64)
         self.transfers: list[TransferRecord] = []
         self._ranks, self._step, self._micro_batches = ranks, step, list(micro_batches)
-        self._counts_MLGE, self._num_replicas_ML = counts_MLGE, plan.num_replicas_ML
+        self._counts_MLGE = counts_MLGE
         self._row_multiples = row_multiples or {}
         self._keeps_weights, self._before_publishing = keeps_weights, before_publishing
-        multiple_L = [self._row_multiples.get(layer, 1) for layer in range(plan.shape[1])]
-        self.schedule = ExecutionSchedule(plan, counts_MLGE, rank, row_multiple_L=multiple_L, paths=ranks.options.paths)
+        recompute = self._compiled(plan.in_stage("recompute"))
+        is_alike = plan.is_at_home("recompute") == plan.is_at_home("update")
+        update = recompute if is_alike else self._compiled(plan.in_stage("update"))
+        self.served: dict[Stage, ServedStage] = {"recompute": recompute, "update": update}
         self._chunks = chunks
         # chunks without routers take no part
         self._begun = {chunk: 0 for chunk, of_chunk in enumerate(chunks) if of_chunk}
@@ -122,8 +140,8 @@ class PlanExecution:
         """
         if self._engine is not None:
             self._engine.take_records()  # of one that failed
-            if not self._ranks.gathers_late:
-                self._begin_transfers(updating=True)
+            if not (self._ranks.gathers_late or any(map(self.plan.is_at_home, STAGE_NAMES))):
+                self._begin_transfers("update")
         yield
         if self._engine is not None:
             self._engine.end_step(keeps_weights=self._keeps_weights)
@@ -148,36 +166,43 @@ class PlanExecution:
         self._begun[chunk] += 1
         return PassCells(self, micro_step, self._chunks[chunk], self._micro_batches[micro_step])
 
-    def _begin_transfers(self, *, updating: bool) -> TransferEngine:
-        """What brings weights, which is told, before the first, whether backward passes follow."""
+    def _begin_transfers(self, stage: Stage) -> TransferEngine:
+        """What brings weights, which is told, before the first, whether backward passes follow.
+
+        It is left alone in a stage in which every expert serves at its home.
+        """
         engine = self._engine
         assert engine is not None, "there is a layer that runs"
+        if self.plan.is_at_home(stage):
+            return engine
         if not self._has_begun:
             if engine.paths == "host" and self._before_publishing is not None:
                 self._before_publishing()
-            engine.begin_step(self._step, self.plan, self.schedule)
+            engine.begin_step(self._step, *self.served[stage][:2])
             self._has_begun = True
-        engine.updating = updating
+        engine.updating = stage == "update"
         return engine
 
-    def _moves(self, cell: Cell) -> CellSchedule | None:
-        """The moves of weights in a cell on this rank; None where no rank has a replica."""
-        has_replicas = self._num_replicas_ML[cell.micro_step, cell.layer]
-        return self.schedule.cell(cell.micro_step, cell.layer) if has_replicas else None
+    def _compiled(self, plan: StepPlan) -> ServedStage:
+        rank, paths = self._ranks.consensus.rank, self._ranks.options.paths
+        multiple_L = [self._row_multiples.get(layer, 1) for layer in range(plan.shape[1])]
+        schedule = ExecutionSchedule(plan, self._counts_MLGE, rank, row_multiple_L=multiple_L, paths=paths)
+        return ServedStage(plan, schedule, plan.num_replicas_ML)
 
     def _cell(self, micro_step: int, layer: int) -> Cell:
         """By its place in the plan."""
         return Cell(self._step, micro_step, layer)
 
-    def _exchanged(self, cell: Cell, counts_E: Tensor) -> CellRows:
+    def _exchanged(self, cell: Cell, stage: Stage, counts_E: Tensor) -> CellRows:
         """The rows of a cell in which some rank has rows without a route, which the plan has not counted.
 
         Args:
             cell: which.
+            stage: of the pass.
             counts_E: int64 [E], assignments of this rank.
         """
         counts_GE = gather_counts(self._ranks.group, counts_E, str(cell))
-        plan = self.plan.cell(cell.micro_step, cell.layer)
+        plan = self.served[stage].plan.cell(cell.micro_step, cell.layer)
         multiple = self._row_multiples.get(cell.layer, 1)
         found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, row_multiple=multiple, what=str(cell))
         (rows,) = rows_on(counts_E.device, [found])
@@ -245,15 +270,17 @@ class PassCells:
         """What a layer is to do in the pass that these cells belong to, or in its recomputation."""
         execution, cell = self.execution, self._cells[layer]
         assert isinstance(current.rows, ReplayRows), "it has these cells"
-        rows = None
+        stage: Stage = "update" if current.with_grad else "recompute"
+        served, rows = execution.served[stage], None
         if execution._is_known_M[self._micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too
-                found = [execution.schedule.cell(self._micro_step, each) for each in self._layers]
+                found = [served.schedule.cell(self._micro_step, each) for each in self._layers]
                 self._rows = dict(zip(self._layers, rows_on(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
-        engine = execution._begin_transfers(updating=current.with_grad)
-        moves, name = execution._moves(cell), self._names[layer]
-        return CellWork(cell, name, rows, moves, engine, self, current.rows, is_again)
+        engine, name = execution._begin_transfers(stage), self._names[layer]
+        has_replicas = served.num_replicas_ML[self._micro_step, layer]
+        moves = served.schedule.cell(self._micro_step, layer) if has_replicas else None
+        return CellWork(cell, name, stage, rows, moves, engine, self, current.rows, is_again)
 
     def sent(self, rows: ReplayRows, layer: int, top_k: int) -> Tensor | None:
         """int64, which of the R x K assignments experts compute, ascending; None for all.
@@ -287,6 +314,7 @@ class CellWork:
     Attributes:
         cell: which.
         name: of the cell, in words.
+        stage: of the pass.
         rows: of the cell; None where counts are exchanged first.
         moves: of weights, on this rank; None where no rank has a replica.
         engine: what brings them.
@@ -297,6 +325,7 @@ class CellWork:
 
     cell: Cell
     name: str
+    stage: Stage
     rows: CellRows | None
     moves: CellSchedule | None
     engine: TransferEngine
@@ -315,7 +344,7 @@ class CellWork:
             counts_E: integers [E], assignments that the router of this rank made.
         """
         execution = self.cells.execution
-        rows = execution._exchanged(self.cell, counts_E) if self.rows is None else self.rows
+        rows = execution._exchanged(self.cell, self.stage, counts_E) if self.rows is None else self.rows
         if not self.is_again:
             execution._note(self.cell, sum(rows.receive_G), counts_E)
         return rows

@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import PlanError
+from foreroute.errors import PlanError, shown
 from foreroute.files.container import objection
 from foreroute.plan.counts import counts_digest
-from foreroute.plan.options import PlanOptions
+from foreroute.plan.options import STAGE_NAMES, PlanOptions
 from foreroute.plan.step_plan import TENSORS, StepPlan
 from foreroute.trace.checks import ascending
 
@@ -103,6 +103,11 @@ def _check_packing(plan: StepPlan) -> None:
 
 
 def _check_figures(plan: StepPlan) -> None:
+    gains: object = plan.gains
+    if not isinstance(gains, dict) or (gains and set(gains) != set(STAGE_NAMES)):
+        raise PlanError(f"gains are {shown(gains)}; expected those of {' and '.join(STAGE_NAMES)}, or none")
+    if not all(isinstance(gain, float) and gain <= 1 for gain in gains.values()):  # so that NaN is wrong
+        raise PlanError(f"gains are {shown(gains)}; expected shares of at most 1")
     wrong_ML = ~((plan.bound_ML >= 0) & (plan.bound_ML <= plan.max_load_ML))  # so that NaN is wrong
     if wrong_ML.any():
         m, layer = np.argwhere(wrong_ML)[0].tolist()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from foreroute.errors import ConfigError
 from foreroute.trace.spec import whole_number
 
 SlotSharing = Literal["layer", "shared"]
 """A set of redundant slots for each layer, or one set for all."""
+Stage = Literal["recompute", "update"]
+"""Passes without gradients, and with them."""
+STAGE_NAMES: tuple[Stage, ...] = get_args(Stage)
 PRICED = ("traffic", "pay_off")
 """The options that a cost model prices."""
 MOST = 2**63 - 1
@@ -33,7 +36,8 @@ class PlanOptions:
             pays: over all micro-steps of a layer, or where slots are shared, cell by cell. None: on in layers where it
             saves more time than planning it exposes.
         pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: on in layers
-            where it saves more time than planning it exposes.
+            where it saves more time than planning it exposes. Where there is a cost model and this is not False, stages
+            that the plan saves too little in are executed at homes (`StepPlan.gains`).
         threads: of the planner. Plans do not depend on it.
         seed: of the placement search. The same seed gives the same plan.
     """

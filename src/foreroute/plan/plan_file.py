@@ -26,9 +26,9 @@ from foreroute.plan.topology import Links, Topology
 
 PLAN_FILE = FileFormat(
     name="plan",
-    version=5,
+    version=6,
     kind=PlanError,
-    metadata=("topology", "slots", "counts_digest", "tokens_digest"),
+    metadata=("topology", "slots", "gains", "counts_digest", "tokens_digest"),
     # splits are most of a plan, and few are large
     tensors=TENSORS | {"tokens_RG": TensorSchema("U8 U16 I32", "RG")},
     made_by="foreroute plan and foreroute.plan.save_plan write plans",
@@ -89,6 +89,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
     metadata = {
         "topology": json.dumps(asdict(plan.topology)),
         "slots": plan.slots,
+        "gains": json.dumps(dict(plan.gains)),
         "counts_digest": plan.counts_digest,
         "tokens_digest": plan.tokens_digest,
     }
@@ -127,6 +128,7 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
         slots=cast("SlotSharing", metadata["slots"]),
         packing=packing,
         tokens_digest=metadata["tokens_digest"],
+        gains=parse_json(metadata["gains"], PlanError, name="its gains"),
         **tensors,
     )
 

@@ -5,8 +5,8 @@ Axis letters: M micro-steps, L layers, G ranks, E logical experts, R replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from foreroute.files.container import TensorSchema
 from foreroute.layout import Packing
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import SlotSharing
+from foreroute.plan.options import SlotSharing, Stage
 from foreroute.plan.topology import Topology
 from foreroute.trace.container import RoutingTrace
 
@@ -36,6 +36,8 @@ TENSORS = {
     "sequence_rank_S": TensorSchema("I32", "S"),
 }
 """The arrays of a plan; those of the packing, which come last, are empty without one."""
+LEAST_GAIN = 0.01
+"""A stage in which a plan saves a smaller share is executed with every expert at its home."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,8 @@ class StepPlan:
         slots: what becomes of the content of slots between cells, as in `PlanOptions`.
         packing: the rank and micro-step of every sequence, where sequences were planned; None for bare counts.
         tokens_digest: `tokens_digest` of these sequences; empty without a packing.
+        gains: of both stages, the share that the plan saves of the modelled seconds with every expert at its home, when
+            it has paid for what a planned step takes once; empty where nothing was priced.
     """
 
     topology: Topology
@@ -63,6 +67,7 @@ class StepPlan:
     slots: SlotSharing
     packing: Packing | None = None
     tokens_digest: str = ""
+    gains: Mapping[Stage, float] = field(default_factory=dict)
 
     @property
     def home_LE(self) -> NDArray[np.int16]:
@@ -102,6 +107,28 @@ class StepPlan:
                 f"the plan has {self.shape[0]} micro-steps of {self.shape[1]} layers, no ({micro_step}, {layer})"
             )
         return self.hosts.cell(micro_step, layer)
+
+    def is_at_home(self, stage: Stage) -> bool:
+        """Whether every expert serves at its home in a stage: the plan has no replica, or saves too little there."""
+        return len(self.hosts.expert_R) == 0 or self.gains.get(stage, 1.0) < LEAST_GAIN
+
+    def in_stage(self, stage: Stage) -> StepPlan:
+        """What is executed in a stage: this plan, or its homes alone, beside the loads and bounds of this plan."""
+        if not self.is_at_home(stage):
+            return self
+        return replace(self, hosts=Hosts.with_room(self.home_LE, self.shape[0], self.topology.num_ranks, 0))
+
+    def decision(self, stage: Stage) -> str:
+        """What is executed in a stage, and why, in words."""
+        if len(self.hosts.expert_R) == 0:
+            return "at homes: the plan has no replicas"
+        if stage not in self.gains:
+            return "by the plan: nothing is priced"
+        gain = f"{abs(self.gains[stage]):.1%} of the modelled time"
+        if not self.is_at_home(stage):
+            return f"by the plan: it saves {gain}"
+        verb = "cost" if self.gains[stage] < 0 else "save"
+        return f"at homes: the plan would {verb} {gain}, and is to save {LEAST_GAIN:.0%}"
 
     def counts_of(self, traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:
         """int32 [M, L, G, E], the counts of these sequences under the plan's packing.

@@ -97,7 +97,7 @@ class StageRecord:
     at_home_MLG: Loads
     """Assignments with every expert at its home."""
     priced_options: dict[str, str] = field(default_factory=dict)
-    """Whether `pay_off` and `traffic` were on, and why."""
+    """Whether `pay_off` and `traffic` were on, whether the stage went by the plan or at homes, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ def load_of_cells(sides: Sides, layers: Sequence[RoutedLayer]) -> Plot:
 
 def time_by_part(sides: Sides) -> Plot:
     """Where the modelled time goes."""
-    from foreroute.costs.pricing import PART_NAMES, STAGE_NAMES
+    from foreroute.costs.pricing import PART_NAMES
+    from foreroute.plan.options import STAGE_NAMES
 
     parts_SP = [side.parts_MLSP.sum(axis=(0, 1)) for side in sides]
     bars = [(title, parts[s]) for s in range(len(STAGE_NAMES)) for title, parts in zip(TITLES, parts_SP, strict=True)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from foreroute.files.config_file import Positive, Section, checked
 from foreroute.files.regular import parse_json, read_text
 from foreroute.plan import load_counts, load_plan, verify
 from foreroute.plan.counts import check_counts
+from foreroute.plan.options import STAGE_NAMES, Stage
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
@@ -84,7 +85,7 @@ class Measurement:
 
     @classmethod
     def of(
-        cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, stage: str, seconds: float
+        cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, stage: Stage, seconds: float
     ) -> Measurement:
         """From arrays.
 
@@ -106,14 +107,14 @@ class Measurement:
             served = all_at_home(problem)
         else:
             verify(plan, counts_MLGE)
-            served = ServedStep.of(plan, counts_MLGE)
-        return cls(name, problem, served, ("recompute", "update").index(stage), seconds)
+            served = ServedStep.of(plan.in_stage(stage), counts_MLGE)
+        return cls(name, problem, served, STAGE_NAMES.index(stage), seconds)
 
 
 class _Line(Section):
     counts: str
     plan: str | None
-    stage: Literal["recompute", "update"]
+    stage: Stage
     seconds: Positive
 
 

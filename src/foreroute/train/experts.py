@@ -30,6 +30,7 @@ from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ConfigError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.plan.options import PRICED
 from foreroute.planner.homes import place_homes
 from foreroute.records.step_record import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -176,9 +177,10 @@ class ExpertParallel(OneProcess):
             return
         now, rows_M, number, making = announced
         begun = time.monotonic()
-        now.plan = self._placed.share_plan(making.result)
+        plan = self._placed.share_plan(making.result)
         now.exposed_planning_s = time.monotonic() - begun
-        with self._policy.execute(now.plan, now.counts_MLGE, rows_M, step=number) as execution:
+        now.plan = plan.in_stage(now.stage)
+        with self._policy.execute(plan, now.counts_MLGE, rows_M, step=number) as execution:
             self._rows_M = rows_M
             try:
                 yield
@@ -224,7 +226,8 @@ class ExpertParallel(OneProcess):
         """Plan a pass, in the thread. Homes stay: they move between steps."""
         begun, (topology, options, costs) = time.monotonic(), self._planning
         stay = replace(options, home_moves=0)
-        plan, run.priced_options = planner.plan_and_why(run.counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
+        plan, why = planner.plan_and_why(run.counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
+        run.priced_options = {name: why[name] for name in (*PRICED, run.stage)}
         run.planning_s = time.monotonic() - begun
         return plan
 

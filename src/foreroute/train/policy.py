@@ -47,9 +47,7 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
             raise ConfigError(
                 f"{config.model.family} has no activation checkpointing; set model.gradient_checkpointing = false"
             )
-        # older transformers have the second name alone
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        checkpoint_activations(model)
     to_training(model)
     try:
         return hf.attach(model)
@@ -80,6 +78,13 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
             f"embeds {embeddings}; name the tokenizer that the model was trained with as model.tokenizer"
         )
     return model
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Have backward compute the activations of each layer anew."""
+    # older transformers have the second name alone
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
 
 
 def to_training(model: Any) -> None:

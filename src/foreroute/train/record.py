@@ -16,6 +16,7 @@ from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import contiguous_imbalance
+from foreroute.plan.options import Stage
 from foreroute.records import StepRecord
 from foreroute.records.step_record import (
     DeviceRecord,
@@ -214,10 +215,10 @@ class ExecutedPass:
     """What one pass did on one rank under its plan for `counts_MLGE`.
 
     Attributes:
-        plan: once it is made.
+        plan: once it is made, as it is executed in the stage of the pass.
         planning_s: seconds that the planner took, on the first rank.
         exposed_planning_s: seconds that the pass waited for the plan before it began.
-        priced_options: whether pay-off and traffic were on, and why, on the first rank.
+        priced_options: whether pay-off and traffic were on, what is executed, and why, on the first rank.
         transfers: of this rank, once the pass has ended.
         executed_ML: int64 [M, L], assignments that this rank computed, once the pass has ended.
     """
@@ -230,6 +231,11 @@ class ExecutedPass:
     priced_options: dict[str, str] = field(default_factory=dict)
     transfers: list[TransferRecord] = field(default_factory=list)
     executed_ML: NDArray[np.int64] = field(init=False)
+
+    @property
+    def stage(self) -> Stage:
+        """That the pass belongs to."""
+        return "recompute" if self.name == "recompute" else "update"
 
 
 @dataclass(frozen=True)

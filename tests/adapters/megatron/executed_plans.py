@@ -190,12 +190,13 @@ def skewed(batch, case, number, m):
     return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
 
 
-def rows_off_plan(routed, execution, counts_MLGE):
-    """In how many cells of this rank the experts computed another number of rows than the plan says."""
+def rows_off_plan(routed, execution, counts_MLGE, stage="update"):
+    """In how many cells of this rank the experts computed another number of rows than the plan says for a stage."""
     here = [routed.spec.layers.index(layer) for layer in routed.layers]
     rank = parallel_state.get_expert_model_parallel_rank()
+    served = execution.plan.in_stage(stage)
     return sum(
-        int(execution.plan.cell(m, layer).loads_G(counts_MLGE[m, layer])[rank]) != execution.executed_ML[m, layer]
+        int(served.cell(m, layer).loads_G(counts_MLGE[m, layer])[rank]) != execution.executed_ML[m, layer]
         for m, layer in itertools.product(range(len(counts_MLGE)), here)
     )
 

@@ -130,6 +130,7 @@ def plan_digest(plan: StepPlan) -> str:
         "topology": repr(plan.topology),
         "shape": repr(plan.shape),
         "slots": plan.slots,
+        "gains": repr(sorted(plan.gains.items())),
         "counts": plan.counts_digest,
         "tokens": plan.tokens_digest,
     }

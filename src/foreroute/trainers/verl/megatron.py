@@ -169,7 +169,7 @@ class MegatronPasses(EnginePasses):
             self.comparison.metrics.share_native(_over_model)
         if self._planned is not None:
             groups = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
-            self._planned.add_to(self._plans, *groups)
+            self._planned.add_to(self._plans, "update" if update else "recompute", *groups)
         return self._plans.flush() if update and self._planning is not None else {}
 
     def _preparing(self, executions: ExitStack, update: bool) -> AbstractContextManager[Any]:

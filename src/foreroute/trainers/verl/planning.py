@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from verl.workers.config import McoreEngineConfig
 
-from foreroute.costs import hardware_preset
+from foreroute.costs import CostModel, hardware_preset
+from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
-from foreroute.plan import PlanOptions
+from foreroute.plan import PlanOptions, Topology
+from foreroute.plan.options import Stage
 from foreroute.planner import plan
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
 
@@ -50,14 +53,17 @@ class PlanningMegatronConfig(McoreEngineConfig):
         asks_for_plans: what engines without plans are refused by.
         redundant_slots: R, replicas that a rank may serve in a layer.
         hardware: a name of `foreroute.costs.hardware_preset`; its nodes and links are planned for.
+        topology: instead of both, a topology file, by whose rates recompute and update are executed by the plan or at
+            homes.
 
     Raises:
-        ConfigError: when a rank is to serve no replica, or no such hardware is known.
+        ConfigError: when a rank is to serve no replica, no such hardware is known, or the file cannot be read.
     """
 
     asks_for_plans: ClassVar[bool] = True
     redundant_slots: int = 2
     hardware: str = "h100"
+    topology: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +72,14 @@ class PlanningMegatronConfig(McoreEngineConfig):
                 f"redundant_slots is {self.redundant_slots}; expected 1 or more: homes stay, so plans are made of "
                 "replicas. To train without plans, leave out the line that names PlanningMegatronConfig"
             )
-        hardware_preset(self.hardware)
+        self.planned_for(1)
+
+    def planned_for(self, num_ranks: int) -> tuple[Topology, CostModel | None]:
+        """What plans of so many ranks are made for, and their prices, if there are any."""
+        if self.topology is None:
+            return hardware_preset(self.hardware).topology(num_ranks, self.redundant_slots), None
+        cluster = load_cluster(Path(self.topology))
+        return cluster.topology, replace(cluster.costs, paths="direct")
 
 
 # a worker builds this configuration before its engine; the driver builds it too, and makes no engine
@@ -95,11 +108,11 @@ class PlannedBatch:
     ) -> None:
         self._routed, self._shards, self._open = routed, list(micro_batches), open_executions
         self._counts_MLGE = routed.gather_counts(self._shards)
-        topology = hardware_preset(config.hardware).topology(self._counts_MLGE.shape[2], config.redundant_slots)
+        topology, costs = config.planned_for(self._counts_MLGE.shape[2])
         home_LE = routed.home_LE
         self._num_at_home = 0 if at_once else min(1, len(self._shards) - 1)
         with_plan_MLGE, thread = self._counts_MLGE[self._num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
-        self._planned = thread.submit(plan, with_plan_MLGE, topology, UNDER_PLAN, home_LE=home_LE)
+        self._planned = thread.submit(plan, with_plan_MLGE, topology, UNDER_PLAN, home_LE=home_LE, costs=costs)
         thread.shutdown(wait=False)
         if self._num_at_home:
             self._at_home = plan(self._counts_MLGE[:1], topology, AT_HOME, home_LE=home_LE)
@@ -117,11 +130,12 @@ class PlannedBatch:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def add_to(self, sums: PlanSums, group: Any, stages: Any) -> None:
+    def add_to(self, sums: PlanSums, stage: Stage, group: Any, stages: Any) -> None:
         """Add what all ranks executed, after the last micro-batch. A collective call.
 
         Args:
             sums: of the engine.
+            stage: that the batch was.
             group: the ranks that share experts.
             stages: the ranks of its pipeline.
         """
@@ -130,7 +144,7 @@ class PlannedBatch:
         executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
         dist.all_gather(executed, mine_ML, group=group)
         cells = [
-            execution.plan.cell(m, layer)
+            execution.served[stage].plan.cell(m, layer)
             for execution in self._executions
             for m, layer in np.ndindex(execution.plan.shape[:2])
         ]

@@ -1,0 +1,290 @@
+"""What the ranks that run this reach, measured: the rates of a topology file, by which plans are priced.
+
+A small model with layers of the file's shape runs three steps in turn, recompute and update of each:
+
+    at home, even    ─┬─ seconds of a row, and of a layer beside its rows
+    at home, uneven  ─┤
+    under its plan   ─┴─ seconds of a replica
+
+A row takes the seconds by which uneven steps are longer, since these are what a plan saves. Links, the way through host
+memory, planning and votes are timed by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.adapters import hf
+from foreroute.costs.cluster_file import Cluster, Rates
+from foreroute.costs.model import MOST_PRODUCTS, CostModel, Hardware, ModelShape
+from foreroute.costs.pricing import ALL_TO_ALL, ATTENTION, EXPERTS, step_parts
+from foreroute.ep import ExpertParallelModel
+from foreroute.ep.compute import row_multiple
+from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.host_memory import HostMemory
+from foreroute.errors import ConfigError
+from foreroute.plan import ExecutionSchedule, Links, PlanOptions, StepPlan, Topology
+from foreroute.planner import plan
+from foreroute.trace import RoutingTrace
+from foreroute.train.policy import Alone, checkpoint_activations
+
+LAYERS, MICRO_STEPS, VOCABULARY, HEAD_WIDTH, SEQUENCE = 2, 2, 256, 64, 256
+UNEVEN = 0.6
+"""Added to the scores of the first expert, and less to the next: the slowest of two ranks has 1.6 times the mean."""
+ROUNDS = 5
+"""How often each is run; the quickest counts, since what disturbs a machine only adds."""
+MESSAGE = 1 << 20
+"""Elements of 4 bytes that are sent to each peer where bandwidth is measured."""
+FOUND = (
+    *("gemm_flops_per_s", "backward_products", "tile_rows", "layer_s"),
+    *("replica_s", "replica_backward_s", "publish_bytes_per_s"),
+)
+"""Of `Hardware`; of the others those of the file stay, and the seconds of a layer make up for them."""
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+"""By bytes of a weight."""
+
+
+class MeasuredStep(NamedTuple):
+    """Micro-batches of this rank, int64 [B, T] each, their routes, the counts of all ranks, and the plan."""
+
+    batches: Sequence[Tensor]
+    rows_M: Sequence[hf.TraceRows]
+    counts_MLGE: NDArray[np.int32]
+    plan: StepPlan
+
+
+def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: int) -> Rates:
+    """Measure on all ranks of the default process group. A collective call.
+
+    Args:
+        cluster: what the topology file says. A group of one process measures what one rank can.
+        ranks: of the group.
+        device: of this rank.
+        tokens: of a rank in a micro-step, as they will be.
+
+    Returns:
+        By table and key of a topology file, the same on all ranks.
+
+    Raises:
+        ConfigError: when the file is of other ranks, weights of its bytes are not measured, or no such model can be.
+    """
+    costs, topology = cluster.costs, cluster.topology
+    if ranks.size == 1:
+        topology = replace(topology, num_ranks=1, ranks_per_node=1)
+    if topology.num_ranks != ranks.size:
+        raise ConfigError(f"the file is of {topology.num_ranks} ranks, and {ranks.size} are here; start as many")
+    if costs.model.weight_bytes not in DTYPES:
+        raise ConfigError(f"weight_bytes is {costs.model.weight_bytes}; rates are measured for 2 or 4")
+    clock, (routed, placed) = _Clock(ranks, device), _small_model(costs.model, device)
+    placed.use(TransferOptions(costs.paths, costs.prefetch))
+    with closing(placed):
+        known = replace(costs.hardware, links=_links(clock, topology), replica_s=0.0, replica_backward_s=0.0)
+        if costs.paths == "host":
+            known = _with_host_memory(clock, topology, placed, known)
+        if device.type == "cpu":
+            known = replace(known, tile_rows=row_multiple(placed.layers[0].parameters))
+        costs = replace(costs, hardware=known, sequence_tokens=float(SEQUENCE))
+        steps = _steps(routed, placed, replace(topology, links=known.links), clock, tokens)
+        seconds_XS, begin_s = _timed(clock, routed, steps)
+        found = vars(fitted(costs, steps, seconds_XS))
+        plan_s_per_count = _planning(clock, steps[-1], costs)
+    rates = {
+        "hardware": {name: found[name] for name in FOUND},
+        "links": vars(known.links),
+        "costs": {"plan_s_per_count": plan_s_per_count, "begin_s": begin_s},
+    }
+    # to four digits; whole numbers stay
+    return {
+        table: {key: value if isinstance(value, int) else float(f"{value:.4g}") for key, value in of.items()}
+        for table, of in rates.items()
+    }
+
+
+def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[np.float64]) -> Hardware:
+    """The hardware with which the cost model takes as long as steps took.
+
+    Args:
+        costs: what is known, links above all; replicas cost nothing.
+        steps: even, uneven, and the latter under a plan.
+        seconds_XS: float64 [3, 2], of each, recompute and update.
+    """
+    hardware, shape = costs.hardware, costs.model
+
+    def parts_SP(step: MeasuredStep, hardware: Hardware) -> NDArray[np.float64]:
+        return step_parts(step.plan.hosts, step.counts_MLGE, step.plan.topology, replace(costs, hardware=hardware))
+
+    even, uneven, planned = steps
+    even_S, uneven_S = (
+        np.maximum(seconds_S - parts_SP(step, hardware)[:, ALL_TO_ALL], seconds_S / 100)
+        for seconds_S, step in zip(seconds_XS[:2], steps[:2], strict=True)
+    )
+    rows, more = (int(step.plan.max_load_ML.sum()) for step in (even, uneven))
+    row_S = ((uneven_S - even_S) / max(more - rows, 1)).tolist()
+    # where processes share cores, more rows of one may cost nothing
+    least_s = float(even_S[0]) / rows * 1e-4
+    pair_s = (8 * shape.hidden + 6 * shape.intermediate) / hardware.memory_bytes_per_s
+    forward_s = max(row_S[0] - pair_s, least_s)
+    backward_s = max(row_S[1] - 2 * row_S[0] - 1.6 * pair_s, least_s)
+    gemm_flops_per_s = 2 * shape.expert_parameters / forward_s
+    products = min(backward_s / forward_s, MOST_PRODUCTS)
+    hardware = replace(hardware, gemm_flops_per_s=gemm_flops_per_s, backward_products=products)
+    left_s = float(even_S[0] - parts_SP(even, hardware)[0, [ATTENTION, EXPERTS]].sum())
+    hardware = replace(hardware, layer_s=max(left_s / even.plan.max_load_ML.size, 1e-9))
+    over_S = np.maximum(seconds_XS[2] - parts_SP(planned, hardware).sum(axis=1), 0)
+    ends = 0
+    for cell in (planned.plan.cell(*place) for place in np.ndindex(*planned.plan.shape[:2])):
+        ends += np.bincount(np.concatenate([cell.rank_R, cell.home_E[cell.expert_R]]), minlength=1).max()
+    forward_s, both_s = (over_S / max(ends, 1)).tolist()
+    return replace(hardware, replica_s=forward_s, replica_backward_s=max(both_s - 2 * forward_s, 0.0))
+
+
+class _Clock:
+    """Seconds of work that all ranks do at the same time, of the slowest one. Calling it is a collective call."""
+
+    def __init__(self, ranks: Alone, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        self._synchronize()
+        self.ranks.max([0])
+        begun = time.perf_counter()
+        work()
+        self._synchronize()
+        return float(self.ranks.all_gather(np.array([time.perf_counter() - begun])).max())
+
+    def quickest(self, work: Callable[[], object]) -> float:
+        """Of several runs."""
+        return min(self(work) for _ in range(ROUNDS + 1))
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _small_model(shape: ModelShape, device: torch.device) -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
+    """Layers of the shape, whose activations are recomputed in backward."""
+    heads = max(1, shape.attention_width // HEAD_WIDTH)
+    model: Any = hf.build_model(
+        "qwen3_moe",
+        seed=0,
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=HEAD_WIDTH,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        moe_intermediate_size=shape.intermediate,
+        norm_topk_prob=True,
+    )
+    model.train().to(device, DTYPES[int(shape.weight_bytes)])
+    checkpoint_activations(model)
+    return hf.attach(model), hf.distribute(model)
+
+
+def _steps(
+    routed: hf.RoutedTransformer, placed: ExpertParallelModel, topology: Topology, clock: _Clock, tokens: int
+) -> list[MeasuredStep]:
+    """Even and uneven at home, and the uneven one under its plan. A rank alone has more tokens in uneven steps."""
+    found, spec = [], routed.spec
+    for skew, num_plans in ((0.0, 1), (UNEVEN, 2)):
+        shape = max(1, tokens // SEQUENCE) * (2 if skew and clock.ranks.size == 1 else 1), SEQUENCE
+        rng, batches, rows_M = np.random.default_rng([clock.ranks.rank, num_plans]), [], []
+        for _ in range(MICRO_STEPS):
+            batch = rng.integers(0, VOCABULARY, shape)
+            scores = rng.random((*shape, LAYERS, spec.num_experts)) + np.linspace(skew, 0, spec.num_experts)
+            ids = np.argsort(-scores, axis=-1)[..., : spec.top_k]
+            batches.append(torch.from_numpy(batch).to(clock.device))
+            rows_M.append(routed.rows(RoutingTrace.from_sequences(spec, list(batch), list(ids))))
+        counts = routed.gather_counts(rows_M)
+        found += [
+            MeasuredStep(batches, rows_M, counts, plan(counts, topology, options, home_LE=placed.home_LE))
+            for options in (PlanOptions(replicas=False), PlanOptions())[:num_plans]
+        ]
+    return found
+
+
+def _timed(
+    clock: _Clock, routed: hf.RoutedTransformer, steps: Sequence[MeasuredStep]
+) -> tuple[NDArray[np.float64], float]:
+    """float64 [steps, 2], seconds between begin and end of recompute and update; and those of begin and end."""
+    seconds_XS, begin_s, number = np.full((len(steps), 2), math.inf), math.inf, 0
+    inner: list[float] = []
+
+    def execute(step: MeasuredStep, stage: int, number: int) -> None:
+        with routed.execute(step.plan, step.counts_MLGE, step.rows_M, step=number):
+            inner.append(clock(partial(_run, routed, step, updating=stage == 1)))
+
+    for _ in range(ROUNDS + 1):
+        for place in np.ndindex(*seconds_XS.shape):
+            number += 1
+            whole_s = clock(partial(execute, steps[place[0]], place[1], number))
+            seconds_XS[place] = min(seconds_XS[place], inner[-1])
+            begin_s = min(begin_s, whole_s - inner[-1])
+    return seconds_XS, max(begin_s, 0.0)
+
+
+def _run(routed: hf.RoutedTransformer, step: MeasuredStep, *, updating: bool) -> None:
+    for batch, rows in zip(step.batches, step.rows_M, strict=True):
+        with torch.set_grad_enabled(updating), routed.replay(rows):
+            loss = routed.model(input_ids=batch, use_cache=False).logits.float().log_softmax(-1)[..., 0].mean()
+            if updating:
+                loss.backward()
+    routed.model.zero_grad(set_to_none=True)
+
+
+def _links(clock: _Clock, topology: Topology) -> Links:
+    """As far as there are peers to measure them with."""
+    links, node_G, rank = topology.links, topology.node_G, clock.ranks.rank
+    for name, is_near in (("node", True), ("cluster", False)):
+        to_G = ((node_G == node_G[rank]) == is_near) & (np.arange(len(node_G)) != rank)
+        if to_G.any():
+            latency_s, whole_s = (_exchange_s(clock, to_G * size) for size in (1, MESSAGE))
+            bytes_per_s = 4 * MESSAGE * int(to_G.sum()) / max(whole_s - latency_s, 1e-9)
+            links = replace(links, **{f"{name}_bytes_per_s": bytes_per_s, f"{name}_latency_s": latency_s})
+    return links
+
+
+def _with_host_memory(clock: _Clock, topology: Topology, placed: ExpertParallelModel, known: Hardware) -> Hardware:
+    """With the bytes that a rank publishes, and reads of what another one has published, in a second."""
+    homes, source = placed.homes, (clock.ranks.rank + 1) % topology.ranks_per_node
+    slots = {name: shard.detach()[0].clone() for name, shard in homes[0].items()}
+    with closing(HostMemory(placed.consensus, topology, homes)) as memory:
+        publish_s = clock.quickest(lambda: memory.publish(homes))
+        rows = [memory.row(source, 0, name, 0) for name in slots]
+        fetch_s = clock.quickest(lambda: [slot.copy_(row) for slot, row in zip(slots.values(), rows, strict=True)])
+    published = sum(shard.nbytes for home in homes.values() for shard in home.values())
+    fetched = sum(slot.nbytes for slot in slots.values())
+    links = replace(known.links, host_bytes_per_s=fetched / fetch_s)
+    return replace(known, links=links, publish_bytes_per_s=published / publish_s)
+
+
+def _exchange_s(clock: _Clock, elements_G: NDArray[np.integer]) -> float:
+    """Seconds of an all-to-all of so many elements of 4 bytes to and from each rank."""
+    sizes = elements_G.tolist()
+    sent, received = (torch.ones(sum(sizes), device=clock.device) for _ in range(2))
+    return clock.quickest(lambda: dist.all_to_all_single(received, sent, sizes, sizes))
+
+
+def _planning(clock: _Clock, step: MeasuredStep, costs: CostModel) -> float:
+    """Seconds of planning a cell and compiling its schedule, for each of its counts."""
+    counts, topology = np.tile(step.counts_MLGE, (4, 1, 1, 1)), step.plan.topology
+
+    def make() -> None:
+        made = plan(counts, topology, home_LE=step.plan.home_LE, costs=costs)
+        ExecutionSchedule(made, counts, clock.ranks.rank).cell(len(counts) - 1, LAYERS - 1)
+
+    return clock.quickest(make) / counts.size

@@ -1,0 +1,133 @@
+"""In which stages a plan is executed: its gain against the slow oracle of cells, and what is decided at 1 %."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.costs.model import CostModel
+from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.plan import CellPlan, PlanOptions, Topology, load_plan, save_plan
+from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.step_plan import LEAST_GAIN
+from foreroute.planner import plan, plan_and_why
+from tests.costs.cost_oracle import seconds
+from tests.plan.random_plans import LINKS
+
+MODEL = replace(MODELS["qwen3-30b-a3b"], num_experts=8, top_k=2)
+HARDWARE_ = replace(
+    HARDWARE["h100"],
+    replica_s=3e-5,
+    replica_backward_s=1e-4,
+    backward_products=2.5,
+    publish_bytes_per_s=3e11,
+)
+COSTS = CostModel(model=MODEL, hardware=HARDWARE_, trial_s_per_count=0.0, plan_s_per_count=2e-8, begin_s=1e-5)
+TOPOLOGY = Topology(4, 2, 2, LINKS)
+SHAPE = (3, 2, 4, 8)
+
+
+def counts(seed, scale=400):
+    rng = np.random.default_rng(seed)
+    return rng.poisson(rng.pareto(2.0, (*SHAPE[:2], 1, SHAPE[3])) * scale, SHAPE) * 2
+
+
+def send(rows, target, tokens_G):
+    """Count rows that every rank sends to one: by link, direction and end."""
+    for source, tokens in enumerate(tokens_G.tolist()):
+        link = "node" if source // 2 == target // 2 else "cluster"
+        for direction, end in (("out", source), ("in", target)) if source != target else ():
+            rows[link, direction, end] = rows.get((link, direction, end), 0) + tokens
+
+
+def by_hand(cells, given, costs):
+    """Seconds of both stages: cell by cell of the oracle."""
+    found = dict.fromkeys(STAGE_NAMES, 0.0)
+    for cell, counts_GE in zip(cells, given.reshape(-1, *SHAPE[2:]), strict=True):
+        left_GE, hosts, rows = counts_GE.astype(int), [], {}
+        for expert, rank, _, fetched, tokens_G in zip(*cell[1:], strict=True):
+            hosts.append((int(expert), int(rank), int(tokens_G.sum()), bool(fetched)))
+            left_GE[:, expert] -= tokens_G
+            send(rows, int(rank), tokens_G)
+        for e in range(8):
+            hosts.append((e, int(cell.home_E[e]), int(left_GE[:, e].sum()), False))
+            send(rows, int(cell.home_E[e]), left_GE[:, e])
+        tokens_G = counts_GE.sum(axis=1) / 2
+        squares_G = tokens_G * costs.sequence_tokens
+        parts = seconds(hosts, cell.home_E, rows, tokens_G, squares_G, TOPOLOGY, costs)
+        for stage in STAGE_NAMES:
+            found[stage] += sum(parts[stage].values())
+    return found
+
+
+def once(costs):
+    """Planning of 3 x 2 cells of 4 x 8 counts, votes, and 2 layers of 2 experts to host memory."""
+    published = 2 * 2 * 3 * 2048 * 768 * 2 / 3e11 if costs.paths == "host" else 0.0
+    return 3 * 2 * 4 * 8 * 2e-8 + 1e-5 + published
+
+
+@pytest.mark.parametrize("paths", ["host", "direct"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gains_are_those_of_the_oracle(seed, paths):
+    given, costs = counts(seed), replace(COSTS, paths=paths)
+    found, why = plan_and_why(given, TOPOLOGY, costs=costs)
+    cells = [found.cell(*cell) for cell in np.ndindex(*SHAPE[:2])]
+    at_home = [CellPlan.homes_only(cell.home_E, 4) for cell in cells]
+    planned_s, home_s = by_hand(cells, given, costs), by_hand(at_home, given, costs)
+    for stage in STAGE_NAMES:
+        gain = 1 - (planned_s[stage] + once(costs)) / home_s[stage]
+        assert found.gains[stage] == pytest.approx(gain, rel=1e-9, abs=1e-12)
+        assert found.is_at_home(stage) == (gain < LEAST_GAIN)
+        assert why[stage] == found.decision(stage)
+
+
+def test_one_percent_decides_and_each_stage_for_itself():
+    """What a step takes once is set so that the gain of one stage is just above 1 %, and just below."""
+    given = counts(0, 4000)
+    free = replace(COSTS, plan_s_per_count=0.0, begin_s=0.0, paths="direct")
+    found = plan(given, TOPOLOGY, costs=free)
+    home_s = by_hand([CellPlan.homes_only(home_E, 4) for _ in range(SHAPE[0]) for home_E in found.home_LE], given, free)
+    for stage, other in (STAGE_NAMES, STAGE_NAMES[::-1]):
+        most_s = (found.gains[stage] - LEAST_GAIN) * home_s[stage]
+        for share, is_at_home in ((1 - 1e-6, False), (1 + 1e-6, True)):
+            decided, why = plan_and_why(given, TOPOLOGY, costs=replace(free, begin_s=most_s * share))
+            assert decided.gains[stage] == pytest.approx(LEAST_GAIN, rel=1e-4)
+            assert decided.is_at_home(stage) == is_at_home
+            words = "at homes: the plan would save 1.0%" if is_at_home else "by the plan: it saves 1.0%"
+            assert why[stage].startswith(words)
+            expected = found.gains[other] - most_s * share / home_s[other]
+            assert decided.gains[other] == pytest.approx(expected, rel=1e-9)
+
+
+def test_what_is_executed_in_a_stage(tmp_path):
+    given = counts(0, 4000)
+    found = plan(given, TOPOLOGY, costs=COSTS)
+    assert len(found.hosts.expert_R)
+    half = replace(found, gains={"recompute": 0.2, "update": 0.0})
+    again = load_plan(save_plan(half, tmp_path / "plan"))
+    assert again.gains == half.gains
+    assert again.in_stage("recompute") is again
+    served = again.in_stage("update")
+    assert served.num_replicas_ML.shape == SHAPE[:2]
+    assert not served.num_replicas_ML.any()
+    for cell in np.ndindex(*SHAPE[:2]):
+        at_home_G = np.bincount(found.home_LE[cell[1]], weights=given[cell].sum(axis=0))
+        assert served.cell(*cell).loads_G(given[cell]).tolist() == at_home_G.tolist()
+
+
+def test_where_nothing_is_priced_or_dropped_the_plan_is_executed():
+    given = counts(0, 1)
+    for options, costs in ((PlanOptions(), None), (PlanOptions(pay_off=False), COSTS)):
+        found, why = plan_and_why(given, TOPOLOGY, options, costs=costs)
+        assert found.gains == {}
+        assert not any(map(found.is_at_home, STAGE_NAMES))
+        assert why["recompute"] == why["update"] == "by the plan: nothing is priced"
+    found, why = plan_and_why(given, TOPOLOGY, PlanOptions(replicas=False), costs=COSTS)
+    assert all(map(found.is_at_home, STAGE_NAMES))
+    assert why["update"] == "at homes: the plan has no replicas"
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_same_counts_give_the_same_decision(threads):
+    plans = [plan(counts(1), TOPOLOGY, PlanOptions(threads=n), costs=COSTS) for n in (1, threads)]
+    assert plans[0].gains == plans[1].gains
