@@ -16,8 +16,9 @@ from typing import Any
 from foreroute.costs.model import CostModel, Hardware, ModelShape
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import ConfigError, TopologyError, shown
-from foreroute.files import read_text, write_atomically, writing_named
+from foreroute.files.regular import read_text
 from foreroute.files.toml import MOST_BYTES, read_toml, refuse_impossible, unknown_key
+from foreroute.files.writing import write_atomically, writing_named
 from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import is_whole
 

@@ -134,7 +134,8 @@ class Window(NamedTuple):
     def parts(self, cells: list[CellPlan]) -> NDArray[np.float64]:
         """float64 [2 stages, 5 parts], of all cells together."""
         given = zip(cells, self.counts_MGE, self.attention_M2, strict=True)
-        return np.sum([cell_seconds(*each, self.prices) for each in given], axis=0)
+        parts_SP: NDArray[np.float64] = np.sum([cell_seconds(*each, self.prices) for each in given], axis=0)
+        return parts_SP
 
     def seconds(self, cells: list[CellPlan]) -> float:
         """Both stages of all cells."""

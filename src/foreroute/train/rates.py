@@ -35,7 +35,8 @@ from foreroute.ep.compute import row_multiple
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.errors import ConfigError
-from foreroute.plan import ExecutionSchedule, Links, PlanOptions, StepPlan, Topology
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
 from foreroute.trace import RoutingTrace
 from foreroute.train.policy import Alone, checkpoint_activations
