@@ -114,13 +114,19 @@ def _planned(counts: NDArray[np.int32], options: PlanOptions, slots: int, costs:
     return found, seconds * 1e6 / (counts.shape[0] * counts.shape[1])
 
 
-def simulated(before: NDArray[np.integer], counts: NDArray[np.integer], model: Mapping[str, Any]) -> dict[str, float]:
+def simulated(
+    before: NDArray[np.integer],
+    counts: NDArray[np.integer],
+    model: Mapping[str, Any],
+    methods: tuple[str, ...] = SIMULATED,
+) -> dict[str, float]:
     """Modelled seconds of recompute and update without balancing over those of a method, on H100 in nodes of 8.
 
     Args:
         before: counts_MLGE of the step before.
         counts: of the step, multiplied to have about `SIMULATED_TOKENS`.
         model: the table of a configuration, of as many experts and picks.
+        methods: of the simulator; LLEP stands beside them.
     """
     num_ranks = counts.shape[2]
     values: dict[str, Any] = {"cluster": {"gpus": num_ranks, "expert_parallel": num_ranks}, "model": dict(model)}
@@ -130,7 +136,7 @@ def simulated(before: NDArray[np.integer], counts: NDArray[np.integer], model: M
         paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]
         for path, each in zip(paths, (before, counts), strict=True):
             save_counts(each * factor, path)
-        values |= {"workload": {"previous_counts": str(paths[0]), "counts": str(paths[1])}, "methods": SIMULATED}
+        values |= {"workload": {"previous_counts": str(paths[0]), "counts": str(paths[1])}, "methods": methods}
         config = parse_config(values, source="the benchmark")
         found = simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})
     static_s = found["static"].training_s
