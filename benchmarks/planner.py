@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness import planner_against, planner_oracles
 from benchmarks.harness.pairs import quickest
+from benchmarks.harness.planner_against import imbalance, shown
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import least_seconds
@@ -79,7 +80,7 @@ def _cell(
     }
     problem = BalancerInput(counts, topology, contiguous, previous_LE)
     others: dict[str, Any] = {
-        record.name: _figures(record) for record in compare(problem, costs, BALANCERS | OTHER_BALANCERS)
+        record.name: shown(record) for record in compare(problem, costs, BALANCERS | OTHER_BALANCERS)
     }
     others["least_seconds"] = round(float(least_seconds(counts, topology, costs).sum()), 4)
     figures["static"] = others["static"]
@@ -113,7 +114,7 @@ def _mode(
         us[slots] = quickest(planned, repeats) * 1e6 / cells
         records[slots] = figures_of(found[slots], counts, costs, label=slots, planning_s=us[slots] * cells / 1e6)
     empty, kept = records["shared"], records["layer"]
-    (mean, p99, worst), of_kept = _imbalance(empty), _imbalance(kept)
+    (mean, p99, worst), of_kept = imbalance(empty), imbalance(kept)
     figures = {
         "mean": mean,
         "p99": p99,
@@ -137,22 +138,3 @@ def _mode(
         for slots, name in (("shared", "cross_node_gap"), ("layer", "persistent_cross_node_gap")):
             figures[name] = planner_oracles.cross_node_gap(found[slots], counts, tolerance, sampled)
     return {name: round(value, 5) for name, value in figures.items()}
-
-
-def _imbalance(record: MethodFigures) -> tuple[float, float, float]:
-    """Mean, 99th percentile and worst over cells."""
-    ratio_ML = record.imbalance_ML
-    return float(ratio_ML.mean()), float(np.quantile(ratio_ML, 0.99)), float(ratio_ML.max())
-
-
-def _figures(record: MethodFigures) -> dict[str, float]:
-    mean, p99, worst = _imbalance(record)
-    return {
-        "mean": round(mean, 5),
-        "p99": round(p99, 5),
-        "worst": round(worst, 5),
-        "moves": round(record.fetches_per_cell, 2),
-        "cross_node_share": round(record.cross_node_share, 4),
-        "seconds": round(record.seconds, 4),
-        "us_per_cell": round(record.planning_s / record.fetches_ML.size * 1e6, 1),
-    }

@@ -1,6 +1,6 @@
 """What plans are worth, simulated: every method over ours, and ours over forced balance, in both stages.
 
-H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B; workloads of `simulate.workload`, the same tokens for every method.
+H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B; workloads G8 to G64, the same tokens for every method.
 **Every second is modelled.** Planning is measured here.
 
 `metrics.<model>.one_node` is what an executor carries out: 8 GPUs, a row for every assignment. `metrics.<model>.EP<n>`
@@ -53,7 +53,7 @@ class Scenario:
             "cluster": {"gpus": self.gpus, "expert_parallel": self.ranks},
             "model": {"preset": self.preset},
             "costs": {"dispatcher": dispatcher or self.dispatchers[0]},
-            "workload": {"tokens_per_rank": TOKENS[tokens], "skew": skew, **size},
+            "workload": {"preset": f"G{self.ranks}", "tokens_per_rank": TOKENS[tokens], "skew": skew, **size},
             "methods": methods,
         }
         others = {"laer": OTHER_BALANCERS["laer"]} if methods == METHODS else {}

@@ -4,7 +4,8 @@ Two ways to grow. More groups at the same expert parallelism: every group plans 
 planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose
 cells take longer to plan. Planning begins when the rollout ends, here together with the recompute, and hands over
 micro-step by micro-step; it is hidden, but for the first micro-step, while it takes less than the recompute. Tokens
-of a GPU stay the same, 8k in a micro-step. No executor carries this out; `not_executed` says what is missing.
+of a GPU stay the same, 8k in a micro-step, as uneven as G16, G64 and, for 256 experts, E256. No executor carries this
+out; `not_executed` says what is missing.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ def figures(found: SimulationRecord) -> dict[str, Any]:
 
 
 def _simulated(model: str, gpus: int, ranks: int, layers: int, groups: int) -> SimulationRecord:
+    preset = "G16" if ranks == 16 else "E256" if model == "deepseek-v3" else "G64"
+    size = {"tokens_per_rank": TOKENS, "micro_steps": MICRO_STEPS, "layers": layers, "groups": groups}
     values = {
         "cluster": {"gpus": gpus, "expert_parallel": ranks},
         "model": {"preset": model},
         "costs": {"dispatcher": "dedup"},
-        "workload": {"tokens_per_rank": TOKENS, "micro_steps": MICRO_STEPS, "layers": layers, "groups": groups},
+        "workload": {"preset": preset, **size},
         "methods": ["static", "ours"],
     }
     return simulate(parse_config(values, source="the benchmark"))

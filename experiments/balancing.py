@@ -6,26 +6,21 @@ expert, as its public code has it. `eplb_last` is EPLB placed anew for every mic
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.balancers import OTHER_BALANCERS
+from benchmarks.balancers import OTHER_BALANCERS, rivals
+from benchmarks.harness.planner_against import simulated
 from experiments.unevenness import BASE_RANKS, SEQUENCES, Ints, Steps, dealt, drawn, sequence_counts
-from foreroute.plan import PlanOptions, StepPlan, save_counts
-from foreroute.plan.hosts import CellPlan
+from foreroute.plan import PlanOptions, StepPlan
 from foreroute.planner import plan
-from foreroute.simulate import parse_config, simulate
-from foreroute.simulate.balancers import Balancer, BalancerInput, HeldExperts, Method
+from foreroute.simulate import parse_config
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import MethodFigures, compare, figures_of
-from foreroute.simulate.eplb import eplb_hosts, even_split
-from foreroute.simulate.methods import BALANCERS
 from foreroute.trace import RoutingTrace
 
 OLMOE = {
@@ -39,9 +34,6 @@ OLMOE = {
     "vocabulary": 50304,
 }
 """OLMoE-1B-7B, whose experts and picks are as many as those of the model that made the routes."""
-TOKENS = 8192
-"""Of a rank in a simulated micro-step; counts are multiplied to have about as many."""
-SIMULATED = ("static", "eplb_previous", "eplb_micro_step", "ours")
 
 
 def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dict[str, Any]:
@@ -61,8 +53,8 @@ def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dic
         "balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in steps.items()},
         "sorted_balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in one_kind.items()},
         "workload_balanced": {f"{BASE_RANKS}x{n}": balanced(each) for n, each in made.items()},
-        "simulated": simulated(steps[many]),
-        "workload_simulated": simulated(made[many]),
+        "simulated": simulated(steps[many][-2], steps[many][-1], OLMOE),
+        "workload_simulated": simulated(made[many][-2], made[many][-1], OLMOE),
     }
 
 
@@ -72,13 +64,13 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
     Args:
         steps: counts_MLGE of steps that follow each other.
     """
-    cluster = parse_config(_cluster(), source="the experiments").described()
+    values = {"cluster": {"gpus": BASE_RANKS, "expert_parallel": BASE_RANKS}, "model": OLMOE}
+    cluster = parse_config(values, source="the experiments").described()
     records: dict[str, list[MethodFigures]] = {}
     for before, counts in pairwise(steps):
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
-        last = Balancer("EPLB by the micro-step before", "previous micro-step", after(before[-1].sum(axis=1)))
-        found = list(compare(problem, cluster.costs, BALANCERS | {"eplb_last": last} | OTHER_BALANCERS))
+        found = list(compare(problem, cluster.costs, rivals(before)))
         free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)
@@ -93,43 +85,6 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
         }
         for name, several in records.items()
     }
-
-
-def after(loads_LE: NDArray[np.integer]) -> Method:
-    """EPLB for every micro-step by the loads of the one before it, of which the first's are given, integers [L, E]."""
-
-    def method(problem: BalancerInput) -> Iterator[CellPlan]:
-        held = HeldExperts(problem)
-        seen_LE = loads_LE.astype(np.int64)
-        for layer, counts_GE in problem.cells():
-            expert_H, rank_H, copies_H = eplb_hosts(seen_LE[layer], problem)
-            seen_LE[layer] = counts_GE.sum(axis=0)
-            yield held.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
-
-    return method
-
-
-def simulated(steps: Steps) -> dict[str, float]:
-    """Modelled seconds of recompute and update without balancing over those of a method, on the last step.
-
-    OLMoE-1B-7B on eight H100 with the routes of these counts, about `TOKENS` tokens of a rank in a micro-step.
-    """
-    factor = max(1, round(TOKENS * OLMOE["top_k"] / (steps[-1].sum(axis=(2, 3)).mean() / BASE_RANKS)))
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]
-        for path, counts in zip(paths, steps[-2:], strict=True):
-            save_counts(counts * factor, path)
-        workload = {"previous_counts": str(paths[0]), "counts": str(paths[1])}
-        config = parse_config({**_cluster(), "workload": workload, "methods": SIMULATED}, source="the experiments")
-        found = simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})
-    static_s = found["static"].training_s
-    gains = {record.name: static_s / record.training_s for record in found.methods}
-    gains["forced_balance"] = static_s / found.forced_balance_s
-    return {name: float(f"{gain:.4g}") for name, gain in gains.items()}
-
-
-def _cluster() -> dict[str, Any]:
-    return {"cluster": {"gpus": BASE_RANKS, "expert_parallel": BASE_RANKS}, "model": OLMOE}
 
 
 def _rounded(values: Sequence[float]) -> float:

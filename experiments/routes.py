@@ -18,7 +18,7 @@ from experiments.balancing import balancing_of
 from experiments.cells import Cell
 from experiments.starts import configuration
 from experiments.texts import KINDS, SHORTEST, TextTask, encode, text
-from experiments.unevenness import figures_of, kind_information, sequence_counts
+from experiments.unevenness import Ints, figures_of, kind_information, sequence_counts
 from foreroute.adapters import hf
 from foreroute.files.writing import write_atomically
 from foreroute.trace import RoutingTrace, load, save
@@ -32,7 +32,13 @@ WATCHED = 16
 
 
 def run_routes(cell: Cell, base: dict[str, Any], starts: Path) -> dict[str, Any]:
-    """Make the traces of a seed, unless they are there, and measure them.
+    """Measure the traces of a seed; see `recorded`."""
+    traces, kind_S, learned = recorded(cell, base, starts)
+    return learned | figures_of(traces, kind_S, cell.seed) | balancing_of(traces, kind_S, cell.seed)
+
+
+def recorded(cell: Cell, base: dict[str, Any], starts: Path) -> tuple[list[RoutingTrace], Ints, dict[str, Any]]:
+    """Make the traces of a seed, unless they are there: of all steps, the kind of each sequence, and figures of both.
 
     Args:
         cell: of the kind "routes".
@@ -48,8 +54,7 @@ def run_routes(cell: Cell, base: dict[str, Any], starts: Path) -> dict[str, Any]
         write_atomically(learned, json.dumps(make_traces(config, folder)))
     traces = [load(folder / f"step-{step}.safetensors") for step in range(config.rl.steps)]
     kind_S = np.arange(len(traces[0])) // config.rollout.group_size % len(KINDS)
-    learned_figures: dict[str, Any] = json.loads(learned.read_text(encoding="utf-8"))
-    return learned_figures | figures_of(traces, kind_S, config.seed) | balancing_of(traces, kind_S, config.seed)
+    return traces, kind_S, json.loads(learned.read_text(encoding="utf-8"))
 
 
 def make_traces(config: TrainConfig, folder: Path) -> dict[str, Any]:

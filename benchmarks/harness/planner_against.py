@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +17,19 @@ from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness.eplb_published import published_placement
 from benchmarks.harness.pairs import quickest
 from foreroute.costs.model import CostModel
-from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.plan import PlanOptions, StepPlan, Topology, save_counts
 from foreroute.planner import plan
+from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import compare, figures_of
+from foreroute.simulate.compare import MethodFigures, compare, figures_of
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.workload import WORKLOADS, Workload
+from foreroute.simulate.workload import WORKLOADS
 
 PUBLISHED_CELLS = 4
 TOKENS = {"8k": 8192, "2k": 2048}
+SIMULATED_TOKENS = 8192
+"""Of a rank in a simulated micro-step."""
+SIMULATED = ("static", "eplb_previous", "eplb_micro_step", "ours")
 
 
 def eplb(
@@ -84,8 +91,8 @@ def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
     """
     figures = {}
     for label, tokens in TOKENS.items():
-        workload = _even(WORKLOADS[name], tokens, cells=4 if quick else 32)
-        counts = workload.draw(seed=1).counts()
+        workload = replace(WORKLOADS[name], num_micro_steps=2 if quick else 16, num_layers=2)
+        counts = workload.of_tokens(tokens).draw(seed=1).counts()
         priced = replace(costs, sequence_tokens=min(4096.0, float(tokens)))
         balanced, _ = _planned(counts, PlanOptions(slots="shared", traffic=False, pay_off=False), 2, priced)
         short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
@@ -107,14 +114,52 @@ def _planned(counts: NDArray[np.int32], options: PlanOptions, slots: int, costs:
     return found, seconds * 1e6 / (counts.shape[0] * counts.shape[1])
 
 
-def _even(workload: Workload, tokens: int, cells: int) -> Workload:
-    """Sequences dealt evenly, about `tokens` a rank."""
-    return replace(
-        workload,
-        num_micro_steps=cells // 2,
-        num_layers=2,
-        even_sources=True,
-        sequences_per_rank=(4, 5),
-        mean_length=tokens * 10 // 42,
-        longest=max(tokens, 2048),
-    )
+def simulated(
+    before: NDArray[np.integer],
+    counts: NDArray[np.integer],
+    model: Mapping[str, Any],
+    methods: tuple[str, ...] = SIMULATED,
+) -> dict[str, float]:
+    """Modelled seconds of recompute and update without balancing over those of a method, on H100 in nodes of 8.
+
+    Args:
+        before: counts_MLGE of the step before.
+        counts: of the step, multiplied to have about `SIMULATED_TOKENS`.
+        model: the table of a configuration, of as many experts and picks.
+        methods: of the simulator; LLEP stands beside them.
+    """
+    num_ranks = counts.shape[2]
+    values: dict[str, Any] = {"cluster": {"gpus": num_ranks, "expert_parallel": num_ranks}, "model": dict(model)}
+    top_k = parse_config(values, source="the benchmark").described().costs.model.top_k
+    factor = max(1, round(SIMULATED_TOKENS * top_k / (counts.sum(axis=(2, 3)).mean() / num_ranks)))
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]
+        for path, each in zip(paths, (before, counts), strict=True):
+            save_counts(each * factor, path)
+        values |= {"workload": {"previous_counts": str(paths[0]), "counts": str(paths[1])}, "methods": methods}
+        config = parse_config(values, source="the benchmark")
+        found = simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})
+    static_s = found["static"].training_s
+    gains = {record.name: static_s / record.training_s for record in found.methods}
+    gains["forced_balance"] = static_s / found.forced_balance_s
+    return {name: float(f"{gain:.4g}") for name, gain in gains.items()}
+
+
+def imbalance(record: MethodFigures) -> tuple[float, float, float]:
+    """Mean, 99th percentile and worst over cells."""
+    ratio_ML = record.imbalance_ML
+    return float(ratio_ML.mean()), float(np.quantile(ratio_ML, 0.99)), float(ratio_ML.max())
+
+
+def shown(record: MethodFigures) -> dict[str, float]:
+    """Balance, experts moved for a cell, modelled seconds of the step, and processor time of planning."""
+    mean, p99, worst = imbalance(record)
+    return {
+        "mean": round(mean, 5),
+        "p99": round(p99, 5),
+        "worst": round(worst, 5),
+        "moves": round(record.fetches_per_cell, 2),
+        "cross_node_share": round(record.cross_node_share, 4),
+        "seconds": round(record.seconds, 4),
+        "us_per_cell": round(record.planning_s / record.fetches_ML.size * 1e6, 1),
+    }

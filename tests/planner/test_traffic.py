@@ -66,18 +66,9 @@ def _check_valid(cell, counts_GE, topology):
     assert all(0 <= slot < topology.redundant_slots for slot in cell.slot_R)
 
 
-def _workload(name, tokens, **more):
+def _workload(name, tokens):
     """Even sources of about so many tokens per rank."""
-    return replace(
-        WORKLOADS[name],
-        num_micro_steps=1,
-        num_layers=1,
-        even_sources=True,
-        sequences_per_rank=(4, 5),
-        mean_length=tokens * 10 // 42,
-        longest=max(tokens, 2048),
-        **more,
-    )
+    return replace(WORKLOADS[name], num_micro_steps=1, num_layers=1).of_tokens(tokens)
 
 
 def _pruned(before, counts_MLGE, costs):

@@ -12,14 +12,16 @@ import foreroute as fr
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.layout import pack_sequences
 from foreroute.simulate import load_config, parse_config, simulate, sweep, timeline
-from foreroute.simulate.config import varied
+from foreroute.simulate.config import WorkloadConfig, varied
 from foreroute.simulate.methods import METHODS
-from foreroute.simulate.steps import group_steps
+from foreroute.simulate.steps import drawn_workload, group_steps
+from foreroute.simulate.workload import WORKLOADS
 from foreroute.testing.routes import synthetic_trace
 from tests.simulate.simulate_cases import small_config, small_values
 from tests.traces import spec_of
 
 SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}
+SIZE = {"micro_steps": 2, "layers": 2, "groups": 1, "tokens_per_rank": 512}
 
 
 def test_the_smallest_configuration_has_the_planners_presets_and_every_method():
@@ -28,6 +30,19 @@ def test_the_smallest_configuration_has_the_planners_presets_and_every_method():
     assert (cluster.topology.num_ranks, cluster.topology.num_nodes, config.cluster.groups) == (16, 2, 4)
     assert cluster.costs.model.num_layers == 48
     assert config.methods == tuple(METHODS)
+
+
+def test_what_is_drawn_by_default_is_as_uneven_as_routes_that_were_really_made():
+    config = parse_config(SMALLEST, source="here")
+    drawn, real = drawn_workload(config.workload, 16, config.described().costs.model, 1), WORKLOADS["R8"]
+    for name in ("layer_evenness", "micro_step_evenness", "prompt_draws", "response_draws", "common"):
+        assert getattr(drawn, name) == getattr(real, name)
+    assert (drawn.num_ranks, drawn.num_experts) == (16, 128)
+    said = [
+        simulate(small_config().model_copy(update={"workload": WorkloadConfig(**given, **SIZE)})).facts["workload"]
+        for given in ({}, {"preset": "G8", "skew": 2.0})
+    ]
+    assert said == ["drawn, preset R8", "drawn, preset G8, skew 2"]
 
 
 def test_the_file_of_the_simulators_page_is_read():
@@ -152,7 +167,9 @@ def test_ones_own_traces_are_simulated(of_traces):
                 counts[m, layer, g, ids_K] += 1
     assert (step.counts_MLGE == counts).all()
     assert (step.squares_MG == squares).all()
-    assert simulate(config)["ours"].imbalance < simulate(config)["static"].imbalance
+    found = simulate(config)
+    assert found["ours"].imbalance < found["static"].imbalance
+    assert found.facts["workload"] == ", ".join(config.workload.traces)
 
 
 def test_traces_of_another_model_are_refused(of_traces):

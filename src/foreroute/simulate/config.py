@@ -137,8 +137,8 @@ class ClusterConfig(Section):
 class WorkloadConfig(Section):
     """Which tokens are routed where: drawn, or yours."""
 
-    preset: str | None = None
-    """Unevenness, of `simulate.workload.WORKLOADS` ("R8": of real routes); by default that for `expert_parallel`."""
+    preset: str = "R8"
+    """Unevenness, of `simulate.workload.WORKLOADS`; by default that of routes of a small model."""
     counts: str | None = None
     """Instead: a counts file, [M, L, G, E], for all groups."""
     traces: tuple[str, ...] = ()
@@ -160,8 +160,8 @@ class WorkloadConfig(Section):
 
     @field_validator("preset")
     @classmethod
-    def _known(cls, preset: str | None) -> str | None:
-        if preset is not None and preset not in WORKLOADS:
+    def _known(cls, preset: str) -> str:
+        if preset not in WORKLOADS:
             raise ValueError(f"no workload is called {preset!r}; known are {', '.join(WORKLOADS)}")
         return preset
 

@@ -233,13 +233,15 @@ PATH_WORDS = {
 
 
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:
-    cluster, model = config.cluster, costs.model
+    cluster, model, load = config.cluster, costs.model, config.workload
     hardware = config.hardware.get("preset", "GPUs of rates of their own")
+    skew = "" if load.skew == 1 else f", skew {load.skew:g}"
     return {
         "cluster": f"{cluster.gpus} x {hardware}, expert parallel {cluster.expert_parallel}, "
         f"{cluster.groups} group{'s' * (cluster.groups != 1)}",
         "model": f"{config.model.get('preset', 'sizes of its own')}: {model.num_layers} routed layers, "
         f"top-{model.top_k} of {model.num_experts} experts of {model.expert_bytes / 1e6:.1f} MB",
+        "workload": f"drawn, preset {load.preset}{skew}" if load.are_drawn else load.counts or ", ".join(load.traces),
         "dispatcher": costs.dispatcher,
         "replicas": f"{PATH_WORDS[costs.paths]}, {costs.prefetch} cell{'s' * (costs.prefetch != 1)} ahead",
         "overlap": f"{config.execution.overlap:g} of the computing time hides all-to-alls",

@@ -93,8 +93,7 @@ def require_memory(shape: tuple[int, int, int], topology: Topology, model: Model
 
 def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
     """What is drawn: the micro-steps of all groups, one group after the other."""
-    name = load.preset or _preset_for(num_ranks, model.num_experts)
-    base = WORKLOADS[name]
+    base = WORKLOADS[load.preset]
     workload = replace(
         base,
         num_ranks=num_ranks,
@@ -105,24 +104,7 @@ def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, grou
         layer_evenness=base.layer_evenness / load.skew,
         micro_step_evenness=base.micro_step_evenness / load.skew,
     )
-    tokens = load.tokens_per_rank
-    if tokens is None:
-        return workload
-    # four or five sequences a rank, dealt so that ranks have about this many tokens each: from 512 on, 5 % more
-    return replace(
-        workload,
-        even_sources=True,
-        sequences_per_rank=(4, 5),
-        mean_length=tokens * 10 // 42,
-        longest=max(tokens, 2048),
-    )
-
-
-def _preset_for(num_ranks: int, num_experts: int) -> str:
-    """The workload of as many ranks, or of the next power of two from 8 to 64."""
-    if num_experts >= 256 and num_ranks > 32:
-        return "E256"
-    return f"G{min(64, max(8, 1 << (num_ranks - 1).bit_length()))}"
+    return workload if load.tokens_per_rank is None else workload.of_tokens(load.tokens_per_rank)
 
 
 def _groups(config: SimulateConfig) -> int:

@@ -6,15 +6,15 @@ micro-step holds few sequences, and that a sequence keeps to its experts. So sha
 group of responses, as `prompt_draws` experts drawn from the micro-step's; a response's as `response_draws` of those,
 with weights. Lengths are lognormal. Counts are then the shares in whole numbers, with K distinct experts per token.
 
-The presets G and E are calibrated to statistics of one other generator (static imbalance, fluctuation,
-correlations), which was shaped after published figures. Beside routes that a small model really made, dealt to
-micro-steps at random, their micro-steps swing 2.9 to 4.7 times as much and their steps change 3.6 to 6.2 times as much.
-R8 is calibrated to those routes (experiments/results.md, part H).
+R8 is calibrated to routes that a small model really made, dealt to micro-steps at random (experiments/results.md, part
+H); the simulator draws it by default. The presets G and E are calibrated to statistics of one other generator (static
+imbalance, fluctuation, correlations), which was shaped after published figures: beside those routes their micro-steps
+swing 2.9 to 4.7 times as much and their steps change 3.6 to 6.2 times as much.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -82,6 +82,11 @@ class Workload:
                 f"{self.num_ranks} ranks with {most} sequences of {self.longest} tokens and top-{self.top_k} may make "
                 f"{heaviest} assignments in a cell; expected {MOST_ASSIGNMENTS} at most. Take fewer tokens or ranks"
             )
+
+    def of_tokens(self, tokens: int) -> Workload:
+        """The same with about so many tokens of a rank, 512 or more, to 5 %: four or five sequences, dealt evenly."""
+        length, longest = tokens * 10 // 42, max(tokens, 2048)
+        return replace(self, even_sources=True, sequences_per_rank=(4, 5), mean_length=length, longest=longest)
 
     def draw(self, *, seed: int, step: int = 0) -> DrawnStep:
         """The step number `step` of the run `seed`. The same numbers give the same step (for one version of numpy)."""
