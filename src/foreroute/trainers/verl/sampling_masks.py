@@ -36,7 +36,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from foreroute.errors import AttachError, ReplayError
+from foreroute.errors import ReplayError
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import DecisionStream
 from foreroute.trainers.checks import require_overridden
@@ -218,14 +218,9 @@ def register() -> None:
     LLMServerClient.generate = _with_request(LLMServerClient.generate)
     AgentLoopBase.__init__ = _with_masks(AgentLoopBase.__init__)
     server: Any = sys.modules.get(SERVER)  # loaded where it serves, and nowhere for its masks: vLLM takes seconds
-    if server is None:
-        return
-    if not hasattr(server, "extract_prompt_logprobs"):
-        raise AttachError(
-            f"verl {verl.__version__} reads vLLM's answers in another way; expected extract_prompt_logprobs"
-        )
-    # a global: Ray holds methods of the server's class as they were when the actor was made
-    server.extract_prompt_logprobs = _with_answer(server.extract_prompt_logprobs)
+    if hasattr(server, "extract_prompt_logprobs"):  # without it no masks arrive, and the engine says so
+        # a global, and no method: Ray holds those of the server's class as they were when its actor was made
+        server.extract_prompt_logprobs = _with_answer(server.extract_prompt_logprobs)
 
 
 register()
