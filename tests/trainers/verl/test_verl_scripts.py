@@ -123,8 +123,30 @@ def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
     recwarn.clear()
     require_script(composed("fsdp", *lines, f"{ROLLOUT}.top_p=1.0", f"{ROLLOUT}.val_kwargs.top_p=0.7"))
     assert not recwarn
-    with pytest.warns(UserWarning, match=r"top_p=0\.9, top_k=40 leave tokens out"):
-        require_script(composed("fsdp", *lines, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=40"))
+    for engine, remedy in (("vllm", r"name foreroute\.trainers\.verl\.sampling_masks"), ("sglang", "leave them out$")):
+        cut = [f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=40"]
+        with pytest.warns(UserWarning, match=rf"top_p=0\.9, top_k=40 leave tokens out.*{remedy}"):
+            require_script(composed("fsdp", *lines, *cut))
+
+
+@pytest.mark.shows("verl, FSDP engine", "sampling masks of SGLang", refused="verl hands none on")
+@pytest.mark.shows("verl, Megatron engine", "sampling masks", refused="its log-probs are of all tokens")
+def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
+    library = f"{MODEL}.external_lib=foreroute.trainers.verl.sampling_masks"
+    masks = [library, LINES["fsdp"][1], ROUTES, f"{ROLLOUT}.top_p=0.9"]
+    vllm = [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.return_sampling_mask=True", f"{ROLLOUT}.top_k=64"]
+    greedy = [f"{ROLLOUT}.val_kwargs.top_k=1", f"{ROLLOUT}.val_kwargs.temperature=1"]
+    recwarn.clear()
+    require_script(composed("fsdp", *masks, *vllm, *greedy))
+    assert not recwarn
+    [line] = said_of(composed("fsdp", *masks, *vllm))
+    assert "for greedy validation val_kwargs.top_k=1" in line
+    said = "\n".join(said_of(composed("fsdp", *masks, f"{ROLLOUT}.name=sglang", FUSED)))
+    for each in ("4 settings", "FSDP engine alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
+        assert each in said
+    both = f"{MODEL}.external_lib=[foreroute.trainers.verl.megatron,foreroute.trainers.verl.sampling_masks]"
+    [line] = said_of(composed("megatron", both, LINES["megatron"][1], ROUTES, *vllm, *greedy))
+    assert "to the FSDP engine alone" in line
 
 
 def test_replay_of_verls_own_is_left_alone(monkeypatch):

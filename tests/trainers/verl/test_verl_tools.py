@@ -58,7 +58,7 @@ class Server:
         return TokenOutput(token_ids=response, log_probs=[-1.0 - request] * len(response), routed_experts=routes)
 
 
-async def looped(server, *, response_length):
+async def looped(server, *, response_length, kind=ToolAgentLoop):
     """What verl's agent loop makes of a conversation, as one sequence of a padded batch."""
     multi_turn = SimpleNamespace(
         max_user_turns=None,
@@ -73,7 +73,7 @@ async def looped(server, *, response_length):
     )
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     schema = OpenAIFunctionToolSchema.model_validate(get_json_schema(look_up))
-    loop = ToolAgentLoop(
+    loop = kind(
         trainer_config=DictConfigWrap(config),
         server_manager=server,
         tokenizer=chat_tokenizer(),

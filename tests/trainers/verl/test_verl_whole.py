@@ -48,6 +48,20 @@ KINDS = {
     ),
 }
 """Engine, precision, k3 below which two sides hold the same weights, and settings, on two ranks."""
+ROLLOUT = "actor_rollout_ref.rollout"
+CUT = [
+    f"{ROLLOUT}.top_p=0.7",
+    f"{ROLLOUT}.top_k=258",
+    f"{ROLLOUT}.val_kwargs.top_k=1",
+    f"{ROLLOUT}.val_kwargs.temperature=1",
+    f"+{ROLLOUT}.engine_kwargs.vllm.return_sampling_mask=True",
+    f"{ROLLOUT}.engine_kwargs.vllm.worker_extension_cls=tests.trainers.verl.masks_on_cpu.WorkerExtension",
+    "data.max_response_length=16",
+    "data.val_max_samples=8",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=2",
+]
+"""Sampling from a part of the tiny vocabulary, and greedy validation after the second step."""
 
 pytestmark = pytest.mark.slow
 
@@ -216,6 +230,28 @@ def test_each_kind_of_parallelism_replays_the_routes_and_syncs_the_weights_of_a_
     for values in found.values():
         assert values["disagreement"] == 0
         assert values["k3"] < below
+    assert demo_cluster.differing_weights(folder, policy) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
+
+
+@pytest.mark.parametrize("library", ["sampling_masks", "fsdp"])
+def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(tmp_path, policy, monkeypatch, library):
+    """Masks come from vLLM's second model runner, on a CPU with `stand_ins`. Unread, they leave k3 where it was."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    every = tmp_path / "every_process"
+    every.mkdir()
+    imported = "from tests.engines.releases.stand_ins import pretend_a_backend\n\npretend_a_backend()\n"
+    (every / "sitecustomize.py").write_text(imported)
+    folder = tmp_path / "run"
+    overrides = [*CUT, f"{MODEL}.external_lib=foreroute.trainers.verl.{library}"]
+    ended = run(folder, policy, precision="float32", replay="R3", overrides=overrides, paths=[every])
+    assert ended == 0, demo_cluster.tail(folder)
+    found = demo_cluster.metrics(folder)
+    assert list(found) == [1, 2]
+    for values in found.values():
+        assert values["disagreement"] == 0
+        assert values["k3"] < 1e-9 if library == "sampling_masks" else values["k3"] > 1e-2
+    assert "val-" in (folder / "metrics.jsonl").read_text()
     assert demo_cluster.differing_weights(folder, policy) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
 
 

@@ -18,6 +18,7 @@ from foreroute.trainers.verl.settings import KEY, OWN_REPLAY, fsdp_refusals, meg
 
 LIBRARY = "actor_rollout_ref.model.external_lib"
 OURS = "foreroute.trainers.verl."
+MASKS = f"{OURS}sampling_masks"
 FSDP = ("fsdp", "fsdp2")
 
 
@@ -39,19 +40,26 @@ def require_script(config: Any) -> None:
     if mode == "disabled" or (_has_own_replay(actor.strategy) and not is_ours):
         return
     in_the_way: Refusals
+    masked, can_mask = MASKS in libraries, actor.strategy in FSDP and rollout.get("name") == "vllm"
     if actor.strategy in FSDP:
-        in_the_way = [*_missing_lines(f"{OURS}fsdp", libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
+        library = MASKS if masked else f"{OURS}fsdp"
+        in_the_way = [*_missing_lines(library, libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
     elif actor.strategy == "megatron":
         refusals = megatron_refusals(engine, ours.model, plans=getattr(engine, "asks_for_plans", False))
         in_the_way = [*_missing_lines(f"{OURS}megatron", libraries, rollout, mode), *refusals]
     else:
         in_the_way = [(True, f"the strategy {actor.strategy} has no replay; take fsdp, fsdp2 or megatron")]
+    if masked:
+        in_the_way = [*in_the_way, *_mask_refusals(ours, can_mask=can_mask)]
     refuse(f"{KEY} is {mode}, and", in_the_way)
     neutral = {"top_p": (None, 1), "top_k": (None, 0, -1)}
-    if mode == "R3" and (cuts := [f"{name}={rollout[name]}" for name in neutral if rollout[name] not in neutral[name]]):
+    cuts = [f"{name}={rollout[name]}" for name in neutral if rollout[name] not in neutral[name]]
+    if mode == "R3" and cuts and not masked:
+        remedy = f"name {MASKS} in {LIBRARY}, which scores on what was left, or leave them out"
         warnings.warn(
             f"{', '.join(cuts)} leave tokens out of the rollout, and verl's trainer scores over all tokens, so that "
-            "log-probs of both sides differ on the same experts, and k3 shows it; leave them out",
+            "log-probs of both sides differ on the same experts, and k3 shows it; "
+            f"{remedy if can_mask else 'leave them out'}",
             stacklevel=2,
         )
     if mode == "R3" and not rollout.calculate_log_probs:
@@ -75,6 +83,25 @@ def _missing_lines(library: str, libraries: list[str], rollout: Any, mode: str) 
         (library not in libraries, f"{LIBRARY} is {libraries}, without the engine that replays; set it to {library}"),
         (mode == "R3" and not routes, f"{key} is off, so that the rollout returns no routes; set it to True"),
         (mode == "R2" and routes, f"{key} is on, and R2 takes no routes of a rollout; leave it out, or take R3"),
+    ]
+
+
+def _mask_refusals(ours: Any, *, can_mask: bool) -> Refusals:
+    """What sampling masks do not go with, or need beside `external_lib`."""
+    rollout, validation = ours.rollout, ours.rollout.val_kwargs
+    return [
+        (not can_mask, f"{MASKS} is named, and masks go from vLLM to the FSDP engine alone; leave it out"),
+        (
+            not rollout.engine_kwargs.vllm.get("return_sampling_mask"),
+            "vLLM is not asked for masks; set +actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=True",
+        ),
+        (ours.model.use_fused_kernels, "use_fused_kernels scores past sampling masks; leave it off"),
+        (
+            rollout.top_k < 1 or validation.top_k < 1 or validation.temperature <= 0,
+            "with sampling masks vLLM takes no request without a top_k or at temperature 0, which rollout or its "
+            "val_kwargs ask for; set rollout.top_k (the size of the vocabulary leaves nothing out), and for greedy "
+            "validation val_kwargs.top_k=1 and val_kwargs.temperature=1",
+        ),
     ]
 
 

@@ -1,0 +1,226 @@
+# ruff: noqa: E402  versions are looked at before anything else of a peer is imported
+"""Sampling masks of verl's rollouts with vLLM, and verl's FSDP engine with routing replay that scores on them.
+
+verl imports this module in each of its processes when it is told to, in the place of `foreroute.trainers.verl.fsdp`:
+
+    actor_rollout_ref.model.external_lib=foreroute.trainers.verl.sampling_masks
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=True
+
+By the second line vLLM returns masks, and verl's server then has them in the `extra_fields` of each answer. Of those,
+verl's loop with tools keeps what the first request brought. So an agent loop is watched: the masks of all its requests
+are laid on the tokens of its response, and travel as `sampling_mask` beside them, or in the batch's `extra_fields`
+(`trainer.use_v1`). In the engine, log-probs of these tokens are those on their sets; log-probs of all other tokens,
+which no loss takes, are 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.adapters.versions import require_peers
+
+require_peers("torch", "transformers", "verl")
+
+import torch.distributed as dist
+import verl
+from torch import Tensor
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from foreroute.errors import ReplayError
+from foreroute.replay import masked_logprobs_of_logits
+from foreroute.trace import DecisionStream
+from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.verl.fsdp import RoutingReplayEngine
+from foreroute.trainers.verl.protocol import sampled_mask
+from foreroute.trainers.verl.registry import take_place
+
+FIELD = "sampling_mask"
+"""Of a sequence: `counts` int32 [R], ids of the set of each token of the response, 0 for one that was not sampled; and
+`ids` int32, those of all sets joined."""
+SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+
+Turn = tuple[list[int], list[int], Any]
+"""A request of an agent loop: its prompt, what was answered, and the answer's field; None where it has none."""
+_turns: ContextVar[list[Turn]] = ContextVar("_turns")
+
+
+class MaskedRoutingReplayEngine(RoutingReplayEngine):
+    """verl's FSDP engine with routing replay, whose log-probs are on the sets that tokens were drawn from.
+
+    So are those of references. Entropy stays verl's, over all tokens.
+    """
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
+        """What verl makes of a forward, with log-probs on recorded sets.
+
+        Raises:
+            ReplayError: for a token that is trained on without a set, and when no log-probs of logits were made.
+            BatchMismatchError, TraceContentError: as `masked_logprobs_of_logits`.
+        """
+        counts_N, ids = packed_sets(micro_batch)
+        parts = self.ulysses_parallel_group
+        calls = 0
+
+        def on_sets(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            first = 0 if parts is None else dist.get_rank(parts) * len(labels)
+            sets = _with_labels(counts_N, ids, first, labels.cpu().numpy(), logits.shape[-1])
+            return masked_logprobs_of_logits(logits, labels, sets)
+
+        with patch.object(transformer_impl, "logprobs_from_logits", on_sets):
+            result = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        if not calls:
+            raise ReplayError(
+                "verl made log-probs past its logits, so that no sampling mask was replayed in them; leave "
+                "use_fused_kernels off, or sample without top_p and top_k"
+            )
+        return result
+
+
+def packed_sets(batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """The sets of a batch without padding: how many ids each of its N rows has, 0 for none, and all ids.
+
+    Raises:
+        ReplayError: when a token is trained on whose set is not there.
+    """
+    lengths = batch["input_ids"].offsets().diff().tolist()
+    counts_N, ids, end = np.zeros(sum(lengths), np.int64), [np.zeros(0, np.int32)], 0
+    for s, (length, trained, given) in enumerate(zip(lengths, sampled_mask(batch), _fields_of(batch), strict=True)):
+        end += length
+        if not trained.any():  # a sequence that fills the batch up may have those of another
+            continue
+        counts = np.zeros(len(trained), np.int32) if given is None else given["counts"]
+        if len(counts) != len(trained) or (trained & (counts == 0)).any():
+            raise ReplayError(
+                f"sequence {s} trains on {int(trained.sum())} tokens of a response of {len(trained)}, and its rollout "
+                f"brought {int((counts > 0).sum())} sampling masks for {len(counts)} tokens. Sample with verl's own "
+                "vLLM server and an agent loop that hands its answers on as they are, or without top_p and top_k"
+            )
+        counts_N[end - 1 - len(counts) : end - 1] = counts  # row p holds the set of token p + 1
+        ids.append(given["ids"])
+    return counts_N, np.concatenate(ids)
+
+
+def _fields_of(batch: Any) -> list[Any]:
+    if FIELD in batch.keys():  # noqa: SIM118  a TensorDict is no mapping
+        return list(batch[FIELD])
+    if "extra_fields" in batch.keys():  # noqa: SIM118
+        return [(each or {}).get(FIELD) for each in batch["extra_fields"]]
+    return [None] * len(batch["input_ids"])
+
+
+def _with_labels(
+    counts_N: NDArray[np.int64], ids: NDArray[np.int32], first: int, labels_R: NDArray[np.int64], vocabulary_size: int
+) -> DecisionStream:
+    """Sets of R rows from the first on; the label alone, which has a log-prob of 0, where there is none."""
+    here = counts_N[first : first + len(labels_R)]
+    counts_R = np.concatenate([here, np.zeros(len(labels_R) - len(here), np.int64)])  # padding of the packed rows
+    begin = int(counts_N[:first].sum())
+    has_none_R = counts_R == 0
+    counts_R[has_none_R] = 1
+    is_label = has_none_R.repeat(counts_R)
+    joined = np.empty(len(is_label), np.int64)
+    joined[is_label] = labels_R[has_none_R]
+    joined[~is_label] = ids[begin : begin + int(here.sum())]
+    return DecisionStream.from_sets(vocabulary_size, np.ones(len(counts_R), np.bool_), counts_R, joined)
+
+
+def laid_on(turns: list[Turn], prompt: list[int], response: list[int]) -> dict[str, NDArray[np.int32]]:
+    """The field of a response: sets of requests whose prompt and answer stand in it, cut where it is cut."""
+    tokens = [*prompt, *response]
+    sets = [np.zeros(0, np.int32)] * len(response)
+    for asked, answered, given in turns:
+        first = len(asked) - len(prompt)
+        kept = answered[: max(len(tokens) - len(asked), 0)]
+        stands = first >= 0 and tokens[: len(asked) + len(kept)] == [*asked, *kept]
+        if stands and given is not None and len(given["counts"]) == len(answered):
+            ends = given["counts"].cumsum()
+            sets[first : first + len(kept)] = np.split(given["ids"], ends)[: len(kept)]
+    return _field(sets)
+
+
+def _field(sets: Sequence[Any]) -> dict[str, NDArray[np.int32]]:
+    empty = np.zeros(0, np.int32)
+    joined = np.concatenate([empty, *sets], dtype=np.int32)
+    return {"counts": np.array([len(each) for each in sets], np.int32), "ids": joined}
+
+
+def _with_answer(own: Callable[..., None]) -> Callable[..., None]:
+    """The server's reader of an answer's prompt, which puts the masks of the answer beside it."""
+
+    @wraps(own)
+    def extract(output: Any, num_prompt_logprobs: Any, result_dict: dict[str, Any]) -> None:
+        own(output=output, num_prompt_logprobs=num_prompt_logprobs, result_dict=result_dict)
+        mask = output.outputs[0].sampling_mask
+        if mask is not None:
+            result_dict[FIELD] = _field(mask.token_ids)
+
+    return extract
+
+
+def _with_request(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The client of verl's servers, which notes each request of the agent loop that asks."""
+
+    @wraps(own)
+    async def generate(self: Any, request_id: Any, *, prompt_ids: Any, **kwargs: Any) -> Any:
+        output = await own(self, request_id, prompt_ids=prompt_ids, **kwargs)
+        _turns.get([]).append((list(prompt_ids), list(output.token_ids), output.extra_fields.pop(FIELD, None)))
+        return output
+
+    return generate
+
+
+def _with_masks(own: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` of an agent loop, whose `run` lays the masks of its requests on what it returns."""
+
+    @wraps(own)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
+        inner = self.run
+
+        @wraps(inner)
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            turns: list[Turn] = []
+            outer = _turns.set(turns)
+            try:
+                result = await inner(*args, **kwargs)
+            finally:
+                _turns.reset(outer)
+            for output in result if isinstance(result, list) else [result]:
+                output.extra_fields[FIELD] = laid_on(turns, output.prompt_ids, output.response_ids)
+            return result
+
+        self.run = run
+
+    return initialize
+
+
+def register() -> None:
+    """Have verl make this engine for fsdp and fsdp2, and its rollouts bring sampling masks.
+
+    Raises:
+        AttachError: when this release of verl lacks what is overridden, or another engine took the place.
+    """
+    require_overridden("verl", verl.__version__, MaskedRoutingReplayEngine, transformer_impl.FSDPEngineWithLMHead)
+    for strategy in ("fsdp", "fsdp2"):
+        take_place(MaskedRoutingReplayEngine, RoutingReplayEngine, strategy)
+    LLMServerClient.generate = _with_request(LLMServerClient.generate)
+    AgentLoopBase.__init__ = _with_masks(AgentLoopBase.__init__)
+    server: Any = sys.modules.get(SERVER)  # loaded where it serves, and nowhere for its masks: vLLM takes seconds
+    if hasattr(server, "extract_prompt_logprobs"):  # without it no masks arrive, and the engine says so
+        # a global, and no method: Ray holds those of the server's class as they were when its actor was made
+        server.extract_prompt_logprobs = _with_answer(server.extract_prompt_logprobs)
+
+
+register()

@@ -1,0 +1,377 @@
+"""Sampling masks of verl's rollouts: from vLLM's answer through verl's server, client and agent loop, and scored."""
+
+import asyncio
+import copy
+import importlib
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
+
+from examples.verl import verl_on_cpu  # noqa: F401, I001  before verl, in spawned processes too
+from hydra import compose, initialize_config_module
+from tensordict import NonTensorData, NonTensorStack
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.utils import tensordict_utils as tu
+from verl.utils.seqlen_balancing import rearrange_micro_batches
+from verl.workers.config import HFModelConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from examples.trl.tiny import chat_tokenizer
+from foreroute.errors import BatchMismatchError, EngineError, ReplayError
+from foreroute.trace import RoutingTrace
+from tests.trainers.verl.test_verl_data import agent_loop_batch
+from tests.trainers.verl.test_verl_tools import CALL, END, WIDTHS, looped, routes_of
+from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
+
+MODULE = "foreroute.trainers.verl.sampling_masks"
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def masks(folder):
+    """What naming the module in `external_lib` does, undone after the tests: verl imports it with its configuration."""
+    server = importlib.import_module("verl.workers.rollout.vllm_rollout.vllm_async_server")
+    with pytest.MonkeyPatch.context() as undone:
+        for place, name in (
+            (server, "extract_prompt_logprobs"),
+            (LLMServerClient, "generate"),
+            (AgentLoopBase, "__init__"),
+        ):
+            undone.setattr(place, name, getattr(place, name))
+        undone.setattr(EngineRegistry, "_engines", copy.deepcopy(EngineRegistry._engines))
+        undone.delitem(sys.modules, MODULE, raising=False)
+        HFModelConfig(path=folder, external_lib=MODULE)
+        yield sys.modules[MODULE]
+        del sys.modules[MODULE]
+
+
+def drawn_from(token, position):
+    """The set of a token, by which it is known."""
+    return sorted({token, (token + 3 * position) % 190, (7 * position + 1) % 190})
+
+
+def field_of(sets):
+    counts = np.array([len(each) for each in sets], np.int32)
+    return {"counts": counts, "ids": np.array([i for each in sets for i in each], np.int32)}
+
+
+class Scores:
+    """A book whose tokens were drawn from sets: some of one, of all tokens, and a tool's token in each response."""
+
+    def __init__(self, folder):
+        self.book = book = Book(folder)
+        rng, self.sets = np.random.default_rng(3), []
+        self.vocabulary = book.model.config.vocab_size
+        for number, (_, response) in enumerate(book.pairs):
+            own = []
+            for r, token in enumerate(response.tolist()):
+                size = (1, 5, 40, self.vocabulary)[(number + r) % 4]
+                others = rng.permutation(np.setdiff1d(np.arange(self.vocabulary), [token]))[: size - 1]
+                own.append([] if r == 1 else rng.permutation([token, *others]).tolist())
+            self.sets.append(own)
+        self.logprobs = self.dense()
+        book.sampled = [
+            row[-len(pair[1]) :].float().numpy() for row, pair in zip(self.logprobs, book.pairs, strict=True)
+        ]
+
+    def dense(self):
+        """Of each sequence, float64 [T - 1]: dense logits, minus infinity outside of sets; 0 where none was drawn from.
+        Their gradients are kept.
+        """
+        model, found = self.book.model.double(), []
+        for pair, routes, sets in zip(self.book.pairs, self.book.routes, self.sets, strict=True):
+            tokens = torch.from_numpy(np.concatenate(pair))
+            trace = RoutingTrace.from_sequences(self.book.routed.spec, [tokens.numpy()], [routes])
+            with self.book.routed.replay(trace):
+                logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / TEMPERATURE
+            left_out = torch.ones(logits.shape, dtype=torch.bool)
+            for r, own in enumerate(sets):
+                left_out[len(pair[0]) - 1 + r, own] = False
+            drawn = ~left_out.all(-1)
+            scores = logits[drawn].masked_fill(left_out[drawn], -torch.inf).log_softmax(-1)
+            scores = scores.gather(-1, tokens[1:][drawn, None])[:, 0]
+            (-scores.sum() / 100).backward()
+            found.append(torch.zeros(len(tokens) - 1, dtype=torch.float64).index_put((drawn,), scores.detach()))
+        self.gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+        model.zero_grad()
+        model.float()
+        return found
+
+    def batch(self, form="a field", sets=None):
+        batch, fields = self.book.batch(), [field_of(own) for own in (sets or self.sets)]
+        batch["response_mask"][:, 1] = 0
+        if form == "extra fields":
+            fields = [{"sampling_mask": each, "turn_scores": []} for each in fields]
+        name = "extra_fields" if form == "extra fields" else "sampling_mask"
+        if form != "none":
+            batch[name] = NonTensorStack.from_list([NonTensorData(each) for each in fields])
+        return batch
+
+
+@pytest.fixture(scope="module")
+def scores(folder):
+    return Scores(folder)
+
+
+def masked(folder, masks, **settings):
+    engine = make(folder, **settings)
+    assert type(engine) is masks.MaskedRoutingReplayEngine
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(group, folder, masks):
+    return masked(folder, masks)
+
+
+LAYOUTS = {"packed": {}, "padded": {"use_remove_padding": False}, "with the entropy": {"calculate_entropy": True}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["a field", "extra fields"])
+def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infinity(form, layout, engine, scores):
+    td = tensordict(scores.batch(form), temperature=TEMPERATURE, **LAYOUTS[layout])
+    found, output = old_log_probs(engine, td)
+    require_scored(found, scores)
+    if "entropy" in layout:  # of all tokens, as without masks
+        del td["rollout_log_probs"]
+        expected = old_log_probs(without_masks(engine), td)[1]["model_output"]["entropy"]
+        assert torch.equal(output["model_output"]["entropy"].values(), expected.values())
+
+
+def require_scored(found, scores):
+    for one, other in zip(found, scores.logprobs, strict=True):
+        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=0, atol=1e-5)
+        assert ((one == 0) == (other == 0)).all()
+
+
+def learned(engine, scores):
+    """Gradients of an update by name, and its output."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(tensordict(scores.batch(), temperature=TEMPERATURE), mean_log_prob)
+        return {name: each.grad.full_tensor() for name, each in engine.module.named_parameters()}, output
+
+
+def require_learned(gradients, scores):
+    assert gradients.keys() == scores.gradients.keys()
+    for name, gradient in scores.gradients.items():
+        near = 1e-5 * float(gradient.abs().max())
+        np.testing.assert_allclose(gradients[name].numpy(), gradient.numpy(), rtol=0, atol=near)
+
+
+def without_masks(engine):
+    """The same engine, that scores on all tokens."""
+    plain = copy.copy(engine)
+    plain.__class__ = type(engine).__mro__[1]
+    return plain
+
+
+@pytest.mark.shows("verl, FSDP engine", "`top_p`, `top_k` under vLLM: scored on the sets that tokens were drawn from")
+def test_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scores):
+    old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
+    gradients, output = learned(engine, scores)
+    require_learned(gradients, scores)
+    assert output["metrics"]["mismatch/k3"][0] < 1e-9
+    assert output["metrics"]["mismatch/disagreement"] == [0.0]
+    with pytest.raises(EngineError, match=r"are \S+ nats \(k3\)"):
+        old_log_probs(without_masks(engine), tensordict(scores.batch(), temperature=TEMPERATURE))
+
+
+def test_a_reference_scores_on_the_sets_and_takes_its_own_routes(group, folder, masks, scores, monkeypatch):
+    monkeypatch.setattr(transformer_impl, "CPUOffloadPolicy", lambda **_: None)  # pins memory, without a GPU
+    reference = masked(folder, masks, forward_only=True)
+    assert reference.routing is None
+    found, _ = old_log_probs(reference, tensordict(scores.batch(), temperature=TEMPERATURE))
+    for row, own, (_, response) in zip(found, scores.sets, scores.book.pairs, strict=True):
+        assert [float(value) == 0 for value in row[-len(response) :]] == [len(ids) < 2 for ids in own]
+
+
+def test_masks_that_do_not_arrive_or_are_of_other_tokens_end_the_run(group, folder, masks, engine, scores):
+    with pytest.raises(ReplayError, match=r"sequence 0 trains on .* its rollout brought 0 sampling masks"):
+        old_log_probs(engine, tensordict(scores.batch("none")))
+    first, *others = scores.sets
+    with pytest.raises(ReplayError, match="sampling masks for"):
+        old_log_probs(engine, tensordict(scores.batch(sets=[[[], *first[1:]], *others])))
+    with pytest.raises(BatchMismatchError, match="leaves out its token"):
+        old_log_probs(engine, tensordict(scores.batch(sets=[[[0], *first[1:]], *others])))
+    # a sequence that fills the batch up has none
+    batch = scores.batch(sets=[[], *others])
+    batch["response_mask"][0] = 0
+    old_log_probs(engine, tensordict(batch, temperature=TEMPERATURE))
+
+
+@pytest.mark.shows(
+    "verl, FSDP engine",
+    "`use_fused_kernels` with sampling masks",
+    refused="their log-probs are of all tokens",
+)
+def test_log_probs_made_past_the_logits_are_noticed(group, folder, masks, scores):
+    with on_cpu():
+        engine = masked(folder, masks, strategy="fsdp", model={"use_fused_kernels": True})
+        with pytest.raises(ReplayError, match="made log-probs past its logits"):
+            old_log_probs(engine, tensordict(scores.batch(), use_fused_kernels=True))
+
+
+@pytest.mark.slow
+def test_ranks_of_ulysses_score_their_part_of_the_rows(folder, scores, tmp_path):
+    mp.spawn(_rank, (folder, tmp_path), nprocs=2)
+    for rank in range(2):
+        log_probs, gradients = torch.load(tmp_path / f"{rank}.pt")
+        require_scored(log_probs, scores)
+        require_learned(gradients, scores)
+
+
+def _rank(rank, folder, shared):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{shared}/store", 2), rank=rank, world_size=2)
+    importlib.import_module(MODULE)
+    scores = Scores(folder)
+    with on_cpu():
+        engine = make(folder, ulysses_sequence_parallel_size=2, pad_to_length=True, pad_to_length_bucket=16)
+        log_probs, _ = old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
+        gradients, _ = learned(engine, scores)
+    torch.save((log_probs, gradients), f"{shared}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+class Engine:
+    """Answers as vLLM's engine does, which is asked by verl's server.
+
+    Attributes:
+        answers: (prompt, response) of each request.
+    """
+
+    def __init__(self, texts, *, resumes=False):
+        self.answers, self.texts, self.resumes = [], list(texts), resumes
+
+    async def generate(self, prompt, sampling_params, **_):
+        from vllm.logprobs import Logprob
+        from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
+
+        asked = list(prompt["prompt_token_ids"])
+        response, reason = [*chat_tokenizer()(self.texts.pop(0))["input_ids"], END], "stop"
+        if self.resumes and not self.answers:  # the rest is asked for by itself
+            self.texts.insert(0, chat_tokenizer().decode(response[3:-1]))
+            response, reason = response[:3], "abort"
+        tokens = [*asked, *response]
+        self.answers.append((asked, response))
+        completion = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=response,
+            cumulative_logprob=None,
+            logprobs=[{token: Logprob(-1.0)} for token in response],
+            routed_experts=routes_of(tokens, 0),
+            sampling_mask=SamplingMask([drawn_from(tokens[p], p) for p in range(len(asked), len(tokens))]),
+            finish_reason=reason,
+        )
+        yield RequestOutput(
+            request_id="0",
+            prompt=None,
+            prompt_token_ids=asked,
+            prompt_logprobs=None,
+            outputs=[completion],
+            finished=True,
+        )
+
+
+def client_of(engine, kind):
+    """verl's client, asking verl's server, which asks this engine."""
+    server_module = sys.modules["verl.workers.rollout.vllm_rollout.vllm_async_server"]
+    server = object.__new__(type("Server", (server_module.vLLMHttpServer,), {"lora_as_adapter": False}))
+    rollout = {"max_model_len": 1000, "response_length": 400, "prompt_length": 400, "full_determinism": False}
+    rollout |= {"enable_rollout_routing_replay": True, "mtp": None}
+    server.config = type("Rollout", (SimpleNamespace,), {"get": lambda self, name, other: other})(**rollout)
+    server.model_config = SimpleNamespace(processor=None)
+    server._disaggregation_role, server.global_steps = "null", 3
+    server.replica_rank = server._admitting = 0
+    server.engine = engine
+
+    async def at_once(*_):
+        return None
+
+    async def acquired(*_, **__):
+        return "0", SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
+
+    server._park_until_admitted = at_once
+    client = object.__new__(kind)
+    rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=400)
+    client.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    client._acquire_server, client._release_server = acquired, lambda *_, **__: None
+    return client
+
+
+ASKS = {
+    "one turn": (SingleTurnAgentLoop, LLMServerClient, ["no call"], 400, 1),
+    "one turn, cut": (SingleTurnAgentLoop, LLMServerClient, ["a long text that is cut"], 7, 1),
+    "turns with a tool": (ToolAgentLoop, LLMServerClient, [CALL, CALL, "and so"], 400, 3),
+    "cut in the second turn": (ToolAgentLoop, LLMServerClient, [CALL, "a long text"], 95, 2),
+    "resumed": (ToolAgentLoop, FullyAsyncLLMServerClient, [CALL, "and so"], 400, 3),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_each_sampled_token_has_its_set_through_verls_server_client_and_agent_loop(name, masks, monkeypatch):
+    """Beside another conversation at the same time, in the batch of either trainer of verl."""
+    kind, client, texts, response_length, requests = ASKS[name]
+    monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", lambda _: nothing())
+    engines = [Engine(texts, resumes=name == "resumed"), Engine(["another"])]
+
+    async def at_once():
+        talks = [looped(client_of(each, client), response_length=response_length, kind=kind) for each in engines]
+        outputs = [output for output, _ in await asyncio.gather(*talks)]
+        return outputs, await agent_loop_batch(outputs, (WIDTHS[0], response_length))
+
+    outputs, batch = asyncio.run(at_once())
+    assert [len(engine.answers) for engine in engines] == [requests, 1]
+    expected, fields = [], []
+    for output in outputs:
+        sets = [
+            drawn_from(token, len(output.prompt_ids) + r) if sampled else []
+            for r, (token, sampled) in enumerate(zip(output.response_ids, output.response_mask, strict=True))
+        ]
+        expected.append([[]] * (len(output.prompt_ids) - 1) + sets + [[]])
+        tokens = torch.tensor([*output.prompt_ids, *output.response_ids])
+        fields.append(output.as_dict() | {"input_ids": tokens})
+    assert (len(texts) > 1) == (not all(expected[0][len(outputs[0].prompt_ids) - 1 : -1]))  # a tool's tokens have none
+    legacy = left_right_2_no_padding(batch.to_tensordict())
+    newer = tu.list_of_dict_to_tensordict(fields)
+    for key in ("input_ids", "responses", "response_mask"):  # also where all are of one length
+        newer[key] = torch.nested.as_nested_tensor([each[key] for each in fields], layout=torch.jagged)
+    for td in (legacy, newer):
+        for part, numbers in zip(*rearrange_micro_batches(td, max_token_len=500), strict=True):
+            counts, ids = masks.packed_sets(part)
+            ends = counts.cumsum()
+            found = [sorted(ids[a:b].tolist()) for a, b in zip(ends - counts, ends, strict=True)]
+            assert found == [each for number in numbers for each in expected[number]]
+
+
+async def nothing():
+    return None
+
+
+def test_vllm_is_asked_for_masks_by_the_line_that_the_module_names(masks):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    server_module = sys.modules["verl.workers.rollout.vllm_rollout.vllm_async_server"]
+    lines = [line.strip() for line in masks.__doc__.splitlines() if "actor_rollout_ref." in line]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        ours = compose("ppo_trainer", overrides=lines).actor_rollout_ref
+    assert ours.model.external_lib == MODULE
+    asked = server_module.build_cli_args_from_config(dict(ours.rollout.engine_kwargs.vllm))
+    assert AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(asked).return_sampling_mask
