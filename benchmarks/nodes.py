@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,14 @@ from benchmarks.harness.node_steps import (
 from benchmarks.harness.pairs import median_interval
 from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_seconds, processes_config, time_steps
 from foreroute import planner
+from foreroute.costs import hardware_preset, model_preset
 from foreroute.costs.model import CostModel
-from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.costs.pricing import ALL_TO_ALL, price_cell
+from foreroute.plan import CellPlan, PlanOptions, StepPlan, Topology
 from foreroute.simulate import SimulateConfig
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.eplb import eplb_previous
+from foreroute.simulate.workload import WORKLOADS
 
 TOPOLOGIES = {
     "hf_2x1": Nodes(2, 1, 25e6),
@@ -85,7 +88,11 @@ def run(*, quick: bool) -> dict[str, Any]:
         with NodeLab(nodes.num_nodes, nodes.bytes_per_s) as lab:
             found = lab.run(_measured, ranks_per_node=nodes.ranks_per_node, args=(nodes, rounds))
         metrics[name] = _with_predictions(found, nodes)
-    return {"metrics": metrics | _quality(metrics), "baselines": {}, "setting": setting}
+    return {
+        "metrics": metrics | _quality(metrics),
+        "baselines": {"link_busy_on_h100": _busy_on_h100()},
+        "setting": setting,
+    }
 
 
 @dataclass(frozen=True)
@@ -226,6 +233,22 @@ def _config(nodes: Nodes) -> SimulateConfig:
     )
 
 
+def _busy_on_h100() -> dict[str, dict[str, float]]:
+    """Share of a static step for which the busiest NIC is busy, modelled: 16 H100 on two nodes, a NIC for two GPUs."""
+    hardware = hardware_preset("h100")
+    links = replace(hardware.links, cluster_bytes_per_s=hardware.links.cluster_bytes_per_s / 2)
+    model, load = model_preset("qwen3-30b-a3b"), replace(WORKLOADS["G16"], num_micro_steps=4, num_layers=4)
+    cells_CGE = load.draw(seed=0).counts().reshape(-1, 16, load.num_experts)
+    topology, shares = Topology(16, 8, 0, links), {}
+    at_home = CellPlan.homes_only(topology.contiguous_home_E(load.num_experts), 16)
+    for dispatcher in ("copies", "dedup"):
+        costs = CostModel(model=model, hardware=replace(hardware, links=links), dispatcher=dispatcher)
+        parts_SP = sum(price_cell(at_home, counts_GE, topology, costs).parts_SP for counts_GE in cells_CGE)
+        busy_S = parts_SP[:, ALL_TO_ALL] / parts_SP.sum(axis=1)
+        shares[dispatcher] = dict(zip(STAGES, busy_S.round(3).tolist(), strict=True))
+    return shares
+
+
 def _with_predictions(found: Found, nodes: Nodes) -> dict[str, Any]:
     """By stage and method."""
     config = _config(nodes)
@@ -236,7 +259,9 @@ def _with_predictions(found: Found, nodes: Nodes) -> dict[str, Any]:
             zip(names, predict_seconds(found.others, list(found.cases.values()), stage, config), strict=True)
         )
         static = found.seconds[stage]["static"]
-        metrics[stage] = {"static_s": round(statistics.median(static), 4)}
+        static_s = statistics.median(static)
+        busy_s = found.sent[stage]["static"][1] / nodes.bytes_per_s
+        metrics[stage] = {"static_s": round(static_s, 4), "link_busy": round(busy_s / static_s, 3)}
         for name in names[1:]:
             ratios = [one / base for one, base in zip(found.seconds[stage][name], static, strict=True)]
             lower, upper = median_interval(ratios) or (None, None)

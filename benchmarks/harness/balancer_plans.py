@@ -20,14 +20,16 @@ def executable(problem: BalancerInput, cells: Sequence[CellPlan]) -> StepPlan:
     Args:
         problem: that was balanced.
         cells: in the order of execution.
-
-    Raises:
-        ValueError: when no choice of homes among the hosts gives every rank E / G experts.
     """
     num_layers, num_ranks = len(problem.home_LE), problem.topology.num_ranks
     home_LE = np.stack([_homes(cell, num_ranks) for cell in cells[:num_layers]])
     found = [
-        _with_home(cell, home_LE[number % num_layers], counts_GE, is_first=number < num_layers)
+        _with_home(
+            cell,
+            home_LE[number % num_layers],
+            counts_GE,
+            is_first=number < num_layers,
+        )
         for number, (cell, (_, counts_GE)) in enumerate(zip(cells, problem.cells(), strict=True))
     ]
     loads = [cell.loads_G(counts_GE).max() for cell, (_, counts_GE) in zip(found, problem.cells(), strict=True)]
@@ -45,15 +47,13 @@ def executable(problem: BalancerInput, cells: Sequence[CellPlan]) -> StepPlan:
 
 
 def _homes(cell: CellPlan, num_ranks: int) -> NDArray[np.int16]:
-    """int16 [E], a host of each expert, E / G of them on every rank."""
+    """int16 [E], a host of each expert where there can be one, E / G experts on every rank."""
     num_experts = len(cell.home_E)
     serves_EG = np.zeros((num_experts, num_ranks), np.bool_)
     serves_EG[np.arange(num_experts), cell.home_E] = True
     serves_EG[cell.expert_R, cell.rank_R] = True
     places_EP = np.repeat(~serves_EG, num_experts // num_ranks, axis=1)
-    expert_E, place_E = linear_sum_assignment(places_EP)
-    if places_EP[expert_E, place_E].any():
-        raise ValueError("no choice of homes among the hosts gives every rank as many experts")
+    _, place_E = linear_sum_assignment(places_EP)
     return (place_E // (num_experts // num_ranks)).astype(np.int16)
 
 

@@ -9,7 +9,9 @@ from foreroute.simulate.eplb import eplb_previous
 from tests.simulate.test_balancers import problem
 
 
-@pytest.mark.parametrize("case", [{"seed": 0}, {"seed": 3, "ranks": 4, "experts": 32, "slots": 2, "layers": 3}])
+@pytest.mark.parametrize(
+    "case", [{"seed": 0}, {"seed": 3, "ranks": 4, "experts": 32, "layers": 3}, {"seed": 4, "experts": 64}]
+)
 def test_the_plan_of_eplb_serves_what_eplb_serves(case):
     step = problem(**case)
     cells = list(eplb_previous(step))
