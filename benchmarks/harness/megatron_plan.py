@@ -161,7 +161,7 @@ class Bench:
         from foreroute.adapters import megatron
 
         self._settings = {"expert_model_parallel_size": num_ranks, **settings}
-        self._model = _model(self._settings)
+        self._model = gpt_model(self._settings)
         self._num_ranks, self._cluster = num_ranks, cluster
         self._routed = megatron.attach(self._model)
         self.take_routes(rank, skew)
@@ -206,7 +206,7 @@ class Bench:
         """All micro-batches on their routes, under the plan or at home."""
         executing = self._routed.execute(plan, self._counts_MLGE, self._shards) if plan else None
         forward = self._routed.replaying(forward_step)
-        _run(self._model, forward, self._batches, executing=executing, forward_only=forward_only)
+        run_schedule(self._model, forward, self._batches, executing=executing, forward_only=forward_only)
 
     def _planned(self, counts_MLGE: NDArray[np.integer], options: PlanOptions) -> StepPlan:
         topology, costs = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS), None
@@ -218,8 +218,8 @@ class Bench:
         """Steps of micro-batches that bring no routes: of the attached model, and of an equal one that never was."""
         batches = [{"tokens": batch["tokens"]} for batch in self._batches]
         return (
-            partial(_run, self._model, self._routed.replaying(forward_step), batches),
-            partial(_run, _model(self._settings), forward_step, batches),
+            partial(run_schedule, self._model, self._routed.replaying(forward_step), batches),
+            partial(run_schedule, gpt_model(self._settings), forward_step, batches),
         )
 
     def asked(self, planned: bool) -> tuple[float, float]:
@@ -242,7 +242,7 @@ class Bench:
         layers = [module for module in self._model.modules() if type(module).__name__ == "MoELayer"]
         with posting(layers) as posted, self._routed.execute(plan, self._counts_MLGE, self._shards):
             begun = posted.questions
-            _run(self._model, self._routed.replaying(forward_step), self._batches)
+            run_schedule(self._model, self._routed.replaying(forward_step), self._batches)
             asked = posted.questions - begun
         unpatched = self.without_routes()[1]
         return {
@@ -263,7 +263,7 @@ def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor,
     return losses, lambda losses: (losses.mean(), {"losses": losses.detach()})
 
 
-def _run(
+def run_schedule(
     model: Any,
     forward: Callable[..., Any],
     batches: Sequence[dict[str, Any]],
@@ -289,7 +289,7 @@ def _run(
     dist.barrier()
 
 
-def _model(settings: dict[str, Any]) -> Any:
+def gpt_model(settings: dict[str, Any]) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
