@@ -211,7 +211,7 @@ def _sent_by(work: Callable[[], object], nodes: Nodes) -> tuple[int, int]:
 
 def _others(model: SpreadModel, pricing: Pricing) -> list[tuple[TimedStep, Callable[[bool], float]]]:
     """Other steps, to fit rates to, and what times them."""
-    found = []
+    found: list[tuple[TimedStep, Callable[[bool], float]]] = []
     for seed, sequences in itertools.product(OTHER_SEEDS, OTHER_SEQUENCES):
         step = model.step(seed=seed, sequences=sequences)
         for name in ("static", *OPTIONS):
@@ -243,7 +243,7 @@ def _busy_on_h100() -> dict[str, dict[str, float]]:
     at_home = CellPlan.homes_only(topology.contiguous_home_E(load.num_experts), 16)
     for dispatcher in ("copies", "dedup"):
         costs = CostModel(model=model, hardware=replace(hardware, links=links), dispatcher=dispatcher)
-        parts_SP = sum(price_cell(at_home, counts_GE, topology, costs).parts_SP for counts_GE in cells_CGE)
+        parts_SP = np.sum([price_cell(at_home, each, topology, costs).parts_SP for each in cells_CGE], axis=0)
         busy_S = parts_SP[:, ALL_TO_ALL] / parts_SP.sum(axis=1)
         shares[dispatcher] = dict(zip(STAGES, busy_S.round(3).tolist(), strict=True))
     return shares

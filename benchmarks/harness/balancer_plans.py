@@ -54,7 +54,8 @@ def _homes(cell: CellPlan, num_ranks: int) -> NDArray[np.int16]:
     serves_EG[cell.expert_R, cell.rank_R] = True
     places_EP = np.repeat(~serves_EG, num_experts // num_ranks, axis=1)
     _, place_E = linear_sum_assignment(places_EP)
-    return (place_E // (num_experts // num_ranks)).astype(np.int16)
+    home_E: NDArray[np.int16] = (place_E // (num_experts // num_ranks)).astype(np.int16)
+    return home_E
 
 
 def _with_home(

@@ -92,7 +92,7 @@ class SpreadModel(Protocol):
     def step(self, *, seed: int, sequences: int = SEQUENCES) -> Step:
         """The second step of a run: the first is what methods know that plan from the step before."""
 
-    def move_homes(self, home_LE: NDArray[np.integer]) -> object:
+    def move_homes(self, home_LE: NDArray[np.integer]) -> None:
         """Of all experts, before steps are made."""
 
     def close(self) -> None:
@@ -150,7 +150,6 @@ class _OnHF:
         self._nodes, self._rank = nodes, rank
         self._routed, self._placed = hf.attach(model), hf.distribute(model, timeout_s=PATIENCE_S)
         self._placed.use(TransferOptions(paths=nodes.paths))
-        self.move_homes, self.close = self._placed.move_homes, self._placed.close
 
     def step(self, *, seed: int, sequences: int = SEQUENCES) -> Step:
         batches, traces = _drawn(self._routed.spec, self._nodes, self._rank, seed=seed, sequences=sequences)
@@ -165,6 +164,12 @@ class _OnHF:
             bench.step(plan or at_home, updating=updating)
 
         return Step(counts_MLGE, self._placed.home_LE, run)
+
+    def move_homes(self, home_LE: NDArray[np.integer]) -> None:
+        self._placed.move_homes(home_LE)
+
+    def close(self) -> None:
+        self._placed.close()
 
 
 class _OnMegatron:
@@ -181,7 +186,6 @@ class _OnMegatron:
         self._nodes, self._rank = nodes, rank
         self._model = gpt_model({"expert_model_parallel_size": nodes.num_ranks, **MEGATRON})
         self._routed = megatron.attach(self._model)
-        self.move_homes = self._routed.move_homes
 
     def step(self, *, seed: int, sequences: int = SEQUENCES) -> Step:
         routed = self._routed
@@ -197,6 +201,9 @@ class _OnMegatron:
             run_schedule(self._model, forward, batches, executing=executing, forward_only=not updating)
 
         return Step(counts_MLGE, routed.home_LE, run)
+
+    def move_homes(self, home_LE: NDArray[np.integer]) -> None:
+        self._routed.move_homes(home_LE)
 
     def close(self) -> None:
         """Nothing is shared."""

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
 from foreroute.layout import Packing
-from foreroute.plan import CellPlan, CellSchedule
+from foreroute.plan import CellPlan
+from foreroute.plan.schedule import CellSchedule
 from foreroute.trace import RoutingTrace
 
 Ints = NDArray[np.int64]
