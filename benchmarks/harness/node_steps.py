@@ -203,7 +203,7 @@ class _OnMegatron:
         return Step(counts_MLGE, routed.home_LE, run)
 
     def move_homes(self, home_LE: NDArray[np.integer]) -> None:
-        self._routed.move_homes(home_LE)
+        self._routed.move_homes(home_LE, None)
 
     def close(self) -> None:
         """Nothing is shared."""
