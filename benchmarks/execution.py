@@ -25,12 +25,12 @@ from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
 from foreroute.adapters import hf
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import expert_bytes
-from foreroute.plan import ExecutionSchedule, PlanOptions
+from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
+from foreroute.plan import PlanOptions
 from foreroute.plan.capabilities import FetchPath
+from foreroute.plan.schedule import ExecutionSchedule
 
 WORST = (
     *("executed_over_planned", "bytes_over_least", "host_over_direct"),

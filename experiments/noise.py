@@ -32,7 +32,7 @@ from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, routing_mismatch, token_mismatch
-from foreroute.records import Side
+from foreroute.records.step_record import Side
 from foreroute.train.loop import Trainer, make_schedule, make_trainer
 from foreroute.train.policy import Alone
 from foreroute.train.record import Experience, mismatch_of

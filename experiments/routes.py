@@ -20,7 +20,7 @@ from experiments.starts import configuration
 from experiments.texts import KINDS, SHORTEST, TextTask, encode, text
 from experiments.unevenness import figures_of, kind_information, sequence_counts
 from foreroute.adapters import hf
-from foreroute.files import write_atomically
+from foreroute.files.writing import write_atomically
 from foreroute.trace import RoutingTrace, load, save
 from foreroute.train import TrainConfig
 from foreroute.train.loop import make_trainer

@@ -12,8 +12,9 @@ import torch
 
 from experiments.models import merged, start_path
 from foreroute.adapters import hf
-from foreroute.train import TrainConfig, load_checkpoint, parse_config, train
+from foreroute.train import TrainConfig, parse_config, train
 from foreroute.train.chain import Task
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 

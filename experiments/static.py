@@ -14,7 +14,8 @@ from experiments.starts import configuration, loaded
 from experiments.tampering import shifted
 from foreroute.capture import Generation
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.records import Side, to_json
+from foreroute.records.json_form import to_json
+from foreroute.records.step_record import Side
 from foreroute.train.loop import make_schedule, make_trainer
 from foreroute.train.policy import Alone, make_engine
 from foreroute.train.record import Recomputed, mismatch_of, mismatch_record

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.layout import Packing
-from foreroute.plan import contiguous_imbalance, packed_counts
+from foreroute.plan import packed_counts
+from foreroute.plan.counts import contiguous_imbalance
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import RoutingTrace

@@ -12,7 +12,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatterMathtext
 
-from foreroute.records import SIDES, Side, read_run
+from foreroute.records.runs import read_run
+from foreroute.records.step_record import SIDES, Side
 
 TO = Path(__file__).parents[1] / "docs" / "replay-k3.svg"
 LOOKS: dict[Side, tuple[str, str]] = {"native": ("without replay", "#D55E00"), "replayed": ("with replay", "#0072B2")}

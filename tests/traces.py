@@ -4,7 +4,8 @@ import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import GATE_WEIGHTS, INDEXER, DecisionStream, GateWeights, IndexerSpec
+from foreroute.trace import GATE_WEIGHTS, INDEXER, DecisionStream, IndexerSpec
+from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.streams import MOST_CHOICES
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from foreroute import planner
 from foreroute.adapters import hf
+from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.ep import ExpertParallelModel, PlanExecution
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.testing.ranks import Workers
@@ -51,7 +52,7 @@ class Bench:
     placed: ExpertParallelModel
     batches: list[torch.Tensor]
     traces: list[RoutingTrace]
-    rows_M: list[hf.TraceRows]
+    rows_M: list[TraceRows]
     counts_MLGE: NDArray[np.int32]
 
     @classmethod

@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 
 from foreroute import planner
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
+from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.ep.transfer.slots import SlotSet
-from foreroute.plan import ExecutionSchedule, Links, PlanOptions, StepPlan, Topology
+from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.simulate.workload import WORKLOADS
 
 SLOTS = {"G64": 2, "E256": 8}

@@ -19,8 +19,6 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from examples.pipeline.policy import Policy
 from examples.pipeline.sync import on_first_rank
-from foreroute.errors import ConfigError
-from foreroute.files import parse_json, read_file, write_atomically
 
 PROGRESS = "progress.json"
 """In the folder of a checkpoint, and written last: a folder without it is of a run that ended while it wrote."""
@@ -43,7 +41,9 @@ def save(policy: Policy, optimizer: FP32Optimizer, folder: Path, step: int) -> N
     home_LE = policy.routed.home_LE
 
     def finish() -> None:
-        write_atomically(path / PROGRESS, json.dumps({"steps": step + 1, "home_LE": home_LE.tolist()}))
+        written = path / f"{PROGRESS}.part"
+        written.write_text(json.dumps({"steps": step + 1, "home_LE": home_LE.tolist()}))
+        written.rename(path / PROGRESS)
         for other in folder.iterdir():
             if other != path:
                 shutil.rmtree(other)
@@ -56,7 +56,7 @@ def load(policy: Policy, optimizer: FP32Optimizer, folder: Path) -> int:
     found = sorted(folder.glob(f"step-*/{PROGRESS}"))
     if not found:
         return 0
-    progress = parse_json(read_file(found[-1], ConfigError), ConfigError, name=str(found[-1]))
+    progress = json.loads(found[-1].read_text())
     policy.routed.move_homes(np.array(progress["home_LE"]), optimizer)
     loaded = dist_checkpointing.load(_shards(policy, optimizer, is_loading=True), str(found[-1].parent))
     policy.model.load_state_dict(loaded["model"])

@@ -5,7 +5,8 @@ import sys
 from datasets import Dataset
 from trl import GRPOConfig
 
-from foreroute.trainers.trl import EmbeddedEngine, GRPOTrainer, rollout_with
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from tiny import agent, answers, chat_tokenizer, look_up
 
 model = agent()

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from foreroute.capture import Sampling, decode, refuse_constant_layers
+from foreroute.capture import Sampling, decode
+from foreroute.capture.checks import refuse_constant_layers
 from foreroute.errors import CaptureError, ConfigError, InputError
 from foreroute.trace import RoutedLayer, RoutingTrace
 from tests import wires

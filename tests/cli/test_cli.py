@@ -20,7 +20,7 @@ from foreroute.cli.main import app
 from foreroute.cli.train import Display
 from foreroute.testing.ranks import Workers
 from foreroute.trace import DecisionStream
-from foreroute.train import load_checkpoint
+from foreroute.train.folder import load_checkpoint
 from tests.cli.command import foreroute
 from tests.mismatch import planted_defects as planted
 from tests.traces import choices_of, random_trace

@@ -72,7 +72,7 @@ for number in (signal.SIGHUP, signal.SIGTERM):  # whoever started the tests may 
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from foreroute.cli import main, traces
-from foreroute.files import write_atomically
+from foreroute.files.writing import write_atomically
 
 def hang(path):
     def fill(file):

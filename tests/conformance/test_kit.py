@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, bugs_of, kit, run_conformance
+from foreroute.conformance import ALL_CHECKS, KNOWN_BUGS, Outcome, kit, run_conformance
 from foreroute.conformance.check import PLACEMENT
+from foreroute.conformance.kit import bugs_of
 from foreroute.errors import ConfigError
 from tests.conformance import broken_rows, broken_sessions
 from tests.conformance.breaking import Adapter

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import foreroute as fr
-from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose, standard_error
+from foreroute.doctor import Evidence, Severity, diagnose
+from foreroute.doctor.comparison import standard_error
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError, TraceContentError
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.testing.routes import synthetic_trace

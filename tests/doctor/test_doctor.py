@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
+from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor import examine as module
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.examine import QUICK, examine
 from foreroute.testing.models import SMALL, tiny
 from foreroute.trace import SAMPLING

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from foreroute.adapters import hf
-from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
+from foreroute.doctor import Evidence, Severity, diagnose
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.examine import examine
 from tests.attended import SIZES
 from tests.doctor.doctor_cases import generation

@@ -8,7 +8,8 @@ import pytest
 
 from foreroute.conformance import ALL_CHECKS, CheckResult, ConformanceReport, Outcome
 from foreroute.conformance.check import misplaced
-from foreroute.doctor import Diagnosis, Evidence, Finding, Severity, TrainerPass, diagnose
+from foreroute.doctor import Diagnosis, Evidence, Finding, Severity, diagnose
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.findings import ADVICE
 from foreroute.errors import BatchMismatchError, InputError
 from foreroute.mismatch import Defect, explain

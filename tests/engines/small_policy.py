@@ -5,7 +5,8 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.capture import Sampling
-from foreroute.trace import concatenate, overlap
+from foreroute.trace import concatenate
+from foreroute.trace.operations import overlap
 
 SIZES = {
     "vocab_size": 64,

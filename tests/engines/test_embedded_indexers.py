@@ -8,7 +8,7 @@ from foreroute.adapters import hf
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError
-from foreroute.mismatch import stream_difference
+from foreroute.mismatch.decisions import stream_difference
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import SPARSE, build
 from tests.attended import attended, chosen, followed

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.local_models import load_local
+from foreroute.adapters.hf.local_models import load_local, load_pretrained
 from foreroute.errors import ConfigError
 from foreroute.testing.memory import peak_of
 from foreroute.testing.models import FAMILIES, tiny
@@ -51,7 +51,7 @@ def peak(rank, folder):
     placed, most = peak_of(lambda: hf.distribute_pretrained(folder, timeout_s=60))
     share = sum(parameter.nbytes for parameter in placed.model.parameters())
     del placed
-    _, whole = peak_of(lambda: hf.load_pretrained(folder, experts_implementation="eager"))
+    _, whole = peak_of(lambda: load_pretrained(folder, experts_implementation="eager"))
     return most / share, whole / share
 
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils.parametrize import register_parametrization
 
 from foreroute.adapters import hf
-from foreroute.ep import ExpertLayer
 from foreroute.ep.compute import LEAST_TORCH
+from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny

@@ -19,7 +19,8 @@ from experiments.tampering import shifted
 from experiments.training import run_training
 from foreroute.errors import DivergedError
 from foreroute.trace import RoutingTrace
-from foreroute.train import load_checkpoint, run
+from foreroute.train import run
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from tests.train.small_runs import small_values

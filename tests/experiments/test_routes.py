@@ -22,7 +22,8 @@ from experiments.unevenness import (
     sequence_counts,
     shuffled,
 )
-from foreroute.plan import Topology, contiguous_imbalance
+from foreroute.plan import Topology
+from foreroute.plan.counts import contiguous_imbalance
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import BALANCERS
 from foreroute.testing.routes import synthetic_trace

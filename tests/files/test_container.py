@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from foreroute.errors import InputError
-from foreroute.files import TensorFile, checksum, tensors_to_bytes
-from foreroute.files.container import DTYPES
+from foreroute.files.container import DTYPES, TensorFile, checksum, tensors_to_bytes
 
 TENSORS = {"a": np.arange(12, dtype=np.int32).reshape(6, 2), "b": np.arange(5, dtype=np.float64), "c": np.ones(3, "u1")}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -78,7 +77,7 @@ def test_equal_content_is_equal_bytes_in_every_process(tmp_path):
 import sys
 import numpy as np
 from safetensors.numpy import save
-from foreroute.files import tensors_to_bytes
+from foreroute.files.container import tensors_to_bytes
 turn = int(sys.argv[1])
 tensors = [(name, np.arange(4, dtype=dtype)) for name, dtype in (("b", "u1"), ("a", "u1"), ("c", "<f8"), ("d", ">i2"))]
 metadata = {name: "1" for name in (f"key {n}" for n in range(20)[::turn])}

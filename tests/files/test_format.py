@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import PlanError
-from foreroute.files import FileFormat, TensorSchema, checksum, tensors_to_bytes
+from foreroute.files.container import FileFormat, TensorSchema, checksum, tensors_to_bytes
 
 FORMAT = FileFormat(
     name="song",

@@ -4,8 +4,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from foreroute.errors import TraceFileError
-from foreroute.files import as_place, names_in, within
-from foreroute.files.places import open_at, write_at
+from foreroute.files.container import as_place
+from foreroute.files.places import names_in, open_at, within, write_at
 
 
 def test_a_place_is_a_path_or_a_url(tmp_path):

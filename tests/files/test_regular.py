@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from foreroute.errors import InputError, TraceFileError, printable
-from foreroute.files import TensorFile, open_regular, parse_json, read_file, read_text, tensors_to_bytes
+from foreroute.files.container import TensorFile, tensors_to_bytes
+from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from foreroute.errors import InputError
-from foreroute.files import check_writable, write_atomically, writing, writing_named
+from foreroute.files import writing
+from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 
 @pytest.fixture(params=["unnamed", "named"])
@@ -44,7 +45,7 @@ writing.write_atomically(Path(sys.argv[1]), b"whole")
 
 def at_once(code, target, number):
     """Processes that begin to write one target as nearly at once as may be; their exit codes."""
-    begin = f"import sys, time\nfrom pathlib import Path\nfrom foreroute.files import write_atomically\n{code}"
+    begin = f"import sys, time\nfrom pathlib import Path\nfrom foreroute.files.writing import write_atomically\n{code}"
     moment = str(time.time() + 1.5)
     runs = [
         subprocess.Popen([sys.executable, "-c", begin, str(target), str(n), moment], stderr=subprocess.DEVNULL)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from foreroute import LayerKind, RoutedLayer, RoutingSpec, layout
+from foreroute.layout.packing import padded_batches
 from tests.layout import layout_oracle as oracle
 
 
@@ -116,5 +117,5 @@ def _draw_batches(rng, lengths, align):
         packed = layout.pack_sequences(aligned, 1, budget)
         batches = [packed.sequences(m, 0) for m in range(packed.num_micro_steps)]
     else:
-        batches = layout.padded_batches(aligned, budget)
+        batches = padded_batches(aligned, budget)
     return tuple(tuple(sequences.tolist()) for sequences in batches)

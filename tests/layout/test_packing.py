@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, LayoutError
-from foreroute.layout import Packing, pack_sequences, padded_batches
+from foreroute.layout import Packing, pack_sequences
+from foreroute.layout.packing import padded_batches
 from foreroute.simulate.workload import WORKLOADS
 from tests.layout import layout_oracle
 from tests.tiers import grid

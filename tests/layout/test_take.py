@@ -5,6 +5,7 @@ import pytest
 
 from foreroute import RoutedLayer, layout
 from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
+from foreroute.layout.rank_rows import block_homes, fill_padding
 from tests.layout.canary import canary_trace
 from tests.traces import spec_of
 
@@ -41,11 +42,11 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
     ep, per_rank = int(rng.integers(1, 9)), int(rng.integers(1, 9))
     num_experts = ep * per_rank
     top_k = int(rng.integers(1, num_experts + 1))
-    blocks = layout.block_homes(num_experts, ep)
+    blocks = block_homes(num_experts, ep)
     homes = np.stack([blocks if seed % 2 else rng.permutation(blocks) for _ in range(3)])
     ids = np.full((int(rng.integers(0, 40)), 3, top_k), num_experts, np.uint8)
     fill = rng.random(len(ids)) < 0.6
-    filled = layout.fill_padding(ids, fill, homes, start=int(rng.integers(0, 100)))
+    filled = fill_padding(ids, fill, homes, start=int(rng.integers(0, 100)))
     assert np.array_equal(filled[~fill], ids[~fill])
     for layer in range(3):
         picks = filled[fill, layer]
@@ -58,12 +59,12 @@ def test_padding_is_distinct_and_even_over_experts_and_ranks(seed):
 
 def test_pads_go_round_the_ranks_and_begin_where_they_are_told_to():
     homes = np.array([[0, 0, 0, 1, 1, 1]])
-    filled = layout.fill_padding(np.zeros((3, 1, 2), np.uint8), np.ones(3, bool), homes, start=1)
+    filled = fill_padding(np.zeros((3, 1, 2), np.uint8), np.ones(3, bool), homes, start=1)
     assert filled[:, 0].tolist() == [[3, 1], [4, 2], [5, 0]]
 
 
 def test_a_rank_with_fewer_experts_gets_fewer_pads_but_none_twice():
-    filled = layout.fill_padding(np.zeros((2, 1, 3), np.uint8), np.ones(2, bool), np.array([[0, 0, 1]]))
+    filled = fill_padding(np.zeros((2, 1, 3), np.uint8), np.ones(2, bool), np.array([[0, 0, 1]]))
     assert sorted(filled[0, 0].tolist()) == sorted(filled[1, 0].tolist()) == [0, 1, 2]
 
 
@@ -72,12 +73,12 @@ def test_impossible_fills_are_refused():
     homes = np.array([[0, 0, 1]])
     for wrong in (homes[0], homes.repeat(2, axis=0), homes * 0.9):
         with pytest.raises(LayoutError, match=r"expected integers \[1 layers, experts\]"):
-            layout.fill_padding(ids, np.ones(2, bool), wrong)
+            fill_padding(ids, np.ones(2, bool), wrong)
     with pytest.raises(LayoutError, match="3 distinct picks cannot be made from 2"):
-        layout.fill_padding(ids, np.ones(2, bool), homes[:, 1:])
+        fill_padding(ids, np.ones(2, bool), homes[:, 1:])
     with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
-        layout.fill_padding(ids, np.ones(3, bool), homes)
+        fill_padding(ids, np.ones(3, bool), homes)
     with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
-        layout.fill_padding(ids, np.array([0, 1]), homes)
+        fill_padding(ids, np.array([0, 1]), homes)
     with pytest.raises(LayoutError, match="6 experts do not divide over 4"):
-        layout.block_homes(6, 4)
+        block_homes(6, 4)

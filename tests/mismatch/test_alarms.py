@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from foreroute.mismatch import Alarm, Kind, Signals, alarms
+from foreroute.mismatch import Alarm, Signals, alarms
+from foreroute.mismatch.alarm_rules import Kind
 
 
 def first_alarm(**series):

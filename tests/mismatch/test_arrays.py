@@ -8,8 +8,8 @@ import torch
 
 import foreroute as fr
 from foreroute.errors import InputError, TraceContentError
-from foreroute.mismatch import as_traces, margin_histogram, routing_mismatch, token_mismatch
-from foreroute.mismatch.measures import LOG10_EDGES
+from foreroute.mismatch import margin_histogram, routing_mismatch, token_mismatch
+from foreroute.mismatch.measures import LOG10_EDGES, as_traces
 from tests.traces import random_trace
 
 FLOATS = [np.float16, np.float32, np.float64, torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -7,7 +7,7 @@ import pytest
 
 from foreroute import RoutedLayer
 from foreroute.errors import BatchMismatchError, SpecMismatchError
-from foreroute.mismatch import misplaced_masks, stream_difference
+from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.trace import SAMPLING, DecisionStream, RoutingSpec, RoutingTrace
 
 VOCABULARY = 500

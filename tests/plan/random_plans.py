@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from foreroute.plan import Hosts, Links, StepPlan, Topology
+from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.counts import counts_digest
+from foreroute.plan.hosts import Hosts
 
 LINKS = Links(340e9, 45e9, 50e9, 20e-6, 50e-6)
 

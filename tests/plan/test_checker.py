@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from foreroute.errors import PlanError
-from foreroute.plan import Hosts, PlanOptions, Topology
+from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
+from foreroute.plan.hosts import Hosts
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
 
 

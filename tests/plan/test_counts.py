@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import CountsError, InputError, SpecMismatchError, TraceContentError
-from foreroute.files import FileFormat
+from foreroute.files.container import FileFormat
 from foreroute.layout import Packing
 from foreroute.plan.counts import (
     check_counts,

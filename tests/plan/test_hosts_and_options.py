@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError
-from foreroute.plan import Hosts, PlanOptions
+from foreroute.plan import PlanOptions
+from foreroute.plan.hosts import Hosts
 from tests.plan.random_plans import small_case
 
 

@@ -10,16 +10,10 @@ import pytest
 import foreroute as fr
 from foreroute.errors import PlanError, TraceFileError
 from foreroute.layout import Packing
-from foreroute.plan import Hosts, Links, StepPlan, Topology
+from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.plan_file import (
-    PLAN_FILE,
-    load_plan,
-    plan_content,
-    plan_from_bytes,
-    plan_to_bytes,
-    save_plan,
-)
+from foreroute.plan.hosts import Hosts
+from foreroute.plan.plan_file import PLAN_FILE, load_plan, plan_content, plan_from_bytes, plan_to_bytes, save_plan
 from foreroute.testing.routes import synthetic_trace
 from tests.plan.random_plans import LINKS, small_case
 from tests.trace.forging import STAIRCASE

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foreroute.ep.dispatch import expand
 from foreroute.errors import PlanError
-from foreroute.plan import CellSchedule, ExecutionSchedule
+from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule_kernels import colour_edges
 from tests.ep.transfer.plans import no_tokens, random_homes, random_plan, split_plan
 

@@ -12,8 +12,9 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import price_cell, slowest_attention
 from foreroute.errors import ConfigError
-from foreroute.plan import CellPlan, Hosts, PlanOptions, Topology
+from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
+from foreroute.plan.hosts import Hosts
 from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.planner import plan
 from foreroute.planner.prune import prune_replicas

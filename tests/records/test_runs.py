@@ -5,7 +5,8 @@ import json
 import pytest
 
 from foreroute.errors import InputError, RunFolderError
-from foreroute.records import read_run, read_runs
+from foreroute.records import read_runs
+from foreroute.records.runs import read_run
 from tests.report.report_runs import config, step_line, write_run
 
 

@@ -7,7 +7,10 @@ import pytest
 
 from foreroute.errors import RunFolderError
 from foreroute.mismatch import Alarm
-from foreroute.records import DeviceRecord, MismatchRecord, StepRecord, parse_step, to_json
+from foreroute.records import StepRecord
+from foreroute.records.json_form import to_json
+from foreroute.records.runs import parse_step
+from foreroute.records.step_record import DeviceRecord, MismatchRecord
 from make import config_reference
 from tests.report.report_runs import execution, step_line
 from tests.train.small_runs import small_config, trainer_of

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
-from foreroute.replay import masked_entropy_of_logits, masked_logprobs, masked_logprobs_of_logits
+from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
+from foreroute.replay.sampling_masks import masked_entropy_of_logits
 from foreroute.trace import DecisionStream
 
 VOCABULARY, WIDTH = 700, 12

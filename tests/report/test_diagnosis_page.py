@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from foreroute.doctor import Diagnosis, Evidence, Measures, TrainerPass, diagnose
-from foreroute.report import measure_table, write_diagnosis
+from foreroute.doctor import Diagnosis, Evidence, diagnose
+from foreroute.doctor.evidence import Measures, TrainerPass
+from foreroute.report import write_diagnosis
+from foreroute.report.diagnosis import measure_table
 from foreroute.report.figure import layer_label, number_layers
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from tests.report.pages import text_of

@@ -8,9 +8,9 @@ import pytest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.plan import Topology
-from foreroute.report import plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.report.figure import integer_ticks, ticks_above_one
 from foreroute.report.format import duration, over_mean, percentage, step_time, time_unit
+from foreroute.report.plan import plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import compare, facts_of, figures_of
 from foreroute.simulate.methods import BALANCERS

@@ -5,11 +5,10 @@ from typing import get_args
 
 import pytest
 
-from foreroute.mismatch import Kind
-from foreroute.mismatch.alarm_rules import ADVICE
+from foreroute.mismatch.alarm_rules import ADVICE, Kind
 from foreroute.records import read_runs
-from foreroute.report import summary_rows, write_report
-from foreroute.report.run_tables import alarm_table
+from foreroute.report.run import write_report
+from foreroute.report.run_tables import alarm_table, summary_rows
 from tests.report.report_runs import config, side, step_line, write_run
 
 

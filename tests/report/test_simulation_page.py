@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from foreroute.costs.presets import hardware_preset
-from foreroute.report import (
+from foreroute.report import simulation_plots
+from foreroute.report.simulation import (
+    COLUMNS,
     compared_methods,
     executed,
     simulation_finding,
-    simulation_plots,
     simulation_table,
     simulation_tiles,
     write_simulation_page,
 )
-from foreroute.report.simulation import COLUMNS
 from foreroute.simulate.fit import FitRecord
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.report.simulation_records import TRAINING, config, record, sweeps, timeline, timelines

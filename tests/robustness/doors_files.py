@@ -65,7 +65,7 @@ def _write_models(folder):
     from foreroute.capture import Sampling, save_generation
     from foreroute.engines.embedded import EmbeddedEngine
     from foreroute.records import read_runs
-    from foreroute.report import write_report
+    from foreroute.report.run import write_report
     from foreroute.trace import save
     from foreroute.train import load_config, train
 

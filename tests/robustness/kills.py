@@ -27,7 +27,7 @@ import tomli_w
 from foreroute.capture import load_generation
 from foreroute.cli.main import main as command_line
 from foreroute.errors import ForerouteError
-from foreroute.files import TensorFile
+from foreroute.files.container import TensorFile
 from foreroute.plan import load_plan, save_counts
 from foreroute.records import read_runs
 from foreroute.testing.ranks import environment
@@ -246,7 +246,7 @@ def _read_plan(folder):
 
 def _read_run(folder):
     """Everything that is in a run's folder, as its readers read it, finished or not; None of one that is not."""
-    from foreroute.train import load_checkpoint
+    from foreroute.train.folder import load_checkpoint
 
     if _recorded(folder):
         read_runs([folder])

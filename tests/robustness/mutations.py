@@ -6,7 +6,7 @@ import struct
 import numpy as np
 from safetensors.numpy import load, save
 
-from foreroute.files import checksum
+from foreroute.files.container import checksum
 
 EXTREMES = (0, 1, 2, 7, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 HOSTILE = (

@@ -4,8 +4,9 @@ import json
 
 import torch
 
-from foreroute.records import read_run
-from foreroute.train import RunFolder, load_checkpoint, load_config, parse_config
+from foreroute.records.runs import read_run
+from foreroute.train import RunFolder, load_config, parse_config
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.prompts import parse_row
 from tests.report.report_runs import step_line
 from tests.robustness.mutations import forge, forge_json

@@ -7,8 +7,9 @@ import pytest
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology
+from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.hosts import CellPlan
+from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
 from foreroute.simulate.cell_costs import transfers_of
 from foreroute.simulate.methods import ServedStep

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, count_assignments, digest
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, IndexerSpec, digest
 from foreroute.trace.checks import check_rows
-from foreroute.trace.operations import shared_picks
+from foreroute.trace.operations import count_assignments, shared_picks
 from tests.traces import random_trace, spec_of
 
 SPEC = spec_of(num_experts=4, top_k=2, num_layers=1)

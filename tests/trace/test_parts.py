@@ -14,7 +14,7 @@ from fsspec.spec import AbstractBufferedFile
 
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
-from foreroute.files import TensorFile
+from foreroute.files.container import TensorFile
 from foreroute.files.regular import BUFFER_BYTES
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load_parts, save_part

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import GATE_WEIGHTS, SAMPLING, DecisionStream, GateWeights, digest, extended
+from foreroute.trace import GATE_WEIGHTS, SAMPLING, DecisionStream, digest, extended
+from foreroute.trace.gate_weights import GateWeights
 from tests.traces import picks_of, random_sets, random_trace, spec_of, uneven_trace, weighted, with_decisions
 
 

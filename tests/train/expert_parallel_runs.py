@@ -3,8 +3,9 @@
 from contextlib import nullcontext
 from unittest import mock
 
-from foreroute.train import RunFolder, Watcher, train
+from foreroute.train import RunFolder, train
 from foreroute.train.experts import ExpertParallel
+from foreroute.train.run import Watcher
 from tests.train.expert_parallel_steps import TIMEOUT_S, parallel_steps, scored_by_tokens
 from tests.train.small_runs import small_config
 

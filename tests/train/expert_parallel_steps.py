@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.capture import Generation
 from foreroute.ep import ExpertParallelModel
-from foreroute.train import load_checkpoint
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.prompts import make_task

@@ -11,8 +11,9 @@ import torch
 from foreroute.capture import Sampling
 from foreroute.errors import ConfigError
 from foreroute.testing.counting_device import DEVICE, MixedDevicesError, OnDevice, other_device
-from foreroute.train import RunFolder, load_checkpoint, parse_config, ranks
+from foreroute.train import RunFolder, parse_config, ranks
 from foreroute.train.chain import ChainTask
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.prompts import make_task

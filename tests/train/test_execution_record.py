@@ -17,7 +17,8 @@ import torch.distributed as dist
 from foreroute.adapters.hf.scoring import response_log_probs
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.records import parse_step, to_json
+from foreroute.records.json_form import to_json
+from foreroute.records.runs import parse_step
 from foreroute.train import experts
 from tests.train.expert_parallel_steps import config_of, precise_trainer, steps_of
 from tests.train.small_runs import SIZES

@@ -12,7 +12,7 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import DivergedError, EngineError
 from foreroute.files import container
 from foreroute.testing.ranks import Workers
-from foreroute.train import load_checkpoint
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import Trainer
 from tests.train.expert_parallel_runs import path_of, run, run_config
 from tests.train.small_runs import records

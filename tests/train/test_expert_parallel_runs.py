@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError
-from foreroute.train import RunFolder, load_checkpoint, train
+from foreroute.train import RunFolder, train
+from foreroute.train.folder import load_checkpoint
 from tests.train.expert_parallel_runs import path_of, run, run_config, step_on
 from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
 from tests.train.small_runs import records, same_state, tensors_of

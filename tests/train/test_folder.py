@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from foreroute.errors import ConfigError, RunFolderError
-from foreroute.train import RunFolder, load_checkpoint, train
-from foreroute.train.folder import CHECKPOINT_FILE
+from foreroute.train import RunFolder, train
+from foreroute.train.folder import CHECKPOINT_FILE, load_checkpoint
 from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import records, same_state
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foreroute.adapters.hf.scoring import response_log_probs, response_logits
-from foreroute.layout import padded_batches
+from foreroute.layout.packing import padded_batches
 from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, right_share
 from foreroute.train.config import RLConfig, TaskConfig
 from foreroute.train.experts import ExpertParallel, _Announced

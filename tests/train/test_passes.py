@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foreroute.adapters.hf.scoring import inputs, pad
-from foreroute.plan import contiguous_imbalance
+from foreroute.plan.counts import contiguous_imbalance
 from foreroute.train.chain import ChainTask
 from tests.tiers import grid
 from tests.train.small_runs import always_informative, random_rewards, same_state, small_config, trainer_of

@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from foreroute.adapters import hf
+from foreroute.adapters.hf.tokenizer import Tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
-from foreroute.train import Watcher, load_checkpoint, parse_config, train
+from foreroute.train import parse_config, train
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
+from foreroute.train.run import Watcher
 from foreroute.train.warm_start import _loss
 from tests.tiers import grid
 from tests.train.small_runs import SIZES, records
@@ -165,7 +167,7 @@ def test_prompts_that_are_too_long_are_named_and_megabytes_are_not_tokenised(hom
     with pytest.raises(DatasetError, match=r"line 1: the prompt has 4 tokens; expected 1 to .* = 3"):
         make_task(config_of(home, task={"max_prompt_tokens": 3}))
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 1_500_000}) + "\n")
-    monkeypatch.setattr(hf.Tokenizer, "prompt", lambda *_: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(Tokenizer, "prompt", lambda *_: pytest.fail("it was tokenised"))
     with pytest.raises(DatasetError, match=r"line 1: the prompt has 3,000,000 characters; expected at most 128 for"):
         make_task(config_of(home, task={"data": str(tmp_path / "long.jsonl")}))
 

@@ -10,11 +10,13 @@ import torch
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
 from foreroute.testing.models import FAMILIES
-from foreroute.train import RunFolder, Watcher, folder, load_checkpoint, loop, parse_config, train
+from foreroute.train import RunFolder, folder, loop, parse_config, train
 from foreroute.train.chain import ChainTask
+from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_schedule
 from foreroute.train.policy import Alone, make_policy
 from foreroute.train.prompts import make_task
+from foreroute.train.run import Watcher
 from tests.tiers import grid
 from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from foreroute.errors import DivergedError, RunFolderError
-from foreroute.train import RunFolder, load_checkpoint, train
+from foreroute.train import RunFolder, train
 from foreroute.train.chain import ChainTask
+from foreroute.train.folder import load_checkpoint
 from tests.train.counting_runs import counting, counting_config
 from tests.train.small_runs import always_informative, records, same_state, small_config, trainer_of
 

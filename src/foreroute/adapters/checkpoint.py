@@ -23,14 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foreroute.errors import ConfigError
-from foreroute.files import parse_json, read_file, writing_named
+from foreroute.files.regular import parse_json, read_file
+from foreroute.files.writing import writing_named
 from foreroute.trace import IndexerSpec, RoutingSpec
 from foreroute.trace.spec import whole_number
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf import RoutedTransformer
 
-__all__ = ["CheckpointWriter", "FolderWriter", "ModelWriter", "ServedModel", "Weights"]
+__all__ = ["FolderWriter", "ModelWriter", "ServedModel", "Weights"]
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Tensors by name, or names and tensors one after the other, where all at once would not fit in memory."""

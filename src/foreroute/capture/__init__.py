@@ -5,7 +5,7 @@ decode          the door: tokens, rows and layers put in place
 recognition     which form an output has, where the routes lie
 arrays          fields, arrays, text and bytes from outside
 verl_batch      the padded batch of verl
-checks          captures that look like one that failed          refuse_constant_layers
+checks          captures that look like one that failed
 sampling_masks  the sets that tokens were drawn from
 indexers        choices of sparse-attention indexers             with_indexer_choices
 skycap          records of SkyRL's gateway for agents            read_skycap
@@ -15,7 +15,6 @@ generation      what an engine is asked for and hands back       Sampling, Gener
 """
 
 from foreroute.capture.agents import AgentRollout
-from foreroute.capture.checks import refuse_constant_layers
 from foreroute.capture.decode import decode
 from foreroute.capture.generation import Generation, Sampling, load_generation, save_generation
 from foreroute.capture.indexers import with_indexer_choices
@@ -30,7 +29,6 @@ __all__ = [
     "load_generation",
     "read_nemo_gym",
     "read_skycap",
-    "refuse_constant_layers",
     "save_generation",
     "with_indexer_choices",
 ]

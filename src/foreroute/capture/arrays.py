@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import CaptureError, shown
-from foreroute.files import parse_json
+from foreroute.files.regular import parse_json
 from foreroute.trace import RoutedLayer
 from foreroute.trace.checks import host_array
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.capture.arrays import MAX_INT32
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
-from foreroute.files import TensorFile
+from foreroute.files.container import TensorFile
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_array, as_numbers, place_of

@@ -39,8 +39,7 @@ from foreroute.capture.agents import (
 )
 from foreroute.capture.arrays import as_integers, parse_text, read_base64
 from foreroute.errors import CaptureError, shown
-from foreroute.files import read_file
-from foreroute.files.regular import MOST_BYTES
+from foreroute.files.regular import MOST_BYTES, read_file
 from foreroute.trace import RoutingSpec, RoutingTrace, extended
 from foreroute.trace.checks import as_int32
 from foreroute.trace.spec import is_whole

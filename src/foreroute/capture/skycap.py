@@ -40,8 +40,7 @@ from foreroute.capture.agents import (
 from foreroute.capture.arrays import MAX_TEXT, parse_text
 from foreroute.capture.sampling_masks import mask_stream
 from foreroute.errors import CaptureError, shown
-from foreroute.files import read_file
-from foreroute.files.regular import MOST_BYTES
+from foreroute.files.regular import MOST_BYTES, read_file
 from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec
 from foreroute.trace.checks import as_int32, ascending
 from foreroute.trace.spec import is_whole

@@ -11,7 +11,8 @@ from foreroute.capture.arrays import parse_text
 from foreroute.capture.generation import is_generation
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceFileError, printable
-from foreroute.files import open_regular, read_file, writing_named
+from foreroute.files.regular import open_regular, read_file
+from foreroute.files.writing import writing_named
 from foreroute.trace import Encoding, load, save
 
 HEADER = 9

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foreroute.capture import Generation, load_generation
-from foreroute.capture.generation import is_generation
+from foreroute.capture.generation import Generation, is_generation, load_generation
 from foreroute.cli.terminal import CommandProgress, Console, shown_table, working
-from foreroute.doctor import Evidence, Severity, TrainerPass, diagnose
+from foreroute.doctor import Evidence, Severity, diagnose
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError, RunFolderError, printable
-from foreroute.files import parse_json, read_text
-from foreroute.report import check_page, finding_table, measure_table, write_diagnosis
+from foreroute.files.regular import parse_json, read_text
+from foreroute.report import write_diagnosis
+from foreroute.report.diagnosis import finding_table, measure_table
 from foreroute.report.format import quoted
+from foreroute.report.page import check_page
 from foreroute.trace import RoutingTrace, load
 
 if TYPE_CHECKING:
@@ -177,8 +179,8 @@ def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, T
     Raises:
         ConfigError, DatasetError, RunFolderError: when one of the files cannot be read, or the checkpoint is not there.
     """
-    from foreroute.train import load_checkpoint, parse_config
-    from foreroute.train.folder import as_run_folder_error, files_by_step
+    from foreroute.train import parse_config
+    from foreroute.train.folder import as_run_folder_error, files_by_step, load_checkpoint
     from foreroute.train.policy import make_model
     from foreroute.train.prompts import make_task
 

@@ -13,12 +13,13 @@ import numpy as np
 from foreroute.cli.plan_inputs import StepToPlan, read_step
 from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
 from foreroute.errors import InputError, PlanError
-from foreroute.files import check_writable, writing_named
+from foreroute.files.writing import check_writable, writing_named
 from foreroute.plan import PlanOptions, StepPlan, save_plan, verify
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.planner import plan, plan_and_why
-from foreroute.report import check_page, plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.report.format import duration
+from foreroute.report.page import check_page
+from foreroute.report.plan import plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.simulate.balancers import Balancer, BalancerInput
 from foreroute.simulate.compare import MethodFigures, compare, facts_of, figures_of
 from foreroute.simulate.methods import BALANCERS

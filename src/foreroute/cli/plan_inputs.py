@@ -17,7 +17,8 @@ from foreroute.plan import load_plan
 from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.topology import Topology
 from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
-from foreroute.trace import RoutedLayer, RoutingTrace, count_assignments
+from foreroute.trace import RoutedLayer, RoutingTrace
+from foreroute.trace.operations import count_assignments
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
 from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
-from foreroute.files import check_writable, write_atomically, writing_named
-from foreroute.report import (
+from foreroute.files.writing import check_writable, write_atomically, writing_named
+from foreroute.report.simulation import (
     compared_methods,
     executed,
     fit_summary,

@@ -10,10 +10,11 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
-from foreroute.capture import refuse_constant_layers
+from foreroute.capture.checks import refuse_constant_layers
 from foreroute.cli.terminal import Console, shown_facts, working
 from foreroute.errors import InputError, printable
-from foreroute.mismatch import Defect, Explanation, explain, misplaced_masks, stream_difference
+from foreroute.mismatch import Defect, Explanation, explain
+from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.report.format import quoted
 from foreroute.trace import (
     GATE_WEIGHTS,
@@ -23,10 +24,10 @@ from foreroute.trace import (
     RoutingSpec,
     RoutingTrace,
     Stream,
-    count_assignments,
     digest,
     load,
 )
+from foreroute.trace.operations import count_assignments
 
 POSITION_BINS = 8
 """Rows of the table of overlap by position."""

@@ -12,8 +12,10 @@ from foreroute.cli.exit_codes import noting_the_first_signal
 from foreroute.cli.terminal import CommandProgress, Console, is_first_rank, working, write_page
 from foreroute.mismatch import Alarm
 from foreroute.records import read_runs
-from foreroute.report import run_finding, write_report
-from foreroute.train import TrainConfig, Watcher, load_config, train
+from foreroute.report.finding import run_finding
+from foreroute.report.run import write_report
+from foreroute.train import TrainConfig, load_config, train
+from foreroute.train.run import Watcher
 
 LINES_EVERY = 20
 """Steps between two lines where there is no terminal to draw a bar on; of the warm start, five times as many."""

@@ -15,15 +15,7 @@ from foreroute.conformance.adapter import (
     Unsupported,
 )
 from foreroute.conformance.check import Check, CheckResult, Outcome
-from foreroute.conformance.kit import (
-    ALL_CHECKS,
-    KNOWN_BUGS,
-    ConformanceReport,
-    KnownBug,
-    bugs_of,
-    conformance_tests,
-    run_conformance,
-)
+from foreroute.conformance.kit import ALL_CHECKS, KNOWN_BUGS, ConformanceReport, conformance_tests, run_conformance
 
 __all__ = [
     "ALL_CHECKS",
@@ -36,13 +28,11 @@ __all__ = [
     "ConformanceReport",
     "Fault",
     "Groups",
-    "KnownBug",
     "ModelUnderTest",
     "Outcome",
     "Seen",
     "Step",
     "Unsupported",
-    "bugs_of",
     "conformance_tests",
     "run_conformance",
 ]

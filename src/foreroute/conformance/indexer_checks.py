@@ -70,7 +70,7 @@ def _recorded(context: CheckContext) -> None:
 
 
 def _refused(context: CheckContext) -> None:
-    """Each of these would be followed without a word by an adapter that reads choices by their place alone."""
+    """An adapter that reads choices by their place alone would follow each of these silently."""
     spec = _indexers(context)
     trace = _with_canaries(context, spec)
     good = trace.streams[INDEXER]

@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.doctor.evidence import Evidence, TrainerPass
 from foreroute.doctor.findings import Diagnosis, diagnose
 from foreroute.errors import InputError
-from foreroute.mismatch import TokenMismatch, as_traces, routing_mismatch, token_mismatch
-from foreroute.mismatch.measures import packed
+from foreroute.mismatch.measures import TokenMismatch, as_traces, packed, routing_mismatch, token_mismatch
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_array, as_mask
 

@@ -15,13 +15,12 @@ from foreroute.mismatch import (
     Defect,
     Explanation,
     RoutingMismatch,
-    StreamDifference,
     TokenMismatch,
     explain,
     routing_mismatch,
-    stream_difference,
     token_mismatch,
 )
+from foreroute.mismatch.decisions import StreamDifference, stream_difference
 from foreroute.mismatch.mixups import MAX_PERMUTED
 from foreroute.trace import INDEXER, RoutedLayer, RoutingTrace
 from foreroute.trace.checks import as_offsets

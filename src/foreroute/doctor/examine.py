@@ -19,8 +19,9 @@ from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupporte
 from foreroute.conformance.huggingface import HuggingFaceModel
 from foreroute.doctor.evidence import Evidence, Rescored, TrainerPass
 from foreroute.errors import AttachError, BatchMismatchError, TraceError
-from foreroute.layout import padded_batches
-from foreroute.mismatch import misplaced_masks, token_mismatch
+from foreroute.layout.packing import padded_batches
+from foreroute.mismatch import token_mismatch
+from foreroute.mismatch.decisions import misplaced_masks
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError, EngineError, how_to_install
-from foreroute.files import parse_json
+from foreroute.files.regular import parse_json
 
 try:
     import httpx

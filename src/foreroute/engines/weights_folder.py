@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foreroute.adapters.checkpoint import CheckpointWriter, Weights
 from foreroute.errors import ConfigError
-from foreroute.files import writing_named
+from foreroute.files.writing import writing_named
 
 OWN = "foreroute-weights"
 

@@ -6,7 +6,6 @@ where their experts are served and gets the results back. Models of a framework 
 """
 
 from foreroute.ep.execution import PlanExecution
-from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.model import ExpertParallelModel
 
-__all__ = ["ExpertLayer", "ExpertParallelModel", "PlanExecution"]
+__all__ = ["ExpertParallelModel", "PlanExecution"]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.peers import collective_errors
-from foreroute.plan import CellSchedule
+from foreroute.plan.schedule import CellSchedule
 from foreroute.replay.rows import joined_to_device
 
 

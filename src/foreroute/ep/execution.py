@@ -31,7 +31,8 @@ from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.ep.transfer.replica_weights import Cell, Home
 from foreroute.errors import CountsError, PlanError, ReplayError
-from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan
+from foreroute.plan import StepPlan
+from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
 

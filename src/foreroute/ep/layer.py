@@ -19,7 +19,8 @@ from foreroute.ep.execution import InForce
 from foreroute.ep.shards import IN_FRONT, ExpertAxis, LogicalExperts, chosen
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import PlacementError
-from foreroute.plan import CellPlan, CellSchedule
+from foreroute.plan import CellPlan
+from foreroute.plan.schedule import CellSchedule
 
 
 class HeldParameter(NamedTuple):

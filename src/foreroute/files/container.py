@@ -401,7 +401,7 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
     A field is its length in bytes as decimal digits, ":", and its bytes. Hashed are the fields: the number of metadata;
     key and value of each; name, type as in the header, shape joined by "x", and data of each tensor.
 
-    It finds damage and mix-ups and is no signature: whoever can write a file can make its checksum too.
+    It finds damage and mix-ups. It does not prove who wrote a file.
     """
     fields = [str(len(metadata)).encode()]
     for key in sorted(metadata):

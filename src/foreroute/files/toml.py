@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import ConfigError
-from foreroute.files import read_text
+from foreroute.files.regular import read_text
 
 MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
 """Limits of a file: bytes, dots in a line, depth of tables. tomllib takes seconds for a key of thousands of parts."""
@@ -36,7 +36,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def refuse_impossible(values: Any, source: str) -> None:
-    """Refuse what no configuration can have, and what tools behind would fail on without a word about it.
+    """Refuse what no configuration can have, and what later tools would fail on without naming it.
 
     Raises:
         ConfigError: for tables nested too deep, integers of more than 64 bits, and text with a NUL character.

@@ -3,17 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from foreroute.layout.match_tokens import (
-    locate_rows,
-    order_by_tokens,
-    starts_from_cumulative_lengths,
-    starts_from_positions,
-)
-from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, block_homes, collect, fill_padding, take
+from foreroute.layout.match_tokens import locate_rows, starts_from_cumulative_lengths, starts_from_positions
+from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, collect, take
 from foreroute.layout.slots import Layout, pack, pad
 
 if TYPE_CHECKING:
-    from foreroute.layout.packing import Packing, pack_sequences, padded_batches
+    from foreroute.layout.packing import Packing, pack_sequences
 
 __all__ = [
     "PAD",
@@ -21,15 +16,11 @@ __all__ = [
     "Packing",
     "RankRoutes",
     "RankRows",
-    "block_homes",
     "collect",
-    "fill_padding",
     "locate_rows",
-    "order_by_tokens",
     "pack",
     "pack_sequences",
     "pad",
-    "padded_batches",
     "starts_from_cumulative_lengths",
     "starts_from_positions",
     "take",
@@ -38,6 +29,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load the packer when it is asked for."""
-    if name not in ("Packing", "pack_sequences", "padded_batches"):
+    if name not in ("Packing", "pack_sequences"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.packing"), name)

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError
-from foreroute.layout import order_by_tokens
+from foreroute.layout.match_tokens import order_by_tokens
 from foreroute.mismatch.mixups import Defect, Mixup, TracePair, mixups
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, overlap
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_offsets
+from foreroute.trace.operations import overlap
 
 NATURAL = 0.20
 """Share of differing routing decisions up to which a difference counts as numerical: bfloat16 engines show 5-15 %,

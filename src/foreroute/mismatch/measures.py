@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import InputError
-from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, overlap
+from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_array, as_mask
+from foreroute.trace.operations import overlap
 
 THRESHOLDS = (1.5, 2.0)
 """The tau of F(tau), share of tokens whose probabilities differ more than tau-fold; arXiv 2510.11370 reports tau 2."""

@@ -1,29 +1,23 @@
 """The plan of a step as data: topology, options, counts, the plan itself, its file and its checker. No torch."""
 
 from foreroute.plan.checker import verify
-from foreroute.plan.counts import contiguous_imbalance, load_counts, packed_counts, save_counts, tokens_digest
-from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.plan.counts import load_counts, packed_counts, save_counts
+from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
-from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Links, Topology
 
 __all__ = [
     "CellPlan",
-    "CellSchedule",
-    "ExecutionSchedule",
-    "Hosts",
     "Links",
     "PlanOptions",
     "StepPlan",
     "Topology",
-    "contiguous_imbalance",
     "load_counts",
     "load_plan",
     "packed_counts",
     "save_counts",
     "save_plan",
-    "tokens_digest",
     "verify",
 ]

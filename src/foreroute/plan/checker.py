@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.files import objection
+from foreroute.files.container import objection
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.step_plan import TENSORS, StepPlan

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import CountsError, InputError
-from foreroute.files import FileFormat, TensorSchema, blake2b_hex
+from foreroute.files.container import FileFormat, TensorSchema, blake2b_hex
 from foreroute.layout import Packing
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.operations import add_assignments

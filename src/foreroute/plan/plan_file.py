@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
-from foreroute.files import FileFormat, TensorSchema, parse_json
+from foreroute.files.container import FileFormat, TensorSchema
+from foreroute.files.regular import parse_json
 from foreroute.layout import Packing
 from foreroute.plan.checker import check_structure
 from foreroute.plan.hosts import Hosts

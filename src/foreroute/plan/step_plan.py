@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.files import TensorSchema
+from foreroute.files.container import TensorSchema
 from foreroute.layout import Packing
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, TopologyError, shown
-from foreroute.layout import block_homes
+from foreroute.layout.rank_rows import block_homes
 from foreroute.trace.spec import whole_number
 
 MOST_RANKS = 32_767

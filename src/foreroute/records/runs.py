@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import InputError, RunFolderError, TraceFileError
-from foreroute.files import parse_json, read_file
+from foreroute.files.regular import parse_json, read_file
 from foreroute.records.json_form import from_json, value_of
 from foreroute.records.step_record import SIDES, Side, StepRecord
 from foreroute.trace import RoutedLayer, load

@@ -8,39 +8,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foreroute.replay.arguments import WANTED_MASK, kept_by, not_of_kind, require_version
-    from foreroute.replay.indexers import IndexerPass, IndexerRows, Places, require_choices
+    from foreroute.replay.indexers import IndexerPass
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
-    from foreroute.replay.rows import (
-        Counts,
-        MissingRows,
-        PaddingRows,
-        Policy,
-        ReplayRows,
-        TraceOnDevice,
-        faithful_rows,
-        is_faithful,
-        refuse_missing,
-        to_device,
-    )
-    from foreroute.replay.sampling_masks import (
-        masked_entropy_of_logits,
-        masked_logprobs,
-        masked_logprobs_of_logits,
-    )
-    from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes, WithTelemetry
+    from foreroute.replay.rows import Policy, ReplayRows, TraceOnDevice
+    from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
+    from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes
     from foreroute.replay.telemetry import Telemetry
 
 __all__ = [
-    "WANTED_MASK",
-    "Counts",
     "ForwardRows",
     "IndexerPass",
-    "IndexerRows",
-    "MissingRows",
-    "PaddingRows",
     "PassRoutes",
-    "Places",
     "Policy",
     "RecordedPass",
     "Recording",
@@ -50,26 +28,14 @@ __all__ = [
     "Routes",
     "Telemetry",
     "TraceOnDevice",
-    "WithTelemetry",
-    "faithful_rows",
-    "is_faithful",
-    "kept_by",
-    "masked_entropy_of_logits",
     "masked_logprobs",
     "masked_logprobs_of_logits",
-    "not_of_kind",
-    "refuse_missing",
-    "require_choices",
-    "require_version",
-    "to_device",
 ]
 
-_FILE_OF = dict.fromkeys(("WANTED_MASK", "kept_by", "not_of_kind", "require_version"), "arguments")
-_FILE_OF |= dict.fromkeys(("IndexerPass", "IndexerRows", "Places", "require_choices"), "indexers")
+_FILE_OF = {"IndexerPass": "indexers", "Telemetry": "telemetry"}
 _FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), "recording")
-_FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes", "WithTelemetry"), "session")
-_FILE_OF |= dict.fromkeys((name for name in __all__ if name.startswith("masked_")), "sampling_masks")
-_FILE_OF["Telemetry"] = "telemetry"
+_FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes"), "session")
+_FILE_OF |= dict.fromkeys(("masked_logprobs", "masked_logprobs_of_logits"), "sampling_masks")
 
 
 def __getattr__(name: str) -> Any:

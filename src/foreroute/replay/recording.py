@@ -14,15 +14,8 @@ from torch import Tensor
 from foreroute.core.passes import Listener, Pass, Rows, Watch
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
-from foreroute.trace import (
-    GATE_WEIGHTS,
-    NO_VERSION,
-    DecisionStream,
-    GateWeights,
-    RoutingSpec,
-    RoutingTrace,
-    concatenate,
-)
+from foreroute.trace import GATE_WEIGHTS, NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
+from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.streams import joined
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foreroute.core.passes import Rows, signed_dtype
 from foreroute.errors import BatchMismatchError, ConfigError
-from foreroute.layout import fill_padding
+from foreroute.layout.rank_rows import fill_padding
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 if TYPE_CHECKING:

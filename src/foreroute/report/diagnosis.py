@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from foreroute.doctor import Diagnosis, Measures, Severity
+from foreroute.doctor import Diagnosis, Severity
+from foreroute.doctor.evidence import Measures
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.format import percentage, scientific
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, texts, write_page

@@ -20,7 +20,7 @@ from foreroute.report.figure import (
 from foreroute.report.page import Key, Plot, caption
 
 if TYPE_CHECKING:
-    from foreroute.doctor import Measures
+    from foreroute.doctor.evidence import Measures
 
 
 def diagnosis_plots(measures: Measures) -> tuple[Plot, ...]:

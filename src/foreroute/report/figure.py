@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.records import SIDES, Run, Side, StepRecord
+from foreroute.records import Run, StepRecord
+from foreroute.records.step_record import SIDES, Side
 from foreroute.report.format import over_mean, step_time
 from foreroute.report.page import Caption, Key, Plot
 from foreroute.report.run_tables import WINDOW
@@ -352,7 +353,7 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
     drawn = {line.run for line in series}
     silent = [run.label for place, run in enumerate(runs) if place not in drawn]
     notes = [f"Not recorded by: {', '.join(f'“{name}”' for name in silent)}."] if silent else []
-    # matplotlib leaves these out without a word.
+    # matplotlib leaves these out silently
     lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
     if lost:
         notes.append(f"Not drawn: {lost} value{'s' if lost > 1 else ''} that are infinite or not a number.")

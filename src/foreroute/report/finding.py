@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from foreroute.records import SIDES, Run
+from foreroute.records import Run
+from foreroute.records.step_record import SIDES
 from foreroute.report.format import percentage, reward, scientific, span_of
 from foreroute.report.run_tables import WINDOW, SummaryRow, planned_steps, summary_rows
 

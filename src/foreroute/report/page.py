@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foreroute.errors import InputError, how_to_install, printable
-from foreroute.files import check_writable, open_regular, write_atomically, writing_named
+from foreroute.files.regular import open_regular
+from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 MARK = '<meta name="generator" content="foreroute">'
 """In the head of every page. A file with it may be replaced by another page, any other file may not."""

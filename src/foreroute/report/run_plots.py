@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from foreroute.mismatch import LOG10_EDGES
-from foreroute.records import SIDES, Run
+from foreroute.records import Run
+from foreroute.records.step_record import SIDES
 from foreroute.report.figure import (
     INCHES,
     INK,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, get_args
 
-from foreroute.mismatch import Alarm, Kind
-from foreroute.mismatch.alarm_rules import WORDS
-from foreroute.records import SIDES, ExecutionRecord, Load, Run, Side, StepRecord
+from foreroute.mismatch.alarm_rules import WORDS, Alarm, Kind
+from foreroute.records import Run, StepRecord
+from foreroute.records.step_record import SIDES, ExecutionRecord, Load, Side
 from foreroute.report.format import ABSENT, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow, words
 

@@ -26,15 +26,7 @@ from pydantic import Field, field_validator, model_validator
 
 from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.errors import ConfigError
-from foreroute.files.config_file import (
-    MOST_SECONDS,
-    MOST_TOKENS,
-    Count,
-    Ranks,
-    Section,
-    Slots,
-    checked,
-)
+from foreroute.files.config_file import MOST_SECONDS, MOST_TOKENS, Count, Ranks, Section, Slots, checked
 from foreroute.files.toml import read_toml
 from foreroute.simulate.methods import METHODS
 from foreroute.simulate.steps import require_drawable

@@ -27,8 +27,8 @@ from scipy.stats import spearmanr
 
 from foreroute.costs.model import CostModel, Hardware
 from foreroute.errors import ConfigError, InputError
-from foreroute.files import parse_json, read_text
 from foreroute.files.config_file import Positive, Section, checked
+from foreroute.files.regular import parse_json, read_text
 from foreroute.plan import load_counts, load_plan, verify
 from foreroute.plan.counts import check_counts
 from foreroute.plan.step_plan import StepPlan

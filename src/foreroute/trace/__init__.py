@@ -3,9 +3,9 @@
 spec          experts, picks and routed layers of a model      RoutingSpec, RoutedLayer, LayerKind
 container     the routes of sequences, and cutting them        RoutingTrace, concatenate, digest
 streams       other decisions on the same rows                 Stream, DecisionStream, SAMPLING, PIXELS
-gate_weights  the stream that follows the routes               GateWeights, GATE_WEIGHTS
+gate_weights  the stream that follows the routes               GATE_WEIGHTS
 indexers      what indexers of sparse attention may choose     IndexerSpec, INDEXER
-operations    what is done with whole traces                   extended, overlap, count_assignments
+operations    what is done with whole traces                   extended
 checks        arrays from outside: dtypes, ranges, offsets
 file          a trace on disk, or at a URL                     save, load
 parts         a step that several write and many read in part  save_part, load_parts
@@ -15,20 +15,15 @@ kernels       loops over all picks, compiled
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from foreroute.trace.container import NO_VERSION, PaddedRoutes, RoutingTrace, concatenate, digest
-from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
+from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate, digest
+from foreroute.trace.gate_weights import GATE_WEIGHTS
 from foreroute.trace.indexers import INDEXER, IndexerSpec
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
 from foreroute.trace.streams import PIXELS, SAMPLING, DecisionStream, Stream
 
 if TYPE_CHECKING:
     from foreroute.trace.file import ENCODINGS, Encoding, load, save
-    from foreroute.trace.operations import (
-        add_assignments,
-        count_assignments,
-        extended,
-        overlap,
-    )
+    from foreroute.trace.operations import extended
     from foreroute.trace.parts import load_parts, save_part
 
 __all__ = [
@@ -40,29 +35,24 @@ __all__ = [
     "SAMPLING",
     "DecisionStream",
     "Encoding",
-    "GateWeights",
     "IndexerSpec",
     "LayerKind",
-    "PaddedRoutes",
     "RoutedLayer",
     "RoutingSpec",
     "RoutingTrace",
     "Stream",
-    "add_assignments",
     "concatenate",
-    "count_assignments",
     "digest",
     "extended",
     "load",
     "load_parts",
-    "overlap",
     "save",
     "save_part",
 ]
 
 _FILE_OF = dict.fromkeys(("ENCODINGS", "Encoding", "load", "save"), "file")
 _FILE_OF |= dict.fromkeys(("load_parts", "save_part"), "parts")
-_FILE_OF |= dict.fromkeys(("add_assignments", "count_assignments", "extended", "overlap"), "operations")
+_FILE_OF["extended"] = "operations"
 
 
 def __getattr__(name: str) -> Any:

@@ -445,7 +445,7 @@ def digest(trace: RoutingTrace) -> str:
         trace.expert_ids_NLK,
     ]
     arrays += [array for _, stream in streams for array in stream.arrays().values()]
-    from foreroute.files import blake2b_hex
+    from foreroute.files.container import blake2b_hex
 
     return blake2b_hex(facts.encode(), *(np.asarray(array, array.dtype.newbyteorder("<")) for array in arrays))
 

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import TraceContentError, TraceFileError
-from foreroute.files import FileFormat, TensorFile, TensorSchema, parse_json
+from foreroute.files.container import FileFormat, TensorFile, TensorSchema
+from foreroute.files.regular import parse_json
 from foreroute.trace.checks import as_numbers, as_offsets, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.gate_weights import GateWeights

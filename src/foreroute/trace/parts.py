@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from foreroute.errors import TraceContentError, TraceFileError, few, shown
-from foreroute.files import as_place, names_in, within
+from foreroute.files.container import as_place
+from foreroute.files.places import names_in, within
 from foreroute.trace.checks import as_numbers, as_offsets
 from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.file import FORMAT, Encoding, encode, read_trace

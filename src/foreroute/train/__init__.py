@@ -1,7 +1,7 @@
 """The reference loop, meant to be read: start with `loop.py`, one step of RL; `run.py` is the run around it."""
 
 from foreroute.train.config import TrainConfig, load_config, parse_config
-from foreroute.train.folder import RunFolder, load_checkpoint
-from foreroute.train.run import Watcher, train
+from foreroute.train.folder import RunFolder
+from foreroute.train.run import train
 
-__all__ = ["RunFolder", "TrainConfig", "Watcher", "load_checkpoint", "load_config", "parse_config", "train"]
+__all__ = ["RunFolder", "TrainConfig", "load_config", "parse_config", "train"]

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute import planner
-from foreroute.adapters.hf import RoutedTransformer, TraceRows, distribute
+from foreroute.adapters.hf import RoutedTransformer, distribute
+from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.scoring import inputs
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
@@ -30,7 +31,7 @@ from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ConfigError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.planner.homes import place_homes
-from foreroute.records import ExecutionRecord
+from foreroute.records.step_record import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass, load_optimizer_state

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
-from foreroute.files import FileFormat, parse_json, read_file, read_text, write_atomically
-from foreroute.files.container import MOST_HEADER_BYTES
+from foreroute.files.container import MOST_HEADER_BYTES, FileFormat
+from foreroute.files.regular import parse_json, read_file, read_text
+from foreroute.files.writing import write_atomically
 from foreroute.train.config import TrainConfig, parse_config
 
 CHECKPOINT_FILE = FileFormat(

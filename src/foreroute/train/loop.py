@@ -34,20 +34,16 @@ from foreroute.adapters.hf.scoring import inputs, response_log_probs
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import DivergedError
-from foreroute.layout import padded_batches
-from foreroute.records import Side, to_json
-from foreroute.replay import to_device
+from foreroute.layout.packing import padded_batches
+from foreroute.records.json_form import to_json
+from foreroute.records.step_record import Side
+from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.chain import Task
 from foreroute.train.config import RLConfig, TrainConfig
 from foreroute.train.objective import Tokens, coefficients, denominator, group_advantages, token_losses
-from foreroute.train.policy import (
-    Alone,
-    OneProcess,
-    ScheduledPass,
-    make_optimizer,
-)
+from foreroute.train.policy import Alone, OneProcess, ScheduledPass, make_optimizer
 from foreroute.train.record import Experience, Recomputed, StepPart, Updated, merged, step_record
 
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.records import ImportanceRecord
+from foreroute.records.step_record import ImportanceRecord
 from foreroute.train.config import Method, RLConfig
 
 EQUAL = 1e-9

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
+from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.local_models import load_pretrained
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
-from foreroute.records import ExecutionRecord
+from foreroute.records.step_record import ExecutionRecord
 from foreroute.trace import RoutingTrace
 from foreroute.train.chain import Task
 from foreroute.train.config import ModelConfig, TrainConfig
@@ -70,7 +72,7 @@ def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
             experts_implementation=config.experts_implementation,
             **{**config.sizes, "vocab_size": task.vocabulary_size},
         )
-    model = hf.load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
+    model = load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
     embeddings = model.get_input_embeddings().num_embeddings
     if task.vocabulary_size > embeddings:
         raise ConfigError(
@@ -264,7 +266,7 @@ class OneProcess:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""
         return nullcontext()
 
-    def to_replay(self, number: int, routes: RoutingTrace) -> RoutingTrace | hf.TraceRows:
+    def to_replay(self, number: int, routes: RoutingTrace) -> RoutingTrace | TraceRows:
         """Give what a micro-step of the pass is to replay: its routes, or the same as they were planned."""
         return routes
 

@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf import Tokenizer
+from foreroute.adapters.hf.tokenizer import Tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError
-from foreroute.files import blake2b_hex, read_file
+from foreroute.files.container import blake2b_hex
+from foreroute.files.regular import read_file
 from foreroute.train.chain import ChainTask, Demonstration, Problem, Task
 from foreroute.train.config import TaskConfig, TrainConfig
 

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from foreroute.capture import Generation
 from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
-from foreroute.plan import StepPlan, contiguous_imbalance
-from foreroute.records import (
+from foreroute.plan import StepPlan
+from foreroute.plan.counts import contiguous_imbalance
+from foreroute.records import StepRecord
+from foreroute.records.step_record import (
     DeviceRecord,
     ExecutionRecord,
     Load,
@@ -24,9 +26,9 @@ from foreroute.records import (
     SamplingRecord,
     Side,
     StageRecord,
-    StepRecord,
 )
-from foreroute.trace import RoutingTrace, concatenate, count_assignments
+from foreroute.trace import RoutingTrace, concatenate
+from foreroute.trace.operations import count_assignments
 from foreroute.train.objective import importance_of
 from foreroute.train.policy import Alone
 

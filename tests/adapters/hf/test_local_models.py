@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.local_models import load_local
+from foreroute.adapters.hf.local_models import load_local, load_pretrained
+from foreroute.adapters.hf.tokenizer import Tokenizer
 from foreroute.errors import ConfigError
 from tests.train.tiny_model import write_model, write_tokenizer
 
@@ -44,7 +45,7 @@ def changed(path, **values):
 
 
 def trained(folder):
-    return hf.load_pretrained(folder, experts_implementation="eager")
+    return load_pretrained(folder, experts_implementation="eager")
 
 
 DOORS = {
@@ -68,7 +69,7 @@ def test_code_of_a_folder_is_not_run_even_when_stdin_says_yes(folder, tmp_path, 
     names = ["tokenization_evil.C", "tokenization_evil.C"]
     changed(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": names})
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    open_door = {**DOORS, "tokenizer": hf.Tokenizer}[door]
+    open_door = {**DOORS, "tokenizer": Tokenizer}[door]
     if model_type == "of_its_own":
         with pytest.raises(ConfigError, match=r"code of its own.*none of a folder's is run"):
             open_door(folder)
@@ -188,7 +189,7 @@ def test_a_fifo_in_a_folder_is_named_and_not_opened(folder, door, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     with pytest.raises(ConfigError, match=rf"{re.escape(name)} is a FIFO"):
-        hf.Tokenizer(folder) if door == "tokenizer" else DOORS[door](folder)
+        Tokenizer(folder) if door == "tokenizer" else DOORS[door](folder)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_a_damaged_configuration_is_one_error(folder, content):
 def test_a_damaged_tokenizer_is_one_error(folder, content):
     (folder / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match="cannot be read"):
-        hf.Tokenizer(folder)
+        Tokenizer(folder)
 
 
 def test_what_transformers_logs_of_a_folder_is_shown_and_not_obeyed(folder):
@@ -220,7 +221,7 @@ def test_what_transformers_logs_of_a_folder_is_shown_and_not_obeyed(folder):
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     try:
-        hf.Tokenizer(folder)
+        Tokenizer(folder)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -233,14 +234,14 @@ def test_what_transformers_logs_of_a_folder_is_shown_and_not_obeyed(folder):
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "\udcff"])
 def test_a_path_that_no_system_has_leads_nowhere(name):
-    for door in (load_local, trained, hf.Tokenizer):
+    for door in (load_local, trained, Tokenizer):
         with pytest.raises(ConfigError, match="there is nothing at"):
             door(Path(name))
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ä"])
 def test_text_that_a_tokenizer_cannot_read_is_one_error(good, text):
-    tokenizer = hf.Tokenizer(good)
+    tokenizer = Tokenizer(good)
     for call in (tokenizer.prompt, tokenizer.continuation):
         with pytest.raises(ConfigError, match=r"the tokenizer in .* makes no tokens of '1\+.*'"):
             call("1+" + text)

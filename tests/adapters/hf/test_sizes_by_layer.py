@@ -12,6 +12,7 @@ from foreroute.adapters import hf
 from foreroute.errors import ReplayError, SpecMismatchError
 from foreroute.mismatch import routing_mismatch
 from foreroute.testing.models import tiny
+from foreroute.trace.operations import count_assignments
 from tests.adapters.hf import family_checks
 from tests.adapters.hf.families import FAMILIES, Family
 from tests.adapters.hf.family_checks import CHECKS, require_bit_equal
@@ -90,7 +91,7 @@ def test_telemetry_is_what_a_recount_finds_and_no_filler_is_an_expert(sizes):
         assert counts_E.tolist() == np.bincount(own.flatten(), minlength=routed.spec.num_experts).tolist()
     with routed.replay(trace, telemetry=True, counts="replayed") as session, torch.no_grad():
         model(**BATCH, use_cache=False)
-    assert np.array_equal(session.expert_counts_LE(), fr.trace.count_assignments(trace, [0] * 3)[0])
+    assert np.array_equal(session.expert_counts_LE(), count_assignments(trace, [0] * 3)[0])
     margins_NL = recorded(model, routed, margins=True).margins_NL()
     assert (margins_NL >= 0).all()
     assert np.isfinite(margins_NL).all()

@@ -23,7 +23,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from foreroute import RoutedLayer, RoutingSpec  # noqa: E402
 from foreroute.adapters import hf, megatron  # noqa: E402, F401
-from foreroute.plan import ExecutionSchedule, Links, PlanOptions, Topology  # noqa: E402
+from foreroute.plan import Links, PlanOptions, Topology  # noqa: E402
+from foreroute.plan.schedule import ExecutionSchedule  # noqa: E402
 from foreroute.planner import plan  # noqa: E402
 from foreroute.testing.routes import synthetic_trace  # noqa: E402
 from tests.seeds import seed_no_absent_devices  # noqa: E402

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from foreroute.errors import EngineError
-from foreroute.train import Watcher, train
+from foreroute.train import train
+from foreroute.train.run import Watcher
 from tests.train.small_runs import records, small_config
 
 

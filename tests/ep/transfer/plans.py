@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from foreroute.ep.transfer import Cell
-from foreroute.layout import block_homes
+from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import Links, Topology
 from tests.plan import random_plans
 

@@ -5,8 +5,8 @@ from contextlib import closing
 import numpy as np
 import torch
 
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.replica_weights import Cell
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import SHAPES, begin, make_engine, served, shard, weight
 from tests.tiers import grid

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.transfer.replica_weights import Cell
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import DTYPE, begin, make_engine, run_step, served, weight
 from tests.tiers import grid

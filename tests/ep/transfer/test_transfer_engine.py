@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer import slots as slot_transfers
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.replica_weights import next_cell
+from foreroute.ep.transfer.replica_weights import Cell, next_cell
 from foreroute.errors import ConfigError
 from tests.ep.transfer.plans import asked, least_fetches_L, random_plan
 from tests.ep.transfer.toy import (

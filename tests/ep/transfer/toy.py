@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.plan import ExecutionSchedule
+from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.testing.ranks import kept
 from tests.ep.transfer.plans import no_tokens
 

@@ -16,39 +16,31 @@ require_peers("torch", "transformers")
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
-    from foreroute.adapters.hf.batch_routes import TraceRows
     from foreroute.adapters.hf.distributing import distribute, distribute_pretrained
-    from foreroute.adapters.hf.local_models import build_model, load_pretrained
+    from foreroute.adapters.hf.local_models import build_model
     from foreroute.adapters.hf.model import RoutedTransformer
     from foreroute.adapters.hf.sharded_checkpoint import save_pretrained
     from foreroute.adapters.hf.stacks import RoutedStacks, attach_stacks
-    from foreroute.adapters.hf.tokenizer import Tokenizer
 
 __all__ = [
     "RoutedStacks",
     "RoutedTransformer",
-    "Tokenizer",
-    "TraceRows",
     "attach",
     "attach_stacks",
     "build_model",
     "distribute",
     "distribute_pretrained",
-    "load_pretrained",
     "save_pretrained",
 ]
 
 _FILE_OF = {
     "RoutedStacks": "stacks",
     "RoutedTransformer": "model",
-    "Tokenizer": "tokenizer",
-    "TraceRows": "batch_routes",
     "attach": "attaching",
     "attach_stacks": "stacks",
     "build_model": "local_models",
     "distribute": "distributing",
     "distribute_pretrained": "distributing",
-    "load_pretrained": "local_models",
     "save_pretrained": "sharded_checkpoint",
 }
 

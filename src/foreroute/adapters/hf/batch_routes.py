@@ -20,9 +20,11 @@ from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.replay import PassRoutes, Policy, TraceOnDevice, faithful_rows, refuse_missing, to_device
+from foreroute.replay import PassRoutes, Policy, TraceOnDevice
 from foreroute.replay.arguments import WANTED_MASK, kept_by
-from foreroute.trace import INDEXER, PIXELS, RoutingTrace, add_assignments
+from foreroute.replay.rows import faithful_rows, refuse_missing, to_device
+from foreroute.trace import INDEXER, PIXELS, RoutingTrace
+from foreroute.trace.operations import add_assignments
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.model import TransformerHooks

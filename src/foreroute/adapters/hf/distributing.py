@@ -27,15 +27,16 @@ from foreroute.adapters.hf.expert_adapters import (
 )
 from foreroute.adapters.hf.sharded_checkpoint import ShardedCheckpoint
 from foreroute.core.hooks import is_hooked
-from foreroute.ep import ExpertLayer, ExpertParallelModel
+from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import found_alike
 from foreroute.ep.compute import require_grouped_mm
+from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.shards import keep_experts
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import AttachError, ConfigError, TopologyError
-from foreroute.files import blake2b_hex, blake2b_int64
-from foreroute.layout import block_homes
+from foreroute.files.container import blake2b_hex, blake2b_int64
+from foreroute.layout.rank_rows import block_homes
 from foreroute.planner.homes import check_homes
 
 NAME = "foreroute"

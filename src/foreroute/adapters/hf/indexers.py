@@ -22,7 +22,9 @@ from foreroute.adapters.hf.batch_routes import HostBatch
 from foreroute.core.hooks import SelectionHook
 from foreroute.core.passes import Pass
 from foreroute.errors import BatchMismatchError
-from foreroute.replay import IndexerPass, IndexerRows, Places, ReplayRows, refuse_missing
+from foreroute.replay import IndexerPass, ReplayRows
+from foreroute.replay.indexers import IndexerRows, Places
+from foreroute.replay.rows import refuse_missing
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingTrace
 from foreroute.trace.checks import as_offsets
 from foreroute.trace.streams import MOST_CHOICES

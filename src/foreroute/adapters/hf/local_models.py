@@ -19,7 +19,7 @@ import transformers
 
 from foreroute.adapters.checkpoint import without_progress_bars
 from foreroute.errors import ConfigError, printable
-from foreroute.files import open_regular, parse_json, read_text
+from foreroute.files.regular import open_regular, parse_json, read_text
 
 READ_BUT_NOT_DECLARED = {"head_dim"}
 """Fields that modelling code reads from a configuration whose class does not declare them."""

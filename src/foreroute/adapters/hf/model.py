@@ -31,7 +31,8 @@ from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, TraceContentError
 from foreroute.layout import Layout
-from foreroute.replay import Policy, ReplayRows, RoutedModel, not_of_kind
+from foreroute.replay import Policy, ReplayRows, RoutedModel
+from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 
@@ -84,7 +85,7 @@ class RoutedTransformer(RoutedModel):
             if router.rule.is_lookup:
                 require_looked_up(trace, position, router.module)
         if INDEXER in trace.streams:
-            from foreroute.replay import require_choices
+            from foreroute.replay.indexers import require_choices
 
             require_choices(trace, self.indexers)
         if PIXELS in trace.streams and self._of_trunk.images is None:

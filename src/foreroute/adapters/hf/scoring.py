@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from foreroute.capture import Generation
 from foreroute.core.hooks import overridden
-from foreroute.replay import masked_entropy_of_logits, masked_logprobs_of_logits, to_device
+from foreroute.replay.rows import to_device
+from foreroute.replay.sampling_masks import masked_entropy_of_logits, masked_logprobs_of_logits
 from foreroute.trace import SAMPLING, RoutingTrace
 
 

@@ -13,6 +13,5 @@ require_peers("torch", "megatron-core")
 
 from foreroute.adapters.megatron.attach import attach
 from foreroute.adapters.megatron.model import RoutedMegatron
-from foreroute.adapters.megatron.route_shard import RouteShard
 
-__all__ = ["RouteShard", "RoutedMegatron", "attach"]
+__all__ = ["RoutedMegatron", "attach"]

@@ -49,7 +49,7 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
         here = [(s.layer, s.module.num_experts, s.module.topk, s.block.ep_group.size()) for of in of_chunks for s in of]
     except ForerouteError as error:
         problem, here = error, str(error)
-    # a stage that gave up without a word would leave the others waiting for it
+    # a stage that gave up silently would leave the others waiting for it
     stages = gathered(here, trunks[0].pg_collection.pp)
     if problem is not None:
         raise problem

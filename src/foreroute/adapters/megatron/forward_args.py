@@ -15,9 +15,8 @@ from torch import Tensor
 from foreroute.adapters.megatron.route_shard import RouteShard, Share
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, ReplayError
-from foreroute.layout import Layout, pack, pad
-from foreroute.layout.slots import Side
-from foreroute.replay import to_device
+from foreroute.layout.slots import Layout, Side, pack, pad
+from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 

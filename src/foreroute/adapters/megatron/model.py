@@ -20,21 +20,10 @@ from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingS
 from foreroute.core.passes import LateChecks
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import Layout
-from foreroute.replay import (
-    Counts,
-    ForwardRows,
-    MissingRows,
-    PaddingRows,
-    PassRoutes,
-    Policy,
-    RecordedPass,
-    ReplaySession,
-    Telemetry,
-    not_of_kind,
-    require_choices,
-    require_version,
-    to_device,
-)
+from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, Telemetry
+from foreroute.replay.arguments import not_of_kind, require_version
+from foreroute.replay.indexers import require_choices
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows, to_device
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, LayoutError, TraceContentError
-from foreroute.layout import Layout, fill_padding, take
-from foreroute.replay import Counts, MissingRows, PaddingRows, ReplayRows, is_faithful, refuse_missing
+from foreroute.layout import Layout, take
+from foreroute.layout.rank_rows import fill_padding
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows, ReplayRows, is_faithful, refuse_missing
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
 FORCED, REAL, COUNTED = 1, 2, 4
@@ -191,8 +192,8 @@ def shard(
         layers: of this rank; may be none.
         home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
         missing: as in `RoutedMegatron.shard`, whose errors are raised.
-        padding: likewise.
-        gate_weights: likewise.
+        padding: as there.
+        gate_weights: as there.
         pin: hold the ids in pinned memory.
     """
     require_weights(trace.gate_weights_NLK, wanted=gate_weights)

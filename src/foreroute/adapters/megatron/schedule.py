@@ -11,7 +11,8 @@ from torch import nn
 
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import BatchMismatchError, ReplayError
-from foreroute.replay import ReplaySession, Telemetry, WithTelemetry
+from foreroute.replay import ReplaySession, Telemetry
+from foreroute.replay.session import WithTelemetry
 from foreroute.trace import RoutingTrace
 
 BatchRoutes = RoutingTrace | RouteShard

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foreroute.ep.transfer.peers import collective_errors, own_group
 from foreroute.errors import PlanError
-from foreroute.files import checksum
+from foreroute.files.container import checksum
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
 

@@ -23,9 +23,10 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, device_of, next_cell
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
 from foreroute.errors import ConfigError, TransferError
-from foreroute.files import blake2b_hex
-from foreroute.plan import CellSchedule, ExecutionSchedule, StepPlan, Topology
+from foreroute.files.container import blake2b_hex
+from foreroute.plan import StepPlan, Topology
 from foreroute.plan.capabilities import FetchPath, check_paths
+from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 
 
 class TransferEngine:

@@ -23,7 +23,7 @@ from foreroute.ep.transfer.moves import Moves, shard_moves
 from foreroute.ep.transfer.peers import PeerGroup, collective_errors
 from foreroute.ep.transfer.segments import HeldTensor, LayerTransfer, require_complete, segments_for
 from foreroute.errors import PlanError, TransferError
-from foreroute.files import blake2b_hex
+from foreroute.files.container import blake2b_hex
 from foreroute.planner.homes import check_homes
 
 WHAT = "moving homes"

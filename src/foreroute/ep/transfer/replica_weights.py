@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
-from foreroute.plan import CellSchedule
+from foreroute.plan.schedule import CellSchedule
 
 Home = Mapping[str, Tensor] | Mapping[str, Sequence[Tensor]]
 """name -> [E / G, ...] or as many tensors: the home experts of a layer on this rank, in ascending order of their id."""

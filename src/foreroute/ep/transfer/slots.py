@@ -27,8 +27,9 @@ from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup, RowMoves, has_nccl, post
 from foreroute.ep.transfer.replica_weights import Cell, Home, expert_bytes
 from foreroute.errors import TransferError
-from foreroute.plan import CellPlan, CellSchedule, Topology
+from foreroute.plan import CellPlan, Topology
 from foreroute.plan.options import SlotSharing
+from foreroute.plan.schedule import CellSchedule
 
 EMPTY = -1
 """In a table of slots: the slot holds no expert."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from trl.trainer import utils
 
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
-from foreroute.replay import masked_logprobs, to_device
+from foreroute.replay import masked_logprobs
+from foreroute.replay.rows import to_device
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
 
 HEAD = "_ChunkedLogProbFunction"

@@ -26,7 +26,7 @@ from foreroute.ep.transfer.moves import shard_moves
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.segments import LayerTransfer
 from foreroute.errors import TransferError
-from foreroute.layout import block_homes
+from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.adapters.megatron.expert_placement import HomePlacement
+from foreroute.adapters.megatron.expert_placement.placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.plan_execution.execution import (
     planned_batches,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
 from foreroute.ep.replicas import Replicas
-from foreroute.ep.transfer import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.plan import CellSchedule
+from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.plan.schedule import CellSchedule
 
 
 class SeparateReplicas(Replicas):
