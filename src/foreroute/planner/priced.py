@@ -22,8 +22,8 @@ FETCHES = ("host_fetch_s", "node_fetch_s", "cluster_fetch_s")
 OUTLOOKS = ((0.0, 0.0), (0.5, 0.25))
 """How nodes see the micro-steps to come where slots keep what they hold: what each weighs by the one before, and by
 how many fetches an expert that is held is wanted more, a fetch counted in rows that take as long. The second is tried
-where transfers of the first expose time. On 18 steps of 2 or 3 ranks it brings plans from 4.2 % above the best to 2.4 %;
-with 0.9 for 0.5, to 2.6 %."""
+where transfers of the first expose time. On 18 steps of 2 or 3 ranks it brings plans from 4.2 % above the best to
+2.4 %; with 0.9 for 0.5, to 2.6 %."""
 
 
 class PricedOptions:
@@ -134,7 +134,8 @@ class Window(NamedTuple):
     def parts(self, cells: list[CellPlan]) -> NDArray[np.float64]:
         """float64 [2 stages, 5 parts], of all cells together."""
         given = zip(cells, self.counts_MGE, self.attention_M2, strict=True)
-        return np.sum([cell_seconds(*each, self.prices) for each in given], axis=0)
+        found: NDArray[np.float64] = np.sum([cell_seconds(*each, self.prices) for each in given], axis=0)
+        return found
 
     def seconds(self, cells: list[CellPlan]) -> float:
         """Both stages of all cells."""

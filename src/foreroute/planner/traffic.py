@@ -258,7 +258,7 @@ def _split(home_E: Any, counts_GE: Any, served_GE: Any, held_GS: Any, worth_NE: 
                         slot = s
                 fetched_R[end] = slot == NONE
                 if slot == NONE:
-                    slot = np.argmin(worth_GS[g])
+                    slot = int(np.argmin(worth_GS[g]))
                     worth_GS[g, slot] = np.inf
                 expert_R[end], rank_R[end], slot_R[end] = e, g, slot
                 quota_V[end - first] = served_GE[g, e]
