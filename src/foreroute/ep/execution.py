@@ -251,8 +251,7 @@ class PassCells:
                 self._rows = dict(zip(self._layers, rows_on(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
         engine = execution._begin_transfers(updating=current.with_grad)
-        moves, name = execution._moves(cell), self._names[layer]
-        return CellWork(cell, name, rows, moves, engine, self, current.rows, is_again)
+        return CellWork(cell, self._names[layer], rows, engine, self, current.rows, is_again)
 
     def sent(self, rows: ReplayRows, layer: int, top_k: int) -> Tensor | None:
         """int64, which of the R x K assignments experts compute, ascending; None for all.
@@ -287,8 +286,7 @@ class CellWork:
         cell: which.
         name: of the cell, in words.
         rows: of the cell; None where counts are exchanged first.
-        moves: of weights, on this rank; None where no rank has a replica.
-        engine: what brings them.
+        engine: what brings weights.
         cells: of the pass.
         routes: of the pass.
         is_again: whether it is recomputed.
@@ -297,11 +295,15 @@ class CellWork:
     cell: Cell
     name: str
     rows: CellRows | None
-    moves: CellSchedule | None
     engine: TransferEngine
     cells: PassCells
     routes: ReplayRows
     is_again: bool
+
+    @property
+    def moves(self) -> CellSchedule | None:
+        """Of weights, on this rank; None where no rank has a replica."""
+        return self.cells.execution._moves(self.cell)
 
     def sent(self, top_k: int) -> Tensor | None:
         """As `PassCells.sent`."""
