@@ -8,7 +8,8 @@ same; `online_exact_pool` has one pool of slots for all layers instead, as MoonE
 
 Seconds are those of two processes with a core each, where expert GEMMs dominate, of the same sequences in micro-steps
 of 1, 4 and 16; backward passes compute activations anew. On a processor a wait of the host costs nothing by itself.
-What is counted is of small models on 2, 4 and 8 processes, balanced exactly by all but EPLB and `online_ours`.
+What is counted is of small models on 2, 4 and 8 processes. All that can levels ranks exactly there, and
+`foresight_same_slots` has as many slots as MoonEP's way, so that both balance alike.
 """
 
 from __future__ import annotations
@@ -51,11 +52,12 @@ Executing = Callable[[Bench], AbstractContextManager[PlanExecution]]
 
 def run(*, quick: bool) -> dict[str, Any]:
     """The figures of rank 0."""
-    by_ranks = {str(num_ranks): in_processes(counted, num_ranks) for num_ranks in ((2, 4) if quick else (2, 4, 8))}
+    sizes, micro_steps = ((2,), 2) if quick else ((2, 4, 8), COUNTED_MICRO_STEPS)
+    by_ranks = {str(num_ranks): in_processes(counted, num_ranks, micro_steps) for num_ranks in sizes}
     all_executed = [one["executed_over_planned"] for found in by_ranks.values() for one in found.values()]
     seconds = None
     if len(os.sched_getaffinity(0)) > 1:
-        seconds = in_processes(_pinned, 2, *((2, TOKENS // 8) if quick else (ROUNDS, TOKENS)))
+        seconds = in_processes(_pinned, 2, *((2, TOKENS // 16) if quick else (ROUNDS, TOKENS)))
     return {
         "metrics": {
             "waits_per_layer": in_processes(_waits, 1),
@@ -115,7 +117,7 @@ def measured(
 def _over_exact(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Bytes of weights that foresight moves over those of MoonEP's way, with slots kept for each layer, or a pool."""
     return {
-        f"{stage}{suffix}": round(found["foresight"][key] / found[f"online_exact{suffix}"][key], 4)
+        f"{stage}{suffix}": round(found["foresight_same_slots"][key] / found[f"online_exact{suffix}"][key], 4)
         for stage, key in ((stage, f"weights_{stage}") for stage in STAGES)
         for suffix in ("", "_pool")
     }
@@ -127,7 +129,7 @@ def _pinned(rank: int, num_ranks: int, rounds: int, tokens: int) -> dict[str, An
     return measured(rank, num_ranks, rounds, tokens)
 
 
-def counted(rank: int, num_ranks: int) -> dict[str, dict[str, float]]:
+def counted(rank: int, num_ranks: int, micro_steps: int) -> dict[str, dict[str, float]]:
     """By method: balance, and what travels in a cell, by count.
 
     Of a cell on average: `replicas`; `weights_<stage>`, how many experts' weights arrive, by their bytes; and
@@ -135,12 +137,15 @@ def counted(rank: int, num_ranks: int) -> dict[str, dict[str, float]]:
     """
     routed, placed = placed_model(COUNTED)
     placed.use(TransferOptions("direct"))
-    bench = Bench.routed_anew(routed, placed, rank, micro_steps=COUNTED_MICRO_STEPS)
+    bench = Bench.routed_anew(routed, placed, rank, micro_steps=micro_steps)
     mean, num_cells = bench.counts_MLGE.sum() / num_ranks, bench.counts_MLGE[..., 0, 0].size
     one_bytes = expert_bytes(placed.homes[0])
+    methods = _methods(bench.topology, EXACT, list(RIVALS))
+    many = replace(bench.topology, redundant_slots=COUNTED["num_experts"] // num_ranks)
+    methods["foresight_same_slots"] = partial(_foresight, topology=many, options=EXACT)
     found: dict[str, dict[str, float]] = {}
     with closing(placed):
-        for name, executing in _methods(bench.topology, EXACT, list(RIVALS)).items():
+        for name, executing in methods.items():
             found[name] = {}
             for stage, updating in STAGES.items():
                 Bench.number += 1
