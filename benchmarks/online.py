@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,7 @@ def measured(
                 foresight = seconds.pop("foresight")
                 ratios = {rival: PairedRatio.of(foresight, of_rival) for rival, of_rival in seconds.items()}
                 of_shape[stage] = {f"foresight_over_{rival}": ratio.shown() for rival, ratio in ratios.items()}
+                of_shape[stage]["foresight_s"] = round(median(foresight), 4)
             found[str(sequences)] = of_shape
     return found
 

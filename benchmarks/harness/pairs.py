@@ -101,7 +101,7 @@ def compare(
 
 
 def seconds_in_turn(works: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each of several works that run in turn, after a round that warms up; each round begins with another."""
+    """Seconds of each of several works that run in turn, after a round that warms up. Rounds begin one work later."""
     names = list(works)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):

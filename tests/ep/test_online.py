@@ -84,12 +84,13 @@ def trained(rank, name):
     loads_MLG = verified(execution.plan, bench.counts_MLGE)
     assert (execution.executed_ML == loads_MLG[..., rank]).all()
     placed.close()
-    fetched = sum(record.host_bytes + record.direct_bytes for record in execution.transfers if record.kind == "fetch")
+    fetched = [record for record in execution.transfers if record.kind == "fetch"]
     return {
         "losses": [loss.item() for loss in pending],
         "grads": whole_gradients(placed),
         "counts": during.count("counts"),
-        "fetched": fetched,
+        "by_host": sum(record.host_bytes for record in fetched),
+        "direct": sum(record.direct_bytes for record in fetched),
         "loads_MLG": loads_MLG,
     }
 
@@ -116,4 +117,5 @@ def test_a_rival_trains_as_one_process_does_and_gathers_counts_once_in_every_cel
         loads_MLG = outcome["loads_MLG"]
         assert outcome["counts"] == MICRO_STEPS * loads_MLG.shape[1]
         assert "exact" not in name or np.ptp(loads_MLG, axis=-1).max() <= 1
-    assert sum(outcome["fetched"] for outcome in outcomes) > 0
+        assert outcome["direct"] == 0
+    assert sum(outcome["by_host"] for outcome in outcomes) > 0
