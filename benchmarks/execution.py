@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from benchmarks.harness.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
-from benchmarks.harness.executor_counts import distribute_peak_over_share, launches, posting, waits_per_layer
+from benchmarks.harness.executor_counts import (
+    busiest,
+    distribute_peak_over_share,
+    fetched_bytes,
+    launches,
+    posting,
+    summed,
+    waits_per_layer,
+)
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
@@ -87,7 +93,7 @@ def _counted(bench: Bench) -> dict[str, float]:
         "fetches_per_cell": posted.num_fetches / int((plan.num_replicas_ML > 0).sum()),
         "votes_per_step": ended - begun,
         "aten_over_unpatched": round(launches(lambda: bench.step(plan)) / launches(unpatched), 4),
-        "gradient_bytes_over_lent_rows": round(_summed(posted.returned_bytes) / lent, 4),
+        "gradient_bytes_over_lent_rows": round(summed(posted.returned_bytes) / lent, 4),
     }
 
 
@@ -96,16 +102,15 @@ def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
     bench.placed.use(TransferOptions())
     with closing(bench.placed):
         home, planned = (bench.step(chosen) for chosen in (at_home, plan))
-        fetched = [record for record in planned.transfers if record.kind == "fetch"]
-        moved = _summed(sum(record.host_bytes + record.direct_bytes for record in fetched))
+        moved = fetched_bytes(planned)
         options = PlanOptions()
         seconds = compare(lambda: bench.paid_step(options), lambda: bench.unplanned_step(at_home), pairs=pairs)
     mean = float(bench.counts_MLGE.sum()) / plan.topology.num_ranks
     return {
-        "executed_over_planned": _busiest(planned.executed_ML) / int(plan.max_load_ML.sum()),
+        "executed_over_planned": busiest(planned.executed_ML) / int(plan.max_load_ML.sum()),
         "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),
-        "busiest_over_mean": round(_busiest(planned.executed_ML) / mean, 4),
-        "busiest_over_mean_at_home": round(_busiest(home.executed_ML) / mean, 4),
+        "busiest_over_mean": round(busiest(planned.executed_ML) / mean, 4),
+        "busiest_over_mean_at_home": round(busiest(home.executed_ML) / mean, 4),
         "planned_over_static_step": seconds.shown(),
     }
 
@@ -130,16 +135,3 @@ def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
     with closing(engine("host")) as host, closing(engine("direct")) as direct:
         seconds = compare(fetching(host), fetching(direct), pairs=3 * pairs)
     return {"host_over_direct": round(seconds.ratio, 4), "host_over_direct_pairs": seconds.shown()}
-
-
-def _busiest(executed_ML: NDArray[np.int64]) -> int:
-    """The sum over cells of the busiest rank's assignments."""
-    most = torch.from_numpy(executed_ML.copy())
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most.sum())
-
-
-def _summed(value: float) -> float:
-    total = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total)

@@ -72,11 +72,11 @@ def least_loaded(counts_GE: Any, home_E: Any, slots: int) -> Any:
             left -= part
         load_G[a] += kept
         quota_H[e] = kept
-    return expert_H[:size], rank_H[:size], _in_order(expert_H[:size], quota_H, counts_GE)
+    return expert_H[:size], rank_H[:size], in_order(expert_H[:size], quota_H, counts_GE)
 
 
 @kernel
-def _in_order(expert_H: Any, quota_H: Any, counts_GE: Any) -> Any:
+def in_order(expert_H: Any, quota_H: Any, counts_GE: Any) -> Any:
     """int64 [H, G]: an expert's hosts take its tokens one after the other, in the order of the sources."""
     num_ranks = len(counts_GE)
     tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
 from benchmarks.harness.execution_bench import PATIENCE_S, SIZES, Bench
 from benchmarks.harness.launch_path import Launches
 from foreroute.adapters import hf
+from foreroute.ep import PlanExecution
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import ReplayError
@@ -32,7 +35,8 @@ class Posted:
     """Of one rank.
 
     Attributes:
-        order: "layer" where a routed layer begins its forward, "rows" for an all-to-all, "weights" for a fetch.
+        order: "layer" where a routed layer begins its forward, "rows" for an all-to-all, "counts" for an all-gather,
+            "weights" for a fetch.
         questions: that the host asked other ranks.
         returned_bytes: of gradients that arrived at their homes here.
     """
@@ -60,7 +64,7 @@ class Posted:
 def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
     """Count while the context is open; `layers` are the routed ones."""
     posted = Posted()
-    begin, all_to_all = PeerGroup.begin, dist.all_to_all_single
+    begin = PeerGroup.begin
 
     def beginning(peers: PeerGroup, sends: Any, receives: Any, what: str) -> Any:
         sends, receives = list(sends), list(receives)
@@ -70,9 +74,12 @@ def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
             posted.returned_bytes += sum(message.tensor.nbytes for message in receives)
         return begin(peers, sends, receives, what)
 
-    def leaving(*args: Any, **kwargs: Any) -> Any:
-        posted.order.append("rows")
-        return all_to_all(*args, **kwargs)
+    def posted_as(what: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def posting_it(*args: Any, **kwargs: Any) -> Any:
+            posted.order.append(what)
+            return collective(*args, **kwargs)
+
+        return posting_it
 
     def asked(ask: Callable[..., Any]) -> Callable[..., Any]:
         def asking(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +90,8 @@ def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(PeerGroup, "begin", beginning))
-        stack.enter_context(mock.patch.object(dist, "all_to_all_single", leaving))
+        for name, what in (("all_to_all_single", "rows"), ("all_gather", "counts")):
+            stack.enter_context(mock.patch.object(dist, name, posted_as(what, getattr(dist, name))))
         for name in QUESTIONS:
             stack.enter_context(mock.patch.object(RankConsensus, name, asked(getattr(RankConsensus, name))))
         for layer in layers:
@@ -100,11 +108,17 @@ def launches(work: Callable[[], object]) -> int:
     return counting.number
 
 
-def waits_per_layer(rank: int, num_ranks: int) -> float:
-    """Waits of the host in forward and backward of a planned micro-step beyond the unpatched model's, by layer.
+def _planned(bench: Bench) -> AbstractContextManager[object]:
+    return bench.executing(bench.plan(PlanOptions()))
 
-    On a device that stands in for a GPU, of sequences with their last token, in a group of one rank: no backend sends
-    what is on that device to others.
+
+def waits_per_layer(
+    rank: int, num_ranks: int, executing: Callable[[Bench], AbstractContextManager[object]] = _planned
+) -> float:
+    """Waits of the host in forward and backward of a micro-step beyond the unpatched model's, by layer.
+
+    Executed as `executing` says, by default under a plan; on a device that stands in for a GPU, of sequences with their
+    last token, in a group of one rank: no backend sends what is on that device to others.
     """
     bench = _without_routes_of_last_tokens(Bench.of(rank, num_ranks))
     unpatched = hf.build_model("qwen3_moe", seed=0, **SIZES)
@@ -118,8 +132,7 @@ def waits_per_layer(rank: int, num_ranks: int) -> float:
 
         before = waits(unpatched.to(DEVICE))
         model = bench.routed.model.to(DEVICE)
-        executing = bench.executing(bench.plan(PlanOptions()))
-        with suppress(ReplayError), executing, bench.routed.replay(bench.rows_M[0]):  # the others are not run
+        with suppress(ReplayError), executing(bench), bench.routed.replay(bench.rows_M[0]):  # the others are not run
             found = waits(model)
     return (found - before) / len(bench.placed.layers)
 
@@ -132,6 +145,26 @@ def _without_routes_of_last_tokens(bench: Bench) -> Bench:
         valid_N[trace.offsets[1:] - 1] = False
         rows_M.append(bench.routed.rows(replace(trace, valid_N=valid_N)))
     return replace(bench, rows_M=rows_M, counts_MLGE=bench.routed.gather_counts(rows_M))
+
+
+def busiest(executed_ML: NDArray[np.int64]) -> int:
+    """The sum over cells of the busiest rank's assignments. A collective call."""
+    most = torch.from_numpy(executed_ML.copy())
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most.sum())
+
+
+def summed(value: float) -> float:
+    """Over all ranks. A collective call."""
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def fetched_bytes(execution: PlanExecution) -> int:
+    """Of weights, that came to replicas on all ranks. A collective call."""
+    mine = [record.host_bytes + record.direct_bytes for record in execution.transfers if record.kind == "fetch"]
+    return int(summed(sum(mine)))
 
 
 def distribute_peak_over_share(rank: int, num_ranks: int, folder: Path) -> float:

@@ -41,6 +41,16 @@ class PairedRatio:
     instructions_ratio: float | None
     pairs: int
 
+    @classmethod
+    def of(cls, seconds: Sequence[float], baseline: Sequence[float], instructions: Sequence[float] = ()) -> PairedRatio:
+        """Of seconds that were taken in turn, two or more of each, and of ratios of instructions."""
+        ratios = [one / other for one, other in zip(seconds, baseline, strict=True)]
+        # inclusive: those of two pairs are between the two
+        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        lower, upper = median_interval(ratios) or (None, None)
+        counted = statistics.median(instructions) if instructions else None
+        return cls(median, low, high, lower, upper, statistics.median(baseline) * 1e3, counted, len(ratios))
+
     @property
     def unresolved(self) -> str:
         """Why the ratio is no figure where it is near 1; empty where it is one."""
@@ -78,20 +88,29 @@ def compare(
     """
     candidate()
     baseline()
-    ratios, base, instructions = [], [], []
+    seconds, base, instructions = [], [], []
     for pair in range(pairs):
         in_turn = (candidate, baseline) if pair % 2 else (baseline, candidate)
         measured = [_measured(each, clock, counter) for each in in_turn]
         of_candidate, of_baseline = measured if pair % 2 else reversed(measured)
-        ratios.append(of_candidate[0] / of_baseline[0])
+        seconds.append(of_candidate[0])
         base.append(of_baseline[0])
         if counter is not None:
             instructions.append(of_candidate[1] / of_baseline[1])
-    # inclusive: those of two pairs are between the two
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    lower, upper = median_interval(ratios) or (None, None)
-    counted = statistics.median(instructions) if instructions else None
-    return PairedRatio(median, low, high, lower, upper, statistics.median(base) * 1e3, counted, pairs)
+    return PairedRatio.of(seconds, base, instructions)
+
+
+def seconds_in_turn(works: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each of several works that run in turn, after a round that warms up. Rounds begin one work later."""
+    names = list(works)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            taken, _ = _measured(works[name], time.perf_counter, None)
+            if number:
+                seconds[name].append(taken)
+    return seconds
 
 
 def quickest(work: Callable[[], object], repeats: int) -> float:

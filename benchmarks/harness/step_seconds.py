@@ -16,6 +16,7 @@ import itertools
 import os
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -90,8 +91,9 @@ def step_seconds(pairs: int) -> dict[str, Any]:
     return found | {"predicted_planned_over_static": predict_ratios(others, cases, config)}
 
 
-def _placed() -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
-    model: Any = hf.build_model("qwen3_moe", seed=0, **SIZES)
+def placed_model(sizes: Mapping[str, Any] = SIZES) -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
+    """A model over all ranks, which computes activations anew in backward."""
+    model: Any = hf.build_model("qwen3_moe", seed=0, **sizes)
     model.activation_checkpointing_enable()
     routed, placed = hf.attach(model), hf.distribute(model, timeout_s=120)
     placed.use(TransferOptions())
@@ -104,7 +106,7 @@ def _measured(
     """Ratios of rank 0; what was planned and static in each case; and other steps, timed."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     priced = partial(routed_anew, cluster=measured_cluster(path, SHAPE[0] * SHAPE[1]))
-    routed, placed = _placed()
+    routed, placed = placed_model()
     found: dict[str, Any] = {
         "rates": tomllib.loads(path.read_text()),
         "planned_over_static": {stage: {} for stage in STAGES},
@@ -141,7 +143,7 @@ def _measured(
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
     """Ratios by stage where processes share cores."""
-    bench = routed_anew(*_placed(), rank, skew=SKEWS["high"], shape=SHAPE)
+    bench = routed_anew(*placed_model(), rank, skew=SKEWS["high"], shape=SHAPE)
     with closing(bench.placed):
         return _by_stage(bench, pairs)
 

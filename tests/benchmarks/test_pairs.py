@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.harness.pairs import RESOLUTION, compare, median_interval, near_one, worst_near_one
+from benchmarks.harness.pairs import RESOLUTION, compare, median_interval, near_one, seconds_in_turn, worst_near_one
 
 
 @pytest.mark.parametrize("n", range(1, 15))
@@ -61,6 +61,14 @@ def test_time_and_instructions_of_a_candidate_stand_over_those_of_the_baseline()
     assert found.instructions_ratio == 1.004
     assert found.shown() == {"median": 1.25, "lower": 1.25, "upper": 1.25}
     assert Machine().compared([1.25], pairs=5).shown() == {"median": 1.25, "lower": None, "upper": None}
+
+
+def test_works_take_turns_and_each_round_begins_with_another():
+    ran = []
+    works = {name: lambda name=name: ran.append(name) for name in "abc"}
+    seconds = seconds_in_turn(works, rounds=3)
+    assert "".join(ran) == "abc" + "bca" + "cab" + "abc"
+    assert {name: len(taken) for name, taken in seconds.items()} == dict.fromkeys("abc", 3)
 
 
 def test_what_is_resolved_is_a_figure():

@@ -189,6 +189,12 @@ class PlanExecution:
         schedule = ExecutionSchedule(plan, self._counts_MLGE, rank, row_multiple_L=multiple_L, paths=paths)
         return ServedStage(plan, schedule, plan.num_replicas_ML)
 
+    def _moves(self, cell: Cell, stage: Stage) -> CellSchedule | None:
+        """Of weights, in a cell on this rank; None where no rank has a replica."""
+        served = self.served[stage]
+        has_replicas = served.num_replicas_ML[cell.micro_step, cell.layer]
+        return served.schedule.cell(cell.micro_step, cell.layer) if has_replicas else None
+
     def _cell(self, micro_step: int, layer: int) -> Cell:
         """By its place in the plan."""
         return Cell(self._step, micro_step, layer)
@@ -278,9 +284,7 @@ class PassCells:
                 self._rows = dict(zip(self._layers, rows_on(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
         engine, name = execution._begin_transfers(stage), self._names[layer]
-        has_replicas = served.num_replicas_ML[self._micro_step, layer]
-        moves = served.schedule.cell(self._micro_step, layer) if has_replicas else None
-        return CellWork(cell, name, stage, rows, moves, engine, self, current.rows, is_again)
+        return CellWork(cell, name, stage, rows, engine, self, current.rows, is_again)
 
     def sent(self, rows: ReplayRows, layer: int, top_k: int) -> Tensor | None:
         """int64, which of the R x K assignments experts compute, ascending; None for all.
@@ -316,8 +320,7 @@ class CellWork:
         name: of the cell, in words.
         stage: of the pass.
         rows: of the cell; None where counts are exchanged first.
-        moves: of weights, on this rank; None where no rank has a replica.
-        engine: what brings them.
+        engine: what brings weights.
         cells: of the pass.
         routes: of the pass.
         is_again: whether it is recomputed.
@@ -327,11 +330,15 @@ class CellWork:
     name: str
     stage: Stage
     rows: CellRows | None
-    moves: CellSchedule | None
     engine: TransferEngine
     cells: PassCells
     routes: ReplayRows
     is_again: bool
+
+    @property
+    def moves(self) -> CellSchedule | None:
+        """Of weights, on this rank; None where no rank has a replica."""
+        return self.cells.execution._moves(self.cell, self.stage)
 
     def sent(self, top_k: int) -> Tensor | None:
         """As `PassCells.sent`."""

@@ -77,15 +77,23 @@ class CellSchedule:
 
     @classmethod
     def of(
-        cls, cell: CellPlan, counts_GE: NDArray[np.integer], rank: int, *, row_multiple: int = 1, what: str = "the cell"
+        cls,
+        cell: CellPlan,
+        counts_GE: NDArray[np.integer],
+        rank: int,
+        *,
+        row_multiple: int = 1,
+        host_ranks: int = 1,
+        what: str = "the cell",
     ) -> CellSchedule:
-        """The schedule of a cell whose counts are learnt only when it runs; weights go from peer to peer.
+        """The schedule of a cell whose counts are learnt only when it runs.
 
         Args:
             cell: homes and replicas.
             counts_GE: integers [G, E], assignments of every rank to every expert.
             rank: whose schedule.
             row_multiple: the rows of a group are padded to a multiple of this.
+            host_ranks: neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer.
             what: the cell in words, for errors.
 
         Raises:
@@ -96,7 +104,7 @@ class CellSchedule:
             counts_GE[None],
             rank,
             np.array([row_multiple], np.int64),
-            1,
+            host_ranks,
             [what],
         )
         return _cut(columns, 0)

@@ -1,0 +1,146 @@
+"""An executor that sees only now, on the product's own: the rival of plans that are made ahead.
+
+In every cell the ranks gather their counts, for which the host waits; each makes the plan of the cell from them; rows
+go, and behind them the weights of the replicas; and experts compute. Rows, transfers, replicas, gradients and slots are
+those of the product, in the same order: what differs is when a cell's plan is known.
+
+What can be had without foresight is given to it. It agrees on nothing, publishes weights as the product does, and
+asks for weights while home experts compute. What slots hold is not fetched again. A plan outlives its forward, so that
+recomputation and backward neither gather nor plan, and backward fetches a cell ahead. Planning on the device, as MoonEP
+does, would spare the wait of the host; the counts would still be gathered, and no weight could travel before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness.execution_bench import Bench
+from benchmarks.harness.online_plans import Rival
+from foreroute.core.passes import Pass
+from foreroute.ep.compute import row_multiple
+from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
+from foreroute.ep.execution import CellWork, PassCells, PlanExecution, ServedStage
+from foreroute.ep.execution_ranks import MicroBatch
+from foreroute.ep.transfer import Cell
+from foreroute.plan import CellPlan, StepPlan, Topology
+from foreroute.plan.hosts import Hosts
+from foreroute.plan.options import Stage
+from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
+from foreroute.replay import ReplayRows
+
+
+@contextmanager
+def executing_online(bench: Bench, rival: Rival, topology: Topology) -> Iterator[OnlineExecution]:
+    """Serve the micro-steps of a bench as a rival does, while the context is open. A collective call, as `execute` is.
+
+    Args:
+        bench: with the number of the step, and its micro-batches.
+        rival: which.
+        topology: of the ranks; slots are the rival's.
+    """
+    hooks = bench.routed._of_trunk
+    execution = OnlineExecution(bench, rival, topology)
+    bench.placed.in_force.hooks = hooks
+    with execution.in_force():
+        hooks.execution = execution
+        try:
+            yield execution
+        finally:
+            hooks.execution = None
+
+
+class OnlineExecution(PlanExecution):
+    """What a rival does in place of a plan. There is nothing to agree on ahead, so that nobody is asked.
+
+    Attributes:
+        plan: grows cell by cell; cells that have not begun have no replica. Without figures.
+    """
+
+    def __init__(self, bench: Bench, rival: Rival, topology: Topology) -> None:
+        placed, num_micro_steps = bench.placed, len(bench.rows_M)
+        home_LE, num_ranks = placed.home_LE, topology.num_ranks
+        num_layers, num_experts = home_LE.shape
+        topology = replace(topology, redundant_slots=rival.slots or num_experts // num_ranks)
+        hosts = Hosts.with_room(home_LE, num_micro_steps, num_ranks, num_ranks * topology.redundant_slots)
+        loads_ML = np.zeros((num_micro_steps, num_layers), np.int64)
+        self.plan = StepPlan(topology, home_LE, hosts, loads_ML, loads_ML.astype(np.float64), "", rival.sharing)
+        self.executed_ML, self.transfers = loads_ML.copy(), []
+        self._schedules, self._num_replicas_ML = OnlineSchedule(), np.zeros_like(loads_ML)
+        served = ServedStage(self.plan, self._schedules, self._num_replicas_ML)
+        self.served = {"recompute": served, "update": served}
+        self._planner = rival.planner(home_LE, topology, rival.sharing)
+        self._known: dict[Cell, CellRows] = {}
+        self._ranks, self._step = placed.ranks, Bench.number
+        self._micro_batches = [MicroBatch(rows.trace, rows.counts_LE, rows.is_whole) for rows in bench.rows_M]
+        # what the end of a step holds routers against, and what is sent of a batch with padding
+        self._counts_MLGE, self._is_known_M = bench.counts_MLGE, [True] * num_micro_steps
+        self._row_multiples = {layer.number: row_multiple(layer.parameters) for layer in placed.layers}
+        self._keeps_weights, self._before_publishing = True, None
+        self._chunks, self._begun = [range(num_layers)], {0: 0}
+        self._ran, self._has_begun = {}, False
+        self._homes, self._engine = placed.homes, placed.ranks.engine(placed.homes)
+
+    def begin_pass(self, chunk: int, routes: object) -> PassCells:
+        """See `PlanExecution`."""
+        known = super().begin_pass(chunk, routes)
+        return OnlineCells(self, known._micro_step, known._layers, known._micro_batch)
+
+    def _exchanged(self, cell: Cell, stage: Stage, counts_E: Tensor) -> CellRows:
+        """The rows of a cell; when it runs first, of the plan that is made for it now."""
+        if cell not in self._known:
+            counts_GE = gather_counts(self._ranks.group, counts_E, str(cell))
+            plan, rank = self._planner(cell.layer, counts_GE), dist.get_rank(self._ranks.group)
+            schedule = CellSchedule.of(
+                plan,
+                counts_GE,
+                rank,
+                row_multiple=self._row_multiples[cell.layer],
+                host_ranks=self.plan.topology.ranks_per_node if self._ranks.options.paths == "host" else 1,
+                what=str(cell),
+            )
+            self._enter(cell, plan, schedule)
+            (self._known[cell],) = rows_on(counts_E.device, [schedule])
+        return self._known[cell]
+
+    def _enter(self, cell: Cell, plan: CellPlan, schedule: CellSchedule) -> None:
+        """From now on the engine knows the cell, which comes behind all that it knows."""
+        hosts, number = self.plan.hosts, cell.micro_step * self.plan.shape[1] + cell.layer
+        begin = hosts.offsets[number]
+        end = begin + len(plan.expert_R)
+        for name in CellPlan._fields[1:]:
+            getattr(hosts, name)[begin:end] = getattr(plan, name)
+        hosts.offsets[number + 1 :] = end
+        self._num_replicas_ML[cell.micro_step, cell.layer] = len(plan.expert_R)
+        self._schedules.by_cell[cell.micro_step, cell.layer] = schedule
+
+
+class OnlineSchedule(ExecutionSchedule):
+    """Schedules of the cells that have begun.
+
+    Attributes:
+        by_cell: by micro-step and layer.
+    """
+
+    def __init__(self) -> None:
+        self.by_cell: dict[tuple[int, int], CellSchedule] = {}
+
+    def cell(self, micro_step: int, layer: int) -> CellSchedule:
+        """See `ExecutionSchedule`."""
+        return self.by_cell[micro_step, layer]
+
+
+class OnlineCells(PassCells):
+    """The cells of one forward, none of which is known before it begins."""
+
+    def work(self, layer: int, current: Pass, *, is_again: bool) -> CellWork:
+        """See `PassCells`."""
+        stage: Stage = "update" if current.with_grad else "recompute"
+        engine = self.execution._begin_transfers(stage)
+        assert isinstance(current.rows, ReplayRows), "it has these cells"
+        return CellWork(self._cells[layer], self._names[layer], stage, None, engine, self, current.rows, is_again)
