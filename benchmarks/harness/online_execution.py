@@ -27,7 +27,7 @@ from foreroute.ep.compute import row_multiple
 from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
 from foreroute.ep.execution import CellWork, PassCells, PlanExecution, ServedStage
 from foreroute.ep.execution_ranks import MicroBatch
-from foreroute.ep.transfer import Cell
+from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import Stage

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from benchmarks.balancers.llep import in_order
 from foreroute.kernels import NONE, kernel
-from foreroute.plan import CellPlan, Hosts, Topology
+from foreroute.plan import CellPlan, Topology
+from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.planner.cell import look_ahead, new_cell
 from foreroute.planner.replicas import plan_block
@@ -111,7 +112,8 @@ class Ours:
         hosts = Hosts.with_room(home_LE, 1, len(counts_GE), self._most)
         held_LH, figures_C2 = self._held_LH[layer : layer + 1], np.zeros((1, 2), np.int64)
         plan_block(cell, counts_MLGE, hosts, figures_C2, held_LH, (0, 1, 0, 1), self.TOLERANCE, True)
-        return hosts.cell(0, 0)
+        found: CellPlan = hosts.cell(0, 0)
+        return found
 
 
 def eplb(counts_GE: NDArray[np.int64], home_E: NDArray[np.int16], slots: int) -> Served:
