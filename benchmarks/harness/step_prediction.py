@@ -64,7 +64,7 @@ def predict_seconds(
     known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: Stage, config: SimulateConfig
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
-    measured, rates = [_measurement(one, stage) for one in known], _rates(config)
+    measured, rates = [_measurement(one, stage) for one in known], fitted_rates(config)
     try:
         fitted = fit(measured, config, [*rates, "host_bytes_per_s"], seconds_of=seconds_on_processes)
     except ConfigError:
@@ -74,7 +74,7 @@ def predict_seconds(
     return predict([_measurement(one, stage) for one in asked], config, costs, seconds_on_processes)
 
 
-def _rates(config: SimulateConfig) -> list[str]:
+def fitted_rates(config: SimulateConfig) -> list[str]:
     """That are fitted, beside the one of host memory: those of links that there are."""
     topology = config.described().topology
     links = {"node_bytes_per_s": topology.ranks_per_node > 1, "cluster_bytes_per_s": topology.num_nodes > 1}

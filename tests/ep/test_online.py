@@ -15,7 +15,7 @@ from benchmarks.harness.online_execution import executing_online
 from benchmarks.harness.online_plans import RIVALS, eplb, filled_exactly
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.layout import block_homes
+from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import verify
 from foreroute.plan.counts import counts_digest
 from tests.adapters.hf.model_runs import log_probs
