@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 TOKENS = 2048
-"""Of a rank in a micro-step, where nothing else is asked for."""
+"""Tokens of a rank in a micro-step, where nothing else is asked for."""
 
 
 def measure(topology: Path, tokens: int | None) -> None:

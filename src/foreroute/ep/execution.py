@@ -190,7 +190,7 @@ class PlanExecution:
         return ServedStage(plan, schedule, plan.num_replicas_ML)
 
     def _moves(self, cell: Cell, stage: Stage) -> CellSchedule | None:
-        """Of weights, in a cell on this rank; None where no rank has a replica."""
+        """The moves of weights in a cell on this rank; None where no rank has a replica."""
         served = self.served[stage]
         has_replicas = served.num_replicas_ML[cell.micro_step, cell.layer]
         return served.schedule.cell(cell.micro_step, cell.layer) if has_replicas else None
@@ -337,7 +337,7 @@ class CellWork:
 
     @property
     def moves(self) -> CellSchedule | None:
-        """Of weights, on this rank; None where no rank has a replica."""
+        """The moves of weights on this rank; None where no rank has a replica."""
         return self.cells.execution._moves(self.cell, self.stage)
 
     def sent(self, top_k: int) -> Tensor | None:

@@ -84,7 +84,7 @@ class Workload:
             )
 
     def of_tokens(self, tokens: int) -> Workload:
-        """The same with about so many tokens of a rank, 512 or more, to 5 %: four or five sequences, dealt evenly."""
+        """The same with about this many tokens of a rank, 512 or more, to 5 %: four or five sequences, dealt evenly."""
         length, longest = tokens * 10 // 42, max(tokens, 2048)
         return replace(self, even_sources=True, sequences_per_rank=(4, 5), mean_length=length, longest=longest)
 

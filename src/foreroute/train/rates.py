@@ -52,7 +52,7 @@ FOUND = (
     *("gemm_flops_per_s", "backward_products", "tile_rows", "layer_s"),
     *("replica_s", "replica_backward_s", "publish_bytes_per_s"),
 )
-"""Of `Hardware`; of the others those of the file stay, and the seconds of a layer make up for them."""
+"""Rates of `Hardware` that are measured. The others are the file's, and the seconds of a layer make up for them."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """By bytes of a weight."""
 
@@ -166,7 +166,7 @@ class _Clock:
         return float(self.ranks.all_gather(np.array([time.perf_counter() - begun])).max())
 
     def quickest(self, work: Callable[[], object]) -> float:
-        """Of several runs."""
+        """Seconds of the quickest of several runs."""
         return min(self(work) for _ in range(ROUNDS + 1))
 
     def _synchronize(self) -> None:
@@ -274,7 +274,7 @@ def _with_host_memory(clock: _Clock, topology: Topology, placed: ExpertParallelM
 
 
 def _exchange_s(clock: _Clock, elements_G: NDArray[np.integer]) -> float:
-    """Seconds of an all-to-all of so many elements of 4 bytes to and from each rank."""
+    """Seconds of an all-to-all with these numbers of elements of 4 bytes to and from each rank."""
     sizes = elements_G.tolist()
     sent, received = (torch.ones(sum(sizes), device=clock.device) for _ in range(2))
     return clock.quickest(lambda: dist.all_to_all_single(received, sent, sizes, sizes))

@@ -75,7 +75,7 @@ class PlanningMegatronConfig(McoreEngineConfig):
         self.planned_for(1)
 
     def planned_for(self, num_ranks: int) -> tuple[Topology, CostModel | None]:
-        """What plans of so many ranks are made for, and their prices, if there are any."""
+        """What plans of this many ranks are made for, and their prices, if there are any."""
         if self.topology is None:
             return hardware_preset(self.hardware).topology(num_ranks, self.redundant_slots), None
         cluster = load_cluster(Path(self.topology))

@@ -6,8 +6,8 @@ verl imports this module in each of its processes when it is told to, in the pla
     actor_rollout_ref.model.external_lib=foreroute.trainers.verl.sampling_masks
     +actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=True
 
-By the second line vLLM returns masks, and verl's server then has them in the `extra_fields` of each answer. Of those,
-verl's loop with tools keeps what the first request brought. So an agent loop is watched: the masks of all its requests
+By the second line vLLM returns masks, and verl's server then has them in the `extra_fields` of each answer. verl's
+loop with tools keeps only what the first request brought. So an agent loop is watched: the masks of all its requests
 are laid on the tokens of its response, and travel as `sampling_mask` beside them, or in the batch's `extra_fields`
 (`trainer.use_v1`). In the engine, log-probs of these tokens are those on their sets; log-probs of all other tokens,
 which no loss takes, are 0.
@@ -45,7 +45,7 @@ from foreroute.trainers.verl.protocol import sampled_mask
 from foreroute.trainers.verl.registry import take_place
 
 FIELD = "sampling_mask"
-"""Of a sequence: `counts` int32 [R], ids of the set of each token of the response, 0 for one that was not sampled; and
+"""The field of a sequence: `counts` int32 [R], ids of the set of each token of the response, 0 for one that was not sampled; and
 `ids` int32, those of all sets joined."""
 SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
