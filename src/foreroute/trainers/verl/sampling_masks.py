@@ -45,8 +45,8 @@ from foreroute.trainers.verl.protocol import sampled_mask
 from foreroute.trainers.verl.registry import take_place
 
 FIELD = "sampling_mask"
-"""The field of a sequence: `counts` int32 [R], ids of the set of each token of the response, 0 for one that was not sampled; and
-`ids` int32, those of all sets joined."""
+"""The field of a sequence: `counts` int32 [R], ids of the set of each token of the response, 0 for one that was not
+sampled; and `ids` int32, those of all sets joined."""
 SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
 Turn = tuple[list[int], list[int], Any]
