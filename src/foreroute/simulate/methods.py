@@ -70,9 +70,7 @@ PRESETS = {
     "ours": PlannerPreset("foreroute", PlanOptions(tolerance=0.02)),
     "ours_exact": PlannerPreset("foreroute, exact", PlanOptions(tolerance=0.0)),
     "ours_rehomed": PlannerPreset("foreroute, 16 home moves a layer", PlanOptions(tolerance=0.02, home_moves=16)),
-    "ours_traffic": PlannerPreset(
-        "foreroute, 8 slots against traffic", PlanOptions(tolerance=0.02, traffic=True), 8
-    ),
+    "ours_traffic": PlannerPreset("foreroute, 8 slots against traffic", PlanOptions(tolerance=0.02, traffic=True), 8),
 }
 """By short name. Options not named are defaults."""
 
