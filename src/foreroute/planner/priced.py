@@ -110,7 +110,7 @@ class PricedOptions:
                     # A cell that declines what later ones need may make the window longer.
                     homes = [CellPlan.homes_only(cell.home_E, len(window.counts_MGE[0])) for cell in some]
                     tried += [window.pruned(tried[0]), homes]
-                some = min(tried, key=window.seconds)
+                some = min(tried, key=window.seconds) if len(tried) > 1 else tried[0]
             found += some
         return found
 
@@ -146,27 +146,31 @@ class Window(NamedTuple):
         counts_MGE, prices = self.counts_MGE, self.prices
         target_M = np.ceil((1 + tolerance) * counts_MGE.sum(axis=(1, 2)) / counts_MGE.shape[1]).astype(np.int64)
         by_node = counts_MGE.reshape(len(given), -1, prices.ranks_per_node, counts_MGE.shape[2])
-        demand_MNE, tried = by_node.sum(axis=2).astype(np.float64), [given]
+        demand_MNE, best, least_s = by_node.sum(axis=2).astype(np.float64), given, np.inf
         for decay, keeping in OUTLOOKS[: len(given)]:
-            wanted_MNE = demand_MNE.copy()
+            keep = keeping * prices.cluster_fetch_s / prices.cluster_row_s
+            wanted_MNE, found = demand_MNE.copy(), list[CellPlan]()
             for m in range(len(given) - 1, 0, -1):
                 wanted_MNE[m - 1] += decay * wanted_MNE[m]
             held_GS = np.full((counts_MGE.shape[1], self.slots), -1, np.int16)
-            tried.append([])
             for m, cell in enumerate(given):
                 # what is fetched here serves the micro-steps to come too
                 share = 1 + (len(given) - m - 1) * decay
                 each = prices._replace(**{name: getattr(prices, name) / share for name in FETCHES})
                 cell = cell._replace(fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
-                keep = keeping * prices.cluster_fetch_s / prices.cluster_row_s
-                found = replicate_for_traffic(
+                cell = replicate_for_traffic(
                     cell, counts_MGE[m], wanted_MNE[m], held_GS, keep, target_M[m], self.attention_M2[m], each
                 )
-                held_GS[found.rank_R, found.slot_R] = found.expert_R
-                tried[-1].append(found)
-            if not self.parts(tried[-1])[:, EXPOSED].any():
+                held_GS[cell.rank_R, cell.slot_R] = cell.expert_R
+                found.append(cell)
+            if len(given) == 1:
+                return found
+            parts_SP, least_s = self.parts(found), min(least_s, self.seconds(given))
+            if parts_SP.sum() < least_s:
+                best, least_s = found, float(parts_SP.sum())
+            if not parts_SP[:, EXPOSED].any():
                 break
-        return min(tried, key=self.seconds)
+        return best
 
     def pruned(self, cells: list[CellPlan]) -> list[CellPlan]:
         """Cells without the replicas that do not pay."""
