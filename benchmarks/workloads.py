@@ -72,7 +72,7 @@ def run(quick: bool) -> dict[str, Any]:
             before, counts = (
                 step_counts(workload, size, range(first, first + MICRO_STEPS), SEED) for first in (0, MICRO_STEPS)
             )
-            for method, figures in _figures(before, counts, size.top_k, repeats, quick):
+            for method, figures in _figures(before, counts, size.top_k, repeats):
                 by_method.setdefault(method, {})[setting] = figures
             by_method["ours_r2"][setting]["oracle"] = _oracle(workload, size, counts)
             if setting == SIMULATED_SETTING:
@@ -80,12 +80,12 @@ def run(quick: bool) -> dict[str, Any]:
                 by_method["simulated"] = {setting: simulated(before, counts, model, (*SIMULATED, "ours_rehomed"))}
     kept, missing = _recorded(quick)
     for workload, (before, counts) in kept.items():
-        for method, figures in _figures(before, counts, 8, repeats, quick):
+        for method, figures in _figures(before, counts, 8, repeats):
             metrics.setdefault(workload, {}).setdefault(method, {})["e64_k8_ep8"] = figures
     return {"metrics": {"workloads": metrics}, "baselines": {}, **missing}
 
 
-def _figures(before: Ints, counts: Ints, top_k: int, repeats: int, quick: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _figures(before: Ints, counts: Ints, top_k: int, repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Of every method, with its name."""
     num_layers, num_ranks, num_experts = counts.shape[1:]
     model = replace(MODELS["qwen3-30b-a3b"], num_experts=num_experts, top_k=top_k)
