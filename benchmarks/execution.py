@@ -62,7 +62,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         | {"waits_per_layer": in_processes(waits_per_layer, 1), "distribute_peak_over_share": round(peak, 2)}
         | {"by_ranks": by_ranks}
         | host_work(15 if quick else 50)
-        | step_seconds(0 if quick else 30),
+        | step_seconds(0 if quick else 20),
         "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},
         "setting": {"sizes": SIZES, "micro_steps": MICRO_STEPS, "batch": BATCH, "slots": SLOTS, "pairs": pairs},
     }

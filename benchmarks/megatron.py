@@ -68,7 +68,7 @@ QUEUED = {"queue": (48, 128, 8), "queue_above_256_experts": (61, 512, 8)}
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs, and bytes per token."""
     # in processes of its own, before this one begins a process group
-    planned = planned_step(0 if quick else 30)
+    planned = planned_step(0 if quick else 14)
     torch.set_num_threads(1)
     keep_memory()
     with tempfile.TemporaryDirectory() as folder:
