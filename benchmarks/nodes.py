@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import node_lab
 from benchmarks.harness.balancer_plans import executable
+from benchmarks.harness.execution_bench import measured_cluster
 from benchmarks.harness.node_lab import NodeLab
 from benchmarks.harness.node_steps import (
     MICRO_STEPS,
@@ -38,10 +41,11 @@ from benchmarks.harness.node_steps import (
     drawn_counts,
     spread_model,
 )
-from benchmarks.harness.pairs import median_interval
+from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
 from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_seconds, processes_config, time_steps
 from foreroute import planner
 from foreroute.costs import hardware_preset, model_preset
+from foreroute.costs.cluster_file import cluster_toml
 from foreroute.costs.model import CostModel
 from foreroute.costs.pricing import ALL_TO_ALL, price_cell
 from foreroute.plan import CellPlan, PlanOptions, StepPlan, Topology
@@ -85,8 +89,9 @@ def run(*, quick: bool) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name in names:
         nodes = TOPOLOGIES[name]
-        with NodeLab(nodes.num_nodes, nodes.bytes_per_s) as lab:
-            found = lab.run(_measured, ranks_per_node=nodes.ranks_per_node, args=(nodes, rounds))
+        with NodeLab(nodes.num_nodes, nodes.bytes_per_s) as lab, tempfile.TemporaryDirectory() as folder:
+            args = nodes, rounds, Path(folder, "cluster.toml")
+            found = lab.run(_measured, ranks_per_node=nodes.ranks_per_node, args=args)
         metrics[name] = _with_predictions(found, nodes)
     return {
         "metrics": metrics | _quality(metrics),
@@ -114,9 +119,9 @@ class Found:
     figures: Mapping[str, Any]
 
 
-def _measured(rank: int, num_ranks: int, nodes: Nodes, rounds: int) -> Found:
+def _measured(rank: int, num_ranks: int, nodes: Nodes, rounds: int, path: Path) -> Found:
     """On one rank. Methods take turns within a round, each time from another one on."""
-    pricing = Pricing(nodes)
+    pricing = Pricing(nodes, path)
     with closing(spread_model(nodes, rank)) as model, closing(spread_model(nodes, rank)) as of_eplb:
         step = model.step(seed=0)
         eplb = pricing.eplb(step, drawn_counts(nodes, seed=0, step=0))
@@ -133,52 +138,54 @@ def _measured(rank: int, num_ranks: int, nodes: Nodes, rounds: int) -> Found:
         cases = {name: TimedStep(name, step.counts_MLGE, plan) for name, plan in plans.items()}
         others = time_steps(_others(model, pricing), rounds=ROUNDS)
     mean = step.counts_MLGE.sum() / num_ranks
-    figures = {
+    figures: dict[str, Any] = {
         name: {
             "busiest_over_mean": round(float(plan.max_load_ML.sum() / mean), 3),
             "replicas_of_a_cell": float(plan.num_replicas_ML.mean()),
         }
         for name, plan in plans.items()
     }
+    figures |= {"gains": {name: dict(plan.gains) for name, plan in plans.items() if plan.gains}}
     return Found(seconds, sent, cases, others, figures)
 
 
 def _in_turn(methods: Mapping[str, Callable[[bool], None]], nodes: Nodes, rounds: int) -> tuple[Any, Any]:
     """`seconds` and `sent` of `Found`."""
-    names = list(methods)
-    seconds: dict[str, dict[str, list[float]]] = {stage: {name: [] for name in names} for stage in STAGES}
-    sent: dict[str, dict[str, tuple[int, int]]] = {stage: {} for stage in STAGES}
+    seconds: dict[str, dict[str, list[float]]] = {}
+    sent: dict[str, dict[str, tuple[int, int]]] = {}
     for stage, updating in STAGES.items():
-        for name in names:  # compiles, and fills what is filled once
-            methods[name](updating)
-            sent[stage][name] = _sent_by(partial(methods[name], updating), nodes)
-        for turn in range(rounds):
-            first = turn % len(names)
-            for name in names[first:] + names[:first]:
-                seconds[stage][name].append(_seconds(methods[name], updating))
+        works = {name: partial(_together, run, updating) for name, run in methods.items()}
+        seconds[stage] = seconds_in_turn(works, rounds=rounds)
+        sent[stage] = {name: _sent_by(work, nodes) for name, work in works.items()}
     return seconds, sent
 
 
-def _seconds(run: Callable[[bool], None], updating: bool) -> float:
-    """Of this rank, until all are done."""
+def _together(run: Callable[[bool], None], updating: bool) -> None:
+    """It begins when all ranks are there, and is over when it is over on all."""
     dist.barrier()
-    begun = time.perf_counter()
     run(updating)
     dist.barrier()
+
+
+def _seconds(run: Callable[[bool], None], updating: bool) -> float:
+    begun = time.perf_counter()
+    _together(run, updating)
     return time.perf_counter() - begun
 
 
 class Pricing:
-    """How methods plan on a laboratory."""
+    """How methods plan on a laboratory, by the rates that `foreroute plan --measure` finds there. Made on all ranks."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-        self._costs: CostModel = _config(nodes).described().costs
+    def __init__(self, nodes: Nodes, path: Path) -> None:
+        if dist.get_rank() == 0:
+            path.write_text(cluster_toml(_config(nodes).described()))
+        dist.barrier()
+        self._cluster = measured_cluster(path, SEQUENCES * TOKENS)
 
     def plan(self, step: Step, name: str) -> StepPlan:
         """By a method of `OPTIONS`, or at home."""
         ranks, options = self._topology(name), OPTIONS.get(name, STATIC)
-        return planner.plan(step.counts_MLGE, ranks, options, home_LE=step.home_LE, costs=self._costs)
+        return planner.plan(step.counts_MLGE, ranks, options, home_LE=step.home_LE, costs=self._cluster.costs)
 
     def eplb(self, step: Step, before_MLSE: NDArray[np.integer]) -> StepPlan:
         """Placed once, by the loads of the step before."""
@@ -187,9 +194,7 @@ class Pricing:
         return executable(problem, list(eplb_previous(problem)))
 
     def _topology(self, name: str) -> Topology:
-        return Topology(
-            self._nodes.num_ranks, self._nodes.ranks_per_node, SLOTS.get(name, 0), self._costs.hardware.links
-        )
+        return replace(self._cluster.topology, redundant_slots=SLOTS.get(name, 0))
 
 
 def _planned(step: Step, pricing: Pricing, name: str) -> Callable[[bool], None]:
@@ -198,10 +203,8 @@ def _planned(step: Step, pricing: Pricing, name: str) -> Callable[[bool], None]:
 
 def _sent_by(work: Callable[[], object], nodes: Nodes) -> tuple[int, int]:
     """Bytes that all links of nodes carried, and the busiest in its busier direction."""
-    dist.barrier()
     before = node_lab.carried_bytes()
     work()
-    dist.barrier()
     mine = [after - begun for after, begun in zip(node_lab.carried_bytes(), before, strict=True)]
     gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, torch.tensor(mine))
@@ -263,14 +266,9 @@ def _with_predictions(found: Found, nodes: Nodes) -> dict[str, Any]:
         busy_s = found.sent[stage]["static"][1] / nodes.bytes_per_s
         metrics[stage] = {"static_s": round(static_s, 4), "link_busy": round(busy_s / static_s, 3)}
         for name in names[1:]:
-            ratios = [one / base for one, base in zip(found.seconds[stage][name], static, strict=True)]
-            lower, upper = median_interval(ratios) or (None, None)
-            metrics[stage][f"{name}_over_static"] = {
-                "median": round(statistics.median(ratios), 4),
-                "lower": None if lower is None else round(lower, 4),
-                "upper": None if upper is None else round(upper, 4),
-                "predicted": round(float(predicted[name] / predicted["static"]), 4),
-            }
+            ratio = PairedRatio.of(found.seconds[stage][name], static)
+            share = round(float(predicted[name] / predicted["static"]), 4)
+            metrics[stage][f"{name}_over_static"] = ratio.shown() | {"predicted": share}
         metrics[stage]["bytes"] = {name: {"all": a, "busiest": b} for name, (a, b) in found.sent[stage].items()}
     return metrics | {"plans": found.figures}
 
