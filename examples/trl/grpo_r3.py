@@ -5,8 +5,7 @@ import sys
 from datasets import Dataset
 from trl import GRPOConfig
 
-from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.trainers.trl import GRPOTrainer, rollout_with
+from foreroute.trainers.trl import EmbeddedEngine, GRPOTrainer, rollout_with
 from tiny import policy, tokenizer, vowels
 
 model = policy()

@@ -377,7 +377,7 @@ def test_a_process_that_dies_ends_the_others_with_the_cell_they_waited_in(doomed
     left, gone = doomed(2).outcomes(forward_without_a_rank, 1)
     assert gone is None
     assert left.kind == "TransferError"
-    assert "the counts of routed layer 2: rank 0 waited" in left.message
+    assert "the counts of routed layer 2: rank 0 got no answer from another rank" in left.message
 
 
 def out_of_order(rank):

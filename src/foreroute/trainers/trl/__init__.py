@@ -8,7 +8,8 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers", "trl")
 
+from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trainers.trl.rollout_func import rollout_output, rollout_with
 from foreroute.trainers.trl.trainer import GRPOTrainer, RoutingReplay
 
-__all__ = ["GRPOTrainer", "RoutingReplay", "rollout_output", "rollout_with"]
+__all__ = ["EmbeddedEngine", "GRPOTrainer", "RoutingReplay", "rollout_output", "rollout_with"]
