@@ -27,6 +27,8 @@ from foreroute.simulate.fit import Measurement, fit, predict
 
 STAGES: dict[Stage, bool] = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""
+FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s", "host_bytes_per_s")
+"""Rates; the last where a known step waits for weights from host memory."""
 HEAD_WIDTH = 64
 
 
@@ -64,26 +66,14 @@ def predict_seconds(
     known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: Stage, config: SimulateConfig
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
-    measured, rates = [_measurement(one, stage) for one in known], fitted_rates(config)
+    measured = [_measurement(one, stage) for one in known]
     try:
-        fitted = fit(measured, config, [*rates, "host_bytes_per_s"], seconds_of=seconds_on_processes)
+        fitted = fit(measured, config, FITTED, seconds_of=seconds_on_processes)
     except ConfigError:
         # only ranks that wait for others fetch by host memory, or none does
-        fitted = fit(measured, config, rates, seconds_of=seconds_on_processes)
+        fitted = fit(measured, config, FITTED[:-1], seconds_of=seconds_on_processes)
     costs = replace(config.described().costs, hardware=fitted.hardware)
     return predict([_measurement(one, stage) for one in asked], config, costs, seconds_on_processes)
-
-
-def fitted_rates(config: SimulateConfig) -> list[str]:
-    """That are fitted, beside the one of host memory: those of links that there are."""
-    topology = config.described().topology
-    links = {"node_bytes_per_s": topology.ranks_per_node > 1, "cluster_bytes_per_s": topology.num_nodes > 1}
-    return [
-        "gemm_flops_per_s",
-        "memory_bytes_per_s",
-        "layer_s",
-        *(name for name, is_there in links.items() if is_there),
-    ]
 
 
 def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
@@ -152,13 +142,8 @@ def processes_config(
     sequence_tokens: int,
     head_width: int = HEAD_WIDTH,
     paths: FetchPath = "host",
-    ranks_per_node: int | None = None,
-    cluster_bytes_per_s: float = 5e8,
 ) -> SimulateConfig:
-    """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from.
-
-    They are all of one node, unless `ranks_per_node` says otherwise.
-    """
+    """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     return parse_config(
         {
@@ -183,13 +168,13 @@ def processes_config(
                 "gemm_flops_per_s": 2e10,
                 "attention_flops_per_s": 2e10,
                 "memory_bytes_per_s": 5e9,
-                "ranks_per_node": ranks_per_node or num_ranks,
+                "ranks_per_node": num_ranks,
                 "tile_rows": 1,
                 "layer_s": 5e-3,
             },
             "links": {
                 "node_bytes_per_s": 5e8,
-                "cluster_bytes_per_s": cluster_bytes_per_s,
+                "cluster_bytes_per_s": 5e8,
                 "host_bytes_per_s": 5e9,
                 "node_latency_s": 1e-4,
                 "cluster_latency_s": 1e-4,
