@@ -11,6 +11,7 @@ It takes root, iproute2 and the kernel's bridge, veth and tbf; `reason_against` 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pickle
 import shutil
@@ -49,6 +50,7 @@ for process in $started; do wait "$process"; done
 """
 """Begins the ranks of a node, which have no memory in common with other nodes."""
 PATIENCE_S = 3600
+_numbers = itertools.count()
 
 
 class NodeLab:
@@ -61,8 +63,10 @@ class NodeLab:
 
     def __init__(self, num_nodes: int, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._names = [f"fr{os.getpid()}n{node}" for node in range(num_nodes)]
-        self._bridge = f"fr{os.getpid()}b"
+        # names of a laboratory that was taken down are free a moment later
+        name = f"fr{os.getpid()}l{next(_numbers)}"
+        self._names = [f"{name}n{node}" for node in range(num_nodes)]
+        self._bridge = f"{name}b"
 
     def __enter__(self) -> Self:
         try:

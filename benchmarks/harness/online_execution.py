@@ -30,7 +30,7 @@ from foreroute.ep.execution_ranks import MicroBatch
 from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.options import Stage
+from foreroute.plan.options import STAGE_NAMES, Stage
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
@@ -74,6 +74,7 @@ class OnlineExecution(PlanExecution):
         self._schedules, self._num_replicas_ML = OnlineSchedule(), np.zeros_like(loads_ML)
         served = ServedStage(self.plan, self._schedules, self._num_replicas_ML)
         self.served = {"recompute": served, "update": served}
+        self._at_home = dict.fromkeys(STAGE_NAMES, False)
         self._planner = rival.planner(home_LE, topology, rival.sharing)
         self._known: dict[Cell, CellRows] = {}
         self._ranks, self._step = placed.ranks, Bench.number

@@ -121,7 +121,8 @@ class PlanExecution:
         self._row_multiples = row_multiples or {}
         self._keeps_weights, self._before_publishing = keeps_weights, before_publishing
         recompute = self._compiled(plan.in_stage("recompute"))
-        is_alike = plan.is_at_home("recompute") == plan.is_at_home("update")
+        self._at_home = {stage: plan.is_at_home(stage) for stage in STAGE_NAMES}
+        is_alike = self._at_home["recompute"] == self._at_home["update"]
         update = recompute if is_alike else self._compiled(plan.in_stage("update"))
         self.served: dict[Stage, ServedStage] = {"recompute": recompute, "update": update}
         self._chunks = chunks
@@ -140,7 +141,7 @@ class PlanExecution:
         """
         if self._engine is not None:
             self._engine.take_records()  # of one that failed
-            if not (self._ranks.gathers_late or any(map(self.plan.is_at_home, STAGE_NAMES))):
+            if not (self._ranks.gathers_late or any(self._at_home.values())):
                 self._begin_transfers("update")
         yield
         if self._engine is not None:
@@ -173,7 +174,7 @@ class PlanExecution:
         """
         engine = self._engine
         assert engine is not None, "there is a layer that runs"
-        if self.plan.is_at_home(stage):
+        if self._at_home[stage]:
             return engine
         if not self._has_begun:
             if engine.paths == "host" and self._before_publishing is not None:
