@@ -12,8 +12,7 @@ does, would spare the wait of the host; the counts would still be gathered, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
@@ -35,8 +34,7 @@ from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
 
-@contextmanager
-def executing_online(bench: Bench, rival: Rival, topology: Topology) -> Iterator[OnlineExecution]:
+def executing_online(bench: Bench, rival: Rival, topology: Topology) -> AbstractContextManager[OnlineExecution]:
     """Serve the micro-steps of a bench as a rival does, while the context is open. A collective call, as `execute` is.
 
     Args:
@@ -44,15 +42,8 @@ def executing_online(bench: Bench, rival: Rival, topology: Topology) -> Iterator
         rival: which.
         topology: of the ranks; slots are the rival's.
     """
-    hooks = bench.routed._of_trunk
-    execution = OnlineExecution(bench, rival, topology)
-    bench.placed.in_force.hooks = hooks
-    with execution.in_force():
-        hooks.execution = execution
-        try:
-            yield execution
-        finally:
-            hooks.execution = None
+    bench.placed.in_force.hooks = bench.routed._of_trunk
+    return OnlineExecution(bench, rival, topology).in_force(bench.routed._of_trunk)
 
 
 class OnlineExecution(PlanExecution):

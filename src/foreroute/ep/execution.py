@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -133,8 +133,11 @@ class PlanExecution:
         self._has_begun = False
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Have weights travel for it while the context is open. Leaving it is a collective call.
+    def in_force(self, owner: Executing) -> Iterator[Self]:
+        """Be executed by a model, and have weights travel, while the context is open. Leaving it is a collective call.
+
+        Args:
+            owner: where the layers of the model look for the plan.
 
         Raises:
             ReplayError: on every rank alike, when a micro-step was not run, or a router did not do what was replayed.
@@ -143,7 +146,11 @@ class PlanExecution:
             self._engine.take_records()  # of one that failed
             if not (self._ranks.gathers_late or any(self._at_home.values())):
                 self._begin_transfers("update")
-        yield
+        owner.execution = self
+        try:
+            yield self
+        finally:
+            owner.execution = None
         if self._engine is not None:
             self._engine.end_step(keeps_weights=self._keeps_weights)
             self.transfers = self._engine.take_records()
@@ -358,16 +365,24 @@ class CellWork:
         return rows
 
 
-class ExecutingHooks(Protocol):
+class Executing(Protocol):
+    """What knows which plan a model executes.
+
+    Attributes:
+        execution: of the plan that is executed now, or None.
+    """
+
+    execution: PlanExecution | None
+
+
+class ExecutingHooks(Executing, Protocol):
     """The hooks of a model whose experts look for the plan that is executed.
 
     Attributes:
         passes: of the model.
-        execution: of the plan that is executed now, or None.
     """
 
     passes: PassStack
-    execution: PlanExecution | None
 
     def recomputing(self, current: Pass, ran: Sequence[Any]) -> AbstractContextManager[None]:
         """See `foreroute.core.hooks.ModelHooks`."""

@@ -150,12 +150,8 @@ class ExpertParallelModel:
             keeps_weights=step is not None,
         )
         self.in_force.hooks = hooks
-        with execution.in_force():
-            hooks.execution = execution
-            try:
-                yield execution
-            finally:
-                hooks.execution = None
+        with execution.in_force(hooks):
+            yield execution
 
     def sum_gradients(self) -> None:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.

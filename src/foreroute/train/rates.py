@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.costs.cluster_file import Cluster, Rates
 from foreroute.costs.model import MOST_PRODUCTS, CostModel, Hardware, ModelShape
 from foreroute.costs.pricing import ALL_TO_ALL, ATTENTION, EXPERTS, step_parts
@@ -61,7 +62,7 @@ class MeasuredStep(NamedTuple):
     """Micro-batches of this rank, int64 [B, T] each, their routes, the counts of all ranks, and the plan."""
 
     batches: Sequence[Tensor]
-    rows_M: Sequence[hf.TraceRows]
+    rows_M: Sequence[TraceRows]
     counts_MLGE: NDArray[np.int32]
     plan: StepPlan
 

@@ -13,8 +13,10 @@ pytest.importorskip("mbridge", reason="there is no mbridge in this environment: 
 
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.errors import ConfigError
+from foreroute.plan.options import STAGE_NAMES
+from foreroute.planner import plan
 from foreroute.testing.ranks import environment, torchrun
-from foreroute.trainers.verl.planning import PlanningMegatronConfig
+from foreroute.trainers.verl.planning import UNDER_PLAN, PlanningMegatronConfig
 from foreroute.trainers.verl.settings import require_supported_by_megatron
 from tests.trainers.verl.verl_book import Book
 
@@ -148,6 +150,24 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         PlanningMegatronConfig(redundant_slots=0)
     with pytest.raises(ConfigError, match="h1000"):
         PlanningMegatronConfig(hardware="h1000")
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        PlanningMegatronConfig(topology="none.toml")
+
+
+@pytest.mark.parametrize(("begin_s", "stages"), [(0, "by the plan"), (3600, "at homes")])
+def test_a_topology_file_prices_the_plans_of_stages(tmp_path, begin_s, stages):
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "[topology]\nnum_ranks = 2\nredundant_slots = 2\n"
+        f'[hardware]\npreset = "h100"\n[model]\npreset = "qwen3-30b-a3b"\n[costs]\nbegin_s = {begin_s}\n'
+    )
+    topology, costs = PlanningMegatronConfig(topology=str(path)).planned_for(2)
+    assert (topology.num_ranks, topology.redundant_slots, costs.paths) == (2, 2, "direct")
+    counts_MLGE = np.full((1, 1, 2, 128), 16)
+    counts_MLGE[..., :4] = 100_000  # on the first rank
+    made = plan(counts_MLGE, topology, UNDER_PLAN, costs=costs)
+    assert {made.decision(stage)[: len(stages)] for stage in STAGE_NAMES} == {stages}
+    assert PlanningMegatronConfig().planned_for(2)[1] is None
 
 
 @pytest.mark.shows(

@@ -139,14 +139,10 @@ class PlannedModel(RoutedModel):
             [[number_of(site.layer) for site in chunk.sites] for chunk in self.chunks],
             before_publishing=finish_gathering,
         )
-        with execution.in_force(), ExitStack() as stack:
+        with execution.in_force(self), ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(layer.in_place())
-            self.execution = execution
-            try:
-                yield execution
-            finally:
-                self.execution = None
+            yield execution
 
     def _execution_ranks(self) -> ExecutionRanks:
         if self._ranks is None:
