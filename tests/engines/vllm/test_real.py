@@ -103,9 +103,10 @@ def test_a_second_turn_asks_for_its_own_rows_alone(real):
 
 def test_abort_and_resume_under_new_weights(real):
     old = load(real, 0)
-    sampling = replace(SAMPLING, group_size=2, max_new_tokens=200, end_token=-1)
-    real.engine.generate(prompts(5), replace(sampling, max_new_tokens=4), seeded())  # the first one is slow
-    for seconds in (0.4, 0.2, 0.1, 0.05, 0.02):  # no machine is as fast as the next
+    # one or two of these fit into the blocks at once, so that no machine finishes all of them before the abort
+    sampling = replace(SAMPLING, group_size=16, max_new_tokens=200, end_token=-1)
+    real.engine.generate(prompts(5), replace(sampling, group_size=1, max_new_tokens=4), seeded())  # the first is slow
+    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6):  # no machine is as fast as the next
         partial = real.engine.generate_until(prompts(40, 20), sampling, seeded(), seconds=seconds)
         open_S = np.flatnonzero(~partial.finished_S)
         if (partial.response_lengths[open_S] > 0).any():
