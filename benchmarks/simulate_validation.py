@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.execution_bench import BATCH, SIZES, Bench, in_processes
+from benchmarks.harness.execution_bench import BATCH, SIZES, SLOTS, Bench, in_processes
 from benchmarks.harness.step_prediction import (
     STAGES,
     TimedStep,
@@ -49,7 +49,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _figures(timed: list[TimedStep], num_ranks: int) -> dict[str, Any]:
-    config = processes_config(SIZES, num_ranks, sequence_tokens=BATCH[1])
+    config = processes_config(SIZES, num_ranks, slots=SLOTS, sequence_tokens=BATCH[1])
     figures: dict[str, Any] = {"plans": len(timed)}
     for stage in STAGES:
         found: list[tuple[TimedStep, float]] = []

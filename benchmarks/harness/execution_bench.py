@@ -51,6 +51,7 @@ class Bench:
     Attributes:
         number: of the step, the same for all benches; another one has weights taken up anew.
         cluster: what plans are made for and priced by; None: nothing is priced.
+        slots: redundant ones of a rank, where there is no cluster.
     """
 
     number: ClassVar[int] = 0
@@ -61,6 +62,7 @@ class Bench:
     rows_M: list[TraceRows]
     counts_MLGE: NDArray[np.int32]
     cluster: Cluster | None = None
+    slots: int = SLOTS
 
     @classmethod
     def of(cls, rank: int, num_ranks: int) -> Bench:
@@ -81,11 +83,12 @@ class Bench:
         shape: tuple[int, int] = BATCH,
         micro_steps: int = MICRO_STEPS,
         cluster: Cluster | None = None,
+        slots: int = SLOTS,
     ) -> Bench:
         """The same model on other routes, as `drawn` has them."""
         batches, traces = drawn(routed.spec, rank, skew=skew, zipf=zipf, shape=shape, micro_steps=micro_steps)
         rows_M = [routed.rows(trace) for trace in traces]
-        return cls(routed, placed, batches, traces, rows_M, routed.gather_counts(rows_M), cluster)
+        return cls(routed, placed, batches, traces, rows_M, routed.gather_counts(rows_M), cluster, slots)
 
     def plan(self, options: PlanOptions) -> StepPlan:
         """Of the step."""
@@ -98,7 +101,7 @@ class Bench:
         if self.cluster is not None:
             return self.cluster.topology
         num_ranks = self.counts_MLGE.shape[2]
-        return Topology(num_ranks, num_ranks, SLOTS, LINKS)
+        return Topology(num_ranks, num_ranks, self.slots, LINKS)
 
     def step(self, plan: StepPlan, *, updating: bool = True) -> PlanExecution:
         """All micro-steps under a plan, as `run` has them."""

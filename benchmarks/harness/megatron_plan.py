@@ -1,9 +1,8 @@
 """Seconds of a Megatron step under a plan over those of the same step with every expert at home, on two processes.
 
 Each process has a core, and experts dominate the step, as in `step_seconds`; counting and planning are on the clock.
-Whether a stage
-goes by the plan or at homes is decided by rates that `foreroute plan --measure` finds in the same run. *Static* is
-Megatron as it is, attached and replaying the same routes. *Attached* is a step whose wrapped forward is
+Whether a stage goes by the plan or at homes is decided by rates that `foreroute plan --measure` finds in the same run.
+*Static* is Megatron as it is, attached and replaying the same routes. *Attached* is a step whose wrapped forward is
 given no routes, over the same step of a model that was never attached. *Predicted* is what the simulator makes of the
 very same plans, without counting and planning, with rates that were fitted to other skews and sizes on the same
 processes. Also what the all-to-all dispatcher asks of other ranks and waits for, with and without.
@@ -28,10 +27,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.harness.execution_bench import LINKS, SLOTS, drawn, in_processes, measured_cluster
+from benchmarks.harness.execution_bench import LINKS, drawn, in_processes, measured_cluster
 from benchmarks.harness.executor_counts import launches, posting
 from benchmarks.harness.pairs import compare, near_one
 from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
+from benchmarks.harness.step_seconds import LEVEL_SLOTS, PLANNED
 from foreroute import layout, planner
 from foreroute.costs.cluster_file import Cluster, cluster_toml
 from foreroute.plan import PlanOptions, StepPlan, Topology
@@ -60,7 +60,6 @@ SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
 """As in `step_seconds`, static imbalance about 1.05, 1.1, 1.2, 1.3, 1.6 and 1.8."""
 OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (2, 6), 5
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
-PLANNED = PlanOptions(tolerance=0.02)
 NAMES = (
     *("planned_over_static", "predicted_planned_over_static", "static_imbalance", "attached_ratio", "gains"),
     *("collectives_saved", "host_waits", "waits_per_layer"),
@@ -80,7 +79,14 @@ def planned_step(pairs: int) -> dict[str, Any]:
     """
     if len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(NAMES)
-    config = processes_config(hub_sizes(), 2, sequence_tokens=SHAPE[1], head_width=SIZES["kv_channels"], paths="direct")
+    config = processes_config(
+        hub_sizes(),
+        2,
+        slots=LEVEL_SLOTS,
+        sequence_tokens=SHAPE[1],
+        head_width=SIZES["kv_channels"],
+        paths="direct",
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"
         path.write_text(cluster_toml(config.described()))
@@ -209,7 +215,7 @@ class Bench:
         run_schedule(self._model, forward, self._batches, executing=executing, forward_only=forward_only)
 
     def _planned(self, counts_MLGE: NDArray[np.integer], options: PlanOptions) -> StepPlan:
-        topology, costs = Topology(self._num_ranks, self._num_ranks, SLOTS, LINKS), None
+        topology, costs = Topology(self._num_ranks, self._num_ranks, LEVEL_SLOTS, LINKS), None
         if self._cluster is not None:
             topology, costs = self._cluster.topology, self._cluster.costs
         return planner.plan(counts_MLGE, topology, options, home_LE=self._routed.home_LE, costs=costs)

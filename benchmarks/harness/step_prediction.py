@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.harness.execution_bench import SLOTS, Bench
+from benchmarks.harness.execution_bench import Bench
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
@@ -139,6 +139,7 @@ def processes_config(
     sizes: Mapping[str, Any],
     num_ranks: int,
     *,
+    slots: int,
     sequence_tokens: int,
     head_width: int = HEAD_WIDTH,
     paths: FetchPath = "host",
@@ -150,7 +151,7 @@ def processes_config(
             "cluster": {
                 "gpus": num_ranks,
                 "expert_parallel": num_ranks,
-                "redundant_slots": SLOTS,
+                "redundant_slots": slots,
             },
             "model": {
                 "num_layers": sizes["num_hidden_layers"],

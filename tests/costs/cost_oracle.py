@@ -56,8 +56,8 @@ def expected_messages(pairs_GG, top_k, ranks_per_node):
     return rows
 
 
-def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs):
-    """Seconds by stage and part. `hosts` are (expert, rank, tokens, fetched)."""
+def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs, slots="layer"):
+    """Seconds by stage and part. `hosts` are (expert, rank, tokens, fetched); a slot that is kept is filled once."""
     model, machine, links = costs.model, costs.hardware, topology.links
     width = topology.ranks_per_node
     bandwidth = {"node": links.node_bytes_per_s, "cluster": links.cluster_bytes_per_s}
@@ -72,7 +72,8 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs):
     ]
     for stage, groups in STAGES.items():
         parts = dict.fromkeys(("attention", "all_to_all", "experts", "fixed", "exposed"), 0.0)
-        for group in groups:
+        filling = groups if slots == "shared" else groups[:1]
+        for place, group in enumerate(groups):
             here = dict.fromkeys(parts, 0.0)
             for one in group:
                 here["attention"] += max(
@@ -97,11 +98,11 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs):
             copied = [rank for _, rank, path in moves if path == "host"]
             copies = max((copied.count(rank) for rank in copied), default=0)
             there = copies * parameters * model.weight_bytes / links.host_bytes_per_s
-            here["exposed"] = max(0.0, there - sum(here.values()))
+            here["exposed"] = max(0.0, there - sum(here.values())) if place < len(filling) else 0.0
             parts = {name: parts[name] + here[name] for name in parts}
         busy = {}
         for home, rank, path in moves:
-            sent = [(home, rank, model.weight_bytes)] * len(groups) if path == "direct" else []
+            sent = [(home, rank, model.weight_bytes)] * len(filling) if path == "direct" else []
             sent += [(rank, home, model.gradient_bytes)] if stage == "update" else []
             link = "node" if rank // width == home // width else "cluster"
             for source, target, size in sent:

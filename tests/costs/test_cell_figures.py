@@ -44,14 +44,14 @@ def _case(seed, num_ranks=4, ranks_per_node=2, slots=2, top_k=2, **kinds):
     return routes, cell, counts_GE, topology, costs
 
 
-def _oracle(cell, counts_GE, rows, topology, costs, squares_G=None):
+def _oracle(cell, counts_GE, rows, topology, costs, squares_G=None, slots="layer"):
     home_E, at_home_E = cell.home_E, cell.home_tokens_GE(counts_GE).sum(axis=0)
     hosts = [(e, int(home_E[e]), int(at_home_E[e]), False) for e in range(8)]
     for expert, rank, _, fetched, tokens_G in zip(*cell[1:], strict=True):
         hosts.append((int(expert), int(rank), int(tokens_G.sum()), bool(fetched)))
     tokens_G = counts_GE.sum(axis=1) / costs.model.top_k
     squares_G = tokens_G * costs.sequence_tokens if squares_G is None else squares_G
-    return seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs)
+    return seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs, slots)
 
 
 def _agree(figures, rows_G4, expected, rows):
@@ -76,13 +76,14 @@ def test_figures_equal_the_slow_oracle_token_by_token(dispatcher, paths, num_ran
         source_T = np.repeat(np.arange(num_ranks), np.diff(routes.offsets))
         sends = [(int(g), [int(hosts.rank_H[h]) for h in row]) for g, row in zip(source_T, host_TK, strict=True)]
         rows = messages(sends, ranks_per_node, dispatcher)
-        figures = price_tokens(cell, counts_GE, topology, costs, routes=routes, squares_G=squares_G)
+        slots = ("layer", "shared")[seed // 2 % 2]
+        figures = price_tokens(cell, counts_GE, topology, costs, routes=routes, squares_G=squares_G, slots=slots)
         rows_G4 = rows_of_tokens(cell, counts_GE, topology, costs, routes)
-        _agree(figures, rows_G4, _oracle(cell, counts_GE, rows, topology, costs, squares_G), rows)
+        _agree(figures, rows_G4, _oracle(cell, counts_GE, rows, topology, costs, squares_G, slots), rows)
         if dispatcher == "copies":  # which needs no estimate
-            figures = price_cell(cell, counts_GE, topology, costs)
+            figures = price_cell(cell, counts_GE, topology, costs, slots)
             if squares_G is None:
-                _agree(figures, rows_G4, _oracle(cell, counts_GE, rows, topology, costs), rows)
+                _agree(figures, rows_G4, _oracle(cell, counts_GE, rows, topology, costs, None, slots), rows)
         loads_G = [sum(rank == g for _, ranks in sends for rank in ranks) for g in range(num_ranks)]
         assert figures.loads_G.tolist() == loads_G
         crossing = sum(rank // ranks_per_node != g // ranks_per_node for g, ranks in sends for rank in ranks)

@@ -104,13 +104,13 @@ def rows_of_tokens(cell, counts_GE, topology, costs, routes):
     return links.rows_sent(links.pairs_between(cell, counts_GE), costs.prices(topology))
 
 
-def price_tokens(cell, counts_GE, topology, costs, *, routes, squares_G=None):
+def price_tokens(cell, counts_GE, topology, costs, *, routes, squares_G=None, slots="layer"):
     """As `price_cell`, with deduplicated rows counted, and attention of sequences whose lengths are known."""
     hosts = CellHosts.of(cell, counts_GE)
     tokens_G = np.asarray(counts_GE).sum(axis=1) / costs.model.top_k
     attention_s = np.array([costs.attention_seconds(tokens_G, squares_G, one).max() for one in (FORWARD, BACKWARD)])
     rows_G4 = rows_of_tokens(cell, counts_GE, topology, costs, routes)
-    parts_SP = seconds_of_rows(rows_G4, cell, counts_GE, attention_s, costs.prices(topology))
+    parts_SP = seconds_of_rows(rows_G4, cell, counts_GE, attention_s, costs.prices(topology, slots))
     node_HG = hosts.rank_H[:, None] // topology.ranks_per_node == np.arange(len(counts_GE)) // topology.ranks_per_node
     share = hosts.tokens_HG[~node_HG].sum() / max(hosts.tokens_HG.sum(), 1)
     return CellFigures(hosts.loads_G, float(share), parts_SP)

@@ -52,7 +52,7 @@ def steps(config, *, seed):
 
 @grid("stage", STAGES, quick=1)
 def test_steps_are_predicted_from_others(stage):
-    config = processes_config(SIZES, 2, sequence_tokens=64)
+    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
     known, asked = steps(config, seed=0), steps(config, seed=1)
     untimed = [one._replace(seconds={}) for one in asked]
     predicted = predict_seconds(known, untimed, stage, config)
@@ -63,7 +63,7 @@ def test_steps_are_predicted_from_others(stage):
 
 @pytest.mark.slow
 def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_them():
-    config = processes_config(SIZES, 2, sequence_tokens=64, head_width=128, paths="direct")
+    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64, head_width=128, paths="direct")
     known, asked = steps(config, seed=0), steps(config, seed=1)
     untimed = {str(i): [one._replace(seconds={}) for one in asked[i : i + 2]] for i in range(0, len(asked), 2)}
     ratios = predict_ratios(known, untimed, config)
@@ -71,14 +71,14 @@ def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_the
         wanted = [a.seconds[stage] / b.seconds[stage] for a, b in zip(asked[::2], asked[1::2], strict=True)]
         assert list(ratios[stage].values()) == pytest.approx(wanted, rel=1e-3)
         assert np.ptp(wanted) > 0.01
-    by_host = processes_config(SIZES, 2, sequence_tokens=64, head_width=128)
+    by_host = processes_config(SIZES, 2, slots=2, sequence_tokens=64, head_width=128)
     assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param("recompute", marks=pytest.mark.exhaustive), "update"])
 def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(stage):
-    config = processes_config(SIZES, 2, sequence_tokens=64)
+    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
     known, asked = (steps(config, seed=seed)[1::2] for seed in (0, 1))  # at home
     predicted = predict_seconds(known + asked, asked, stage, config)
     assert predicted == pytest.approx([one.seconds[stage] for one in asked], rel=1e-3)

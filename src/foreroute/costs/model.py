@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError, shown
 from foreroute.plan.capabilities import FetchPath, check_paths
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Links, Topology, check_number
 from foreroute.trace.spec import whole_number
 
@@ -279,8 +280,8 @@ class CostModel:
         one = flops / hardware.gemm_flops_per_s + size / hardware.memory_bytes_per_s
         return np.asarray(tokens_X, np.float64) * one
 
-    def prices(self, topology: Topology) -> Prices:
-        """All that the kernels need of model, hardware and links."""
+    def prices(self, topology: Topology, slots: SlotSharing = "layer") -> Prices:
+        """All that the kernels need of model, hardware and links, where redundant slots are shared so."""
         links, shape = topology.links, self.model
         gradient_bytes = shape.expert_parameters * shape.gradient_bytes
         return Prices(
@@ -300,6 +301,7 @@ class CostModel:
             ranks_per_node=topology.ranks_per_node,
             host_ranks=topology.ranks_per_node if self.paths == "host" else 1,
             groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage),
+            refetches=slots == "shared",
         )
 
 
@@ -330,6 +332,7 @@ class Prices(NamedTuple):
         ranks_per_node: of the topology.
         host_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
         groups: (stage, forward passes, backward passes) of all groups of all stages.
+        refetches: whether each group of a stage fetches weights; else the first one does, and slots keep them.
     """
 
     forward: ExpertPrices
@@ -348,6 +351,7 @@ class Prices(NamedTuple):
     ranks_per_node: int
     host_ranks: int
     groups: tuple[tuple[int, int, int], ...]
+    refetches: bool
 
 
 def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:

@@ -13,7 +13,7 @@ from foreroute.costs.model import BACKWARD, FORWARD, CostModel, expert_seconds
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import STAGE_NAMES, SlotSharing
 from foreroute.plan.topology import Topology
 
 PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
@@ -41,7 +41,13 @@ class CellFigures(NamedTuple):
         return float(self.parts_SP.sum())
 
 
-def price_cell(cell: CellPlan, counts_GE: NDArray[np.integer], topology: Topology, costs: CostModel) -> CellFigures:
+def price_cell(
+    cell: CellPlan,
+    counts_GE: NDArray[np.integer],
+    topology: Topology,
+    costs: CostModel,
+    slots: SlotSharing = "layer",
+) -> CellFigures:
     """Price one cell.
 
     Deduplicated rows are estimated as if the picks of a token were independent. They are distinct experts, which
@@ -53,6 +59,7 @@ def price_cell(cell: CellPlan, counts_GE: NDArray[np.integer], topology: Topolog
         counts_GE: integers [G, E], of the cell.
         topology: ranks and links.
         costs: the cost model.
+        slots: `PlanOptions.slots` of the plan.
 
     Raises:
         CountsError: when the counts are of other ranks, or replicas serve more than there is.
@@ -64,7 +71,7 @@ def price_cell(cell: CellPlan, counts_GE: NDArray[np.integer], topology: Topolog
         raise CountsError(f"a host is to serve {least} assignments; expected the counts that the cell was planned for")
     counts = np.ascontiguousarray(counts_GE, np.int32)  # as planners count: kernels are compiled once
     pairs_GG = pairs_between(cell, counts)
-    parts_SP = cell_seconds(cell, counts, slowest_attention(counts, costs), costs.prices(topology))
+    parts_SP = cell_seconds(cell, counts, slowest_attention(counts, costs), costs.prices(topology, slots))
     node_G = topology.node_G
     total, away = int(pairs_GG.sum()), int(pairs_GG[node_G[:, None] != node_G].sum())
     return CellFigures(pairs_GG.sum(axis=0), away / total if total else 0.0, parts_SP)
@@ -82,7 +89,7 @@ def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDAr
 
 
 def step_parts(
-    hosts: Hosts, counts_MLGE: NDArray[np.int32], topology: Topology, costs: CostModel
+    hosts: Hosts, counts_MLGE: NDArray[np.int32], topology: Topology, costs: CostModel, slots: SlotSharing = "layer"
 ) -> NDArray[np.float64]:
     """float64 [2, 5], seconds of `STAGE_NAMES` and `PART_NAMES` of a step, one cell after another.
 
@@ -91,8 +98,9 @@ def step_parts(
         counts_MLGE: int32 [M, L, G, E].
         topology: ranks and links.
         costs: the cost model.
+        slots: `PlanOptions.slots` of the plan.
     """
-    prices, attention_ML2 = costs.prices(topology), slowest_attention(counts_MLGE, costs)
+    prices, attention_ML2 = costs.prices(topology, slots), slowest_attention(counts_MLGE, costs)
     parts_SP = np.zeros((len(STAGE_NAMES), len(PART_NAMES)))
     for m, layer in np.ndindex(*counts_MLGE.shape[:2]):
         parts_SP += cell_seconds(hosts.cell(m, layer), counts_MLGE[m, layer], attention_ML2[m, layer], prices)
@@ -169,7 +177,7 @@ def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: A
     Transfers of a cell run beside the cell before it and are taken to find the time of this one: a layer's time once
     the pipeline of layers runs. What they take beyond that is exposed. Copies from host memory have the whole of a
     group of passes; fetches and gradients over links share these with the all-to-all, and have the rest of their
-    stage, waiting for copies included.
+    stage, waiting for copies included. Slots that a layer keeps are filled once in a stage, shared ones for each group.
 
     Args:
         rows_G4: of `rows_sent` or `rows_of_reach`.
@@ -196,8 +204,9 @@ def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: A
         parts_SP[stage, ALL_TO_ALL] += all_to_all
         parts_SP[stage, EXPERTS] += experts
         parts_SP[stage, FIXED] += fixed
-        parts_SP[stage, EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed))
-        fetches_S[stage] += 1
+        if prices.refetches or fetches_S[stage] == 0:
+            parts_SP[stage, EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed))
+            fetches_S[stage] += 1
     for stage in range(2):
         links_s, free_s = 0.0, 0.0
         for g in range(num_ranks):

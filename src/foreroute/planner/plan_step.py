@@ -90,18 +90,25 @@ def plan_and_why(
         bound_ML=figures_ML2[..., 1].astype(np.float64),
         counts_digest=counts_digest(counts),
         slots=options.slots,
-        gains={} if costs is None or options.pay_off is False else _gains(hosts, counts, topology, costs),
+        gains=_gains(hosts, counts, topology, costs, options),
     )
     return found, why | {stage: found.decision(stage) for stage in STAGE_NAMES}
 
 
-def _gains(hosts: Hosts, counts: NDArray[np.int32], topology: Topology, costs: CostModel) -> dict[Stage, float]:
-    """By stage, the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone."""
+def _gains(
+    hosts: Hosts, counts: NDArray[np.int32], topology: Topology, costs: CostModel | None, options: PlanOptions
+) -> dict[Stage, float]:
+    """By stage, the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
+
+    Nothing where no prices are known, or nothing is to be decided.
+    """
+    if costs is None or options.pay_off is False:
+        return {}
     from foreroute.costs.pricing import step_parts
 
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
     at_home = Hosts.with_room(hosts.home_LE, num_micro_steps, num_ranks, 0)
-    home_S, planned_S = (step_parts(each, counts, topology, costs).sum(axis=1) for each in (at_home, hosts))
+    home_S, planned_S = (step_parts(each, counts, topology, costs, options.slots).sum(axis=1) for each in (at_home, hosts))
     once_s = costs.step_seconds(topology, (num_micro_steps, num_layers, num_experts))
     saved_S = (home_S - planned_S - once_s) / home_S
     return dict(zip(STAGE_NAMES, saved_S.tolist(), strict=True))

@@ -43,7 +43,7 @@ class PricedOptions:
         self._open = {name for name in on if getattr(options, name) is None}
         self._on_L, self.is_any_on = [on] * counts_MLGE.shape[1], bool(on)
         if costs is not None:
-            self._prices = costs.prices(topology)
+            self._prices = costs.prices(topology, options.slots)
             self._attention_ML2 = slowest_attention(counts_MLGE, costs)
 
     def refine(

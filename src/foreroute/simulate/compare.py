@@ -123,7 +123,7 @@ def _figures(served: ServedStep, topology: Topology, costs: CostModel, name: str
     home_moves = 0
     for c, cell in enumerate(served.cells):
         place = divmod(c, num_layers)
-        priced = price_cell(cell, served.counts_MLGE[place], topology, costs)
+        priced = price_cell(cell, served.counts_MLGE[place], topology, costs, served.slots)
         loads_MLG[place], crossing_ML[place], parts_MLSP[place] = (
             priced.loads_G,
             priced.cross_node_share,

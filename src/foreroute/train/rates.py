@@ -125,7 +125,8 @@ def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[
     hardware, shape = costs.hardware, costs.model
 
     def parts_SP(step: MeasuredStep, hardware: Hardware) -> NDArray[np.float64]:
-        return step_parts(step.plan.hosts, step.counts_MLGE, step.plan.topology, replace(costs, hardware=hardware))
+        plan, found = step.plan, replace(costs, hardware=hardware)
+        return step_parts(plan.hosts, step.counts_MLGE, plan.topology, found, plan.slots)
 
     even, uneven, planned = steps
     even_S, uneven_S = (
