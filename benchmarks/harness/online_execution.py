@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness.execution_bench import Bench
@@ -58,7 +59,7 @@ class OnlineExecution(PlanExecution):
         home_LE, num_ranks = placed.home_LE, topology.num_ranks
         num_layers, num_experts = home_LE.shape
         topology = replace(topology, redundant_slots=rival.slots or num_experts // num_ranks)
-        hosts = Hosts.with_room(home_LE, num_micro_steps, num_ranks, num_ranks * topology.redundant_slots)
+        hosts = LateHosts.with_room(home_LE, num_micro_steps, num_ranks, num_ranks * topology.redundant_slots)
         loads_ML = np.zeros((num_micro_steps, num_layers), np.int64)
         self.plan = StepPlan(topology, home_LE, hosts, loads_ML, loads_ML.astype(np.float64), "", rival.sharing)
         self.executed_ML, self.transfers = loads_ML.copy(), []
@@ -110,6 +111,14 @@ class OnlineExecution(PlanExecution):
         hosts.offsets[number + 1 :] = end
         self._num_replicas_ML[cell.micro_step, cell.layer] = len(plan.expert_R)
         self._schedules.by_cell[cell.micro_step, cell.layer] = schedule
+
+
+class LateHosts(Hosts):
+    """Of cells that are learnt when they run, so that any expert may be lent."""
+
+    def lent_LE(self, ranks_per_node: int) -> NDArray[np.bool_]:
+        """See `Hosts`."""
+        return np.full(self.home_LE.shape, ranks_per_node > 1)
 
 
 class OnlineSchedule(ExecutionSchedule):

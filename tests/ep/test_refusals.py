@@ -28,6 +28,7 @@ from foreroute.adapters import hf
 from foreroute.ep.compute import LEAST_TORCH
 from foreroute.ep.layer import ExpertLayer
 from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
@@ -421,6 +422,7 @@ def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers):
 def publications(rank):
     """How often weights are taken up in executions of one step, and of none in particular."""
     s, found = Situation(rank), []
+    s.placed.use(TransferOptions())
     for step in (7, 7, None, None):
         with s.routed.execute(s.plan, s.counts_MLGE, s.rows_M, step=step) as execution, torch.no_grad():
             for m, rows in enumerate(s.rows_M):

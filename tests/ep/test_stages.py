@@ -110,3 +110,45 @@ def other_gains(rank):
 
 def test_ranks_that_decide_otherwise_are_told_before_anything_moves(workers):
     assert all(workers(2).run(other_gains))
+
+
+def published_under(rank, seeds):
+    """By plan of one step: experts that this rank publishes, those it should, and whether losses are static ones."""
+    routed = hf.attach(policy(CASE))
+    placed = hf.distribute(routed.model, timeout_s=20)
+    placed.use(TransferOptions())
+    rows_M = all_rows(routed, CASE, rank, 0)
+    counts_MLGE = routed.gather_counts(rows_M)
+    static, known, found = run(routed, rows_M, rank, "update"), set(), []
+    publish = HostMemory.publish
+    for seed in seeds:
+        plan, written = split_plan(seed, counts_MLGE, placed.home_LE, slots=1, sharing="layer"), []
+
+        def noting(memory, homes, rows, written=written):
+            mine = {layer: np.flatnonzero(home_E == rank) for layer, home_E in enumerate(placed.home_LE)}
+            written += [(layer, int(mine[layer][row])) for layer, its in rows.items() for row in its]
+            publish(memory, homes, rows)
+
+        with (
+            patch.object(HostMemory, "publish", noting),
+            routed.execute(plan, counts_MLGE, rows_M, step=7),
+        ):
+            ours = run(routed, rows_M, rank, "update")
+        lent = {
+            (layer, int(expert))
+            for m, layer in np.ndindex(*plan.shape[:2])
+            for expert, at in zip(plan.cell(m, layer).expert_R, plan.cell(m, layer).rank_R, strict=True)
+            if placed.home_LE[layer, expert] == rank != at
+        }
+        found.append((sorted(written), sorted(lent - known), all(map(torch.equal, ours[: len(rows_M)], static))))
+        known |= lent
+    placed.close()
+    return found
+
+
+def test_a_step_publishes_what_its_plans_lend_and_nothing_twice(workers):
+    for of_rank in workers(2).run(published_under, (1, 2, 1)):
+        for written, lent, same in of_rank:
+            assert written == lent
+            assert same
+        assert [bool(written) for written, _, _ in of_rank] == [True, True, False]

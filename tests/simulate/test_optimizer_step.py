@@ -1,12 +1,10 @@
 """What surrounds the stages, by hand on 64 H100 of the 30B model."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from foreroute.simulate import parse_config
-from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, publish_seconds, reduction_seconds
+from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, reduction_seconds
 
 EXPERT = 3 * 2048 * 768
 DENSE = 48 * 2 * 2048 * 128 * 36 + 151_936 * 2048
@@ -52,10 +50,3 @@ def test_homes_move_with_their_state_over_the_busiest_link():
     assert move_seconds(before_LE, home_LE, 12.0, topology, costs) == pytest.approx(12 * max(near_s, far_s))
     assert move_seconds(before_LE[:1], home_LE[:1], 1.0, topology, costs) == pytest.approx(near_s)
     assert move_seconds(home_LE, home_LE, 1.0, topology, costs) == 0
-
-
-def test_every_rank_publishes_its_own_experts():
-    assert publish_seconds(*described(8)[1:]) == pytest.approx(48 * 16 * EXPERT * 2 / 50e9)
-    _, topology, costs = described(64)
-    assert publish_seconds(topology, costs) == pytest.approx(48 * 2 * EXPERT * 2 / 50e9)
-    assert publish_seconds(topology, replace(costs, paths="direct")) == 0

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError, shown
 from foreroute.plan.capabilities import FetchPath, check_paths
+from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Links, Topology, check_number
 from foreroute.trace.spec import whole_number
@@ -241,19 +242,23 @@ class CostModel:
             float(hardware.replica_s if is_forward else hardware.replica_backward_s),
         )
 
-    def step_seconds(self, topology: Topology, shape: tuple[int, int, int]) -> float:
-        """Seconds that a step under a plan takes once: planning, votes, and publishing where ranks share memory.
+    def step_seconds(self, hosts: Hosts, topology: Topology) -> float:
+        """Seconds that a step under a plan takes once: planning, votes, and publishing what ranks lend in their node.
 
         Args:
+            hosts: of the plan.
             topology: ranks and links.
-            shape: (M, L, E).
         """
-        num_micro_steps, num_layers, num_experts = shape
-        seconds = self.begin_s + self.plan_s_per_count * num_micro_steps * num_layers * topology.num_ranks * num_experts
-        if self.paths == "host" and topology.ranks_per_node > 1:
-            rate = self.hardware.publish_bytes_per_s or topology.links.host_bytes_per_s
-            seconds += num_layers * num_experts / topology.num_ranks * self.model.expert_bytes / rate
-        return seconds
+        num_counts = (len(hosts.offsets) - 1) * topology.num_ranks * int(hosts.home_LE.shape[1])
+        return self.begin_s + self.plan_s_per_count * num_counts + self.publish_seconds(hosts, topology)
+
+    def publish_seconds(self, hosts: Hosts, topology: Topology) -> float:
+        """Seconds of copying experts to host memory, once for a step, where ranks of a node fetch them from there."""
+        if self.paths == "direct":
+            return 0.0
+        lent_G = np.bincount(hosts.home_LE[hosts.lent_LE(topology.ranks_per_node)], minlength=topology.num_ranks)
+        rate = self.hardware.publish_bytes_per_s or topology.links.host_bytes_per_s
+        return int(lent_G.max()) * self.model.expert_bytes / rate
 
     def attention_seconds(
         self, tokens_X: NDArray[Any], squares_X: NDArray[Any] | None = None, one: PassCost = FORWARD

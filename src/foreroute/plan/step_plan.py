@@ -123,12 +123,12 @@ class StepPlan:
         if len(self.hosts.expert_R) == 0:
             return "at homes: the plan has no replicas"
         if stage not in self.gains:
-            return "by the plan: nothing is priced"
+            return "by the plan: its gain is not known"
         gain = f"{abs(self.gains[stage]):.1%} of the modelled time"
         if not self.is_at_home(stage):
             return f"by the plan: it saves {gain}"
         verb = "cost" if self.gains[stage] < 0 else "save"
-        return f"at homes: the plan would {verb} {gain}, and is to save {LEAST_GAIN:.0%}"
+        return f"at homes: the plan would {verb} {gain}; it must save {LEAST_GAIN:.0%} or more"
 
     def counts_of(self, traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:
         """int32 [M, L, G, E], the counts of these sequences under the plan's packing.

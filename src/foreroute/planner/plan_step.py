@@ -106,12 +106,11 @@ def _gains(
         return {}
     from foreroute.costs.pricing import step_parts
 
-    num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
-    at_home = Hosts.with_room(hosts.home_LE, num_micro_steps, num_ranks, 0)
+    at_home = Hosts.with_room(hosts.home_LE, len(counts), topology.num_ranks, 0)
     home_S, planned_S = (
         step_parts(each, counts, topology, costs, options.slots).sum(axis=1) for each in (at_home, hosts)
     )
-    once_s = costs.step_seconds(topology, (num_micro_steps, num_layers, num_experts))
+    once_s = costs.step_seconds(hosts, topology)
     saved_S = (home_S - planned_S - once_s) / home_S
     return dict(zip(STAGE_NAMES, saved_S.tolist(), strict=True))
 

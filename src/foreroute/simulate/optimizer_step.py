@@ -69,13 +69,6 @@ def move_seconds(
     return float(weights_G5.max()) * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes
 
 
-def publish_seconds(topology: Topology, costs: CostModel) -> float:
-    """Copying the weights of a rank's experts to host memory, where other ranks of the node fetch them from there."""
-    if costs.paths == "direct":
-        return 0.0
-    return costs.model.num_layers * costs.model.num_experts / topology.num_ranks * costs.prices(topology).host_fetch_s
-
-
 def _dense_parameters(costs: CostModel) -> float:
     """Those of all layers, and the output head."""
     model = costs.model

@@ -10,6 +10,7 @@ import numpy as np
 from foreroute.costs.cluster_file import Cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
+from foreroute.plan.hosts import Hosts
 from foreroute.simulate.balancers import Balancer
 from foreroute.simulate.config import SimulateConfig, varied
 from foreroute.simulate.engine import PARTS, PLAN, GroupRun
@@ -18,7 +19,6 @@ from foreroute.simulate.methods import METHODS, PlannerPreset, ServedStep, force
 from foreroute.simulate.optimizer_step import (
     move_seconds,
     optimizer_seconds,
-    publish_seconds,
     reduction_bytes,
     reduction_seconds,
 )
@@ -131,7 +131,7 @@ class _ServedGroup(NamedTuple):
 
     Attributes:
         runs: recompute and update.
-        planning_s, home_moves_s: seconds.
+        planning_s, home_moves_s, publish_s: seconds.
         ratios: imbalance of every cell.
         fetches: experts fetched.
         moved_bytes: by what it is and link.
@@ -140,6 +140,7 @@ class _ServedGroup(NamedTuple):
     runs: Runs
     planning_s: float
     home_moves_s: float
+    publish_s: float
     ratios: list[float]
     fetches: int
     moved_bytes: dict[str, dict[str, float]]
@@ -158,7 +159,9 @@ class _ServedGroup(NamedTuple):
             ratios.append(int(cell.loads_G(counts_GE).max()) / total * len(counts_GE) if total else 1.0)
             fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
         home_moves_s = move_seconds(served.before_LE, served.home_LE, scale, group.topology, group.costs)
-        return cls(group.run(ready_s), planning_s, home_moves_s, ratios, fetches, group.moved_bytes())
+        hosts = Hosts.of_cells(served.home_LE.astype(np.int16), served.cells)
+        publish_s = group.costs.publish_seconds(hosts, group.topology) * scale
+        return cls(group.run(ready_s), planning_s, home_moves_s, publish_s, ratios, fetches, group.moved_bytes())
 
 
 def _method(
@@ -180,7 +183,7 @@ def _method(
     stages = StageSeconds(
         planning=slowest[0].end_s - seconds[0],
         home_moves=max(group.home_moves_s for group in groups),
-        publishing=publish_seconds(topology, costs) if fetches else 0.0,
+        publishing=max(group.publish_s for group in groups),
         recompute=seconds[0],
         update=seconds[1],
         reduction=reduction_seconds(config.cluster, topology, costs),

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
@@ -24,7 +26,7 @@ from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, H
 from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
 from foreroute.errors import ConfigError, TransferError
 from foreroute.files.container import blake2b_hex
-from foreroute.plan import StepPlan, Topology
+from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 
@@ -59,6 +61,8 @@ class TransferEngine:
         self._channels = Channels(peers, None, TransferLane(device_of(homes)))
         self._slots: SlotSets | None = None
         self._versions: dict[int, tuple[int, ...]] = {}
+        # what host memory holds of the step's weights
+        self._published_LE: NDArray[np.bool_] | None = None
         self._records: list[TransferRecord] = []
         # by host memory and from peers, since the last record
         self._received_bytes = (0, 0)
@@ -80,8 +84,9 @@ class TransferEngine:
     def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
-        In another step than the last one, weights are taken up as the home shards hold them now: replicas of the
-        weights before are forgotten, and the shards are copied to host memory where it is used.
+        In another step than the last one, weights are taken up as the home shards hold them now, and replicas of the
+        weights before are forgotten. Where host memory is used, experts are copied to it that the plan lends within
+        their node, and no plan of the step before it has lent.
 
         Args:
             step: its number; another one after every change of weights or homes.
@@ -100,8 +105,10 @@ class TransferEngine:
             # nobody may ask for those of the step before, and a run has many steps
             self._records = []
             self._slots = SlotSets(plan.slots, 1 + self._options.prefetch, self._homes, plan.topology)
-            self._publish(step, plan.topology)
+            self._versions = {layer: _versions(home) for layer, home in self._homes.items()}
+            self._published_LE = None
         self._end_batches()
+        self._publish(step, plan)
         self._plan, self._schedule = plan, schedule
         self._step = step
         self._ready = set() if self._gathers_late else set(self._homes)
@@ -188,14 +195,23 @@ class TransferEngine:
             self._channels.memory.close()
         self._channels.memory = None
 
-    def _publish(self, step: int, topology: Topology) -> None:
+    def _publish(self, step: int, plan: StepPlan) -> None:
+        """Copy what host memory lacks, which all ranks know from the plan."""
         begun, memory = time.monotonic(), self._channels.memory
-        if self._options.paths == "host":
-            if memory is None or memory.per_node != topology.ranks_per_node:
-                memory = HostMemory(self._consensus, topology, self._homes, directory=self._options.directory)
-                self._channels.memory = memory
-            memory.publish(self._homes)
-        self._versions = {layer: _versions(home) for layer, home in self._homes.items()}
+        if self._published_LE is None:
+            self._published_LE = np.zeros(plan.hosts.home_LE.shape, np.bool_)
+        missing_LE = plan.hosts.lent_LE(plan.topology.ranks_per_node) & ~self._published_LE
+        layers = list(self._homes)
+        if self._options.paths == "direct" or not missing_LE[layers].any():
+            return
+        if memory is None or memory.per_node != plan.topology.ranks_per_node:
+            memory = HostMemory(self._consensus, plan.topology, self._homes, directory=self._options.directory)
+            self._channels.memory = memory
+        mine_LE = plan.hosts.home_LE == self._peers.rank
+        # a shard has the experts of its rank in ascending order of their id
+        rows = {layer: np.flatnonzero(missing_LE[layer][mine_LE[layer]]).tolist() for layer in layers}
+        memory.publish(self._homes, rows)
+        self._published_LE |= missing_LE
         self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
 
     def _prefetch(self) -> None:

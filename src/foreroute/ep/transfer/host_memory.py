@@ -1,6 +1,6 @@
-"""The host path: the home shards of a node's ranks, once per version of the weights, in memory that its ranks share.
+"""The host path: experts of a node's ranks, once per version of the weights, in memory that its ranks share.
 
-A *version* is the weights between two optimizer steps. Each rank writes its shards into its own part, between two votes
+A *version* is the weights between two optimizer steps. Each rank writes experts into its own part, between two votes
 of all ranks: none reads the last version any more, and all have written the next one. So what is read is never half old
 and half new. For CUDA the memory is page-locked, and rows are copied by a stream of their own; those branches have run
 on one GPU.
@@ -83,8 +83,12 @@ class HostMemory:
         if self._unlock is not None:
             self._unlock()
 
-    def publish(self, homes: Mapping[int, Home]) -> None:
-        """Write the next version. What this rank copies of the last one must be over.
+    def publish(self, homes: Mapping[int, Home], rows: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Write the next version, or what it lacks. What this rank copies of these rows must be over.
+
+        Args:
+            homes: what this rank holds.
+            rows: of its shards that are written, by layer; all by default.
 
         Raises:
             TransferError: on every rank alike, when a rank does not follow.
@@ -93,12 +97,13 @@ class HostMemory:
         _raise_objections(self._consensus, None, what)
         for layer, home in homes.items():
             for name, experts in home.items():
-                for row, expert in zip(self._shards_WL[self._mine][layer][name], experts, strict=True):
-                    row.copy_(expert.detach())
+                target = self._shards_WL[self._mine][layer][name]
+                for row in range(len(experts)) if rows is None else rows[layer]:
+                    target[row].copy_(experts[row].detach())
         _raise_objections(self._consensus, None, what)
 
     def row(self, source: int, layer: int, name: str, row: int) -> Tensor:
-        """One expert of the shard of rank `source` of this node, in the version that was published last."""
+        """One expert of the shard of rank `source` of this node, as it was published last."""
         return self._shards_WL[source % self.per_node][layer][name][row]
 
 
