@@ -38,9 +38,8 @@ PORT = 29_600
 INTERFACE = "fr0"
 LONGEST_QUEUE = "400ms"
 """What waits for longer is dropped, and sent again by TCP."""
-BURST_S = 0.004
-"""Of a bucket: a timer tick of the slowest kernels, so that no rate is missed."""
-LEAST_BURST = 256 * 1024
+BURST = 128 * 1024
+"""Bytes of a bucket: two of the largest packets. What a full one lets through at once is free, so it is little."""
 INSIDE = """
 mount -t tmpfs -o size=2g tmpfs /dev/shm
 hostname "$0"
@@ -94,8 +93,7 @@ class NodeLab:
         for link in (INTERFACE, "lo"):
             _run("ip", "-n", name, "link", "set", link, "up")
         rate = f"{round(8 * self._bytes_per_s)}bit"
-        burst = str(max(LEAST_BURST, round(BURST_S * self._bytes_per_s)))
-        bucket = ("root", "tbf", "rate", rate, "burst", burst, "latency", LONGEST_QUEUE)
+        bucket = ("root", "tbf", "rate", rate, "burst", str(BURST), "latency", LONGEST_QUEUE)
         _run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", INTERFACE, *bucket)  # what the node sends
         _run("tc", "qdisc", "add", "dev", name, *bucket)  # what it receives
 

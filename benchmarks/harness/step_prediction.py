@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,14 +21,12 @@ from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import Stage
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.cell_costs import Compute, Transfers, without_cost
+from foreroute.simulate.cell_costs import Compute, Transfers
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 
 STAGES: dict[Stage, bool] = {"recompute": False, "update": True}
 """Whether a stage has backward passes."""
-FITTED = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s", "host_bytes_per_s")
-"""Rates; the last where a known step waits for weights from host memory."""
 HEAD_WIDTH = 64
 
 
@@ -66,23 +64,55 @@ def predict_seconds(
     known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: Stage, config: SimulateConfig
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
-    measured = [_measurement(one, stage) for one in known]
-    try:
-        fitted = fit(measured, config, FITTED, seconds_of=seconds_on_processes)
-    except ConfigError:
-        # only ranks that wait for others fetch by host memory, or none does
-        fitted = fit(measured, config, FITTED[:-1], seconds_of=seconds_on_processes)
-    costs = replace(config.described().costs, hardware=fitted.hardware)
+    return simulated_seconds(asked, stage, config, fitted_costs(known, config, [stage]))
+
+
+def simulated_seconds(
+    asked: Sequence[TimedStep], stage: Stage, config: SimulateConfig, costs: CostModel
+) -> NDArray[np.float64]:
+    """float64 [asked], of a stage on processes of this machine."""
     return predict([_measurement(one, stage) for one in asked], config, costs, seconds_on_processes)
 
 
+def fitted_costs(known: Sequence[TimedStep], config: SimulateConfig, stages: Iterable[Stage] = STAGES) -> CostModel:
+    """The configured costs with rates fitted to these stages of known steps, all together."""
+    measured, rates = [_measurement(one, stage) for stage in stages for one in known], fitted_rates(config)
+    costs = config.described().costs
+    of_memory = ["host_bytes_per_s"] if costs.paths == "host" else []
+    try:
+        fitted = fit(measured, config, [*rates, *of_memory], seconds_of=seconds_on_processes)
+    except ConfigError:
+        if not of_memory:
+            raise
+        # only ranks that wait for others fetch by host memory, or none does
+        fitted = fit(measured, config, rates, seconds_of=seconds_on_processes)
+    return replace(costs, hardware=fitted.hardware)
+
+
+def fitted_rates(config: SimulateConfig) -> list[str]:
+    """That are fitted, beside the one of host memory: those of links that there are."""
+    topology = config.described().topology
+    links = {"node_bytes_per_s": topology.ranks_per_node > 1, "cluster_bytes_per_s": topology.num_nodes > 1}
+    return [
+        "gemm_flops_per_s",
+        "memory_bytes_per_s",
+        "layer_s",
+        *(name for name, is_there in links.items() if is_there),
+    ]
+
+
 def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
-    """Seconds of a stage on processes of this machine, which have no copy engines and take turns on its processors."""
+    """Seconds of a stage on processes of this machine, which have no copy engines and take turns on its processors.
+
+    Links between nodes are the kernel's, and take nobody's turn.
+    """
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
     moved = (group.recompute, group.update)[one.stage]
-    nothing = without_cost(group.recompute)
-    compute = in_turns(without_overlap(group.compute, moved), os.cpu_count() or 1)
-    runs = replace(group, compute=compute, recompute=nothing, update=nothing).run()
+    between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `Transfers` has them
+    copied = moved._replace(direct_KMLG4=moved.direct_KMLG4 * inside, gradient_MLG4=moved.gradient_MLG4 * inside)
+    carried = Transfers(np.zeros_like(moved.host_KMLG), moved.direct_KMLG4 * between, moved.gradient_MLG4 * between)
+    compute = in_turns(without_overlap(group.compute, copied), os.cpu_count() or 1)
+    runs = replace(group, compute=compute, recompute=carried, update=carried).run()
     return runs[one.stage].end_s
 
 
@@ -143,8 +173,13 @@ def processes_config(
     sequence_tokens: int,
     head_width: int = HEAD_WIDTH,
     paths: FetchPath = "host",
+    ranks_per_node: int | None = None,
+    cluster_bytes_per_s: float = 5e8,
 ) -> SimulateConfig:
-    """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from."""
+    """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from.
+
+    They are all of one node, unless `ranks_per_node` says otherwise.
+    """
     hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     return parse_config(
         {
@@ -169,13 +204,13 @@ def processes_config(
                 "gemm_flops_per_s": 2e10,
                 "attention_flops_per_s": 2e10,
                 "memory_bytes_per_s": 5e9,
-                "ranks_per_node": num_ranks,
+                "ranks_per_node": ranks_per_node or num_ranks,
                 "tile_rows": 1,
                 "layer_s": 5e-3,
             },
             "links": {
                 "node_bytes_per_s": 5e8,
-                "cluster_bytes_per_s": 5e8,
+                "cluster_bytes_per_s": cluster_bytes_per_s,
                 "host_bytes_per_s": 5e9,
                 "node_latency_s": 1e-4,
                 "cluster_latency_s": 1e-4,

@@ -1,0 +1,313 @@
+"""Plans across nodes: seconds of a step as four methods serve it, on nodes that this machine makes of itself.
+
+Each topology is a `NodeLab` whose links have a given rate, so that what crosses nodes takes real time. Recompute and
+update of the same micro-steps run in turn as *static* (every expert at its home), *eplb* (placed by the loads of the
+step before, two slots), *balanced* (levelled alone, two slots) and *traffic* (levelled and placed by the bytes on the
+links, eight slots). On the clock is all that a method does within a step: planning, but for EPLB, which has also moved
+its homes before, publishing, schedules and fetches.
+
+*Predicted* is what the simulator makes of the same plans, without publishing and planning, with rates fitted to other
+steps on the same nodes: static ones and ones against traffic, of other draws. The same rates price the plans. *Bytes*
+are those that the kernel counted on all links, *link_busy* is the share of a step that the busiest link takes for its
+own at its rate, and *weights* the share of weights and gradients among the bytes: what does not go with rows that
+cross, whose bytes the static step tells.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import node_lab
+from benchmarks.harness.balancer_plans import executable
+from benchmarks.harness.node_lab import NodeLab
+from benchmarks.harness.node_steps import (
+    MICRO_STEPS,
+    SIZES,
+    TOKENS,
+    Nodes,
+    SpreadModel,
+    Step,
+    drawn_counts,
+    spread_model,
+)
+from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
+from benchmarks.harness.step_prediction import (
+    STAGES,
+    TimedStep,
+    fitted_costs,
+    processes_config,
+    simulated_seconds,
+    time_steps,
+)
+from foreroute import planner
+from foreroute.costs import hardware_preset, model_preset
+from foreroute.costs.links import pairs_between
+from foreroute.costs.model import CostModel
+from foreroute.costs.pricing import ALL_TO_ALL, price_cell
+from foreroute.plan import CellPlan, PlanOptions, StepPlan, Topology
+from foreroute.plan.options import Stage
+from foreroute.simulate import SimulateConfig
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.eplb import eplb_previous
+from foreroute.simulate.workload import WORKLOADS
+
+TOPOLOGIES = {
+    "hf_2x1": Nodes(2, 1, 60e6),
+    "hf_2x2": Nodes(2, 2, 120e6),
+    "hf_4x1": Nodes(4, 1, 70e6),
+    "hf_4x1_fast": Nodes(4, 1, 200e6),
+    "megatron_4x1": Nodes(4, 1, 70e6, "megatron"),
+    "megatron_2x2": Nodes(2, 2, 120e6, "megatron"),
+}
+"""By executor, nodes and ranks of each."""
+OF_QUICK = ("hf_2x1", "megatron_4x1")
+SLOTS = {"eplb": 2, "balanced": 2, "traffic": 8}
+OPTIONS = {
+    "static": PlanOptions(replicas=False),
+    "balanced": PlanOptions(traffic=False),
+    "traffic": PlanOptions(traffic=True),
+}
+OTHER_SEEDS = {1: False, 2: True}
+"""Of the steps that rates are fitted to, and whether they keep to home; none is a step that is predicted."""
+
+
+class Effort(NamedTuple):
+    """How much is run: rounds of the methods and of other steps, sequences of a rank in a micro-step of each."""
+
+    rounds: int
+    sequences: int
+    other_rounds: int
+    other_sequences: tuple[int, ...]
+
+
+FULL, QUICK = Effort(30, 4, 3, (2, 6)), Effort(2, 1, 1, (1, 2))
+
+
+def run(*, quick: bool) -> dict[str, Any]:
+    """The figures of every topology; of one on each executor, in two rounds of small steps, if `quick`."""
+    effort = QUICK if quick else FULL
+    result: dict[str, Any] = {
+        "metrics": {},
+        "baselines": {"link_busy_on_h100": _busy_on_h100()},
+        "setting": {
+            "sizes": SIZES,
+            "tokens": TOKENS,
+            "micro_steps": MICRO_STEPS,
+            "slots": SLOTS,
+            **effort._asdict(),
+            "bytes_per_s": {name: nodes.bytes_per_s for name, nodes in TOPOLOGIES.items()},
+        },
+    }
+    if reason := node_lab.reason_against():
+        return result | {"skipped": reason}
+    for name in OF_QUICK if quick else TOPOLOGIES:
+        nodes = TOPOLOGIES[name]
+        with NodeLab(nodes.num_nodes, nodes.bytes_per_s) as lab:
+            found = lab.run(measured, ranks_per_node=nodes.ranks_per_node, args=(nodes, effort))
+        result["metrics"][name] = found
+    result["metrics"] |= _quality(result["metrics"])
+    return result
+
+
+def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[str, Any]:
+    """On one rank: what `run` gives for a topology. Methods take turns in a round, each time from another one on."""
+    config = _config(nodes)
+    with closing(spread_model(nodes, rank)) as model, closing(spread_model(nodes, rank)) as of_eplb:
+        others = time_steps(_others(model, nodes, effort.other_sequences), rounds=effort.other_rounds)
+        costs = _of_rank_0(lambda: fitted_costs(others, config))
+        step = model.step(seed=0, sequences=effort.sequences)
+        eplb = _eplb(nodes, step, effort.sequences)
+        of_eplb.move_homes(eplb.home_LE)
+        plans = {name: _plan(nodes, step, name, costs) for name in ("static", "balanced", "traffic")} | {"eplb": eplb}
+        methods: dict[str, Callable[[bool], None]] = {
+            "static": partial(step.run, None),
+            "eplb": partial(of_eplb.step(seed=0, sequences=effort.sequences).run, eplb),
+            **{name: partial(_plan_and_run, nodes, step, name, costs) for name in ("balanced", "traffic")},
+        }
+        cases = {name: TimedStep(name, step.counts_MLGE, plans[name]) for name in methods}
+        found: dict[str, Any] = {
+            stage: _stage(methods, cases, stage, nodes, effort.rounds, (config, costs)) for stage in STAGES
+        }
+    found["rates"] = {name: getattr(costs.hardware, name) for name in ("gemm_flops_per_s", "memory_bytes_per_s")}
+    found["rates"] |= {"layer_s": costs.hardware.layer_s, **vars(costs.hardware.links)}
+    found["plans"] = {
+        name: {
+            "busiest_over_mean": round(float(plan.max_load_ML.sum() / step.counts_MLGE.sum() * num_ranks), 3),
+            "replicas_of_a_cell": float(plan.num_replicas_ML.mean()),
+            "gains": {stage: round(gain, 4) for stage, gain in plan.gains.items()},
+        }
+        for name, plan in plans.items()
+    }
+    return found
+
+
+def _stage(
+    methods: Mapping[str, Callable[[bool], None]],
+    cases: Mapping[str, TimedStep],
+    stage: Stage,
+    nodes: Nodes,
+    rounds: int,
+    rates: tuple[SimulateConfig, CostModel],
+) -> dict[str, Any]:
+    """Of one stage: by method, its seconds over static ones, what was predicted, and what the links carried."""
+    works = {name: partial(_together, run, STAGES[stage]) for name, run in methods.items()}
+    seconds = seconds_in_turn(works, rounds=rounds)
+    carried = {name: _carried_by(work, nodes) for name, work in works.items()}
+    predicted = dict(zip(cases, simulated_seconds(list(cases.values()), stage, *rates), strict=True))
+    crossing = {name: _crossing(case, stage) for name, case in cases.items()}
+    found: dict[str, Any] = {}
+    for name in methods:
+        all_bytes, busiest_bytes = carried[name]
+        median_s = statistics.median(seconds[name])
+        of_rows = crossing[name] / crossing["static"] * carried["static"][0] / all_bytes
+        traffic = {
+            "bytes": all_bytes,
+            "link_busy": round(busiest_bytes / nodes.bytes_per_s / median_s, 3),
+            "weights": round(1 - of_rows, 3),
+        }
+        if name == "static":
+            shown = {"seconds": round(median_s, 4), "predicted_s": round(float(predicted[name]), 4)}
+            found[name] = shown | traffic
+        else:
+            ratio = PairedRatio.of(seconds[name], seconds["static"]).shown()
+            share = round(float(predicted[name] / predicted["static"]), 4)
+            found[f"{name}_over_static"] = ratio | {"predicted": share} | traffic
+    return found
+
+
+def _together(run: Callable[[bool], None], updating: bool) -> None:
+    """It begins when all ranks are there, and is over when it is over on all."""
+    dist.barrier()
+    run(updating)
+    dist.barrier()
+
+
+def _seconds(run: Callable[[bool], None], updating: bool) -> float:
+    begun = time.perf_counter()
+    _together(run, updating)
+    return time.perf_counter() - begun
+
+
+def _others(
+    model: SpreadModel, nodes: Nodes, sequences_of: Sequence[int]
+) -> list[tuple[TimedStep, Callable[[bool], float]]]:
+    """Other steps, to fit rates to, and what times them."""
+    found: list[tuple[TimedStep, Callable[[bool], float]]] = []
+    for (seed, at_home), sequences in itertools.product(OTHER_SEEDS.items(), sequences_of):
+        step = model.step(seed=seed, sequences=sequences, at_home=at_home)
+        for name in ("static", "traffic"):
+            plan = _plan(nodes, step, name, _config(nodes).described().costs)
+            run = partial(step.run, None if name == "static" else plan)
+            timed = TimedStep(f"{name}, seed {seed}, {sequences} sequences", step.counts_MLGE, plan)
+            found.append((timed, partial(_seconds, run)))
+    return found
+
+
+def _topology(nodes: Nodes, name: str) -> Topology:
+    return replace(_config(nodes).described().topology, redundant_slots=SLOTS.get(name, 0))
+
+
+def _plan(nodes: Nodes, step: Step, name: str, costs: CostModel) -> StepPlan:
+    """By a method of `OPTIONS`."""
+    topology = replace(_topology(nodes, name), links=costs.hardware.links)
+    return planner.plan(step.counts_MLGE, topology, OPTIONS[name], home_LE=step.home_LE, costs=costs)
+
+
+def _plan_and_run(nodes: Nodes, step: Step, name: str, costs: CostModel, updating: bool) -> None:
+    step.run(_plan(nodes, step, name, costs), updating)
+
+
+def _eplb(nodes: Nodes, step: Step, sequences: int) -> StepPlan:
+    """Placed once, by the loads of the step before."""
+    loads_LE = drawn_counts(nodes, seed=0, step=0, sequences=sequences).sum(axis=(0, 2), dtype=np.int64)
+    problem = BalancerInput(step.counts_MLGE, _topology(nodes, "eplb"), step.home_LE, loads_LE)
+    return executable(problem, list(eplb_previous(problem)))
+
+
+def _of_rank_0(work: Callable[[], CostModel]) -> CostModel:
+    """What it returns there, on all ranks."""
+    found = [work() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
+
+
+def _carried_by(work: Callable[[], object], nodes: Nodes) -> tuple[int, int]:
+    """Bytes that all links of nodes carried, and the busiest in its busier direction."""
+    before = node_lab.carried_bytes()
+    work()
+    mine = [after - begun for after, begun in zip(node_lab.carried_bytes(), before, strict=True)]
+    gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, torch.tensor(mine))
+    of_nodes = torch.stack(gathered[:: nodes.ranks_per_node])
+    return int(of_nodes[:, 0].sum()), int(of_nodes.max())
+
+
+def _crossing(case: TimedStep, stage: Stage) -> int:
+    """Assignments that are served on another node than their token's."""
+    plan, node_G = case.plan.in_stage(stage), case.plan.topology.node_G
+    is_away_GG = node_G[:, None] != node_G
+    cells = np.ndindex(*plan.shape[:2])
+    return sum(int(pairs_between(plan.cell(*cell), case.counts_MLGE[cell])[is_away_GG].sum()) for cell in cells)
+
+
+def _config(nodes: Nodes) -> SimulateConfig:
+    return processes_config(
+        SIZES,
+        nodes.num_ranks,
+        sequence_tokens=TOKENS,
+        paths=nodes.paths,
+        ranks_per_node=nodes.ranks_per_node,
+        cluster_bytes_per_s=nodes.bytes_per_s / nodes.ranks_per_node,
+    )
+
+
+def _busy_on_h100() -> dict[str, dict[str, float]]:
+    """Share of a static step for which the busiest NIC is busy, modelled: 16 H100 on two nodes, a NIC for two GPUs."""
+    hardware = hardware_preset("h100")
+    links = replace(hardware.links, cluster_bytes_per_s=hardware.links.cluster_bytes_per_s / 2)
+    model, load = model_preset("qwen3-30b-a3b"), replace(WORKLOADS["G16"], num_micro_steps=4, num_layers=4)
+    cells_CGE = load.draw(seed=0).counts().reshape(-1, 16, load.num_experts)
+    topology, shares = Topology(16, 8, 0, links), {}
+    at_home = CellPlan.homes_only(topology.contiguous_home_E(load.num_experts), 16)
+    for dispatcher in ("copies", "dedup"):
+        costs = CostModel(model=model, hardware=replace(hardware, links=links), dispatcher=dispatcher)
+        parts_SP = np.sum([price_cell(at_home, each, topology, costs).parts_SP for each in cells_CGE], axis=0)
+        busy_S = parts_SP[:, ALL_TO_ALL] / parts_SP.sum(axis=1)
+        shares[dispatcher] = dict(zip(STAGES, busy_S.round(3).tolist(), strict=True))
+    return shares
+
+
+def _quality(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Median error of the predicted ratios, and how far predictions order pairs of cells as their seconds do.
+
+    Pairs whose 95 % intervals overlap are left out; the rank correlation is Kendall's over the others.
+    """
+    cells = [
+        ratio
+        for of_topology in metrics.values()
+        for stage in STAGES
+        for name, ratio in of_topology[stage].items()
+        if name.endswith("_over_static")
+    ]
+    errors = [abs(cell["predicted"] / cell["median"] - 1) for cell in cells]
+    told = [
+        np.sign((a["predicted"] - b["predicted"]) * (a["median"] - b["median"]))
+        for a, b in itertools.combinations(cells, 2)
+        if None not in (a["lower"], b["lower"]) and (a["upper"] < b["lower"] or b["upper"] < a["lower"])
+    ]
+    return {
+        "median_error": round(statistics.median(errors), 4),
+        "rank_correlation": round(float(np.mean(told)), 4) if told else None,
+    }
