@@ -266,6 +266,7 @@ def _config(nodes: Nodes) -> SimulateConfig:
     return processes_config(
         SIZES,
         nodes.num_ranks,
+        slots=max(SLOTS.values()),
         sequence_tokens=TOKENS,
         paths=nodes.paths,
         ranks_per_node=nodes.ranks_per_node,

@@ -223,7 +223,8 @@ def processes_config(
 
 def _measurement(one: TimedStep, stage: Stage) -> Measurement:
     seconds = one.seconds.get(stage, 1.0)
-    return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
+    plan = None if one.plan.is_at_home(stage) else one.plan  # homes are in blocks
+    return Measurement.of(one.name, one.counts_MLGE, plan, one.plan.topology, stage, seconds)
 
 
 def executed(name: str, bench: Bench, plan: StepPlan) -> tuple[TimedStep, Callable[[bool], float]]:
