@@ -6,9 +6,9 @@ step before, two slots), *balanced* (levelled alone, two slots) and *traffic* (l
 links, eight slots). On the clock is all that a method does within a step: planning, but for EPLB, which has also moved
 its homes before, publishing, schedules and fetches.
 
-*Predicted* is what the simulator makes of the same plans, without publishing and planning, with rates fitted to other
-steps on the same nodes: static ones and ones against traffic, of other draws. The same rates price the plans. *Bytes*
-are those that the kernel counted on all links, *link_busy* is the share of a step that the busiest link takes for its
+*Predicted* is what the simulator makes of the same plans, without publishing and planning, with rates fitted to the
+same stage of other steps on the same nodes: static ones and ones against traffic, of other draws. Plans are priced by
+one fit to both stages. *Bytes* are those that the kernel counted on all links, *link_busy* is the share of a step that the busiest link takes for its
 own at its rate, and *weights* the share of weights and gradients among the bytes: what does not go with rows that
 cross, whose bytes the static step tells.
 """
@@ -72,6 +72,7 @@ TOPOLOGIES = {
 }
 """By executor, nodes and ranks of each."""
 OF_QUICK = ("hf_2x1", "megatron_4x1")
+RATES = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "replica_s")
 SLOTS = {"eplb": 2, "balanced": 2, "traffic": 8}
 OPTIONS = {
     "static": PlanOptions(replicas=False),
@@ -126,6 +127,7 @@ def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[st
     with closing(spread_model(nodes, rank)) as model, closing(spread_model(nodes, rank)) as of_eplb:
         others = time_steps(_others(model, nodes, effort.other_sequences), rounds=effort.other_rounds)
         costs = _of_rank_0(lambda: fitted_costs(others, config))
+        by_stage = {stage: _of_rank_0(partial(fitted_costs, others, config, [stage])) for stage in STAGES}
         step = model.step(seed=0, sequences=effort.sequences)
         eplb = _eplb(nodes, step, effort.sequences)
         of_eplb.move_homes(eplb.home_LE)
@@ -137,10 +139,12 @@ def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[st
         }
         cases = {name: TimedStep(name, step.counts_MLGE, plans[name]) for name in methods}
         found: dict[str, Any] = {
-            stage: _stage(methods, cases, stage, nodes, effort.rounds, (config, costs)) for stage in STAGES
+            stage: _stage(methods, cases, stage, nodes, effort.rounds, (config, by_stage[stage])) for stage in STAGES
         }
-    found["rates"] = {name: getattr(costs.hardware, name) for name in ("gemm_flops_per_s", "memory_bytes_per_s")}
-    found["rates"] |= {"layer_s": costs.hardware.layer_s, **vars(costs.hardware.links)}
+    found["rates"] = {
+        stage: {name: getattr(of_stage.hardware, name) for name in RATES} | vars(of_stage.hardware.links)
+        for stage, of_stage in by_stage.items()
+    }
     found["plans"] = {
         name: {
             "busiest_over_mean": round(float(plan.max_load_ML.sum() / step.counts_MLGE.sum() * num_ranks), 3),
@@ -271,6 +275,7 @@ def _config(nodes: Nodes) -> SimulateConfig:
         paths=nodes.paths,
         ranks_per_node=nodes.ranks_per_node,
         cluster_bytes_per_s=nodes.bytes_per_s / nodes.ranks_per_node,
+        replica_s=1e-4,
     )
 
 

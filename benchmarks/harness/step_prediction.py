@@ -90,13 +90,14 @@ def fitted_costs(known: Sequence[TimedStep], config: SimulateConfig, stages: Ite
 
 
 def fitted_rates(config: SimulateConfig) -> list[str]:
-    """That are fitted, beside the one of host memory: those of links that there are."""
+    """That are fitted, beside the one of host memory: of links that there are, and of replicas if they take anything."""
     topology = config.described().topology
     links = {"node_bytes_per_s": topology.ranks_per_node > 1, "cluster_bytes_per_s": topology.num_nodes > 1}
     return [
         "gemm_flops_per_s",
         "memory_bytes_per_s",
         "layer_s",
+        *(["replica_s"] if config.described().costs.hardware.replica_s else []),
         *(name for name, is_there in links.items() if is_there),
     ]
 
@@ -175,6 +176,7 @@ def processes_config(
     paths: FetchPath = "host",
     ranks_per_node: int | None = None,
     cluster_bytes_per_s: float = 5e8,
+    replica_s: float = 0.0,
 ) -> SimulateConfig:
     """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from.
 
@@ -207,6 +209,7 @@ def processes_config(
                 "ranks_per_node": ranks_per_node or num_ranks,
                 "tile_rows": 1,
                 "layer_s": 5e-3,
+                "replica_s": replica_s,
             },
             "links": {
                 "node_bytes_per_s": 5e8,
@@ -223,8 +226,7 @@ def processes_config(
 
 def _measurement(one: TimedStep, stage: Stage) -> Measurement:
     seconds = one.seconds.get(stage, 1.0)
-    plan = None if one.plan.is_at_home(stage) else one.plan  # homes are in blocks
-    return Measurement.of(one.name, one.counts_MLGE, plan, one.plan.topology, stage, seconds)
+    return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
 
 
 def executed(name: str, bench: Bench, plan: StepPlan) -> tuple[TimedStep, Callable[[bool], float]]:

@@ -40,13 +40,15 @@ from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import ServedStep, all_at_home
 
 Floats = NDArray[np.float64]
-SECONDS = ("layer_s", "node_latency_s", "cluster_latency_s")
+SECONDS = ("layer_s", "replica_s", "replica_backward_s", "node_latency_s", "cluster_latency_s")
 """Parameters that are seconds; all others are rates."""
 FITTABLE = (
     "gemm_flops_per_s",
     "attention_flops_per_s",
     "memory_bytes_per_s",
     "layer_s",
+    "replica_s",
+    "replica_backward_s",
     "node_bytes_per_s",
     "cluster_bytes_per_s",
     "host_bytes_per_s",
