@@ -18,10 +18,9 @@ PAGE = ROOT / "docs" / "settings.md"
 FRAMEWORKS = ("Hugging Face", "TRL", "verl, FSDP engine", "verl, Megatron engine")
 INTRO = """# Settings by framework
 
-Look up whether replay goes with a setting of your script. *Works* means that a test compares it with an independent
-result, on CPUs; *refused* means that one error names it before anything is trained. What is not here may stand on the
-framework's page, or was not tried. [What runs where](where.md) has hardware and versions. `make config-reference`
-writes this page from the tests.
+Look up whether replay goes with a setting of your script. *Works*: the linked test compares it with an independent
+result, on CPUs. *Refused*: one error names it before anything is trained. A setting that is missing here may stand on
+the framework's page, or was not tried. [What runs where](where.md) has hardware and versions.
 """
 SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
 
@@ -65,10 +64,10 @@ def _rows_of(file: Path) -> Iterator[Shown]:
 
 def _table(framework: str, rows: list[Shown]) -> str:
     mine = sorted((row for row in rows if row.framework == framework), key=lambda row: (bool(row.refused), row.setting))
-    lines = [f"\n## {framework}\n", "| setting | result | shown by |", "|---|---|---|"]
+    lines = [f"\n## {framework}\n", "| setting | result, by a test |", "|---|---|"]
     for row in mine:
-        result = f"refused: {row.refused}" if row.refused else "works"
-        lines.append(f"| {row.setting} | {result} | [{Path(row.file).stem}]({SOURCE}{row.file}) |")
+        word, why = ("refused", f": {row.refused}") if row.refused else ("works", "")
+        lines.append(f"| {row.setting} | [{word}]({SOURCE}{row.file}){why} |")
     return "\n".join(lines) + "\n"
 
 
