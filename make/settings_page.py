@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the tests: each row is a mark `shows` of the test that shows it.
+"""Writes docs/settings.md from the tests: each line is a mark `shows` of the test that shows it.
 
 `make config-reference` runs it. Tests are read, not imported, as some need frameworks of an environment of their own:
 
@@ -26,7 +26,7 @@ SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
 
 
 class Shown(NamedTuple):
-    """One row: of a framework, a setting, why it is refused, and the file of the test that shows it."""
+    """One line: of a framework, a setting, why it is refused, and the file of the test that shows it."""
 
     framework: str
     setting: str
@@ -45,7 +45,7 @@ def settings_page(tests: Path = ROOT / "tests") -> str:
     wrong = {row for row in seen if row[0] not in FRAMEWORKS or seen.count(row) > 1}
     if wrong:
         raise ValueError(f"marks of {sorted(wrong)}: expected one of {FRAMEWORKS}, and each setting once")
-    return INTRO + "".join(_table(framework, rows) for framework in FRAMEWORKS)
+    return INTRO + "".join(_lists(framework, rows) for framework in FRAMEWORKS)
 
 
 def _rows_of(file: Path) -> Iterator[Shown]:
@@ -62,13 +62,12 @@ def _rows_of(file: Path) -> Iterator[Shown]:
                 yield Shown(framework, setting, why.get("refused", ""), file.relative_to(ROOT).as_posix())
 
 
-def _table(framework: str, rows: list[Shown]) -> str:
-    mine = sorted((row for row in rows if row.framework == framework), key=lambda row: (bool(row.refused), row.setting))
-    lines = [f"\n## {framework}\n", "| setting | result, by a test |", "|---|---|"]
-    for row in mine:
-        word, why = ("refused", f": {row.refused}") if row.refused else ("works", "")
-        lines.append(f"| {row.setting} | [{word}]({SOURCE}{row.file}){why} |")
-    return "\n".join(lines) + "\n"
+def _lists(framework: str, rows: list[Shown]) -> str:
+    mine = sorted((row for row in rows if row.framework == framework), key=lambda row: row.setting)
+    works = [f"- [{row.setting}]({SOURCE}{row.file})" for row in mine if not row.refused]
+    refused = [f"- [{row.setting}]({SOURCE}{row.file}): {row.refused}" for row in mine if row.refused]
+    parts = [f"\n## {framework}", "Works:", "\n".join(works), "Refused:", "\n".join(refused)]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
