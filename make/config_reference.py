@@ -14,6 +14,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -95,7 +96,7 @@ def _values(annotation: Any, default: str) -> str:
         return default
     words = type_words(annotation)
     if default == "`[]`":
-        return words
+        return "" if "number" in words or "integer" in words else words
     if default not in ("", "required"):  # which shows the type
         words = re.sub(r"^(integer|number|text|table|list of text) ?", "", words)
     if words == "≥ 0" and default in ("`0`", "`0.0`"):
@@ -155,7 +156,9 @@ def _shown(value: Any) -> str:
 
 
 def _list(rows: list[tuple[str, str, str]]) -> Iterator[str]:
-    yield from (f"- **`{key}`** {values}. {text}" if values else f"- **`{key}`** {text}" for key, values, text in rows)
+    for (values, text), alike in groupby(rows, key=lambda row: row[1:]):
+        keys = ", ".join(f"**`{key}`**" for key, *_ in alike)
+        yield f"- {keys} {values}. {text}" if values else f"- {keys} {text}"
     yield ""
 
 

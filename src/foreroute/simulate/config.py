@@ -199,26 +199,26 @@ class ExecutionConfig(Section):
 
 
 class SweepConfig(Section):
-    """Values of other keys, one at a time."""
+    """Lists of values for keys of other tables, one at a time."""
 
     redundant_slots: tuple[Slots, ...] = ()
-    """For cluster.redundant_slots."""
+    """Values of the same key."""
     node_bandwidth: tuple[Factor, ...] = ()
-    """Factors of links.node_bytes_per_s."""
+    """Factors of this bandwidth in `[links]`."""
     cluster_bandwidth: tuple[Factor, ...] = ()
-    """Factors of links.cluster_bytes_per_s."""
+    """Factors of this bandwidth in `[links]`."""
     host_bandwidth: tuple[Factor, ...] = ()
-    """Factors of links.host_bytes_per_s."""
+    """Factors of this bandwidth in `[links]`."""
     tokens_per_rank: tuple[DrawnTokens, ...] = ()
-    """For workload.tokens_per_rank."""
+    """Values of the same key."""
     expert_parallel: tuple[Ranks, ...] = ()
-    """For cluster.expert_parallel."""
+    """Values of the same key."""
     skew: tuple[Skew, ...] = ()
-    """For workload.skew."""
+    """Values of the same key."""
     overlap: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    """For execution.overlap."""
+    """Values of the same key."""
     planning_s: tuple[Seconds, ...] = ()
-    """For execution.planning_s."""
+    """Values of the same key."""
 
     def points(self) -> list[tuple[str, float]]:
         """Every key with each of its values."""
