@@ -29,12 +29,12 @@ from foreroute.train.config import TrainConfig
 DOCS = Path(__file__).parent.parent / "docs"
 HEADING = "\n## Keys\n"
 """The section that is written anew, up to the end of its page."""
-TRAINING = """Only `name` is required. The default comes first, then the type or other values. Numbers are above 0
-unless the range, default or text says otherwise; [0, 1) excludes 1; upper limits above 1,000 are not shown.
-Unknown keys, wrong types and numbers out of range are errors that name the key. A file has at most 64 KiB."""
+TRAINING = """The default comes first, then the type or other values. Numbers are above 0 unless the range, default or
+text says otherwise; [0, 1) excludes 1; upper limits above 1,000 are not shown.
+Unknown keys and wrong values are errors. A file has at most 64 KiB."""
 SIMULATION = """Keys of `foreroute simulate FILE`, [read as those of a run](train.md#keys)."""
-TOPOLOGY = """Keys of [the planner's file](planner.md#the-topology-file). Keys without a default come from a preset
-(`ranks_per_node` and `[links]` from the hardware's), or are required."""
+TOPOLOGY = """Keys of [the planner's file](planner.md#the-topology-file). Keys without a default are required, or
+come from a preset: `ranks_per_node` and `[links]` from the hardware's."""
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
 SHOWN = 1000

@@ -51,17 +51,17 @@ class ModelShape:
     """What one routed layer of a model computes and moves.
 
     Attributes:
-        num_layers: routed layers.
-        num_experts: routed experts per layer.
+        num_layers: routed layers, and experts in each.
+        num_experts: routed layers, and experts in each.
         top_k: experts per token.
         hidden: width of the residual stream.
         intermediate: width of an expert: three matrices of hidden x intermediate.
-        dense_parameters: parameters per layer of attention projections and shared experts.
-        attention_width: query heads times the mean of query and value width.
+        dense_parameters: per layer, of attention projections and shared experts.
+        attention_width: query heads times mean width of query and value.
         vocabulary: columns of the output head.
-        weight_bytes: bytes per parameter, moved or read.
-        gradient_bytes: bytes per element of a returned gradient.
-        activation_bytes: bytes per element of a dispatched row.
+        weight_bytes: per parameter, moved or read.
+        gradient_bytes: per element of a returned gradient.
+        activation_bytes: per element of a dispatched row.
     """
 
     num_layers: int
@@ -109,13 +109,13 @@ class Hardware:
         gemm_flops_per_s: grouped matrix products of many rows.
         attention_flops_per_s: the causal attention core.
         memory_bytes_per_s: device memory.
-        tile_rows: an expert's rows are padded to a multiple.
-        layer_s: fixed seconds per pass over a layer.
+        tile_rows: pads an expert's rows to a multiple.
+        layer_s: fixed seconds per pass and layer.
         links: bandwidths of one rank, latencies of an all-to-all.
         ranks_per_node: ranks joined by the fast link.
         backward_products: seconds of matrix products, backward over forward.
-        replica_s: processor seconds per replica in a forward pass, without its rows, on its rank and at its home.
-        replica_backward_s: the same in a backward pass.
+        replica_s: processor seconds per replica and forward pass, without its rows, on its rank and at its home.
+        replica_backward_s: the same per backward pass.
         publish_bytes_per_s: a rank's weights to host memory; 0: host_bytes_per_s.
     """
 
@@ -185,13 +185,13 @@ class CostModel:
     Attributes:
         model: what is computed.
         hardware: what computes it.
-        dispatcher: "copies" sends every assignment; "dedup" a token once per node and rank.
-        paths: replicas come through host memory within a node, or from peer to peer.
-        prefetch: cells whose replicas are fetched ahead, 0 or more.
+        dispatcher: sends every assignment, or a token once per node and rank.
+        paths: replicas through host memory within a node, or peer to peer.
+        prefetch: cells fetched ahead, 0 or more.
         sequence_tokens: sequence length, where none is given.
-        trial_s_per_count: planner's seconds to build and price one plan of a cell, per count (G * E); 0: free.
-        plan_s_per_count: seconds to plan a cell and compile its schedule, per count.
-        begin_s: seconds in which ranks agree on a plan, per step.
+        trial_s_per_count: seconds to build and price one plan of a cell, per count (G * E).
+        plan_s_per_count: seconds to plan and compile a cell, per count.
+        begin_s: seconds to agree on a plan, per step.
     """
 
     model: ModelShape

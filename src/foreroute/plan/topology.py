@@ -36,8 +36,8 @@ class Links:
         node_bytes_per_s: to ranks of the same node (NVLink class).
         cluster_bytes_per_s: to other nodes (the rank's NIC).
         host_bytes_per_s: from host memory to the rank (PCIe class).
-        node_latency_s: latency of an all-to-all within a node.
-        cluster_latency_s: latency of one across nodes.
+        node_latency_s: all-to-all within a node.
+        cluster_latency_s: all-to-all across nodes.
     """
 
     node_bytes_per_s: float

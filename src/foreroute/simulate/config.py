@@ -116,7 +116,7 @@ class ClusterConfig(Section):
     gpus: Count
     """All GPUs; a multiple of `expert_parallel`."""
     expert_parallel: Ranks
-    """Neighbouring GPUs that share a layer's experts."""
+    """GPUs that share a layer's experts."""
     redundant_slots: Slots = 2
     """Per GPU and layer, unless the method has its own."""
 
@@ -140,23 +140,23 @@ class WorkloadConfig(Section):
     preset: str = "R8"
     """[Unevenness](#what-is-not-modelled): R8, G8 to G64, E256."""
     counts: str | None = None
-    """Instead: a [counts file](formats.md#other-files), for all groups."""
+    """Instead: [counts file](formats.md#other-files), for all groups."""
     traces: tuple[str, ...] = ()
-    """Instead: trace files of one step, for all groups, packed as by `foreroute plan`."""
+    """Instead: traces of one step, for all groups, packed as by `foreroute plan`."""
     previous_counts: str | None = None
-    """With counts: those of the step before."""
+    """With counts: of the step before."""
     tokens_per_rank: DrawnTokens | None = None
-    """Tokens per GPU and micro-step, within 10 %; by default the preset's. For traces the most, by default 16,384."""
+    """Per GPU and micro-step, within 10 %; by default the preset's. For traces the most, by default 16,384."""
     micro_steps: Count = 32
     """Micro-batches per rank."""
     layers: Count | None = 4
-    """Drawn layers, repeated for all routed layers."""
+    """Drawn layers, repeated for all."""
     groups: Count | None = 8
-    """Drawn expert-parallel groups at most, repeated for all."""
+    """Most drawn expert-parallel groups, repeated for all."""
     skew: Skew = 1.0
-    """Above 1: less even than the preset."""
+    """Above 1: less even."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of drawing."""
+    """For drawing."""
 
     @field_validator("preset")
     @classmethod
@@ -189,13 +189,13 @@ class ExecutionConfig(Section):
     """By default as the Hugging Face executor does."""
 
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of computing time that hides all-to-alls."""
+    """Share of computing that hides all-to-alls."""
     planning_s: Seconds | None = None
-    """Planning per step, for any method; measured here by default."""
+    """Planning per step of any method; measured by default."""
     plan_lead_s: Seconds = 0.0
-    """From the end of the rollout to the recompute."""
+    """From rollout to recompute."""
     rollout_s: Seconds = 0.0
-    """Rollout, added to whole steps."""
+    """Added to whole steps."""
 
 
 class SweepConfig(Section):

@@ -42,15 +42,15 @@ class ModelConfig(Section):
     path: str | None = None
     """Model folder: config.json and safetensors."""
     tokenizer: str | None = None
-    """Tokenizer folder; by default the model's. A new model gets its vocabulary."""
+    """Tokenizer folder, by default the model's."""
     family: str | None = None
-    """New model: its type in transformers; by default "qwen3_moe"."""
+    """New model: type in transformers, by default "qwen3_moe"."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
-    """How transformers computes experts, where it can choose."""
+    """transformers' backend, where it has several."""
     sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """New model: fields of its configuration, except the vocabulary."""
+    """New model: configuration, without the vocabulary."""
     gradient_checkpointing: bool = False
-    """Recompute layers in the backward pass; saves memory, changes no bit."""
+    """Saves memory, changes no bit."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -76,11 +76,11 @@ class WarmStartConfig(Section):
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Positive = 3e-3
-    """First learning rate of AdamW."""
+    """AdamW's first."""
     stop_at_loss: Positive = 0.3
-    """Stop below this moving average of the loss, nats per answer token."""
+    """Stop below this mean loss, nats per answer token."""
     aux_loss: NotNegative = 0.01
-    """Weight of the load-balancing loss; RL has none."""
+    """Weight of the load-balancing loss."""
 
     @model_validator(mode="after")
     def _takes_place(self) -> WarmStartConfig:
@@ -99,17 +99,17 @@ class TaskConfig(Section):
     """Chains of digit arithmetic, or your prompts and reward."""
 
     min_operands: Count = 8
-    """Chains: fewest digits."""
+    """Fewest and most digits of a chain."""
     max_operands: Count = 8
-    """Chains: most digits."""
+    """Fewest and most digits of a chain."""
     data: str | None = None
-    """JSONL file of prompts, instead of chains."""
+    """JSONL file of prompts instead of chains."""
     reward: str | None = None
-    """With data: "file.py:function" that scores responses."""
+    """With data: "file.py:function"."""
     max_prompt_tokens: Tokens = 512
-    """With data: longest prompt."""
+    """With data: longest prompt and response; longer responses are cut and trained on."""
     max_response_tokens: Tokens = 512
-    """With data: longest response; longer ones are cut and trained on."""
+    """With data: longest prompt and response; longer responses are cut and trained on."""
 
     @property
     def longest_input(self) -> int:
@@ -139,15 +139,15 @@ class ServerConfig(Section):
     python: str | None = None
     """vLLM's Python, to start it."""
     max_model_len: Tokens | None = None
-    """With python: longest sequence; by default the model's limit."""
+    """With python: longest sequence, by default the model's."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """With python: arguments of `vllm serve`, such as block_size = 32."""
+    """With python: arguments of `vllm serve`: block_size = 32."""
     url: str | None = None
     """Address of your server."""
     weights_folder: str | None = None
-    """With url: folder for weights that the server sees under this path."""
+    """With url: folder for weights, under one path for both."""
     timeout_s: Timeout = 600.0
-    """Longest start, and longest request."""
+    """Longest start or request."""
 
     @model_validator(mode="after")
     def _one_place(self) -> ServerConfig:
@@ -162,22 +162,22 @@ class RolloutConfig(Section):
     """Sampling."""
 
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """A copy of the policy in this process, or a server."""
+    """In this process, or a server."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
-    """Number format of the engine."""
+    """Number format."""
     server: ServerConfig = ServerConfig()
     prompts: Count = 32
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
     """Responses per prompt."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
-    """Divides the logits, in engine and trainer."""
+    """In engine and trainer."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the fewest tokens with this share of the probability."""
+    """Keep the fewest tokens with this probability."""
     top_k: Natural = 0
-    """Keep this many most probable tokens; 0: all."""
+    """Keep the most probable tokens; 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep tokens of at least this part of the highest probability."""
+    """Least part of the highest probability."""
 
     @property
     def truncates(self) -> bool:
@@ -222,27 +222,27 @@ class RLConfig(Section):
     """Old-log-prob pass and update."""
 
     routing: Routing = "R3"
-    """Routes that the trainer takes: [table](#objectives)."""
+    """The trainer's [experts](#objectives)."""
     router: Literal["trained", "frozen"] = "trained"
     """Whether RL changes routers."""
     steps: Count = 80
-    """Rollouts, each with its update; on resume, at least those recorded."""
+    """Rollouts with updates; on resume, at least those recorded."""
     mini_steps: Count = 1
     """Optimizer steps per rollout."""
     micro_step_tokens: Tokens = 4096
-    """Tokens of one forward and backward, with padding."""
+    """Tokens of one forward pass, with padding."""
     learning_rate: Positive = 6e-4
-    """Learning rate of AdamW after the warm-up."""
+    """AdamW's, after warm-up."""
     warmup_steps: Natural = 5
-    """Steps of rising learning rate."""
+    """Steps of warm-up."""
     max_grad_norm: Positive = 1.0
     """Larger gradients are scaled down."""
     method: Method = "dapo"
     """The [loss](#objectives), with its clip bounds."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Clip ratios below 1 - clip_low; 1: none."""
+    """Clips ratios below 1 - clip_low; 1: none."""
     clip_high: Positive = 0.28
-    """Clip ratios above 1 + clip_high."""
+    """Clips ratios above 1 + clip_high."""
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
@@ -256,7 +256,7 @@ class MeasureConfig(Section):
     """What is measured; the run learns the same."""
 
     compare_every: Count = 1
-    """Steps between measurements without replay; under "none" and "R2", with it."""
+    """Steps between measurements without replay, or under "none" and "R2" with it."""
     save_trace_every: Count = 20
     """Steps between saved rollouts."""
 
@@ -276,31 +276,31 @@ class ParallelConfig(Section):
     expert: Ranks = 1
     """Ranks, one process each."""
     topology: str | None = None
-    """[File](planner.md#the-topology-file) of ranks, links and prices."""
+    """[File](planner.md#the-topology-file) of links and prices."""
     ranks_per_node: Ranks | None = None
-    """Ranks that share a node's memory; all by default."""
+    """Ranks of a node; all by default."""
     redundant_slots: Slots = 2
-    """Replicas per rank and layer; 0: experts stay at home."""
+    """Replicas per rank and layer; 0: none."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """How far the busiest rank may exceed the mean."""
+    """Busiest rank's excess over the mean."""
     slots: Literal["layer", "shared"] = "layer"
     """Slots per layer, or one set for all."""
     home_moves: Natural | Literal["all"] = 0
-    """Most home moves per layer before a step."""
+    """Most home moves per layer and step."""
     pay_off: bool | None = None
-    """Drop replicas that cost more than they save; by default where priced."""
+    """Drop replicas that do not pay; add some against traffic between nodes. By default where priced."""
     traffic: bool | None = None
-    """More replicas, against traffic between nodes; by default where priced."""
+    """Drop replicas that do not pay; add some against traffic between nodes. By default where priced."""
     paths: FetchPath = "host"
     """Replicas through node memory, or peer to peer."""
     shared_memory: str = "/dev/shm"
-    """Folder in node memory for replicas."""
+    """Folder in node memory."""
     prefetch: Natural = 1
-    """Cells whose replicas are fetched ahead."""
+    """Cells fetched ahead."""
     dense: Literal["replicated", "fsdp2"] = "replicated"
     """All but experts: whole, or sharded."""
     timeout_s: Timeout = 600.0
-    """A rank silent this long counts as dead."""
+    """Longest silence of a live rank."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
@@ -326,11 +326,11 @@ class TrainConfig(Section):
     """A run."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=50)]
-    """Names the run's folder: letters, digits, dots, dashes, underscores, not dots alone."""
+    """The run's folder: letters, digits, dots, dashes, underscores, not dots alone."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of initial weights, problems, sampling and order."""
+    """For weights, problems, sampling and order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Auto: CUDA if every process has a GPU."""
+    """Auto: CUDA, if every process has one."""
     threads: Threads = 1
     """Torch threads; with 1, small models are fastest and runs repeat bit for bit."""
     model: ModelConfig = ModelConfig()
