@@ -180,7 +180,7 @@ return gradients. Weights of replicas are fetched once for each group, while the
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of one model on one kind of hardware, over the links of the topology.
+    """Costs of one model on one kind of hardware.
 
     Attributes:
         model: what is computed.

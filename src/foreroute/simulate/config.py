@@ -235,13 +235,13 @@ class SimulateConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
     sweep: SweepConfig = SweepConfig()
     hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})
-    """See `[hardware]`."""
+    """Below."""
     links: dict[str, Any] = Field(default_factory=dict)
-    """See `[links]`."""
+    """Below."""
     model: dict[str, Any] = Field(default_factory=lambda: {"preset": "qwen3-30b-a3b"})
-    """See `[model]`."""
+    """Below."""
     costs: dict[str, Any] = Field(default_factory=dict)
-    """See `[costs]`."""
+    """Below."""
 
     @field_validator("methods", mode="before")
     @classmethod

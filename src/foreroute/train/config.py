@@ -37,7 +37,7 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face model from a folder, or a new one."""
+    """A Hugging Face model from a folder, or a new one."""
 
     path: str | None = None
     """Model folder: config.json and safetensors."""
@@ -253,7 +253,7 @@ class RLConfig(Section):
 
 
 class MeasureConfig(Section):
-    """What is measured; the run learns the same."""
+    """The run learns the same."""
 
     compare_every: Count = 1
     """Steps between measurements without replay, or under "none" and "R2" with it."""
