@@ -14,6 +14,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -28,16 +29,18 @@ from foreroute.train.config import TrainConfig
 DOCS = Path(__file__).parent.parent / "docs"
 HEADING = "\n## Keys\n"
 """The section that is written anew, up to the end of its page."""
-TRAINING = """Only `name` is required. The default comes first, if there is one, then the type or the other values.
-Unknown keys, wrong types and numbers out of range are errors that name the key. [0, 1) includes 0 and not 1; upper
-limits above 1,000 are not shown. A file has at most 64 KiB. `make config-reference` writes this section."""
+TRAINING = """The default comes first, then the type or other values. Numbers are above 0 unless the range, default or
+text says otherwise; [0, 1) excludes 1; upper limits above 1,000 are not shown.
+Unknown keys and wrong values are errors. A file has at most 64 KiB."""
 SIMULATION = """Keys of `foreroute simulate FILE`, [read as those of a run](train.md#keys)."""
-TOPOLOGY = """Keys of a file for `foreroute plan` and [the planner](planner.md#the-topology-file). A default *preset* or
-*hardware* comes from there, and is required without one."""
+TOPOLOGY = """Keys of [the planner's file](planner.md#the-topology-file). Keys without a default are required, or
+come from a preset: `ranks_per_node` and `[links]` from the hardware's."""
 PLAIN = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 LEAST, MOST = {Ge: ("ge", "≥", "["), Gt: ("gt", ">", "(")}, {Le: ("le", "≤", "]"), Lt: ("lt", "<", ")")}
 SHOWN = 1000
 """Upper bounds beyond it only keep out mistakes."""
+UNSAID = ((1, "≥"), (0, ">"))
+"""What the pages say of all numbers at once."""
 
 
 def pages() -> dict[Path, str]:
@@ -76,11 +79,7 @@ def topology_tables() -> Iterator[str]:
         texts, hints = _attributes_section(kind), get_type_hints(kind)
         known = keys_of(name)
         rows = [
-            (
-                field.name,
-                _values(hints[field.name], _dataclass_default(field, name)),
-                _required(texts, field.name, kind),
-            )
+            (field.name, _default_and_type(field, hints[field.name]), _required(texts, field.name, kind))
             for field in fields(kind)
             if field.name in known
         ]
@@ -96,8 +95,12 @@ def _values(annotation: Any, default: str) -> str:
     if annotation is bool:
         return default
     words = type_words(annotation)
+    if default == "`[]`":
+        return "" if "number" in words or "integer" in words else words
     if default not in ("", "required"):  # which shows the type
         words = re.sub(r"^(integer|number|text|table|list of text) ?", "", words)
+    if words == "≥ 0" and default in ("`0`", "`0.0`"):
+        words = ""
     return ", ".join(filter(None, [default, words]))
 
 
@@ -123,7 +126,8 @@ def _range(metadata: Iterable[Any]) -> str:
     least, most = _bound(flat, LEAST), _bound(flat, MOST)
     if least[1] and most[1] and most[0] <= SHOWN:
         return f"in {least[2]}{least[0]:,g}, {most[0]:,g}{most[2]}"
-    return " ".join(f"{sign} {bound:,g}" for bound, sign, _ in (least, most) if sign and bound <= SHOWN)
+    shown = [one for one in (least, most) if one[1] and one[0] <= SHOWN and one[:2] not in UNSAID]
+    return " ".join(f"{sign} {bound:,g}" for bound, sign, _ in shown)
 
 
 def _bound(metadata: Iterable[Any], kinds: Mapping[type, tuple[str, str, str]]) -> tuple[float, str, str]:
@@ -143,12 +147,8 @@ def _default_of(info: FieldInfo) -> str:
     return "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
 
 
-def _dataclass_default(field: Any, table: str) -> str:
-    if field.default is not MISSING:
-        return _shown(field.default)
-    if table == "links" or field.name == "ranks_per_node":
-        return "*hardware*"
-    return "*preset*" if "preset" in keys_of(table) else "required"
+def _default_and_type(field: Any, annotation: Any) -> str:
+    return "" if field.default is MISSING else _values(annotation, _shown(field.default))
 
 
 def _shown(value: Any) -> str:
@@ -156,7 +156,9 @@ def _shown(value: Any) -> str:
 
 
 def _list(rows: list[tuple[str, str, str]]) -> Iterator[str]:
-    yield from (f"- **`{key}`** {values}. {text}" for key, values, text in rows)
+    for (values, text), alike in groupby(rows, key=lambda row: row[1:]):
+        keys = ", ".join(f"**`{key}`**" for key, *_ in alike)
+        yield f"- {keys} {values}. {text}" if values else f"- {keys} {text}"
     yield ""
 
 

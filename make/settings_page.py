@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the tests: each row is a mark `shows` of the test that shows it.
+"""Writes docs/settings.md from the tests: each line is a mark `shows` of the test that shows it.
 
 `make config-reference` runs it. Tests are read, not imported, as some need frameworks of an environment of their own:
 
@@ -18,16 +18,15 @@ PAGE = ROOT / "docs" / "settings.md"
 FRAMEWORKS = ("Hugging Face", "TRL", "verl, FSDP engine", "verl, Megatron engine")
 INTRO = """# Settings by framework
 
-Look up whether replay goes with a setting of your script. *Works* means that a test compares it with an independent
-result, on CPUs; *refused* means that one error names it before anything is trained. What is not here may stand on the
-framework's page, or was not tried. [What runs where](where.md) has hardware and versions. `make config-reference`
-writes this page from the tests.
+Look up whether replay goes with a setting of your script. *Works*: the linked test compares it with an independent
+result, on CPUs. *Refused*: one error names it before anything is trained. A setting that is missing here may stand on
+the framework's page, or was not tried. [What runs where](where.md) has hardware and versions.
 """
 SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
 
 
 class Shown(NamedTuple):
-    """One row: of a framework, a setting, why it is refused, and the file of the test that shows it."""
+    """One line: of a framework, a setting, why it is refused, and the file of the test that shows it."""
 
     framework: str
     setting: str
@@ -46,7 +45,7 @@ def settings_page(tests: Path = ROOT / "tests") -> str:
     wrong = {row for row in seen if row[0] not in FRAMEWORKS or seen.count(row) > 1}
     if wrong:
         raise ValueError(f"marks of {sorted(wrong)}: expected one of {FRAMEWORKS}, and each setting once")
-    return INTRO + "".join(_table(framework, rows) for framework in FRAMEWORKS)
+    return INTRO + "".join(_lists(framework, rows) for framework in FRAMEWORKS)
 
 
 def _rows_of(file: Path) -> Iterator[Shown]:
@@ -63,13 +62,12 @@ def _rows_of(file: Path) -> Iterator[Shown]:
                 yield Shown(framework, setting, why.get("refused", ""), file.relative_to(ROOT).as_posix())
 
 
-def _table(framework: str, rows: list[Shown]) -> str:
-    mine = sorted((row for row in rows if row.framework == framework), key=lambda row: (bool(row.refused), row.setting))
-    lines = [f"\n## {framework}\n", "| setting | result | shown by |", "|---|---|---|"]
-    for row in mine:
-        result = f"refused: {row.refused}" if row.refused else "works"
-        lines.append(f"| {row.setting} | {result} | [{Path(row.file).stem}]({SOURCE}{row.file}) |")
-    return "\n".join(lines) + "\n"
+def _lists(framework: str, rows: list[Shown]) -> str:
+    mine = sorted((row for row in rows if row.framework == framework), key=lambda row: row.setting)
+    works = [f"- [{row.setting}]({SOURCE}{row.file})" for row in mine if not row.refused]
+    refused = [f"- [{row.setting}]({SOURCE}{row.file}): {row.refused}" for row in mine if row.refused]
+    parts = [f"\n## {framework}", "Works:", "\n".join(works), "Refused:", "\n".join(refused)]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

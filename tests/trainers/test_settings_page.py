@@ -3,6 +3,7 @@
 import pytest
 
 from make import settings_page
+from make.settings_page import SOURCE
 
 MARKS = """import pytest
 
@@ -16,11 +17,12 @@ def test_the_page_is_up_to_date():
     assert settings_page.PAGE.read_text(encoding="utf-8") == settings_page.settings_page(), "run make config-reference"
 
 
-def test_each_mark_is_a_row_and_none_stands_twice(tmp_path, monkeypatch):
+def test_each_mark_is_a_line_and_none_stands_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(settings_page, "ROOT", tmp_path)
     (tmp_path / "test_one.py").write_text(MARKS)
     page = settings_page.settings_page(tmp_path)
-    assert page.index("| beta | works | [test_one](") < page.index("| FSDP1 | refused: why | [test_one](")
+    works, refused = f"- [beta]({SOURCE}test_one.py)\n", f"- [FSDP1]({SOURCE}test_one.py): why\n"
+    assert page.index(works) < page.index(refused)
     (tmp_path / "test_two.py").write_text(MARKS.replace("FSDP1", "FSDP2"))
     with pytest.raises(ValueError, match=r"'TRL', 'beta'.*each setting once"):
         settings_page.settings_page(tmp_path)

@@ -159,8 +159,8 @@ REFUSED = {
         "run, whatever was selected"
     ),
     "DogeCDMoE": (
-        "in a forward over a whole sequence it mixes the logits of different tokens (upstream keeps this for the sake "
-        "of its checkpoints), so that the picks of a rollout, made token by token, are not those of a trainer's rows"
+        "in a forward over a whole sequence it mixes the logits of different tokens, so that the picks of a rollout, "
+        "made token by token, are not those of a trainer's rows"
     ),
     "VitPoseNaiveMoe": "its experts are chosen by the dataset of an image and not by a router",
 }

@@ -53,17 +53,17 @@ class ModelShape:
     """What one routed layer of a model computes and moves.
 
     Attributes:
-        num_layers: routed layers.
-        num_experts: routed experts of a layer.
+        num_layers: routed layers, and experts in each.
+        num_experts: routed layers, and experts in each.
         top_k: experts per token.
         hidden: width of the residual stream.
-        intermediate: width of one expert, three matrices of hidden x intermediate.
-        dense_parameters: parameters of a layer beside its routed experts: attention projections and shared experts.
-        attention_width: query heads times the mean of query and value width.
+        intermediate: width of an expert: three matrices of hidden x intermediate.
+        dense_parameters: per layer, of attention projections and shared experts.
+        attention_width: query heads times mean width of query and value.
         vocabulary: columns of the output head.
-        weight_bytes: bytes of one parameter, moved or read.
-        gradient_bytes: bytes of one returned parameter's gradient.
-        activation_bytes: bytes of one element of a dispatched row.
+        weight_bytes: per parameter, moved or read.
+        gradient_bytes: per element of a returned gradient.
+        activation_bytes: per element of a dispatched row.
     """
 
     num_layers: int
@@ -111,14 +111,14 @@ class Hardware:
         gemm_flops_per_s: grouped matrix products of many rows.
         attention_flops_per_s: the causal attention core.
         memory_bytes_per_s: device memory.
-        tile_rows: an expert's rows are padded to a multiple.
-        layer_s: fixed seconds of a pass over a layer.
+        tile_rows: pads an expert's rows to a multiple.
+        layer_s: fixed seconds per pass and layer.
         links: bandwidths of one rank, latencies of an all-to-all.
         ranks_per_node: ranks joined by the fast link.
-        backward_products: seconds of matrix products backward over those forward.
-        replica_s: processor seconds of a replica in a forward pass, beside its rows, on its rank and at its home.
-        replica_backward_s: the same in a backward pass.
-        publish_bytes_per_s: a rank's weights to the host's memory; 0: as host_bytes_per_s.
+        backward_products: seconds of matrix products, backward over forward.
+        replica_s: processor seconds per replica and forward pass, without its rows, on its rank and at its home.
+        replica_backward_s: the same per backward pass.
+        publish_bytes_per_s: a rank's weights to host memory; 0: host_bytes_per_s.
     """
 
     gemm_flops_per_s: float
@@ -182,19 +182,18 @@ return gradients. Weights of replicas are fetched once for each group, while the
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Costs of one model on one kind of hardware. Links are those of the topology, which may differ from a preset's.
+    """Costs of one model on one kind of hardware.
 
     Attributes:
         model: what is computed.
         hardware: what computes it.
-        dispatcher: "copies" sends every assignment; "dedup" a token once to each node and rank.
-        paths: replicas come from host memory ("host") within a node, or from peer to peer ("direct").
-        prefetch: cells ahead of the one that runs whose replicas are fetched.
-        sequence_tokens: length of a sequence, where none is given.
-        trial_s_per_count: the planner's seconds to build and price one plan of a cell, for each of its G * E counts; 0:
-            planning is free.
-        plan_s_per_count: seconds of planning a cell and compiling its schedule, for each of its G * E counts.
-        begin_s: seconds of beginning and ending a step under a plan: ranks agree on it.
+        dispatcher: sends every assignment, or a token once per node and rank.
+        paths: replicas through host memory within a node, or peer to peer.
+        prefetch: cells fetched ahead, 0 or more.
+        sequence_tokens: sequence length, where none is given.
+        trial_s_per_count: seconds to build and price one plan of a cell, per count (G * E).
+        plan_s_per_count: seconds to plan and compile a cell, per count.
+        begin_s: seconds to agree on a plan, per step.
     """
 
     model: ModelShape

@@ -30,14 +30,14 @@ def check_number(value: object, *, name: str, least: float = 0, most: float, kin
 
 @dataclass(frozen=True)
 class Links:
-    """Bandwidths of one rank, each direction, in bytes per second, and the latency of one all-to-all in seconds.
+    """Bandwidths of one rank, each direction, in bytes per second; latencies in seconds.
 
     Attributes:
-        node_bytes_per_s: to other ranks of the same node (NVLink class).
-        cluster_bytes_per_s: to other nodes (the rank's own NIC).
-        host_bytes_per_s: from the host's memory to the rank (PCIe class).
-        node_latency_s: latency of an all-to-all that stays in the node.
-        cluster_latency_s: latency of one that crosses nodes.
+        node_bytes_per_s: to ranks of the same node (NVLink class).
+        cluster_bytes_per_s: to other nodes (the rank's NIC).
+        host_bytes_per_s: from host memory to the rank (PCIe class).
+        node_latency_s: all-to-all within a node.
+        cluster_latency_s: all-to-all across nodes.
     """
 
     node_bytes_per_s: float
@@ -59,7 +59,7 @@ class Topology:
     Attributes:
         num_ranks: G.
         ranks_per_node: ranks joined by the fast link; divides G.
-        redundant_slots: slots for replicas on every rank.
+        redundant_slots: replica slots per rank, 0 or more.
         links: bandwidths.
     """
 

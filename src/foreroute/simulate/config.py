@@ -114,11 +114,11 @@ class ClusterConfig(Section):
     """How the GPUs are divided up."""
 
     gpus: Count
-    """In all; a multiple of `expert_parallel`."""
+    """All GPUs; a multiple of `expert_parallel`."""
     expert_parallel: Ranks
-    """Neighbouring GPUs that share a layer's experts."""
+    """GPUs that share a layer's experts."""
     redundant_slots: Slots = 2
-    """Per GPU and layer, unless a method says otherwise."""
+    """Per GPU and layer, unless the method has its own."""
 
     @model_validator(mode="after")
     def _groups_fill_the_cluster(self) -> ClusterConfig:
@@ -135,28 +135,28 @@ class ClusterConfig(Section):
 
 
 class WorkloadConfig(Section):
-    """Which tokens are routed where: drawn, or yours."""
+    """Drawn tokens, or yours."""
 
     preset: str = "R8"
-    """Unevenness, of `simulate.workload.WORKLOADS`; by default that of routes of a small model."""
+    """[Unevenness](#what-is-not-modelled): R8, G8 to G64, E256."""
     counts: str | None = None
-    """Instead: a counts file, [M, L, G, E], for all groups."""
+    """Instead: [counts file](formats.md#other-files), for all groups."""
     traces: tuple[str, ...] = ()
-    """Instead: trace files of one step, for all groups; sequences are packed as by `foreroute plan`."""
+    """Instead: traces of one step, for all groups, packed as by `foreroute plan`."""
     previous_counts: str | None = None
-    """The same for the step before."""
+    """With counts: of the step before."""
     tokens_per_rank: DrawnTokens | None = None
-    """Tokens per GPU and micro-step, within 10 %; the preset's by default. For traces the most; 16,384 by default."""
+    """Per GPU and micro-step, within 10 %; by default the preset's. For traces the most, by default 16,384."""
     micro_steps: Count = 32
-    """M, micro-batches of a rank."""
+    """Micro-batches per rank."""
     layers: Count | None = 4
-    """Layers that are drawn, and repeated for all routed layers."""
+    """Drawn layers, repeated for all."""
     groups: Count | None = 8
-    """Most expert-parallel groups that are drawn, and repeated for all."""
+    """Most drawn expert-parallel groups, repeated for all."""
     skew: Skew = 1.0
-    """Above 1: less even than the preset; divides concentrations."""
+    """Above 1: less even."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the drawing."""
+    """For drawing."""
 
     @field_validator("preset")
     @classmethod
@@ -186,39 +186,39 @@ class WorkloadConfig(Section):
 
 
 class ExecutionConfig(Section):
-    """How the cluster executes; by default as the Hugging Face executor does."""
+    """By default as the Hugging Face executor does."""
 
     overlap: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of computing time that hides all-to-alls."""
+    """Share of computing that hides all-to-alls."""
     planning_s: Seconds | None = None
-    """Seconds of planning a step, any method; measured here by default."""
+    """Planning per step of any method; measured by default."""
     plan_lead_s: Seconds = 0.0
-    """Between the end of the rollout and the recompute."""
+    """From rollout to recompute."""
     rollout_s: Seconds = 0.0
-    """Seconds of the rollout, added to whole steps."""
+    """Added to whole steps."""
 
 
 class SweepConfig(Section):
-    """Values that replace the configuration's, one at a time."""
+    """Lists of values for keys of other tables, one at a time."""
 
     redundant_slots: tuple[Slots, ...] = ()
-    """Values of cluster.redundant_slots."""
+    """Values of the same key."""
     node_bandwidth: tuple[Factor, ...] = ()
-    """Factors of links.node_bytes_per_s."""
+    """Factors of this bandwidth in `[links]`."""
     cluster_bandwidth: tuple[Factor, ...] = ()
-    """Factors of links.cluster_bytes_per_s."""
+    """Factors of this bandwidth in `[links]`."""
     host_bandwidth: tuple[Factor, ...] = ()
-    """Factors of links.host_bytes_per_s."""
+    """Factors of this bandwidth in `[links]`."""
     tokens_per_rank: tuple[DrawnTokens, ...] = ()
-    """Values of workload.tokens_per_rank."""
+    """Values of the same key."""
     expert_parallel: tuple[Ranks, ...] = ()
-    """Values of cluster.expert_parallel."""
+    """Values of the same key."""
     skew: tuple[Skew, ...] = ()
-    """Values of workload.skew."""
+    """Values of the same key."""
     overlap: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    """Values of execution.overlap."""
+    """Values of the same key."""
     planning_s: tuple[Seconds, ...] = ()
-    """Values of execution.planning_s."""
+    """Values of the same key."""
 
     def points(self) -> list[tuple[str, float]]:
         """Every key with each of its values."""
@@ -235,13 +235,13 @@ class SimulateConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
     sweep: SweepConfig = SweepConfig()
     hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})
-    """As in a topology file."""
+    """Below."""
     links: dict[str, Any] = Field(default_factory=dict)
-    """As in a topology file."""
+    """Below."""
     model: dict[str, Any] = Field(default_factory=lambda: {"preset": "qwen3-30b-a3b"})
-    """As in a topology file."""
+    """Below."""
     costs: dict[str, Any] = Field(default_factory=dict)
-    """As in a topology file."""
+    """Below."""
 
     @field_validator("methods", mode="before")
     @classmethod

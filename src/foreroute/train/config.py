@@ -37,20 +37,20 @@ LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e3
 
 
 class ModelConfig(Section):
-    """The policy: a Hugging Face model from a folder, or a new one from sizes and seed."""
+    """A Hugging Face model from a folder, or a new one."""
 
     path: str | None = None
-    """Folder of an MoE model: config.json and safetensors."""
+    """Model folder: config.json and safetensors."""
     tokenizer: str | None = None
-    """Folder of a tokenizer; the model's own by default. A new model gets its vocabulary."""
+    """Tokenizer folder, by default the model's."""
     family: str | None = None
-    """Without path: model type in transformers, "qwen3_moe" by default."""
+    """New model: type in transformers, by default "qwen3_moe"."""
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] = "grouped_mm"
-    """How transformers computes experts, if the family has a choice."""
+    """transformers' backend, where it has several."""
     sizes: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Without path: fields of the family's configuration, without the vocabulary."""
+    """New model: configuration, without the vocabulary."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward. Changes no bit."""
+    """Saves memory, changes no bit."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -67,20 +67,20 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised training on chains before RL; with task.data there is none."""
+    """Supervised training on chains before RL; none with task.data."""
 
     checkpoint: str | None = None
-    """A checkpoint to start from, instead of the other keys."""
+    """Start from this checkpoint; excludes the other keys."""
     max_steps: Natural = 800
-    """Most steps; the learning rate falls along a cosine. 0: none."""
+    """Most steps, with cosine decay; 0: none."""
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Positive = 3e-3
-    """Learning rate of AdamW, at first."""
+    """AdamW's first."""
     stop_at_loss: Positive = 0.3
-    """Stop when the loss's moving average, nats per answer token, is below this."""
+    """Stop below this mean loss, nats per answer token."""
     aux_loss: NotNegative = 0.01
-    """Weight of the load-balancing loss; RL has none."""
+    """Weight of the load-balancing loss."""
 
     @model_validator(mode="after")
     def _takes_place(self) -> WarmStartConfig:
@@ -96,20 +96,20 @@ LEARNING = ("max_steps", "batch_size", "learning_rate", "stop_at_loss", "aux_los
 
 
 class TaskConfig(Section):
-    """Chains of digit arithmetic, or prompts of your own with your reward."""
+    """Chains of digit arithmetic, or your prompts and reward."""
 
     min_operands: Count = 8
-    """chains: digits of the shortest."""
+    """Fewest and most digits of a chain."""
     max_operands: Count = 8
-    """chains: digits of the longest."""
+    """Fewest and most digits of a chain."""
     data: str | None = None
-    """JSONL file, one prompt per line, in place of chains."""
+    """JSONL file of prompts instead of chains."""
     reward: str | None = None
-    """data: "file.py:function", which scores a batch of responses."""
+    """With data: "file.py:function"."""
     max_prompt_tokens: Tokens = 512
-    """data: limit of a prompt."""
+    """With data: longest prompt and response; longer responses are cut and trained on."""
     max_response_tokens: Tokens = 512
-    """data: limit of a response; a longer one is cut."""
+    """With data: longest prompt and response; longer responses are cut and trained on."""
 
     @property
     def longest_input(self) -> int:
@@ -134,20 +134,20 @@ class TaskConfig(Section):
 
 
 class ServerConfig(Section):
-    """The server of `rollout.engine = "vllm"` or `"sglang"`: a vLLM that the run starts, or one of yours."""
+    """A vLLM that the run starts, or [your server](capture.md#a-server-of-yours)."""
 
     python: str | None = None
-    """To start vLLM: interpreter of an environment with it."""
+    """vLLM's Python, to start it."""
     max_model_len: Tokens | None = None
-    """To start vLLM: tokens of the longest sequence; by default the model's limit."""
+    """With python: longest sequence, by default the model's."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """To start vLLM: further arguments of `vllm serve`, such as block_size = 32."""
+    """With python: arguments of `vllm serve`: block_size = 32."""
     url: str | None = None
-    """Address of a server of yours."""
+    """Address of your server."""
     weights_folder: str | None = None
-    """With url: folder for checkpoints, which the server sees under the same path."""
+    """With url: folder for weights, under one path for both."""
     timeout_s: Timeout = 600.0
-    """Longest time of the start, and of each request."""
+    """Longest start or request."""
 
     @model_validator(mode="after")
     def _one_place(self) -> ServerConfig:
@@ -162,22 +162,22 @@ class RolloutConfig(Section):
     """Sampling."""
 
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """A copy of the policy in this process, or a server."""
+    """In this process, or a server."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
-    """The number format of the engine."""
+    """Number format."""
     server: ServerConfig = ServerConfig()
     prompts: Count = 32
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
     """Responses per prompt."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
-    """Divides the logits, in engine and trainer."""
+    """In engine and trainer."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Keep the fewest tokens with this much of the probability; the trainer uses the same ones."""
+    """Keep the fewest tokens with this probability."""
     top_k: Natural = 0
-    """Keep this many of the most probable tokens; 0: all."""
+    """Keep the most probable tokens; 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Keep tokens of at least this part of the highest probability."""
+    """Least part of the highest probability."""
 
     @property
     def truncates(self) -> bool:
@@ -204,12 +204,12 @@ class RolloutConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Weights for tokens whose probabilities in trainer and engine differ."""
+    """Weights for tokens by the ratio of trainer to engine."""
 
     kind: Literal["none", "tis"] = "none"
-    """Truncated importance sampling, by the ratio of each token."""
+    """Truncated importance sampling, per token."""
     high: Positive = 2.0
-    """tis: bound of the weights."""
+    """With tis: highest weight."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> CorrectionConfig:
@@ -219,30 +219,30 @@ class CorrectionConfig(Section):
 
 
 class RLConfig(Section):
-    """The old-log-prob pass and the update."""
+    """Old-log-prob pass and update."""
 
     routing: Routing = "R3"
-    """Routes of the forwards: live, of the old-log-prob pass (R2), of the rollout (R3), or those with gate weights."""
+    """The trainer's [experts](#objectives)."""
     router: Literal["trained", "frozen"] = "trained"
-    """Whether RL changes the routers."""
+    """Whether RL changes routers."""
     steps: Count = 80
-    """Rollouts, each with its update. On resume, at least those recorded."""
+    """Rollouts with updates; on resume, at least those recorded."""
     mini_steps: Count = 1
     """Optimizer steps per rollout."""
     micro_step_tokens: Tokens = 4096
-    """Tokens of one forward and backward, padding included."""
+    """Tokens of one forward pass, with padding."""
     learning_rate: Positive = 6e-4
-    """Learning rate of AdamW, after the warm-up."""
+    """AdamW's, after warm-up."""
     warmup_steps: Natural = 5
-    """Steps over which the learning rate rises."""
+    """Steps of warm-up."""
     max_grad_norm: Positive = 1.0
-    """Larger gradients are scaled down to it."""
+    """Larger gradients are scaled down."""
     method: Method = "dapo"
-    """Ratios of tokens and a mean over tokens, or both of sequences (gspo). Sets the clip bounds, unless given."""
+    """The [loss](#objectives), with its clip bounds."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Ratios below 1 - clip_low are clipped; 1: none."""
+    """Clips ratios below 1 - clip_low; 1: none."""
     clip_high: Positive = 0.28
-    """Ratios above 1 + clip_high are clipped."""
+    """Clips ratios above 1 + clip_high."""
     correction: CorrectionConfig = CorrectionConfig()
 
     @model_validator(mode="before")
@@ -253,10 +253,10 @@ class RLConfig(Section):
 
 
 class MeasureConfig(Section):
-    """What is measured. Changes nothing in the run."""
+    """The run learns the same."""
 
     compare_every: Count = 1
-    """Steps between measurements of the other side's mismatch (under R3: without replay)."""
+    """Steps between measurements without replay, or under "none" and "R2" with it."""
     save_trace_every: Count = 20
     """Steps between saved rollouts."""
 
@@ -267,40 +267,40 @@ class CheckpointConfig(Section):
     every: Count = 20
     """Steps between checkpoints."""
     keep: Count = 2
-    """How many of the last checkpoints stay."""
+    """Last checkpoints that stay."""
 
 
 class ParallelConfig(Section):
-    """Expert parallelism under torchrun. Changes nothing that a run learns."""
+    """Expert parallelism under torchrun; the run learns the same."""
 
     expert: Ranks = 1
     """Ranks, one process each."""
     topology: str | None = None
-    """[File](planner.md#the-topology-file) of ranks, links and prices."""
+    """[File](planner.md#the-topology-file) of links and prices."""
     ranks_per_node: Ranks | None = None
-    """Ranks that share a node's memory; all by default."""
+    """Ranks of a node; all by default."""
     redundant_slots: Slots = 2
-    """Replicas on a rank, per layer; 0: every expert at home."""
+    """Replicas per rank and layer; 0: none."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Most that the busiest rank of a balanced cell is above the mean."""
+    """Busiest rank's excess over the mean."""
     slots: Literal["layer", "shared"] = "layer"
-    """Slots of each layer, or one set for all."""
+    """Slots per layer, or one set for all."""
     home_moves: Natural | Literal["all"] = 0
-    """Most experts of a layer that change their home before a step."""
+    """Most home moves per layer and step."""
     pay_off: bool | None = None
-    """Drop replicas that cost more than they save; by default where priced."""
+    """Drop replicas that do not pay; add some against traffic between nodes. By default where priced."""
     traffic: bool | None = None
-    """More replicas, against traffic between nodes; by default where priced."""
+    """Drop replicas that do not pay; add some against traffic between nodes. By default where priced."""
     paths: FetchPath = "host"
-    """Replicas by the node's memory, or peer to peer."""
+    """Replicas through node memory, or peer to peer."""
     shared_memory: str = "/dev/shm"
-    """Folder in the node's memory for replicas."""
+    """Folder in node memory."""
     prefetch: Natural = 1
-    """Cells whose replicas are fetched ahead."""
+    """Cells fetched ahead."""
     dense: Literal["replicated", "fsdp2"] = "replicated"
-    """All but experts: whole on every rank, or sharded."""
+    """All but experts: whole, or sharded."""
     timeout_s: Timeout = 600.0
-    """A rank that is silent so long is taken for dead."""
+    """Longest silence of a live rank."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
@@ -326,13 +326,13 @@ class TrainConfig(Section):
     """A run."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=50)]
-    """Names the run's folder: letters, digits, dots, dashes, underscores, and more than dots."""
+    """The run's folder: letters, digits, dots, dashes, underscores, not dots alone."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of initial weights, problems, sampling and order."""
+    """For weights, problems, sampling and order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Auto: CUDA if every process has a GPU."""
+    """Auto: CUDA, if every process has one."""
     threads: Threads = 1
-    """Threads of torch. With 1, small models are fastest and runs repeat bit for bit."""
+    """Torch threads; with 1, small models are fastest and runs repeat bit for bit."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
