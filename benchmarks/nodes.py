@@ -8,9 +8,9 @@ its homes before, publishing, schedules and fetches.
 
 *Predicted* is what the simulator makes of the same plans, without publishing and planning, with rates fitted to the
 same stage of other steps on the same nodes: static ones and ones against traffic, of other draws. Plans are priced by
-one fit to both stages. *Bytes* are those that the kernel counted on all links, *link_busy* is the share of a step that the busiest link takes for its
-own at its rate, and *weights* the share of weights and gradients among the bytes: what does not go with rows that
-cross, whose bytes the static step tells.
+one fit to both stages. *Bytes* are those that the kernel counted on all links, *link_busy* is the share of a step
+that the busiest link takes for its own at its rate, and *weights* the share of weights and gradients among the bytes:
+what does not go with rows that cross, whose bytes the static step tells.
 """
 
 from __future__ import annotations

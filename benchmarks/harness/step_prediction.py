@@ -90,7 +90,7 @@ def fitted_costs(known: Sequence[TimedStep], config: SimulateConfig, stages: Ite
 
 
 def fitted_rates(config: SimulateConfig) -> list[str]:
-    """That are fitted, beside the one of host memory: of links that there are, and of replicas if they take anything."""
+    """That are fitted, beside the one of host memory: of links that there are, and of replicas where they take time."""
     topology = config.described().topology
     links = {"node_bytes_per_s": topology.ranks_per_node > 1, "cluster_bytes_per_s": topology.num_nodes > 1}
     return [
