@@ -85,7 +85,7 @@ def said_of(config):
 @pytest.mark.shows(
     "verl, Megatron engine",
     "LoRA (`model.lora.rank`)",
-    refused="verl leaves it to Megatron-Bridge, which its environment here cannot have",
+    refused="verl leaves it to Megatron-Bridge, under which replay was not tested",
 )
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_named(name):
