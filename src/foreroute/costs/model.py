@@ -53,8 +53,8 @@ class ModelShape:
     """What one routed layer of a model computes and moves.
 
     Attributes:
-        num_layers: routed layers, and experts in each.
-        num_experts: routed layers, and experts in each.
+        num_layers: routed layers.
+        num_experts: routed experts per layer.
         top_k: experts per token.
         hidden: width of the residual stream.
         intermediate: width of an expert: three matrices of hidden x intermediate.
@@ -187,8 +187,8 @@ class CostModel:
     Attributes:
         model: what is computed.
         hardware: what computes it.
-        dispatcher: sends every assignment, or a token once per node and rank.
-        paths: replicas through host memory within a node, or peer to peer.
+        dispatcher: "copies" sends every assignment, "dedup" a token once per node and rank.
+        paths: "host": replicas through host memory within a node; "direct": peer to peer.
         prefetch: cells fetched ahead, 0 or more.
         sequence_tokens: sequence length, where none is given.
         trial_s_per_count: seconds to build and price one plan of a cell, per count (G * E).

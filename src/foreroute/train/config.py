@@ -76,7 +76,7 @@ class WarmStartConfig(Section):
     batch_size: Count = 128
     """Right answers per step."""
     learning_rate: Positive = 3e-3
-    """AdamW's first."""
+    """AdamW's learning rate at first."""
     stop_at_loss: Positive = 0.3
     """Stop below this mean loss, nats per answer token."""
     aux_loss: NotNegative = 0.01
@@ -162,16 +162,16 @@ class RolloutConfig(Section):
     """Sampling."""
 
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """In this process, or a server."""
+    """A copy in this process, or a server."""
     precision: Literal["float32", "bfloat16", "fp8"] = "bfloat16"
-    """Number format."""
+    """Number format of the engine."""
     server: ServerConfig = ServerConfig()
     prompts: Count = 32
     """Prompts per step."""
     group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
     """Responses per prompt."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
-    """In engine and trainer."""
+    """Divides logits, in engine and trainer."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keep the fewest tokens with this probability."""
     top_k: Natural = 0
@@ -232,11 +232,11 @@ class RLConfig(Section):
     micro_step_tokens: Tokens = 4096
     """Tokens of one forward pass, with padding."""
     learning_rate: Positive = 6e-4
-    """AdamW's, after warm-up."""
+    """AdamW's learning rate after warm-up."""
     warmup_steps: Natural = 5
     """Steps of warm-up."""
     max_grad_norm: Positive = 1.0
-    """Larger gradients are scaled down."""
+    """Larger gradients are scaled down to it."""
     method: Method = "dapo"
     """The [loss](#objectives), with its clip bounds."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -253,7 +253,7 @@ class RLConfig(Section):
 
 
 class MeasureConfig(Section):
-    """The run learns the same."""
+    """Changes nothing in the run."""
 
     compare_every: Count = 1
     """Steps between measurements without replay, or under "none" and "R2" with it."""
@@ -271,7 +271,7 @@ class CheckpointConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Expert parallelism under torchrun; the run learns the same."""
+    """Expert parallelism under torchrun. Changes nothing that a run learns."""
 
     expert: Ranks = 1
     """Ranks, one process each."""
@@ -282,15 +282,15 @@ class ParallelConfig(Section):
     redundant_slots: Slots = 2
     """Replicas per rank and layer; 0: none."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Busiest rank's excess over the mean."""
+    """Most of the busiest rank's load above the mean."""
     slots: Literal["layer", "shared"] = "layer"
     """Slots per layer, or one set for all."""
     home_moves: Natural | Literal["all"] = 0
     """Most home moves per layer and step."""
     pay_off: bool | None = None
-    """Drop replicas that do not pay; add some against traffic between nodes. By default where priced."""
+    """Drop replicas that do not pay; by default where priced."""
     traffic: bool | None = None
-    """Drop replicas that do not pay; add some against traffic between nodes. By default where priced."""
+    """Add replicas against traffic between nodes; by default where priced."""
     paths: FetchPath = "host"
     """Replicas through node memory, or peer to peer."""
     shared_memory: str = "/dev/shm"
