@@ -92,7 +92,7 @@ class Effort(NamedTuple):
     other_sequences: tuple[int, ...]
 
 
-FULL, QUICK = Effort(30, 4, 3, (2, 6)), Effort(2, 1, 1, (1, 2))
+FULL, QUICK = Effort(16, 4, 3, (2, 6)), Effort(2, 1, 1, (1, 2))
 
 
 def run(*, quick: bool) -> dict[str, Any]:

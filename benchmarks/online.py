@@ -46,7 +46,7 @@ TIMED_RIVALS = ("online_eplb", "online_exact", "online_ours")
 """With two layers, one pool of slots is as good as a set for each."""
 SEQUENCES, IN_ALL, TOKENS = (1, 4, 16), 16, 256
 """Of a micro-step on a rank; of the step on it; in each."""
-ROUNDS = 15
+ROUNDS = 12
 EXACT = PlanOptions(tolerance=0.0)
 Executing = Callable[[Bench], AbstractContextManager[PlanExecution]]
 
