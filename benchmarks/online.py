@@ -7,9 +7,9 @@ are there: `online_eplb` with two slots, `online_exact` as MoonEP fills ranks, w
 same; `online_exact_pool` has one pool of slots for all layers instead, as MoonEP has.
 
 Seconds are those of two processes with a core each, where expert GEMMs dominate, of the same sequences in micro-steps
-of 1, 4 and 16; backward passes compute activations anew. On a processor a wait of the host costs nothing by itself.
-What is counted is of small models on 2, 4 and 8 processes. All that can levels ranks exactly there, and
-`foresight_same_slots` has as many slots as MoonEP's way, so that both balance alike.
+of 1, 4 and 16, and of smaller steps across two nodes; backward passes compute activations anew. On a processor a wait
+of the host costs nothing by itself. What is counted is of small models on 2, 4 and 8 processes. All that can levels
+ranks exactly there, and `foresight_same_slots` has as many slots as MoonEP's way, so that both balance alike.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from benchmarks.harness import node_lab
 from benchmarks.harness.execution_bench import LINKS, SIZES, SLOTS, Bench, in_processes
 from benchmarks.harness.executor_counts import busiest, fetched_bytes, posting, waits_per_layer
+from benchmarks.harness.node_lab import NodeLab
+from benchmarks.harness.node_steps import SIZES as SMALL
 from benchmarks.harness.online_execution import executing_online
 from benchmarks.harness.online_plans import RIVALS
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
@@ -47,6 +50,8 @@ TIMED_RIVALS = ("online_eplb", "online_exact", "online_ours")
 SEQUENCES, IN_ALL, TOKENS = (1, 4, 16), 16, 256
 """Of a micro-step on a rank; of the step on it; in each."""
 ROUNDS = 12
+NODE_BYTES_PER_S, NODE_TOKENS = 60e6, 64
+"""Of a link between nodes; of a sequence there."""
 EXACT = PlanOptions(tolerance=0.0)
 Executing = Callable[[Bench], AbstractContextManager[PlanExecution]]
 
@@ -66,6 +71,7 @@ def run(*, quick: bool) -> dict[str, Any]:
             "by_ranks": by_ranks,
             "weight_bytes_over_exact": {num_ranks: _over_exact(found) for num_ranks, found in by_ranks.items()},
             "seconds": seconds,
+            "seconds_across_nodes": None if quick else _across_nodes(),
         },
         "baselines": {},
         "setting": {"sizes": LARGE, "tokens": TOKENS, "in_all": IN_ALL, "rounds": ROUNDS, "counted": COUNTED},
@@ -113,6 +119,15 @@ def measured(
                 of_shape[stage] = {f"foresight_over_{rival}": ratio.shown() for rival, ratio in ratios.items()}
                 of_shape[stage]["foresight_s"] = round(median(foresight), 4)
             found[str(sequences)] = of_shape
+    return found
+
+
+def _across_nodes() -> dict[str, Any]:
+    """`measured` of small steps on two nodes that this machine makes of itself, with weights from peer to peer."""
+    if reason := node_lab.reason_against():
+        return {"skipped": reason}
+    with NodeLab(2, NODE_BYTES_PER_S) as lab:
+        found: dict[str, Any] = lab.run(measured, ranks_per_node=1, args=(ROUNDS, NODE_TOKENS, 1, "direct", SMALL))
     return found
 
 
