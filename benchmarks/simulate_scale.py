@@ -2,10 +2,10 @@
 
 Two ways to grow. More groups at the same expert parallelism: every group plans its own step (`planning_ms`), or one
 planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose
-cells take longer to plan. Planning begins when the rollout ends, here together with the recompute, and hands over
-micro-step by micro-step; it is hidden, but for the first micro-step, while it takes less than the recompute. Tokens
-of a GPU stay the same, 8k in a micro-step, as uneven as G16, G64 and, for 256 experts, E256. No executor carries this
-out; `not_executed` says what is missing.
+cells take longer to plan. Figures of what is exposed are of a plan that begins with the recompute and is handed over
+micro-step by micro-step, which no executor does (decision 0010: a plan is whole when its step begins). Tokens of a GPU
+stay the same, 8k in a micro-step, as uneven as G16, G64 and, for 256 experts, E256. `not_executed` says what else is
+missing.
 """
 
 from __future__ import annotations

@@ -9,17 +9,18 @@ import pytest
 from foreroute.errors import ConfigError, CountsError, PlanError
 from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
+from foreroute.simulate import parse_config
 from foreroute.simulate.fit import Measurement, fit, fit_record, load_measurements, predict, rank_correlation
-from tests.simulate.simulate_cases import small_config
+from tests.simulate.simulate_cases import small_config, small_values
 
 RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
 
 
-def steps(config, noise=0.0):
-    """Twelve steps of other sizes and skews, planned or not, timed by a cluster with `RATES`."""
+def steps(config, noise=0.0, rates=RATES):
+    """Twelve steps of other sizes and skews, planned or not, timed by a cluster with these rates."""
     rng, costs, measured = np.random.default_rng(0), config.described().costs, []
-    links = replace(costs.hardware.links, node_bytes_per_s=RATES["node_bytes_per_s"])
-    own = {name: value for name, value in RATES.items() if name != "node_bytes_per_s"}
+    links = replace(costs.hardware.links, node_bytes_per_s=rates["node_bytes_per_s"])
+    own = {name: value for name, value in rates.items() if name != "node_bytes_per_s"}
     costs, topology = replace(costs, hardware=replace(costs.hardware, links=links, **own)), config.described().topology
     for number in range(12):
         counts = rng.multinomial(400 * (1 + number % 4), rng.dirichlet(np.full(8, 0.5 + number % 3)), (2, 4, 4))
@@ -38,6 +39,14 @@ def test_rates_that_made_the_measurements_are_found():
     assert found.rank_correlation == 1
     before = fit_record(steps(config), config, config.described().costs, tuple(RATES))
     assert before.median_error > 0.1
+
+
+def test_what_a_replica_takes_is_found():
+    values = small_values() | {"hardware": {"preset": "h100", "replica_s": 1e-3}}
+    config = parse_config(values, source="the test")
+    rates = RATES | {"replica_s": 2e-4}
+    found = fit(steps(config, rates=rates), config, tuple(rates))
+    assert found.parameters == pytest.approx(rates, rel=1e-3)
 
 
 def test_noise_of_five_percent_leaves_rates_near():
@@ -68,6 +77,7 @@ def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
     ("names", "message"),
     [
         (["speed"], "speed cannot be fitted; expected some of gemm_flops_per_s"),
+        (["replica_s"], "replica_s begins at 0, which no factor changes; configure a first value"),
         (["cluster_bytes_per_s"], "no measurement depends on cluster_bytes_per_s"),
         (["layer_s", "node_latency_s"], "cannot tell layer_s, node_latency_s apart"),
         ([], "12 measurements cannot tell 0 parameters"),

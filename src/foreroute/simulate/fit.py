@@ -40,7 +40,7 @@ from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import ServedStep, all_at_home
 
 Floats = NDArray[np.float64]
-SECONDS = ("layer_s", "replica_s", "replica_backward_s", "node_latency_s", "cluster_latency_s")
+SECONDS = ("layer_s", "replica_s", "node_latency_s", "cluster_latency_s")
 """Parameters that are seconds; all others are rates."""
 FITTABLE = (
     "gemm_flops_per_s",
@@ -48,7 +48,6 @@ FITTABLE = (
     "memory_bytes_per_s",
     "layer_s",
     "replica_s",
-    "replica_backward_s",
     "node_bytes_per_s",
     "cluster_bytes_per_s",
     "host_bytes_per_s",
@@ -199,7 +198,7 @@ def fit(
         seconds_of: predicts one measurement; on other processors than GPUs something else than the simulator.
 
     Raises:
-        ConfigError: when a parameter is unknown, has no effect on any measurement or cannot be told from others, or
+        ConfigError: when a parameter is unknown or 0, has no effect on any measurement or cannot be told from others, or
             there are fewer measurements than parameters.
     """
     if unknown := [name for name in parameters if name not in FITTABLE]:
@@ -210,6 +209,8 @@ def fit(
         )
     costs = config.described().costs
     begin = np.array([_cost_of(costs.hardware, name) for name in parameters])
+    if nothing := [name for name, cost in zip(parameters, begin, strict=True) if cost == 0]:
+        raise ConfigError(f"{', '.join(nothing)} begins at 0, which no factor changes; configure a first value above 0")
     seconds_V = np.array([one.seconds for one in measured])
 
     def predicted(scale_K: Floats) -> Floats:
