@@ -198,8 +198,8 @@ def fit(
         seconds_of: predicts one measurement; on other processors than GPUs something else than the simulator.
 
     Raises:
-        ConfigError: when a parameter is unknown or 0, has no effect on any measurement or cannot be told from others, or
-            there are fewer measurements than parameters.
+        ConfigError: when a parameter is unknown or 0, has no effect on any measurement or cannot be told from others,
+            or there are fewer measurements than parameters.
     """
     if unknown := [name for name in parameters if name not in FITTABLE]:
         raise ConfigError(f"{', '.join(unknown)} cannot be fitted; expected some of {', '.join(FITTABLE)}")
