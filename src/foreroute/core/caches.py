@@ -7,13 +7,17 @@ Every such change makes new tensors or writes to them, which costs the device no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from .errors import ReplayError
 from .marks import Marks
+
+
+CACHES = ("cache", "past_key_values")
+"""What models call the argument that holds their cache: transformers from 5.24 on, and before."""
 
 
 class FollowedCache:
@@ -39,10 +43,14 @@ class FollowedCache:
                     "whole sequences"
                 )
         result = forward()
-        made = result if isinstance(result, tuple) else (getattr(result, "past_key_values", None),)
-        left = cache if cache is not None else next((part for part in made if hasattr(part, "get_seq_length")), None)
-        self._left = Marks(_tensors(left))
+        made = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else ()
+        self._left = Marks(_tensors(cache if cache is not None else find_cache(made)))
         return result
+
+
+def find_cache(values: Iterable[Any]) -> Any:
+    """The key-value cache among the arguments or outputs of a forward, whatever its name; None where there is none."""
+    return next((value for value in values if hasattr(value, "get_seq_length")), None)
 
 
 def _tensors(part: Any) -> list[Tensor]:

@@ -28,7 +28,10 @@ from .errors import ReplayError
 
 REENTRANT = ("ctx", "run_function")
 """The first parameters of the forward of a reentrant checkpoint."""
-NON_REENTRANT: CodeType = getattr(checkpoint.checkpoint, "__wrapped__", checkpoint.checkpoint).__code__
+NON_REENTRANT: CodeType = getattr(
+    checkpoint, "_checkpoint_impl", getattr(checkpoint.checkpoint, "__wrapped__", checkpoint.checkpoint)
+).__code__
+"""Of the function that holds the generator of the other kind; torch from 2.14 on has it beside `checkpoint`."""
 
 
 Reopen = Callable[[Any, list[Any]], AbstractContextManager[Any]]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .caches import FollowedCache
+from .caches import FollowedCache, find_cache
 from .errors import ReplayError
 from .hooks import ModelHooks, SelectingRouter, SelectionHook, overridden
 from .passes import LateChecks, Listener, Pass, Rows, Watch, is_in
@@ -177,7 +177,7 @@ class TrunkArgs:
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             raise ReplayError("the forward got neither input_ids nor inputs_embeds, so that its rows are not known")
-        cache: Any = given.get("past_key_values")
+        cache = find_cache(given.values())
         past = None if cache is None else int(cache.get_seq_length())
         return cls((tokens.shape[0], tokens.shape[1]), past, tokens.device, tokens.shape[0] * tokens.shape[1])
 
@@ -265,7 +265,7 @@ class TrunkHooks(ModelHooks):
         """A call of the trunk with these arguments that looks at its cache, before and after it."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         self._cache = self._cache or FollowedCache()
-        return partial(self._cache.run, given.get("past_key_values"), call)
+        return partial(self._cache.run, find_cache(given.values()), call)
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any

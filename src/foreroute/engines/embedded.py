@@ -120,7 +120,7 @@ class EmbeddedEngine:
         with self._recording() as recording:
             output = self._model(input_ids=prompts_PT, use_cache=True)
         prompt_trace = recording.trace().select(np.repeat(np.arange(len(prompts_PT)), group_size))
-        cache = output.past_key_values
+        name, cache = next(each for each in output.items() if hasattr(each[1], "get_seq_length"))
         cache.batch_repeat_interleave(group_size)
         logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
         tokens, logprobs, kept_sets = [], [], []
@@ -136,7 +136,7 @@ class EmbeddedEngine:
                 done |= token == end_token
                 if bool(done.all()) or len(tokens) == sampling.max_new_tokens:
                     break
-                logits = self._model(input_ids=token[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+                logits = self._model(input_ids=token[:, None], use_cache=True, **{name: cache}).logits[:, -1]
         responses_SR, logprobs_SR = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
         response_lengths = _lengths_until(responses_SR, end_token)
         kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]

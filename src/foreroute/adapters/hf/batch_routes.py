@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, digests_of, given_images, refuse_other_pixels
+from foreroute.core.caches import CACHES, find_cache
 from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
@@ -114,14 +115,15 @@ class ForwardTokens:
             positions = positions[None]
         if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
             positions = None
-        cumulative, cache = given.get("cu_seq_lens_q"), given.get("past_key_values")
+        cumulative, cache = given.get("cu_seq_lens_q"), find_cache(given.values())
         if cumulative is not None:
             _require_offsets(cumulative)
-        if cache is not None and not hasattr(cache, "get_seq_length"):
-            raise BatchMismatchError(
-                f"past_key_values is a {type(cache).__name__}; expected a cache of transformers, which says by "
-                "get_seq_length() how many positions it holds"
-            )
+        for name in CACHES if cache is None else ():
+            if given.get(name) is not None:
+                raise BatchMismatchError(
+                    f"{name} is a {type(given[name]).__name__}; expected a cache of transformers, which says by "
+                    "get_seq_length() how many positions it holds"
+                )
         past = 0 if cache is None else cache.get_seq_length()
         pixels = None if ARGUMENTS.isdisjoint(given) else given_images(given)
         batch = cls(input_ids, mask, positions, cumulative, past, images, pixels)
