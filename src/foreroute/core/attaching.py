@@ -19,8 +19,7 @@ from .find import find_routers, hidden, probe
 from .handed_on import hands_on, tensors_of
 from .hooks import SelectingRouter, is_hooked, overridden
 from .routed import Routed, TrunkHooks
-
-PLAIN = (bool, int, float, str, Tensor, type(None))
+from .untouched import untouched
 
 
 def attach(model: nn.Module) -> Routed:
@@ -44,7 +43,8 @@ def attach(model: nn.Module) -> Routed:
         for router in seen.routers:
             by_stack.setdefault(stack_of(router), []).append(router)
         stacks = [
-            TrunkHooks(number, seen.trunk_of(routers), routers) for number, routers in enumerate(by_stack.values())
+            TrunkHooks(number, model, seen.trunk_of(routers), routers)
+            for number, routers in enumerate(by_stack.values())
         ]
         self_check(Routed(model, stacks))
     return Routed(model, stacks)
@@ -177,36 +177,3 @@ def _ids_given_to_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]
             if type(module).__name__.endswith("Experts"):
                 stack.callback(module.register_forward_pre_hook(partial(note, path), with_kwargs=True).remove)
         yield given
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, nothing compiled; random state, flags, buffers and attributes of all modules kept."""
-    before = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
-    model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(range(torch.cuda.device_count())),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-    finally:
-        for module, attributes, buffers in before:
-            for name in _attributes(module).keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            for name, (buffer, values) in buffers.items():
-                if module._buffers.get(name) is not buffer or not torch.equal(buffer, values):
-                    module._buffers[name] = buffer
-                    buffer.copy_(values)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes of the instance: counters, caches, flags."""
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
-
-
-def _buffers(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Buffers of the module itself, with copies of their values."""
-    return {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}

@@ -15,7 +15,6 @@ from torch import Tensor
 from .errors import ReplayError
 from .marks import Marks
 
-
 CACHES = ("cache", "past_key_values")
 """What models call the argument that holds their cache: transformers from 5.24 on, and before."""
 

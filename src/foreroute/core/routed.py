@@ -27,6 +27,7 @@ from .caches import FollowedCache, find_cache
 from .errors import ReplayError
 from .hooks import ModelHooks, SelectingRouter, SelectionHook, overridden
 from .passes import LateChecks, Listener, Pass, Rows, Watch, is_in
+from .untouched import parameters_kept
 
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
@@ -187,6 +188,7 @@ class TrunkHooks(ModelHooks):
 
     Args:
         chunk: which stack of the model this is.
+        model: that was attached.
         trunk: the module whose forward is one pass.
         routers: as the probe saw them, in the order in which they run.
         others: other modules that select.
@@ -199,10 +201,16 @@ class TrunkHooks(ModelHooks):
     routers: Sequence[SelectingRouter]
 
     def __init__(
-        self, chunk: int, trunk: nn.Module, routers: Sequence[SelectingRouter], others: Sequence[SelectionHook] = ()
+        self,
+        chunk: int,
+        model: nn.Module,
+        trunk: nn.Module,
+        routers: Sequence[SelectingRouter],
+        others: Sequence[SelectionHook] = (),
     ) -> None:
         modules = {trunk, *(hook.selecting[0] for hook in [*routers, *others])}
         super().__init__(chunk, trunk, routers, list(modules), others)
+        self.model = model
         self.top_k = max(router.top_k for router in routers)
         self.limits_2L = torch.tensor([[r.num_experts for r in routers], [r.top_k for r in routers]])
         self.names = list(inspect.signature(trunk.forward).parameters)
@@ -225,8 +233,12 @@ class TrunkHooks(ModelHooks):
         Raises:
             ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
         """
-        self._cache = None
-        contexts: list[AbstractContextManager[Any]] = [overridden(self.trunk, "forward", self.run_trunk)]
+        self._cache, self.awaits_backward = None, False
+        self.left_behind.clear()
+        contexts: list[AbstractContextManager[Any]] = [
+            parameters_kept(self.model, lambda: self.awaits_backward, self.left_behind.append),
+            overridden(self.trunk, "forward", self.run_trunk),
+        ]
         # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation
         # would not enter the mode again. It need not: the graph keeps routes. Importing Dynamo would cost seconds.
         dynamo = sys.modules.get("torch._dynamo")
