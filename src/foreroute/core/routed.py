@@ -32,7 +32,9 @@ from .untouched import parameters_kept
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+"""Types that torch has few operators for, and those that hold their ids."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
 FAULTS = (
     "rows with an id out of range",
     "rows with an expert twice",
@@ -319,7 +321,7 @@ class TensorRows(NamedTuple):
             if given is not None and given.shape != shape:
                 raise ReplayError(f"{name} is {list(given.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
         device = stack.device or ids.device
-        ids_LBTK = _moved(ids, device).permute(2, 0, 1, 3)
+        ids_LBTK = _signed(_moved(ids, device)).permute(2, 0, 1, 3)
         real_BT = (
             torch.ones(ids.shape[:2], dtype=torch.bool, device=device) if mask is None else _moved(mask, device) != 0
         )
@@ -435,6 +437,12 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _signed(ids: Tensor) -> Tensor:
+    """The same ids in a type that torch computes with; those too large for int64 stay too large for any model."""
+    wide = ids.to(UNSIGNED.get(ids.dtype, ids.dtype))
+    return wide.where(wide >= 0, 2**62) if ids.dtype == torch.uint64 else wide
 
 
 def _tell(faults: Tensor) -> None:
