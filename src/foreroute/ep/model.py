@@ -25,7 +25,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import ReplayError
+from foreroute.errors import AttachError, ReplayError
 from foreroute.plan import StepPlan
 
 BLOCK = re.compile(r".*?\.\d+\.")
@@ -65,6 +65,7 @@ class ExpertParallelModel:
         self.consensus = consensus
         self.ranks = ExecutionRanks(group, consensus, TransferOptions(paths="direct"), "hf", peers=peers)
         self._peers = peers
+        self._dense_adds_up = False
         self.in_force = InForce()
         self._step = 0
 
@@ -94,6 +95,26 @@ class ExpertParallelModel:
         are added up, and cut in the same way, within the backward.
         """
         shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
+        self._dense_adds_up = True
+
+    def _require_sums(self) -> None:
+        """Raise `AttachError` where FSDP2 has taken over experts, or averages the gradients of dense parameters.
+
+        Gradients of experts are sums over ranks, and those of the other parameters have to be, too.
+        """
+        for layer in self.layers:
+            if any(isinstance(parameter, DTensor) for parameter in layer.parameters.values()):
+                raise AttachError(
+                    f"fully_shard has taken over the experts of {layer.path}, which hf.distribute spread over the "
+                    "ranks; leave it to placed.shard_dense() to shard the others"
+                )
+        sharded = [name for name, parameter in self.model.named_parameters() if isinstance(parameter, DTensor)]
+        if sharded and not self._dense_adds_up:
+            raise AttachError(
+                f"{sharded[0]} and {len(sharded) - 1} other dense parameters are sharded by fully_shard, which "
+                "averages their gradients over ranks, while those of experts are added up; call placed.shard_dense() "
+                "in its place, after hf.distribute and before the optimizer is made"
+            )
 
     def use(self, transfers: TransferOptions) -> None:
         """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
@@ -136,6 +157,7 @@ class ExpertParallelModel:
         """What `RoutedTransformer.execute` says, of the model that these hooks are on."""
         if hooks.execution is not None:
             raise ReplayError("a plan is executed on this model; leave that execution before another one begins")
+        self._require_sums()
         self._step = self._step + 1 if step is None else step
         execution = PlanExecution(
             self.ranks,
@@ -157,7 +179,12 @@ class ExpertParallelModel:
         """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
 
         Those of sharded ones are added up in the backward.
+
+        Raises:
+            AttachError: when FSDP2 has taken over experts, or averages the gradients of dense parameters.
+            TransferError: when a rank does not answer.
         """
+        self._require_sums()
         sum_gradients(self.dense_parameters(), self.group, self.consensus.group)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
