@@ -31,7 +31,7 @@ REENTRANT = ("ctx", "run_function")
 NON_REENTRANT: CodeType = getattr(
     checkpoint, "_checkpoint_impl", getattr(checkpoint.checkpoint, "__wrapped__", checkpoint.checkpoint)
 ).__code__
-"""Of the function that holds the generator of the other kind; torch from 2.14 on has it beside `checkpoint`."""
+"""The function that holds the generator of the other kind; torch from 2.14 on has it beside `checkpoint`."""
 
 
 SELECTIVE = tuple(
