@@ -1,7 +1,5 @@
 """What is checked on the tiny model of every family. A check returns nothing, or why it does not apply; or it fails."""
 
-import importlib
-import inspect
 import json
 import tempfile
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,7 +16,7 @@ from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.core.hooks import overridden
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import LayerKind
-from tests.adapters.hf.families import build
+from tests.adapters.hf.families import build, modelling_file
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.model_runs import checkpointed_by_library, gradients, random_routes
 from tests.replay.session_subject import same
@@ -111,8 +109,7 @@ def checkpointing(name):
 
 def backends(name):
     """Grouped and batched expert backends: own routes bit-equal, foreign routes as the eager backend has them."""
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    if "use_experts_implementation" not in inspect.getsource(module):
+    if "use_experts_implementation" not in modelling_file(name).read_text():
         return "upstream has one backend"
     _, eager = shared(name)
     with eager.replay(foreign_routes(eager)), torch.no_grad():
@@ -157,7 +154,7 @@ def gate_weights(name):
 
 
 NOT_TOLD = {
-    "jetmoe": ("split_with_sizes", "its experts are split by counts of rows, which are values"),
+    "jetmoe": ("meta tensor", "its experts are split by counts of rows, which are values"),
     "switch_transformers": ("does not tell", "it has an encoder and a decoder"),
 }
 

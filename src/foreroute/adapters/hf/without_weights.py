@@ -8,16 +8,14 @@ that transformers gets tomorrow needs nothing here. No code of the folder is exe
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.adapters.hf.attaching import find_indexers, spec_of
@@ -106,13 +104,11 @@ def _decoder_of(config: Any) -> Any:
 @contextmanager
 def _no_values() -> Iterator[None]:
     """While the context is open, tensors have shapes and no values or memory; random state is kept."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it writes what is raised as well
-    with ExitStack() as stack:
-        stack.enter_context(loading())
-        stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True
-        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(NothingSelected())
-        stack.enter_context(torch.no_grad())
+    with (
+        loading(),
+        torch.random.fork_rng(range(torch.cuda.device_count())),
+        torch.device("meta"),
+        NothingSelected(),
+        torch.no_grad(),
+    ):
         yield
