@@ -154,7 +154,7 @@ def gate_weights(name):
 
 
 NOT_TOLD = {
-    "jetmoe": ("meta tensor", "its experts are split by counts of rows, which are values"),
+    "jetmoe": ("split_with_sizes", "its experts are split by counts of rows, which are values"),
     "switch_transformers": ("does not tell", "it has an encoder and a decoder"),
 }
 
