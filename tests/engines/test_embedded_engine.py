@@ -14,6 +14,7 @@ from foreroute.errors import ConfigError
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
+from tests.adapters.hf.families import FAMILIES, build
 from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.tiers import grid
 
@@ -114,11 +115,27 @@ def test_transposed_experts_are_scaled_along_their_own_input():
     assert not qwen3._input_axis
 
 
-def test_rotary_frequencies_and_router_biases_stay_in_float32():
-    buffers = dict(EmbeddedEngine(tiny("deepseek_v3"), "bfloat16")._model.named_buffers())
-    assert any("inv_freq" in name for name in buffers)
-    assert any("e_score_correction_bias" in name for name in buffers)
-    assert all(buffer.dtype == torch.float32 for buffer in buffers.values() if buffer.is_floating_point())
+OF_EACH_KIND = {"afmoe": {torch.bfloat16}, "ernie4_5_moe": {torch.bfloat16, torch.float32}}
+"""Families that round a buffer, and that keep routers in float32; and the dtypes of parameters, on every transformers."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OF_EACH_KIND, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in OF_EACH_KIND)],
+)
+def test_weights_are_held_in_the_dtypes_that_transformers_loads(name, tmp_path):
+    """What a family keeps in float32 stays so, and what it rounds is rounded, buffers too."""
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, use_safetensors=True)
+    hf.attach(loaded)  # in Switch Transformers a forward casts its router
+    held = EmbeddedEngine(model, "bfloat16")._model
+    assert dtypes_of(held) == dtypes_of(loaded)
+    assert OF_EACH_KIND.get(name, {torch.bfloat16}) <= {parameter.dtype for parameter in held.parameters()}
+
+
+def dtypes_of(model):
+    return {name: each.dtype for name, each in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def kept_by_hand(logits_V, *, top_k=0, top_p=1.0, min_p=0.0):

@@ -17,6 +17,7 @@ MODELLING = Path(transformers.__file__).parent / "models"
 # One set of sizes for all. A configuration takes the fields that its class knows.
 SIZES = {
     "vocab_size": 50,
+    "unpadded_vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
