@@ -116,7 +116,7 @@ def test_transposed_experts_are_scaled_along_their_own_input():
 
 
 OF_EACH_KIND = {"afmoe": {torch.bfloat16}, "ernie4_5_moe": {torch.bfloat16, torch.float32}}
-"""Families that round a buffer, and that keep routers in float32; and the dtypes of parameters, on every transformers."""
+"""A family that rounds a buffer and one that keeps its routers; and dtypes of parameters, in every transformers."""
 
 
 @pytest.mark.parametrize(

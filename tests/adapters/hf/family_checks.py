@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.core.hooks import overridden
 from foreroute.errors import ConfigError, ReplayError
@@ -27,8 +28,9 @@ BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 
 
 def record(name):
-    """What is recorded is what the experts are given."""
+    """What is recorded is what the experts are given. No router is taken for a packed one."""
     model, routed = shared(name)
+    assert not about_packed(routed)
     with routed.record() as recording, watching(name, routed) as calls:
         run(model)
     require_given_to_experts(recording.trace(), calls)

@@ -91,9 +91,9 @@ def _require_sizes_read(values: dict[str, Any], text: Any, path: Path) -> None:
         is_size = type(stated) is int and not key.endswith("_token_id")
         if is_size and taken != stated and (key, taken) not in tables:
             raise ConfigError(
-                f"{path} has {key} = {stated} beside text_config, where transformers {transformers.__version__} reads no "
-                f"size of a {values.get('model_type')} model, and takes {taken!r:.80}. Move sizes into text_config; or, "
-                f"where all of the file is of a text model, set model_type to {text.model_type}"
+                f"{path} has {key} = {stated!r:.80} beside text_config, where transformers {transformers.__version__} "
+                f"reads no size of a {values['model_type']} model, and takes {taken!r:.80}. Move sizes into "
+                f"text_config; or, where all of the file is of a text model, set model_type to {text.model_type}"
             )
 
 
@@ -226,7 +226,7 @@ def require_files(folder: Path) -> None:
 
 
 def check_config(path: Path) -> dict[str, Any]:
-    """What a config.json holds, unless it asks for code, for weights elsewhere, or for more layers than a model can have.
+    """What a config.json holds. Refuses what asks for code, for weights elsewhere, or for impossibly many layers.
 
     Raises:
         ConfigError: saying what it asks for.
