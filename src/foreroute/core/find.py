@@ -160,9 +160,9 @@ def _selected_twice(model: nn.Module, router: SelectingRouter) -> str:
     places = [path for path, module in model.named_modules(remove_duplicate=False) if module is router.module]
     if len(places) == 1:
         return (
-            f"{router.path} ({type(router.module).__name__}) cannot be replayed: it selects more than once for each "
-            "token of a forward, as layers that a model runs in a loop do, and a trace has one row of routes for a "
-            "token and a layer, not one for each pass of the loop; use one pass, or train without replay"
+            f"{router.path} ({type(router.module).__name__}) cannot be replayed: it selects several times for each "
+            "token, as looped layers do, and a trace has one row of routes for each token and layer; make one pass, or "
+            "train without replay"
         )
     return (
         f"the router at {', '.join(places)} ({type(router.module).__name__}) selected twice in one forward, as if "
