@@ -54,6 +54,7 @@ FAILS_ON_TEXT = {("llama4", "5.24.0"): "it reads image_outputs off an output tha
 def build_whole(name, **overrides):
     if why := FAILS_ON_TEXT.get((name, transformers.__version__)):
         pytest.skip(f"{WHOLE[name]} of transformers {transformers.__version__}: {why}")
+    text_config = build(name).config.to_dict()
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     model_class = getattr(module, WHOLE[name])
     parts = {
@@ -61,7 +62,7 @@ def build_whole(name, **overrides):
         for part, sub_class in model_class.config_class.sub_configs.items()
         if part != "text_config"
     }
-    config = model_class.config_class(**parts, text_config=build(name).config.to_dict(), **overrides)
+    config = model_class.config_class(**parts, text_config=text_config, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return with_live_values(model_class(config).eval())
