@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from foreroute.adapters.hf.model import RoutedTransformer
 from foreroute.trace import LayerKind
@@ -52,10 +51,11 @@ def _packed_as(module: nn.Module) -> str | None:
 
 def _stored(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors that hold the values of one, which may be of a subclass around others."""
-    if not is_traceable_wrapper_subclass(tensor):
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:
+    for name in flatten()[0]:
         if isinstance(held := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
             yield from _stored(held)
 
