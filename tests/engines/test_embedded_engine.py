@@ -85,9 +85,10 @@ def test_new_weights_are_used_and_stamped():
     assert not np.array_equal(sampled(EmbeddedEngine(old, "float32")).logprobs_R, generation.logprobs_R)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"])
 def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
-    model = tiny(family)
+    """And tables of experts, and what stays in float32."""
+    model = build(family)
     bf16, fp8 = EmbeddedEngine(model, "bfloat16"), EmbeddedEngine(model, "fp8")
     plain, rounded = bf16._model.state_dict(), fp8._model.state_dict()
     changed = {name for name in plain if not torch.equal(plain[name], rounded[name])}
@@ -96,6 +97,7 @@ def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
     kept = [name for name in plain if any(w in name for w in ("gate.weight", "router", "embed", "lm_head", "norm"))]
     assert kept
     assert not changed & set(kept)
+    assert {plain[name].dtype for name in changed} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("input_axis", [-1, -2])

@@ -157,7 +157,9 @@ def _loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """
     zeros = {name: each.new_zeros((), device="cpu").expand(each.shape) for name, each in model.state_dict().items()}
     with loading():
-        loaded = type(model).from_pretrained(None, config=model.config, state_dict=zeros, dtype=dtype)
+        loaded = type(model).from_pretrained(
+            None, config=model.config, state_dict=zeros, dtype=dtype, local_files_only=True
+        )
     return {name: tensor.dtype for name, tensor in _tensors(loaded)}
 
 
