@@ -136,6 +136,16 @@ def test_weights_are_held_in_the_dtypes_that_transformers_loads(name, tmp_path):
     assert OF_EACH_KIND.get(name, {torch.bfloat16}) <= {parameter.dtype for parameter in held.parameters()}
 
 
+def test_a_model_with_adapters_is_refused():
+    peft = pytest.importorskip("peft")
+    model = build("qwen3_moe")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    for each in (adapted, adapted.get_base_model()):
+        with pytest.raises(ConfigError, match=r"given a .* with adapters; .* Merge adapters"):
+            EmbeddedEngine(each)
+    EmbeddedEngine(adapted.merge_and_unload())
+
+
 def dtypes_of(model):
     return {name: each.dtype for name, each in [*model.named_parameters(), *model.named_buffers()]}
 

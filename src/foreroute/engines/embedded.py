@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.local_models import loading
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
-from foreroute.errors import DivergedError
+from foreroute.errors import ConfigError, DivergedError
 from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION, SAMPLING
 
@@ -46,6 +47,10 @@ class EmbeddedEngine:
 
     Attributes:
         weight_version: the version last loaded; every trace carries it.
+
+    Raises:
+        AttachError: as `hf.attach`.
+        ConfigError: when the model is of no class of transformers, or has adapters.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class EmbeddedEngine:
         dtypes = _loaded_dtypes(model, torch.float32 if precision == "float32" else torch.bfloat16)
         self._model: Any = copy.deepcopy(model).eval().requires_grad_(False)
         for name, tensor in _tensors(self._model):
-            tensor.data = tensor.data.to(dtypes[name])
+            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
         self._input_axis = _input_axes(self._model)
         self._routed = attach(self._model)
         self.weight_version = NO_VERSION
@@ -154,9 +159,18 @@ def _loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
     It keeps those in float32 that a family lists, as its router, and those that a class makes in a dtype of its own.
     transformers is asked, on zeros that stand for the weights.
+
+    Raises:
+        ConfigError: when it does not load such models.
     """
+    adapted = hasattr(model, "peft_config")
+    if adapted or not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the embedded engine was given a {type(model).__name__}{' with adapters' if adapted else ''}; expected a "
+            "model of transformers alone. Merge adapters into it first (merge_and_unload of PEFT)"
+        )
     zeros = {name: each.new_zeros((), device="cpu").expand(each.shape) for name, each in model.state_dict().items()}
-    with loading():
+    with loading(), torch.random.fork_rng(devices=[]):
         loaded = type(model).from_pretrained(
             None, config=model.config, state_dict=zeros, dtype=dtype, local_files_only=True
         )
