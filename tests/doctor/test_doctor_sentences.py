@@ -208,6 +208,7 @@ def test_the_rest_is_told_in_whole_sentences():
         Evidence(conformance=all_fail),
         Evidence(conformance=report(Outcome.FAILED, Outcome.PASSED)),
         Evidence(replay_error="the trace belongs to another model"),
+        Evidence(packed_routers="weights of routers were packed; leave them out"),
         Evidence(random_weights=True),
         Evidence(random_weights=True, engine=trace),
         *(Evidence(engine=trace.with_weight_version(v), expected_version=4) for v in (-1, 0)),

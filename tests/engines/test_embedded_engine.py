@@ -14,6 +14,7 @@ from foreroute.errors import ConfigError
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import tiny
 from foreroute.trace import SAMPLING
+from tests.adapters.hf.families import FAMILIES, build
 from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.tiers import grid
 
@@ -84,9 +85,10 @@ def test_new_weights_are_used_and_stamped():
     assert not np.array_equal(sampled(EmbeddedEngine(old, "float32")).logprobs_R, generation.logprobs_R)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"])
 def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
-    model = tiny(family)
+    """And tables of experts, and what stays in float32."""
+    model = build(family)
     bf16, fp8 = EmbeddedEngine(model, "bfloat16"), EmbeddedEngine(model, "fp8")
     plain, rounded = bf16._model.state_dict(), fp8._model.state_dict()
     changed = {name for name in plain if not torch.equal(plain[name], rounded[name])}
@@ -95,6 +97,7 @@ def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
     kept = [name for name in plain if any(w in name for w in ("gate.weight", "router", "embed", "lm_head", "norm"))]
     assert kept
     assert not changed & set(kept)
+    assert {plain[name].dtype for name in changed} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("input_axis", [-1, -2])
@@ -114,11 +117,37 @@ def test_transposed_experts_are_scaled_along_their_own_input():
     assert not qwen3._input_axis
 
 
-def test_rotary_frequencies_and_router_biases_stay_in_float32():
-    buffers = dict(EmbeddedEngine(tiny("deepseek_v3"), "bfloat16")._model.named_buffers())
-    assert any("inv_freq" in name for name in buffers)
-    assert any("e_score_correction_bias" in name for name in buffers)
-    assert all(buffer.dtype == torch.float32 for buffer in buffers.values() if buffer.is_floating_point())
+OF_EACH_KIND = {"afmoe": {torch.bfloat16}, "ernie4_5_moe": {torch.bfloat16, torch.float32}}
+"""A family that rounds a buffer and one that keeps its routers; and dtypes of parameters, in every transformers."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OF_EACH_KIND, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in OF_EACH_KIND)],
+)
+def test_weights_are_held_in_the_dtypes_that_transformers_loads(name, tmp_path):
+    """What a family keeps in float32 stays so, and what it rounds is rounded, buffers too."""
+    model = build(name)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, use_safetensors=True)
+    hf.attach(loaded)  # in Switch Transformers a forward casts its router
+    held = EmbeddedEngine(model, "bfloat16")._model
+    assert dtypes_of(held) == dtypes_of(loaded)
+    assert OF_EACH_KIND.get(name, {torch.bfloat16}) <= {parameter.dtype for parameter in held.parameters()}
+
+
+def test_a_model_with_adapters_is_refused():
+    peft = pytest.importorskip("peft")
+    model = build("qwen3_moe")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    for each in (adapted, adapted.get_base_model()):
+        with pytest.raises(ConfigError, match=r"given a .* with adapters; .* Merge adapters"):
+            EmbeddedEngine(each)
+    EmbeddedEngine(adapted.merge_and_unload())
+
+
+def dtypes_of(model):
+    return {name: each.dtype for name, each in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def kept_by_hand(logits_V, *, top_k=0, top_p=1.0, min_p=0.0):

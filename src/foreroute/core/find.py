@@ -158,6 +158,12 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Probe:
 
 def _selected_twice(model: nn.Module, router: SelectingRouter) -> str:
     places = [path for path, module in model.named_modules(remove_duplicate=False) if module is router.module]
+    if len(places) == 1:
+        return (
+            f"{router.path} ({type(router.module).__name__}) cannot be replayed: it selects several times for each "
+            "token, as looped layers do, and a trace has one row of routes for each token and layer; make one pass, or "
+            "train without replay"
+        )
     return (
         f"the router at {', '.join(places)} ({type(router.module).__name__}) selected twice in one forward, as if "
         "layers shared it; a trace has one row of routes for each layer. Give each layer a router of its own"

@@ -159,12 +159,11 @@ RULES = {
 
 REFUSED = {
     "NllbMoeTop2Router": (
-        "transformers hands a 0/1 mask to its experts as if it held expert ids, so that only experts 0 and 1 ever "
-        "run, whatever was selected"
+        "transformers hands a 0/1 mask to its experts as if it held expert ids, so that only experts 0 and 1 ever run"
     ),
     "DogeCDMoE": (
-        "in a forward over a whole sequence it mixes the logits of different tokens, so that the picks of a rollout, "
-        "made token by token, are not those of a trainer's rows"
+        "over a whole sequence it mixes the logits of different tokens, so that a rollout, made token by token, picks "
+        "otherwise than a trainer"
     ),
     "VitPoseNaiveMoe": "its experts are chosen by the dataset of an image and not by a router",
 }

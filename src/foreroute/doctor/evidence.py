@@ -77,6 +77,7 @@ class Evidence:
         repacked: the trainer on its own routes, one sequence at a time.
         conformance: the quick checks, run on this model.
         attach_error: why the adapter refused the model.
+        packed_routers: what packed weights of its routers do, and what to do about them.
         replay_error: why the trace could not be replayed.
         mask_error: why its sampling masks cannot be those of its tokens. Log-probs were compared with nothing then.
         has_indexers: the model has indexers of sparse attention, whose choices can be replayed.
@@ -94,6 +95,7 @@ class Evidence:
     repacked: TrainerPass | None = None
     conformance: ConformanceReport | None = None
     attach_error: str = ""
+    packed_routers: str = ""
     replay_error: str = ""
     mask_error: str = ""
     has_indexers: bool = False

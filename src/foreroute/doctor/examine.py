@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.scoring import response_logits, sampled_tokens
 from foreroute.capture import Generation
 from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupported, run_conformance
@@ -68,7 +69,7 @@ def examine(
         routed = hf.attach(model)
     except AttachError as error:
         return Evidence(attach_error=str(error), **given)
-    given["has_indexers"] = routed.indexers is not None
+    given |= {"has_indexers": routed.indexers is not None, "packed_routers": about_packed(routed)}
     given["conformance"] = run_conformance(_InPlace(routed), only=QUICK)
     sequences = generation or (None if trace is None else _without_logprobs(trace))
     if sequences is None:

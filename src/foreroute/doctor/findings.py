@@ -168,7 +168,10 @@ def _wiring(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _weights(evidence: Evidence) -> Iterator[Finding]:
-    """Whether the model has weights."""
+    """Whether the model has weights, and its routers have them whole."""
+    if evidence.packed_routers:
+        seen, _, advice = (each[:1].upper() + each[1:] for each in evidence.packed_routers.partition("; "))
+        yield Finding(Severity.WARNING, "weights", f"{seen}.", f"{advice}.")
     if evidence.random_weights:
         compared = " The trace was compared with nothing." if evidence.engine is not None else ""
         yield Finding(

@@ -7,7 +7,7 @@ another precision, run token by token over a cache, routes its tokens on its own
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from foreroute.adapters.hf import attach
+from foreroute.adapters.hf.local_models import loading
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
-from foreroute.errors import DivergedError
+from foreroute.errors import ConfigError, DivergedError
 from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION, SAMPLING
 
@@ -29,7 +31,7 @@ __all__ = ["EmbeddedEngine"]
 Precision = Literal["float32", "bfloat16", "fp8"]
 
 E4M3_MAX = 448.0
-KEPT_IN_BFLOAT16 = ("embed", "lm_head", "gate.weight", "router", "norm", "bias")
+NOT_IN_FP8 = ("embed", "lm_head", "gate.weight", "router", "norm", "bias")
 """Parameter names that FP8 engines leave alone: embeddings, output head, routers, norms, biases."""
 
 
@@ -37,14 +39,18 @@ class EmbeddedEngine:
     """Batched sampling from a copy of a Hugging Face model, with routes, log-probs and sampling masks.
 
     Args:
-        model: the policy; it is copied once, on its device, and not kept.
+        model: the policy, of a class of transformers; it is copied once, on its device, and not kept.
         precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that went through E4M3 and back, with
-            one scale per output channel).
+            one scale per output channel). What `from_pretrained` of transformers keeps in float32 stays so.
         gate_weights: whether traces have gate weights.
         indexers: whether traces have the choices of sparse-attention indexers, which the model must have.
 
     Attributes:
         weight_version: the version last loaded; every trace carries it.
+
+    Raises:
+        AttachError: as `hf.attach`.
+        ConfigError: when the model is of no class of transformers, or has adapters.
     """
 
     def __init__(
@@ -57,10 +63,10 @@ class EmbeddedEngine:
     ) -> None:
         self._precision = precision
         self._recorded = {"gate_weights": gate_weights, "indexers": indexers}
-        dtype = torch.float32 if precision == "float32" else torch.bfloat16
+        dtypes = _loaded_dtypes(model, torch.float32 if precision == "float32" else torch.bfloat16)
         self._model: Any = copy.deepcopy(model).eval().requires_grad_(False)
-        for parameter in self._model.parameters():  # buffers (rotary frequencies, router biases) stay in float32
-            parameter.data = parameter.data.to(dtype)
+        for name, tensor in _tensors(self._model):
+            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
         self._input_axis = _input_axes(self._model)
         self._routed = attach(self._model)
         self.weight_version = NO_VERSION
@@ -72,7 +78,8 @@ class EmbeddedEngine:
         own = self._model.state_dict()
         for name, target in own.items():
             source = weights[name]
-            if self._precision == "fp8" and source.ndim >= 2 and not any(word in name for word in KEPT_IN_BFLOAT16):
+            is_named = any(word in name for word in NOT_IN_FP8)
+            if self._precision == "fp8" and source.ndim >= 2 and target.dtype == torch.bfloat16 and not is_named:
                 source = _through_e4m3(source, self._input_axis.get(name, -1))
             target.copy_(source)
         self.weight_version = version
@@ -145,6 +152,34 @@ class EmbeddedEngine:
             masks = masks_of_steps(kept_sets, logits.shape[1], prompt_trace.lengths, response_lengths)
             trace = trace.with_stream(SAMPLING, masks)
         return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
+
+
+def _loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of parameters and buffers, by name, where `from_pretrained(dtype=...)` loads a model of this class.
+
+    It keeps those in float32 that a family lists, as its router, and those that a class makes in a dtype of its own.
+    transformers is asked, on zeros that stand for the weights.
+
+    Raises:
+        ConfigError: when it does not load such models.
+    """
+    adapted = hasattr(model, "peft_config")
+    if adapted or not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the embedded engine was given a {type(model).__name__}{' with adapters' if adapted else ''}; expected a "
+            "model of transformers alone. Merge adapters into it first (merge_and_unload of PEFT)"
+        )
+    zeros = {name: each.new_zeros((), device="cpu").expand(each.shape) for name, each in model.state_dict().items()}
+    with loading(), torch.random.fork_rng(devices=[]):
+        loaded = type(model).from_pretrained(
+            None, config=model.config, state_dict=zeros, dtype=dtype, local_files_only=True
+        )
+    return {name: tensor.dtype for name, tensor in _tensors(loaded)}
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:

@@ -17,6 +17,7 @@ MODELLING = Path(transformers.__file__).parent / "models"
 # One set of sizes for all. A configuration takes the fields that its class knows.
 SIZES = {
     "vocab_size": 50,
+    "unpadded_vocab_size": 50,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -74,10 +75,12 @@ class Family:
     Attributes:
         model: the class to build, in `transformers.models.<family>.modeling_<family>`.
         sizes: what its configuration needs besides `SIZES`; None leaves a field out.
+        modelled_by: the family whose class it is, where transformers has a configuration of this one alone.
     """
 
     model: str
     sizes: dict[str, Any] = field(default_factory=dict)
+    modelled_by: str | None = None
 
 
 FAMILIES = {
@@ -140,6 +143,7 @@ FAMILIES = {
     "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
     "hy_v3": Family("HYV3ForCausalLM"),
     "hy_v4": Family("HYV4ForCausalLM"),
+    "hy_v4_vl": Family("HYV4VLTextModel", {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}),
     "inkling": Family("InklingForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
     "inkling2": Family("Inkling2ForCausalLM", {**SLIDING_HEADS, "rel_extent": 16, "d_rel": 4}),
     "jamba": Family("JambaForCausalLM", {"num_hidden_layers": 4, "mamba_d_state": 4}),
@@ -147,6 +151,9 @@ FAMILIES = {
     "kimi_linear": Family("KimiLinearForCausalLM", {"mlp_layer_types": DENSE_FIRST, "topk_group": 1, "n_group": 1}),
     "kolibri1": Family("Kolibri1ForCausalLM"),
     "laguna": Family("LagunaForCausalLM"),
+    "lara_mini": Family(
+        "LaraMiniForCausalLM", {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
+    ),
     "lfm2_moe": Family(
         "Lfm2MoeForCausalLM",
         {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
@@ -212,6 +219,8 @@ FAMILIES = {
             "split_ngram_parts": 2,
         },
     ),
+    "sarvam_mla": Family("DeepseekV3ForCausalLM", modelled_by="deepseek_v3"),
+    "sarvam_moe": Family("Glm4MoeForCausalLM", modelled_by="glm4_moe"),
     "solar_open": Family("SolarOpenForCausalLM"),
     "step3p7": Family(
         "Step3p7TextModel", {"mlp_layer_types": DENSE_FIRST, "share_expert_dim": 24, "sliding_window": 16}
@@ -239,6 +248,7 @@ SPARSE = {
     "dots3_note": {"index_topk": 6},
     "glm_moe_dsa": {"index_topk": 6, "indexer_types": ["full", "shared", "full"]},
     "hy_v4": {"index_topk": 6},
+    "hy_v4_vl": {"index_topk": 6},
     "mistral_large4": {"index_topk": 6},
     "deepseek_v4": {"index_topk": 3, "layer_types": ["compressed_sparse_attention"] * 3},
     "glm5_next": {
@@ -273,11 +283,16 @@ REPLAYABLE_WITH = {
 
 def lacks(name):
     """Why the installed transformers has nothing to replay in a family, as older releases do; None where it has."""
-    code = MODELLING / name / f"modeling_{name}.py"
-    if not code.exists():
+    if not (MODELLING / name / f"configuration_{name}.py").exists():
         return f"this transformers has no {name}"
     needed = REPLAYABLE_WITH.get(name, "")
-    return None if needed in code.read_text() else f"{name} of this transformers has no {needed!r}"
+    return None if needed in modelling_file(name).read_text() else f"{name} of this transformers has no {needed!r}"
+
+
+def modelling_file(name):
+    """Where the class of a family is written."""
+    by = FAMILIES[name].modelled_by or name
+    return MODELLING / by / f"modeling_{by}.py"
 
 
 def skip_where_lacking(name):
@@ -299,9 +314,9 @@ def build(name, *, experts="eager", dtype=torch.float32, seed=0, sizes=SIZES, **
     """
     skip_where_lacking(name)
     family = FAMILIES[name]
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    model_class = getattr(module, family.model)
-    config_class = model_class.config_class
+    by = family.modelled_by or name
+    model_class = getattr(importlib.import_module(f"transformers.models.{by}.modeling_{by}"), family.model)
+    config_class = transformers.CONFIG_MAPPING[name] if family.modelled_by else model_class.config_class
     known = config_fields(config_class) | ALWAYS
     given = {field: value for field, value in sizes.items() if field in known} | family.sizes | overrides
     config = config_class(**{field: value for field, value in given.items() if value is not None})

@@ -121,8 +121,8 @@ GATES_OF_SEVERAL = [
     (
         Gate(renormalise=True),
         "aria cohere2_moe ernie4_5_moe ernie4_5_vl_moe gpt_oss granitemoe granitemoe_swa granitemoehybrid "
-        "granitemoeshared hunyuan_v1_moe mellum minimax mistral4 mistral_large4 mixtral qwen3_5_moe qwen3_next "
-        "qwen3_omni_moe qwen3_vl_moe qwen4_exp",
+        "granitemoeshared hunyuan_v1_moe lara_mini mellum minimax mistral4 mistral_large4 mixtral qwen3_5_moe "
+        "qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp",
     ),
     (Gate("sigmoid"), "dots1 kolibri1"),
     (
@@ -132,7 +132,7 @@ GATES_OF_SEVERAL = [
     ),
     (
         Gate("sigmoid", renormalise=True, scale=2.5),
-        "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 exaone_moe glm5_next glm_moe_dsa",
+        "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 exaone_moe glm5_next glm_moe_dsa sarvam_mla sarvam_moe",
     ),
     (Gate("probabilities", weights=_per_expert_scale, label="softmax / sum x expert scale"), "diffusion_gemma gemma4"),
 ]
@@ -142,6 +142,7 @@ GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split(
     "glm4_moe_lite": Gate("sigmoid", renormalise=True, scale=1.8),
     "hy_v3": Gate("sigmoid", renormalise=True, scale=2.826),
     "hy_v4": Gate("sigmoid", renormalise=True, scale=2.827),
+    "hy_v4_vl": Gate("sigmoid", renormalise=True, scale=2.827),
     "inkling": Gate(weights=_with_shared_experts, label="sigmoid / sum with shared experts"),
     "inkling2": Gate("sigmoid", renormalise=True, scale=8.0),
     "jetmoe": Gate(renormalise=True, logits=4, handed_on=_sorted_by_expert, label="softmax / sum; also in attention"),

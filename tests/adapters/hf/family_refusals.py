@@ -6,6 +6,7 @@ import transformers
 
 from foreroute.adapters import hf
 from foreroute.errors import AttachError
+from tests.adapters.hf.families import MODELLING, SIZES, SLIDING_HEADS, config_fields, skip_in_older
 
 SMALL = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -30,11 +31,23 @@ def vitpose_backbone():
     )
 
 
-REFUSED = {"doge": doge, "nllb_moe": nllb_moe, "vitpose_backbone": vitpose_backbone}
+def inkling2_loop(passes=2):
+    config_class = transformers.CONFIG_MAPPING["inkling2_loop_text"]
+    sizes = {"num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": passes}
+    known = {name: value for name, value in SIZES.items() if name in config_fields(config_class)}
+    return transformers.AutoModel.from_config(
+        config_class(**known | SLIDING_HEADS | sizes, n_layers_per_attn_res_block=1, rel_extent=16, d_rel=4),
+        trust_remote_code=False,
+    )
+
+
+REFUSED = {"doge": doge, "inkling2_loop": inkling2_loop, "nllb_moe": nllb_moe, "vitpose_backbone": vitpose_backbone}
 
 
 def refusal(name):
-    """The reason without the place, as the documentation has it."""
+    """The reason without the place, as the documentation has it. Skips where an older transformers lacks the family."""
+    if not (MODELLING / name).exists():
+        skip_in_older(f"this transformers has no {name}")
     torch.manual_seed(0)
     with pytest.raises(AttachError) as refused:
         hf.attach(REFUSED[name]())

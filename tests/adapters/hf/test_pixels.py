@@ -196,13 +196,13 @@ def test_a_sampled_rollout_with_images_is_replayed_in_micro_batches():
 
 
 def test_pixels_that_belong_to_unknown_tokens_are_warned_of(monkeypatch):
-    monkeypatch.setitem(TOWER, "pixel_shuffle_ratio", 1.0)
-    model = build_whole("llama4", image_token_index=IMAGE)
-    size = model.config.vision_config
-    tokens = torch.tensor([[1, *[IMAGE] * (size.image_size // size.patch_size) ** 2, 3]])
+    monkeypatch.setitem(TOWER, "image_size", 16)
+    monkeypatch.setitem(TOWER, "patch_size", 2)
+    model = build_whole("step3p7", image_token_id=IMAGE)  # which is told of no grid
+    tokens = torch.tensor([[1, *[IMAGE] * 4, 3]])
     routed = hf.attach(model)
     with routed.record() as recording, torch.no_grad():
-        model(input_ids=tokens, pixel_values=torch.zeros(1, 3, size.image_size, size.image_size), use_cache=False)
+        model(input_ids=tokens, pixel_values=torch.zeros(1, 3, 16, 16), use_cache=False)
     with pytest.warns(UserWarning, match="pixel_values: it is not known which of them"):
         assert PIXELS not in recording.trace().streams
 

@@ -2,7 +2,9 @@
 
 import importlib
 
+import pytest
 import torch
+import transformers
 
 from foreroute.adapters import hf
 from tests.adapters.hf.families import build, config_fields, with_live_values
@@ -14,6 +16,7 @@ WHOLE = {
     "gemma4": "Gemma4ForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "glm5_next": "Glm5NextForConditionalGeneration",
+    "hy_v4_vl": "HYV4VLForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
@@ -44,7 +47,14 @@ TOWER = {
 }
 
 
+FAILS_ON_TEXT = {("llama4", "5.24.0"): "it reads image_outputs off an output that has none"}
+"""Whole models whose forward fails in a release of transformers."""
+
+
 def build_whole(name, **overrides):
+    if why := FAILS_ON_TEXT.get((name, transformers.__version__)):
+        pytest.skip(f"{WHOLE[name]} of transformers {transformers.__version__}: {why}")
+    text_config = build(name).config.to_dict()
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     model_class = getattr(module, WHOLE[name])
     parts = {
@@ -52,7 +62,7 @@ def build_whole(name, **overrides):
         for part, sub_class in model_class.config_class.sub_configs.items()
         if part != "text_config"
     }
-    config = model_class.config_class(**parts, text_config=build(name).config.to_dict(), **overrides)
+    config = model_class.config_class(**parts, text_config=text_config, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return with_live_values(model_class(config).eval())

@@ -3,6 +3,7 @@
 `test_every_family` asks it of every family as it comes.
 """
 
+import json
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
-from tests.adapters.hf.families import SPARSE, build
+from tests.adapters.hf.families import SIZES, SPARSE, build
 from tests.adapters.hf.family_checks import attached, require_told, written
 from tests.tiers import grid
 
@@ -76,6 +77,53 @@ def test_a_folder_says_all_that_decoding_needs(tmp_path):
     served, routed = ServedModel.at(tmp_path), hf.attach(model)
     assert (served.spec, served.indexers) == (routed.spec, routed.indexers)
     assert (served.vocabulary_size, served.max_positions) == (50, 64)
+
+
+DECODER = {
+    name: SIZES[name]
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok")
+} | {"moe_intermediate_size": 24, "layer_types": ["full_attention"] * 3, "head_dim": 16}
+
+
+def flat(model_type="qwen3_5_moe"):
+    """All sizes at the top, as converters of text-only checkpoints write them."""
+    return DECODER | {"model_type": model_type}
+
+
+def within(top, **text):
+    """What is in the table of the decoder, and what beside it."""
+    return {"model_type": "qwen3_5_moe", "text_config": text} | top
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        flat("qwen3_5_moe_text"),
+        within({}, **DECODER),
+        within({"num_hidden_layers": 3, "vocab_size": 50}, **DECODER),
+        within({"hidden_size": 4096, "eos_token_id": 7}, **DECODER),
+        {"thinker_config": {"text_config": DECODER}, "model_type": "qwen3_omni_moe"},
+    ],
+    ids=["flat text model", "within", "at both levels", "at both levels, otherwise", "deeper"],
+)
+def test_sizes_where_transformers_reads_them_are_read(values, tmp_path):
+    spec = spec_of(values, tmp_path)
+    assert (spec.num_layers, spec.num_experts, spec.top_k) == (3, 8, 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [flat(), within(flat()), within({"num_experts": 8}, num_hidden_layers=3), flat("qwen3_vl_moe"), flat("llama4")],
+    ids=["flat", "an empty table", "one size beside the table", "qwen3_vl_moe", "llama4"],
+)
+def test_sizes_that_transformers_does_not_read_are_refused(values, tmp_path):
+    with pytest.raises(ConfigError, match=r"has \w+ = \d+ beside text_config, .* takes .* set model_type to \w+_text"):
+        spec_of(values, tmp_path)
+
+
+def spec_of(values, folder):
+    (folder / "config.json").write_text(json.dumps(values))
+    return ServedModel.at(folder).spec
 
 
 def test_nothing_is_left_behind(tmp_path):

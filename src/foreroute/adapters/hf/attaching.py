@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
+from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.core.attaching import require_attachable, self_check, stack_of
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, find_routers, hidden, probe
 from foreroute.core.hooks import SelectingRouter
@@ -26,7 +28,8 @@ def attach(model: nn.Module) -> RoutedTransformer:
 
     Runs four forwards of 8 tokens in eval mode: one to see what each router selects, and three to prove that replaying
     a model's own routes changes no bit and that replaying other routes is obeyed. Four more of three units prove the
-    same of indexers, where it has them. The model is left as it was.
+    same of indexers, where it has them. The model is left as it was. Routers that a quantizing loader packed are warned
+    of by name.
 
     Args:
         model: a transformers model with routers, on any device, in any dtype; for a speech model, the part that
@@ -58,6 +61,8 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
         routed = RoutedTransformer(model, spec, hooks)
         if indexers is not None:
             check_indexers(routed, indexers)
+    if about := about_packed(routed):
+        warnings.warn(about, stacklevel=3)
     return routed
 
 

@@ -73,6 +73,7 @@ FORMS = {
     "Dots3NoteTextIndexer": TOKENS,
     "GlmMoeDsaIndexer": TOKENS,
     "HYV4Indexer": TOKENS,
+    "HYV4VLIndexer": TOKENS,
     "MistralLarge4TextIndexer": TOKENS,
     "Glm5NextTextIndexer": IndexerForm(unit="index_kpool", counts_tokens=True, tail=True, placed="one a row"),
     "DeepseekV4Indexer": IndexerForm(unit="compress_rate", returns="units", placed="on the left"),

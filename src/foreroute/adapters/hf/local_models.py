@@ -71,12 +71,30 @@ def read_config(path: Path) -> Any:
     Raises:
         ConfigError: when it cannot, or the file asks for what `check_config` refuses.
     """
-    check_config(path)
+    values = check_config(path)
     try:
         with loading():
-            return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            text = config.get_text_config()
     except Exception as error:  # transformers raises what its loaders raise
         raise ConfigError(f"{path} cannot be loaded by transformers: {why(error)}") from error
+    if text is not config:
+        _require_sizes_read(values, text, path)
+    return config
+
+
+def _require_sizes_read(values: dict[str, Any], text: Any, path: Path) -> None:
+    """Refuses sizes of the decoder beside its table, where transformers reads none and takes the family's defaults."""
+    tables = [entry for value in values.values() if isinstance(value, dict) for entry in _entries(value)]
+    for key, stated in values.items():
+        taken = getattr(text, key, stated)
+        is_size = type(stated) is int and not key.endswith("_token_id")
+        if is_size and taken != stated and (key, taken) not in tables:
+            raise ConfigError(
+                f"{path} has {key} = {stated!r:.80} beside text_config, where transformers {transformers.__version__} "
+                f"reads no size of a {values['model_type']} model, and takes {taken!r:.80}. Move sizes into "
+                f"text_config; or, where all of the file is of a text model, set model_type to {text.model_type}"
+            )
 
 
 def load_pretrained(folder: Path, *, experts_implementation: str) -> Any:
@@ -207,8 +225,8 @@ def require_files(folder: Path) -> None:
         open_regular(path, ConfigError).close()
 
 
-def check_config(path: Path) -> None:
-    """Refuses a config.json that asks for code, for weights elsewhere, or for more layers than a model can have.
+def check_config(path: Path) -> dict[str, Any]:
+    """What a config.json holds. Refuses what asks for code, for weights elsewhere, or for impossibly many layers.
 
     Raises:
         ConfigError: saying what it asks for.
@@ -233,6 +251,7 @@ def check_config(path: Path) -> None:
                 f"{', '.join(usual)}"
             )
     check_depth(values, str(path))
+    return values
 
 
 def check_depth(values: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,14 @@ def structure_of(path: Path) -> Structure:
     """
     config = read_config(path).get_text_config()
     try:
-        with _no_values():
-            model = _decoder_of(config).eval()
+        with loading(), torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
+            with torch.device("meta"):  # where constructors can cast a part, as no fake can be
+                model = _decoder_of(config).eval()
             with suppress(ValueError):  # a family without a choice refuses to be given one
                 model.set_experts_implementation("eager")
-            seen = probe(model, find_routers(model))
+            with _fakes(), NothingSelected():
+                model.to_empty(device="cpu")  # autocast, which forwards turn off, knows no device `meta`
+                seen = probe(model, find_routers(model))
             spec = spec_of(model, seen.routers)
             indexers = find_indexers(model, seen.trunk_of(seen.routers))
     except Exception as error:  # transformers raises what its classes raise
@@ -104,15 +107,12 @@ def _decoder_of(config: Any) -> Any:
 
 
 @contextmanager
-def _no_values() -> Iterator[None]:
-    """While the context is open, tensors have shapes and no values or memory; random state is kept."""
+def _fakes() -> Iterator[None]:
+    """While the context is open, tensors that are made have a device and a shape, and no values or memory."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it writes what is raised as well
-    with ExitStack() as stack:
-        stack.enter_context(loading())
-        stack.callback(setattr, log, "disabled", log.disabled)
-        log.disabled = True
-        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(NothingSelected())
-        stack.enter_context(torch.no_grad())
-        yield
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = was_disabled

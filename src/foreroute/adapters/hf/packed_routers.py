@@ -1,0 +1,67 @@
+"""Routers that a quantizing loader packed, and that so choose other experts than those of an engine.
+
+Loaders that pack every `nn.Linear` pack the one inside the router too, in families whose router has one (Gemma 4,
+HunYuan, AFMoE, JetMoE and others). Nothing of a loader is imported: a packed weight shows by how it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from foreroute.adapters.hf.model import RoutedTransformer
+from foreroute.trace import LayerKind
+
+
+def about_packed(routed: RoutedTransformer) -> str:
+    """What packed weights of routers do, and how to leave them whole; empty where no router has one."""
+    packed = [
+        (".".join(filter(None, (router, inner))), stored)
+        for router, layer in zip(routed.router_paths, routed.spec.layers, strict=True)
+        if layer.kind is not LayerKind.HASH  # whose table is integers
+        for inner, module in routed.model.get_submodule(router).named_modules()
+        if (stored := _packed_as(module)) is not None
+    ]
+    if not packed:
+        return ""
+    names = sorted({_within_layer(path) for path, _ in packed})
+    first, stored = packed[0]
+    return (
+        f"weights of routers were packed when the model was loaded ({stored} in {first}, {len(packed)} in all): such a "
+        "router chooses other experts than a whole one, in 4 bits for about a third of the tokens, and engines have it "
+        f"whole; leave {', '.join(names)} out of quantization, by llm_int8_skip_modules = {['lm_head', *names]} of "
+        "bitsandbytes, modules_to_not_convert of other configurations of transformers, or filter_fn of torchao's "
+        "quantize_"
+    )
+
+
+def _packed_as(module: nn.Module) -> str | None:
+    """How the weight of a module itself is stored, where that is not as floats of two bytes or more."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.ndim < 2:  # counts, biases and scales
+            continue
+        for stored in _stored(tensor.detach()):
+            is_whole = stored.is_floating_point() and stored.itemsize > 1
+            if not is_whole and stored.dtype != torch.bool:
+                return str(stored.dtype).removeprefix("torch.")
+    return None
+
+
+def _stored(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that hold the values of one, which may be of a subclass around others."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        if isinstance(held := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
+            yield from _stored(held)
+
+
+def _within_layer(path: str) -> str:
+    """The end of a path, behind the number of its layer."""
+    parts = path.split(".")
+    number = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
+    return ".".join(parts[number + 1 :])

@@ -1,0 +1,126 @@
+"""A router that a quantizing loader packed is named by attach and by the doctor, whatever the loader stores.
+
+The loaders themselves are stood in for by what they leave behind; `tests/settings` has real ones.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from foreroute.adapters import hf
+from foreroute.doctor import Severity, diagnose
+from foreroute.doctor.examine import examine
+from tests.adapters.hf.families import build
+
+
+class Wrapped(torch.Tensor):
+    """Float values, held in another tensor, as torchao has them."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=torch.float32)
+
+    def __init__(self, held):
+        self.held, self.mesh = held, "no tensor"
+
+    def __tensor_flatten__(self):
+        return ["held", "mesh"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held)
+        return func(*(each.held.float() if isinstance(each, cls) else each for each in args), **kwargs or {})
+
+
+class Bits(nn.Parameter):
+    """Two weights in each byte, in a column, as bitsandbytes has them."""
+
+
+class Packed(nn.Linear):
+    """A projection whose `weight` is stored otherwise than it computes."""
+
+    def forward(self, hidden):
+        return nn.functional.linear(hidden, self.whole)
+
+
+def as_bytes(weight):
+    return nn.Parameter((weight * 100).to(torch.int8), requires_grad=False)
+
+
+def with_router(stored, family="afmoe", within="router.gate"):
+    """A tiny model, whose routers store their weight as `stored(weight)` says: a parameter, or a buffer by name."""
+    model = build(family)
+    for layer in model.model.layers:
+        if not hasattr(layer.mlp, within.partition(".")[0]):
+            continue  # dense
+        linear = layer.mlp.get_submodule(within)
+        linear.__class__, linear.whole = Packed, linear.weight.detach()
+        kept = stored(linear.weight.detach())
+        if isinstance(kept, dict):
+            del linear.weight
+            for name, buffer in kept.items():
+                linear.register_buffer(name, buffer)
+        else:
+            linear.weight = kept
+    return model
+
+
+WAYS = {
+    "int8": as_bytes,
+    "uint8": lambda weight: Bits(as_bytes(weight).view(torch.uint8).reshape(-1, 1)[::2], requires_grad=False),
+    "float8_e4m3fn": lambda weight: nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False),
+    "int32": lambda weight: {"qweight": as_bytes(weight).data.view(torch.int32), "scales": weight[:1].half()},
+    "int8 in a tensor around it": lambda weight: nn.Parameter(Wrapped(as_bytes(weight).data), requires_grad=False),
+}
+WHOLE = {
+    "bfloat16": lambda weight: nn.Parameter(weight.bfloat16()),
+    "float32 in a tensor around it": lambda weight: nn.Parameter(Wrapped(weight), requires_grad=False),
+    "counts and a mask": lambda weight: {
+        "wide": weight,
+        "counts": torch.zeros(len(weight), dtype=torch.int64),
+        "mask": weight > 0,
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_packed_router_is_named_with_what_leaves_it_whole(way):
+    model = with_router(WAYS[way])
+    with pytest.warns(UserWarning, match="weights of routers were packed") as warned:
+        hf.attach(model)
+    [said] = [str(each.message) for each in warned if "packed" in str(each.message)]
+    assert f"({way.partition(' ')[0]} in model.layers.1.mlp.router.gate, 2 in all)" in said
+    assert "llm_int8_skip_modules = ['lm_head', 'mlp.router.gate']" in said
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_a_whole_router_is_not(way):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.attach(with_router(WHOLE[way]))
+
+
+def test_packed_experts_and_attention_are_nothing_of_routers():
+    model = build("afmoe")
+    for layer in model.model.layers:
+        linear = layer.self_attn.o_proj
+        linear.__class__, linear.whole = Packed, linear.weight.detach()
+        linear.weight = as_bytes(linear.whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf.attach(model)
+
+
+@pytest.mark.filterwarnings("ignore:weights of routers")
+def test_the_doctor_warns_of_it():
+    def of_weights(model):
+        return [found for found in diagnose(examine(model, None)).findings if found.topic == "weights"]
+
+    [found] = of_weights(with_router(as_bytes))
+    assert found.severity is Severity.WARNING
+    assert "mlp.router.gate" in found.sentence
+    assert found.advice.startswith("Leave mlp.router.gate out of quantization")
+    assert not of_weights(build("afmoe"))
