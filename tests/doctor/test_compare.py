@@ -141,6 +141,9 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     found = fr.compare(trainer[mask], engine[mask])
     assert found.metrics == fr.compare(trainer, engine, mask).metrics
     assert all(math.isnan(error) for error in found.errors.values())
+    masked = fr.compare(trainer.reshape(-1), engine.reshape(-1), mask.reshape(-1))
+    assert (masked.metrics, masked.errors.keys()) == (found.metrics, found.errors.keys())
+    assert all(math.isnan(error) for error in masked.errors.values()), "a token is no sequence"
 
 
 @grid(
@@ -298,6 +301,23 @@ def test_what_cannot_be_compared_is_refused(changed, message):
     assert fr.compare(**good).metrics["routed_rows"] > 0
     with pytest.raises(InputError, match=message):
         fr.compare(**{**good, **changed})
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (0,)])
+@pytest.mark.parametrize("more", [{}, {"replayed_logprobs": None}])
+def test_no_tokens_are_nothing_to_compare_whichever_way_there_are_none(shape, more):
+    """As on a rank whose micro-batch has no sequence; routes beside them are compared if any row has them."""
+    none = np.zeros(shape)
+    more = dict.fromkeys(more, none)
+    with pytest.raises(InputError, match="there is nothing to compare"):
+        fr.compare(none, none, none, **more)
+    given, _ = routes(6)
+    found = fr.compare(none, none, none, **more, **given)
+    assert found.metrics["routed_rows"] > 0
+    assert "response_tokens" not in found.metrics
+    empty = {name: each[:0] for name, each in given.items()}
+    with pytest.raises(InputError, match="there is nothing to compare"):
+        fr.compare(none, none, none, **more, **empty)
 
 
 def test_padding_of_zeros_is_no_route_without_a_mask():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,9 @@ FEWEST, SHORTEST = 16, 8
 """Tokens that it takes to believe another reading, and mean length of sequences whose order is looked for."""
 APART = 0.05
 """Mean |log r|, in nats, up to which tokens are not those of other sequences."""
+DENIED, SHARE_DENIED = 4, 0.05
+"""Log-probs of exactly 0 that the other side denies, by a probability below one half: how many it takes in a stretch of
+zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and the other side has nearly 0 there too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +106,28 @@ class Evidence:
     random_weights: bool = False
 
 
+class Zeros(NamedTuple):
+    """Log-probs of exactly 0, probability 1, that the other side denies.
+
+    Attributes:
+        side: whose they are, as the subject of a sentence.
+        other: the other side, likewise.
+        sequences: that have them; None where sequences are not known.
+        count: how many zeros there are.
+        denied: to how many of the zeros the other side gives less than one half.
+        mean: what the other side has in the place of the zeros, on average.
+        zero_R: bool, which tokens they are.
+    """
+
+    side: str
+    other: str
+    sequences: list[int] | None
+    count: int
+    denied: int
+    mean: float
+    zero_R: NDArray[np.bool_]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measures:
     """Everything that was measured; None where the evidence is missing.
@@ -112,8 +138,10 @@ class Measures:
         repeated, repacked: trainer against itself.
         routes: engine's routes against the trainer's own.
         repacked_routes: the trainer's own routes against those when it is packed differently.
+        zeros: log-probs of exactly 0 of one side that the other denies.
         ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
+            Tokens of `zeros` are left out.
         rise: by how much replay raises a token's part of k3: the mean over tokens and the standard error of that.
         shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
             moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
@@ -133,6 +161,7 @@ class Measures:
     repacked: TokenMismatch | None = None
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
+    zeros: tuple[Zeros, ...] = ()
     ratio: tuple[float, float] | None = None
     rise: tuple[float, float] | None = None
     shift: tuple[int, float, float] | None = None
@@ -220,16 +249,20 @@ def measure(evidence: Evidence) -> Measures:
             engine = engine.select(np.argsort(explanation.parameters["order"]))
             explanation = explain(own, engine, names=NAMES)
     logprobs_R = None if reordered else evidence.engine_logprobs_R
+    without, with_replay = _tokens(native, logprobs_R), _tokens(evidence.replayed, logprobs_R)
+    rescored = _nearest(evidence.rescored, logprobs_R)
+    zeros = _zeros(evidence, logprobs_R, rescored)
     return replace(
         of_itself,
-        without=_tokens(native, logprobs_R),
-        with_replay=_tokens(evidence.replayed, logprobs_R),
+        without=without,
+        with_replay=with_replay,
         routes=_routes(engine, own) if explanation is not None else None,
-        ratio=_ratio(evidence.replayed or native, logprobs_R),
+        zeros=zeros,
+        ratio=_ratio(evidence.replayed or native, logprobs_R, zeros),
         rise=_rise(native, evidence.replayed, logprobs_R),
         shift=_shift(evidence.replayed or native, logprobs_R),
         order=_order(evidence.replayed or native, logprobs_R, evidence.response_lengths_S),
-        rescored=_nearest(evidence.rescored, logprobs_R),
+        rescored=rescored,
         explanation=explanation,
         choices=_choices(own, engine),
         reordered=reordered,
@@ -237,10 +270,53 @@ def measure(evidence: Evidence) -> Measures:
     )
 
 
-def _ratio(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[float, float] | None:
-    if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < 2:
+def _zeros(
+    evidence: Evidence, reference: NDArray[Any] | None, rescored: tuple[Rescored, TokenMismatch] | None
+) -> tuple[Zeros, ...]:
+    """Of the engine beside whatever reading of the trainer is nearest to it, and of each pass of the trainer.
+
+    A temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so.
+    """
+    passes = {"the trainer": evidence.native, "the trainer, under replay,": evidence.replayed}
+    own = {name: each.logprobs_R for name, each in passes.items() if each is not None and each.logprobs_R is not None}
+    if reference is None or not own:
+        return ()
+    nearest = list(own.values())[-1] if rescored is None else rescored[0].logprobs_R
+    lengths_S = evidence.response_lengths_S
+    found = [_denied("the engine", "the trainer", reference, nearest, lengths_S)]
+    found += [_denied(name, "the engine", logprobs_R, reference, lengths_S) for name, logprobs_R in own.items()]
+    return tuple(each for each in found if each is not None)
+
+
+def _denied(
+    side: str, other: str, own_R: NDArray[Any], other_R: NDArray[Any], lengths_S: NDArray[np.integer] | None
+) -> Zeros | None:
+    """The stretches of zeros of one side in which the other denies too many for a rounding to be the cause."""
+    zero_R, lengths = np.asarray(own_R) == 0, [len(own_R)] if lengths_S is None else lengths_S
+    sequence_R = np.repeat(np.arange(len(lengths)), lengths)
+    begins_R = np.diff(zero_R, prepend=False) | (np.diff(sequence_R, prepend=0) > 0)
+    stretch_R = np.cumsum(begins_R)
+    denied_R = zero_R & (np.asarray(other_R) < -math.log(2))
+    zeros, denied = (np.bincount(stretch_R, each) for each in (zero_R, denied_R))
+    whole = np.zeros(len(zeros), np.bool_)  # sequences of zeros, which may be short
+    whole[stretch_R] = zeros[stretch_R] == np.asarray(lengths)[sequence_R]
+    chosen = (denied >= SHARE_DENIED * zeros) & ((denied >= DENIED) | whole & (denied > 0))
+    if denied[chosen].sum() < DENIED:
         return None
-    return _mean(np.exp(np.asarray(trainer.logprobs_R, np.float64) - reference))
+    zero_R &= chosen[stretch_R]
+    sequences = None if lengths_S is None else np.unique(sequence_R[zero_R]).tolist()
+    mean = float(np.asarray(other_R)[zero_R].mean())
+    return Zeros(side, other, sequences, int(zero_R.sum()), int(denied[chosen].sum()), mean, zero_R)
+
+
+def _ratio(
+    trainer: TrainerPass | None, reference: NDArray[Any] | None, zeros: tuple[Zeros, ...]
+) -> tuple[float, float] | None:
+    if trainer is None or trainer.logprobs_R is None or reference is None:
+        return None
+    kept_R = ~np.any([np.zeros(len(reference), np.bool_), *(each.zero_R for each in zeros)], axis=0)
+    log_r = (np.asarray(trainer.logprobs_R, np.float64) - reference)[kept_R]
+    return _mean(np.exp(log_r)) if len(log_r) > 1 else None
 
 
 def _rise(
@@ -278,7 +354,7 @@ def _order(
 
     Rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own.
     """
-    if trainer is None or trainer.logprobs_R is None or reference is None or lengths_S is None:
+    if trainer is None or trainer.logprobs_R is None or reference is None or lengths_S is None or not len(reference):
         return None
     starts, own_R = as_offsets(lengths_S.astype(np.int64)), np.asarray(trainer.logprobs_R, np.float64)
     own_S, before = np.split(own_R, starts[1:-1]), float(np.abs(reference - own_R).mean())

@@ -303,7 +303,8 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
             WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
-    if replayed.k3 > LARGE and gain > 1 / HELPS and measures.shift is None and measures.order is None:
+    named = measures.shift is not None or measures.order is not None or bool(measures.zeros)
+    if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
         agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
         causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE
         yield Finding(

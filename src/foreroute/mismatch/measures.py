@@ -129,7 +129,7 @@ def packed(values: ArrayLike, mask: ArrayLike | None, *, name: str, axes: int = 
     array = as_array(values, name=name)
     tokens = array.shape[: max(array.ndim - axes, 0)]
     kept = np.ones(tokens, np.bool_) if mask is None else as_mask(mask, name="mask")
-    if array.dtype.kind not in "fiu" or kept.shape != tokens or (mask is None and len(tokens) != 1):
+    if array.dtype.kind not in "fiu" or kept.shape != tokens or not tokens or (mask is None and len(tokens) != 1):
         given = "without a mask" if mask is None else f"with a mask of {kept.shape}"
         raise InputError(
             f"{name} are {array.dtype} of shape {array.shape}, {given}; expected numbers of one token after the other, "
