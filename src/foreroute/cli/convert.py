@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.capture import decode
+from foreroute.capture.agents import naming
 from foreroute.capture.arrays import parse_text
 from foreroute.capture.generation import is_generation
 from foreroute.cli.terminal import Console, working
@@ -54,7 +55,8 @@ def convert_file(
         else:
             facts = _facts_of(model)
             data, ids = read_file(source, TraceFileError), None if tokens is None else _tokens(tokens)
-            trace = decode(data, token_ids=ids, start=start, weight_version=weight_version, **facts)
+            with naming(source):
+                trace = decode(data, token_ids=ids, start=start, weight_version=weight_version, **facts)
             what = f"output of the form {trace.provenance['wire']}"
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
     with working(f"writing {target}", console):

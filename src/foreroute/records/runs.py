@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import InputError, RunFolderError, TraceFileError
-from foreroute.files.regular import parse_json, read_file
+from foreroute.files.regular import as_path, parse_json, read_file
 from foreroute.records.json_form import from_json, value_of
 from foreroute.records.step_record import SIDES, Side, StepRecord
 from foreroute.trace import RoutedLayer, load
@@ -56,7 +56,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     """
     if not folders:
         raise InputError("no run folder was given; name at least one")
-    runs = [read_run(Path(folder)) for folder in folders]
+    runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
     runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
     labels = Counter(run.label for run in runs)
@@ -72,6 +72,7 @@ def read_run(folder: Path) -> Run:
     Raises:
         RunFolderError: when the folder or a file is missing, a line is damaged, or there is no complete step.
     """
+    folder = as_path(folder, RunFolderError)
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
     path = folder / "config.json"

@@ -28,7 +28,7 @@ from torch import Tensor
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
 from foreroute.files.container import MOST_HEADER_BYTES, FileFormat
-from foreroute.files.regular import parse_json, read_file, read_text
+from foreroute.files.regular import as_path, parse_json, read_file, read_text
 from foreroute.files.writing import write_atomically
 from foreroute.train.config import TrainConfig, parse_config
 
@@ -57,7 +57,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = as_path(path, RunFolderError)
 
     def require_new(self, advice: str = "Use --resume to go on, or another folder") -> None:
         """Make sure that nothing is there.
