@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import InputError
-from foreroute.mismatch import margin_histogram, routing_mismatch, token_mismatch
+from foreroute.errors import InputError, SpecMismatchError
+from foreroute.mismatch import LiveAgreement, RoutingMismatch, margin_histogram, routing_mismatch, token_mismatch
 from foreroute.mismatch.measures import LOG10_EDGES
 from tests.traces import random_trace, spec_of
 
@@ -112,6 +112,28 @@ def test_pick_order_is_no_difference():
     result = routing_mismatch(a, b)
     assert result.differing_share == 0.5
     assert result.overlap_L.tolist() == [0.75]
+
+
+@pytest.mark.parametrize(
+    ("layers", "picks"), [(3, [2, 2, 2]), (1, [2]), (2, [3, 3]), (2, [2, 3]), (2, [2, 1])], ids=str
+)
+def test_mismatches_of_other_models_do_not_add_up(layers, picks):
+    """As of ranks that were started with other models: one layer would have been added to each of two."""
+    one = RoutingMismatch(4, np.array([2, 2]), *(np.zeros(n, np.int64) for n in (2, 2, 3, 2)))
+    other = RoutingMismatch(4, np.array(picks), *(np.zeros(n, np.int64) for n in (layers, layers, layers + 1, layers)))
+    live = [LiveAgreement(each, np.zeros((2, 36), np.int64), np.zeros(2)) for each in (one, other)]
+    for pair in ((one, other), (other, one), live):
+        with pytest.raises(SpecMismatchError, match=r"2 layers with picks \[2, 2\].*; add those of one model"):
+            pair[0] + pair[1]
+    assert (one + one).rows == 8
+
+
+def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():
+    margins = np.array([[0.1, np.nan], [np.inf, -0.5], [np.nan, np.nan]])
+    with pytest.raises(InputError, match="3 of 6 margins are NaN, which no bin counts"):
+        margin_histogram(margins)
+    counts = margin_histogram(margins, mask=[0, 1, 0])
+    assert (counts[0, -1], counts[1, 0], counts.sum()) == (1, 1, 2), "the largest, and below 0 the smallest"
 
 
 def test_margins_fall_into_their_bins():

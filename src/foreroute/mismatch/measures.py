@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import InputError
+from foreroute.errors import InputError, SpecMismatchError, shown
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_array, as_mask
 from foreroute.trace.operations import overlap
@@ -105,9 +105,17 @@ def margin_histogram(margins_NL: ArrayLike, *, mask: ArrayLike | None = None) ->
         mask: bools, or 0 and 1: which tokens count.
 
     Returns:
-        int64 [L, B], rows in each of the B bins between `LOG10_EDGES`.
+        int64 [L, B], rows in each of the B bins between `LOG10_EDGES`. Every row is in one bin of a layer.
+
+    Raises:
+        InputError: when they are no numbers of tokens and layers, or one of a token that counts is NaN.
     """
     margins = packed(margins_NL, mask, name="margins", axes=1)
+    if unknown := int(np.isnan(margins).sum()):
+        raise InputError(
+            f"{unknown} of {margins.size} margins are NaN, which no bin counts; leave their tokens out by mask=, or "
+            "look for scores of the router that are not finite"
+        )
     smallest, largest = 10 ** LOG10_EDGES[0], 10 ** LOG10_EDGES[-1]
     logs = np.log10(np.clip(margins, smallest, largest * (1 - 1e-9)))
     counts = [np.histogram(logs[:, layer], bins=LOG10_EDGES)[0] for layer in range(logs.shape[1])]
@@ -266,7 +274,16 @@ class RoutingMismatch:
         return np.asarray(self.shared_L / (self.rows * self.picks_L if self.rows else math.nan), np.float64)
 
     def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
-        """The mismatch over the rows of both."""
+        """The mismatch over the rows of both.
+
+        Raises:
+            SpecMismatchError: when they are of models with other layers or picks.
+        """
+        if not np.array_equal(self.picks_L, other.picks_L):
+            one, two = (
+                f"{len(each.picks_L)} layers with picks {shown(each.picks_L.tolist())}" for each in (self, other)
+            )
+            raise SpecMismatchError(f"one mismatch is of {one}, the other of {two}; add those of one model")
         added = {name: value + vars(other)[name] for name, value in vars(self).items() if name != "picks_L"}
         return replace(self, **added)
 
@@ -281,7 +298,7 @@ class LiveAgreement:
     Attributes:
         routing: rows, differing sets, overlap, first differing layer.
         margins_LB: int64 [L, B], rows by the gap between the K-th and the (K+1)-th selection score, as of
-            `margin_histogram`.
+            `margin_histogram`; NaN is in no bin.
         replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
             which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
             router selects by logits.
