@@ -167,6 +167,29 @@ def test_a_defect_of_routes_is_named_from_arrays_alone(plant, words):
     assert fine.worst < Severity.PROBLEM, fine.headline
 
 
+def test_layers_of_arrays_are_named_by_the_model_or_by_their_place():
+    """Dense layers may stand before the first row of the layer axis: only the model tells."""
+    trainer, engine, mask = logprobs(4)
+    own = np.tile(np.arange(2), (1, 12, 3, 1))
+    theirs = own.copy()
+    theirs[0, 5, 1] = [0, 2]
+    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(1), fr.RoutedLayer(2), fr.RoutedLayer(4)))
+    traces = [fr.RoutingTrace.from_padded(spec, np.ones((1, 12), int), ids) for ids in (own, theirs)]
+    for pair, given, name in (
+        ((own, theirs), {}, "routed layer 1"),
+        ((own, theirs), {"spec": spec}, "decoder 2"),
+        (traces, {}, "decoder 2"),
+        (traces, {"spec": spec}, "decoder 2"),
+    ):
+        found = fr.compare(trainer, engine, mask, trainer_routes=pair[0], engine_routes=pair[1], **given)
+        told = [each.sentence for each in found.diagnosis.findings if "the first layer that differs" in each.sentence]
+        assert told[0].endswith(f"is {name}. All sequences agree before position 5."), told
+    twice = theirs.copy()
+    twice[0, 3, 2] = 0
+    with pytest.raises(TraceContentError, match="position 3, routed layer 2 has expert ids"):
+        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=twice)
+
+
 def moved(logprobs, tokens):
     """Token p has the log-prob of token p - n, in its row of the batch; what enters is of no token."""
     rng, out = np.random.default_rng(0), np.roll(logprobs, tokens, axis=1)
@@ -271,6 +294,8 @@ def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order()
     assert "in another order" in found.diagnosis.headline
     with pytest.raises(InputError, match="a trace is beside an array"):
         fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=other)
+    with pytest.raises(InputError, match="know their tokens, so leave attention_mask= or mask= out"):
+        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs, attention_mask=attended)
 
 
 def test_it_is_shown_with_headline_figures_and_errors():

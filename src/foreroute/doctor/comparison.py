@@ -79,7 +79,8 @@ def compare(
             that was not recorded, W the width of prompts and responses; or a trace, if both are.
         engine_routes: those that the engine took, in the same form.
         attention_mask: [B, W], 1 for a token; every position is one by default.
-        spec: the model of the routes, for its number of experts and the names of its layers.
+        spec: the model of the routes, for its number of experts and the names of its layers: without it they are
+            "routed layer 0" and so on. Traces have their own.
 
     Raises:
         InputError: when shapes or numbers cannot be, or routes are given of one side alone.

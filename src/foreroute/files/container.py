@@ -125,9 +125,11 @@ class FileFormat:
         # by the header alone: what is no such file is refused before any tensor is read
         version = file.metadata.get(KEY + self.name)
         if version is None:
-            ours = few(key for key in file.metadata if key.startswith(KEY))
-            lack = f"its metadata lack {KEY + self.name}{ours and f', and have {ours}'}"
-            raise self.kind(f"{file.name} is no {self.name} file: {lack}. {self.made_by}")
+            has = few(key for key in file.metadata if key.startswith(KEY))
+            raise self.kind(
+                f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}"
+                f"{has and f'; this one has {has}'}"
+            )
         if version != str(self.version):
             raise self.kind(
                 f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "

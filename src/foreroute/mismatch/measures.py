@@ -158,7 +158,8 @@ def as_traces(
         a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
         b: routes in the same form.
         mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
-        spec: the model. By default the highest id is that of the last expert, and layers are numbered from 0.
+        spec: the model. By default the highest id is that of the last expert, and layers are "routed layer 0" and so
+            on: nothing tells which of the model they are.
 
     Raises:
         TraceContentError: when routes cannot be true.
@@ -167,7 +168,10 @@ def as_traces(
     if isinstance(a, RoutingTrace) and isinstance(b, RoutingTrace) and mask is None:
         return a, b
     if isinstance(a, RoutingTrace) or isinstance(b, RoutingTrace):
-        raise InputError("a trace is beside an array or a mask; expected two traces, or two arrays (trace.to_padded())")
+        raise InputError(
+            "a trace is beside an array or a mask; expected two traces, which know their tokens, so leave "
+            "attention_mask= or mask= out; or two arrays (trace.to_padded())"
+        )
     sides = [as_array(routes, name="the routes") for routes in (a, b)]
     shape = sides[0].shape
     kept = np.ones(shape[:2], np.bool_) if mask is None else as_mask(mask, name="mask")
@@ -178,10 +182,17 @@ def as_traces(
         )
     if spec is None:
         highest = max([0, *(int(ids[kept].max(initial=0)) for ids in sides if ids.dtype.kind in "iu")])
-        spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(RoutedLayer, range(shape[2]))))
+        spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(_NthLayer, range(shape[2]))))
     no_tokens = np.zeros(shape[:2], np.int32)
     of_a, of_b = (RoutingTrace.from_padded(spec, no_tokens, ids, kept) for ids in sides)
     return of_a, of_b
+
+
+class _NthLayer(RoutedLayer):
+    """A layer of arrays without a model: dense layers may stand before it, so that its number in the model is open."""
+
+    def __str__(self) -> str:
+        return f"routed layer {self.index}"
 
 
 @dataclass(frozen=True)
