@@ -24,8 +24,8 @@ def both(seed, *, peak=0.0, shape=(8, 64)):
 def told(found):
     """The findings about zeros, and whether any other cause is named."""
     zeros = [each.sentence for each in found.findings if "exactly 0" in each.sentence]
-    other = [each.sentence for each in found.findings if "top-p" in each.sentence or "Causes can be" in each.sentence]
-    return zeros, other
+    verdicts = ("top-p", "Causes can be", "of other sequences", "shifted", "makes it worse", "R3 helps by", "little")
+    return zeros, [each.sentence for each in found.findings if any(words in each.sentence for words in verdicts)]
 
 
 UNFILLED = {
@@ -33,6 +33,7 @@ UNFILLED = {
     "several": (np.s_[[1, 4, 6]], "192 response tokens of 3 sequences (1, 4, 6)"),
     "a stretch": (np.s_[5, 20:50], "30 response tokens of 1 sequence (5)"),
     "ends": (np.s_[2:4, 40:], "48 response tokens of 2 sequences (2, 3)"),
+    "most": (np.s_[1:], "448 response tokens of 7 sequences (1, 2, 3, 4, 5, 6, 7)"),
     "all": (np.s_[:], "512 response tokens of 8 sequences (0, 1, 2, 3, 4, 5, 6, 7)"),
 }
 

@@ -111,7 +111,7 @@ class Zeros(NamedTuple):
 
     Attributes:
         side: whose they are, as the subject of a sentence.
-        other: the other side, likewise.
+        other: the other side.
         sequences: that have them; None where sequences are not known.
         count: how many zeros there are.
         denied: to how many of the zeros the other side gives less than one half.
@@ -146,7 +146,7 @@ class Measures:
         shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
             moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
         order: where they fit those of other sequences: the trainer's sequence in the place of each, and the mean
-            |log r| with that undone and as they are, in nats.
+            |log r| with that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
         rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         choices: of indexers, engine against trainer on its own.
@@ -260,8 +260,9 @@ def measure(evidence: Evidence) -> Measures:
         zeros=zeros,
         ratio=_ratio(evidence.replayed or native, logprobs_R, zeros),
         rise=_rise(native, evidence.replayed, logprobs_R),
-        shift=_shift(evidence.replayed or native, logprobs_R),
-        order=_order(evidence.replayed or native, logprobs_R, evidence.response_lengths_S),
+        # sequences of zeros fit nowhere, and set the others apart
+        shift=None if zeros else _shift(evidence.replayed or native, logprobs_R),
+        order=None if zeros else _order(evidence.replayed or native, logprobs_R, evidence.response_lengths_S),
         rescored=rescored,
         explanation=explanation,
         choices=_choices(own, engine),
@@ -273,7 +274,7 @@ def measure(evidence: Evidence) -> Measures:
 def _zeros(
     evidence: Evidence, reference: NDArray[Any] | None, rescored: tuple[Rescored, TokenMismatch] | None
 ) -> tuple[Zeros, ...]:
-    """Of the engine beside whatever reading of the trainer is nearest to it, and of each pass of the trainer.
+    """Those of the engine beside the reading of the trainer that is nearest to it, and those of each pass of the trainer.
 
     A temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so.
     """

@@ -19,8 +19,8 @@ from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import as_offsets, ascending, join_ranges, place_of
 
 UNMASKED = (
-    "No attention_mask was given, or none of zeros, and each sequence of the trace is in its row of the batch, with what "
-    "seems to be padding before it or behind: pass the mask, 0 for the padding"
+    "No attention_mask was given, or none of zeros, and each sequence of the trace is in its row of the batch, beside "
+    "what seems to be padding: pass the mask, 0 for the padding"
 )
 
 
