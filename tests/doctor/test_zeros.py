@@ -23,7 +23,7 @@ def both(seed, *, peak=0.0, shape=(8, 64)):
 
 def told(found):
     """The findings about zeros, and whether any other cause is named."""
-    zeros = [each.sentence for each in found.findings if "exactly 0" in each.sentence]
+    zeros = [each.sentence for each in found.findings if "has log-probs of exactly 0" in each.sentence]
     verdicts = ("top-p", "Causes can be", "of other sequences", "shifted", "makes it worse", "R3 helps by", "little")
     return zeros, [each.sentence for each in found.findings if any(words in each.sentence for words in verdicts)]
 

@@ -159,7 +159,7 @@ class _Figures(NamedTuple):
 def _lengths(mask: NDArray[Any]) -> NDArray[np.int64]:
     """int64 [B], how many tokens of each sequence count."""
     kept = as_mask(mask, name="mask")
-    return kept.sum(axis=tuple(range(1, kept.ndim)), dtype=np.int64)
+    return np.asarray(kept.sum(axis=tuple(range(1, kept.ndim))), np.int64)
 
 
 def _by_sequence(trainer: NDArray[Any], engine: NDArray[Any], mask: NDArray[Any] | None) -> list[TokenMismatch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +106,8 @@ class Evidence:
     random_weights: bool = False
 
 
-class Zeros(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Zeros:
     """Log-probs of exactly 0, probability 1, that the other side denies.
 
     Attributes:
@@ -274,7 +275,7 @@ def measure(evidence: Evidence) -> Measures:
 def _zeros(
     evidence: Evidence, reference: NDArray[Any] | None, rescored: tuple[Rescored, TokenMismatch] | None
 ) -> tuple[Zeros, ...]:
-    """Those of the engine beside the reading of the trainer that is nearest to it, and those of each pass of the trainer.
+    """Those of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer.
 
     A temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so.
     """

@@ -280,9 +280,10 @@ class TensorFile:
         made_by: str = "",
         most_header_bytes: int = MOST_HEADER_BYTES,
     ) -> None:
-        self._is_ours = not hasattr(source, "seek")  # what is no opened file must be a path, or is refused
+        given: Any = source
+        self._is_ours = not hasattr(given, "seek")  # what is no opened file must be a path, or is refused
         self._kind, self.name = kind, str(source) if self._is_ours else name
-        self._file: Any = _opened(source, kind) if self._is_ours else source
+        self._file: Any = _opened(given, kind) if self._is_ours else given
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)
