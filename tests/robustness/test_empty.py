@@ -1,25 +1,32 @@
 """Nothing, at every public door that takes arrays or traces: an answer of 0 that adds up, or an error in words."""
 
 import re
+from functools import cache
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import foreroute as fr
 from foreroute import layout, mismatch, planner
 from foreroute import plan as plans
 from foreroute import trace as traces
-from foreroute.capture import Generation, decode, load_generation, save_generation
+from foreroute.adapters import hf
+from foreroute.capture import Generation, Sampling, decode, load_generation, save_generation, with_indexer_choices
 from foreroute.costs import CostModel, hardware_preset, model_preset
 from foreroute.doctor import Evidence, diagnose
 from foreroute.doctor.evidence import TrainerPass
+from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ForerouteError
 from foreroute.mismatch import routing_mismatch, token_mismatch
+from foreroute.replay import masked_logprobs_of_logits
 from foreroute.report import write_diagnosis
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import SAMPLING, DecisionStream
+from foreroute.trainers.verl import routed_experts
+from foreroute.trainers.verl import trace_of as verl_trace
 from tests.traces import uneven_trace
 
 ROOMS = ("", "trace.", "layout.", "plan.", "planner.", "mismatch.", "doctor.", "report.")
@@ -113,7 +120,54 @@ def added_up(t, _):
     assert mismatch.alarms([]) == []
 
 
+@cache
+def tiny():
+    """A model, and what is attached to it."""
+    model = hf.build_model(
+        "qwen3_moe", seed=0, vocab_size=9, hidden_size=32, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2
+    )
+    return model, hf.attach(model)
+
+
+def forward_of(open_session):
+    """Run the model over padding alone in a session."""
+    model, routed = tiny()
+    padding = torch.zeros((1, 4), dtype=torch.long)
+    with open_session(routed) as session:
+        model(input_ids=padding, attention_mask=padding)
+    return session
+
+
+def replayed(t, _):
+    none = fr.RoutingTrace.unrouted(tiny()[1].spec, [])
+    found = forward_of(lambda routed: routed.replay(none, telemetry=True)).agreement()
+    assert (found + found).routing.rows == 0
+    recorded = forward_of(lambda routed: routed.record(margins=True))
+    assert (recorded.trace().num_rows, recorded.margins_NL().shape) == (0, (0, 3))
+
+
+def sampled(t, _):
+    for prompts in ([], [np.zeros(0, np.int32)]):
+        with pytest.raises(ForerouteError, match="expected one or more, of one token or more"):
+            EmbeddedEngine(tiny()[0]).generate(prompts, Sampling(3, -1), torch.Generator())
+
+
+def of_verl(t, _):
+    ids = torch.zeros((0, 4), dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": ids, "routed_experts": torch.zeros((0, 4, 3, 2), dtype=torch.int16)}
+    assert len(routed_experts(verl_trace(batch, model=SPEC), batch)) == 0
+
+
 DOORS = {
+    "replay and record": replayed,
+    "engine": sampled,
+    "verl": of_verl,
+    "masked log-probs": lambda t, _: masked_logprobs_of_logits(
+        torch.zeros(0, 9), torch.zeros(0, dtype=torch.long), DecisionStream.absent(9, 0)
+    ),
+    "choices of indexers": lambda t, _: with_indexer_choices(
+        t.select([]), [], traces.IndexerSpec(2, (fr.RoutedLayer(0),))
+    ),
     "compare": compared,
     "concatenate": lambda t, _: fr.concatenate([]),
     "load save": lambda t, folder: fr.load(fr.save(t, fresh(folder)), sequences=[]),
