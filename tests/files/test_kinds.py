@@ -144,6 +144,19 @@ def test_what_convert_is_handed_is_named_with_its_kind(tmp_path):
         assert words in str(told.value)
 
 
+def test_a_folder_of_something_else_is_named_by_what_it_lacks(tmp_path):
+    """A model's folder has a config.json too; of a path for a list, the letters would be folders."""
+    (tmp_path / "config.json").write_bytes(OF_KIND["JSON"][0])
+    with pytest.raises(InputError, match=r"metrics\.jsonl does not exist; a run folder holds config\.json and"):
+        read_runs([tmp_path])
+    for name in (str(tmp_path), tmp_path, []):
+        with pytest.raises(InputError, match="expected a list of one or more"):
+            read_runs(name)
+    for read in (*BINARY_DOORS.values(), *TOML_DOORS.values()):
+        with pytest.raises(InputError, match="is a folder; expected a file, such as one in it"):
+            read(tmp_path)
+
+
 def test_what_is_too_large_is_named_too(tmp_path):
     (tmp_path / "c.toml").write_bytes(OF_KIND["gzip of much"][0])
     with pytest.raises(InputError, match="expected 65536 at most: it is compressed by gzip"):

@@ -125,7 +125,8 @@ class FileFormat:
         # by the header alone: what is no such file is refused before any tensor is read
         version = file.metadata.get(KEY + self.name)
         if version is None:
-            has = few(key for key in file.metadata if key.startswith(KEY))
+            # the version of another format is the number by its name
+            has = few(key for key, value in file.metadata.items() if key.startswith(KEY) and value.isdecimal())
             raise self.kind(
                 f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}"
                 f"{has and f'; this one has {has}'}"

@@ -57,7 +57,7 @@ def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> Buffer
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        what, within = NO_FILE.get(stat.S_IFMT(mode), "no regular file"), ", as one in it" * stat.S_ISDIR(mode)
+        what, within = NO_FILE.get(stat.S_IFMT(mode), "no regular file"), ", such as one in it" * stat.S_ISDIR(mode)
         raise kind(f"{path} is {what}; expected a file{within}")
     return BufferedReader(FileIO(descriptor), BUFFER_BYTES)
 

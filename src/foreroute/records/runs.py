@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import InputError, RunFolderError, TraceFileError
+from foreroute.errors import InputError, RunFolderError, TraceFileError, shown
 from foreroute.files.regular import as_path, parse_json, read_file
 from foreroute.records.json_form import from_json, value_of
 from foreroute.records.step_record import SIDES, Side, StepRecord
@@ -54,8 +54,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         InputError: when no folder is given.
         RunFolderError: when a folder or file is missing or damaged.
     """
-    if not folders:
-        raise InputError("no run folder was given; name at least one")
+    if not folders or isinstance(folders, str | os.PathLike):  # of a name, the letters would be folders
+        raise InputError(f"the run folders are {shown(folders)}; expected a list of one or more")
     runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
     runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
@@ -75,18 +75,19 @@ def read_run(folder: Path) -> Run:
     folder = as_path(folder, RunFolderError)
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
-    path = folder / "config.json"
-    if not os.path.lexists(path):
-        raise RunFolderError(
-            f"{path} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
-        )
+    path, metrics = folder / "config.json", folder / "metrics.jsonl"
+    for each in (path, metrics):
+        if not os.path.lexists(each):
+            raise RunFolderError(
+                f"{each} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
+            )
     try:
         config = value_of(dict, parse_json(read_file(path, RunFolderError), RunFolderError, name="it"), "it")
         name, seed = _fact(str, config, "name"), _fact(int, config, "seed")
         precision, routing = _fact(str, config, "rollout", "precision"), _fact(str, config, "rl", "routing")
     except RunFolderError as error:
         raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
-    steps, notes = _read_metrics(folder / "metrics.jsonl")
+    steps, notes = _read_metrics(metrics)
     layers, unread = _read_layers(folder / "rollouts")
     return Run(
         folder=folder,
