@@ -55,7 +55,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         RunFolderError: when a folder or file is missing or damaged.
     """
     if not folders or isinstance(folders, str | os.PathLike):  # of a name, the letters would be folders
-        raise InputError(f"the run folders are {shown(folders)}; expected a list of one or more")
+        raise InputError(f"no run folder was given, but {shown(folders)}; expected a list of one or more")
     runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
     runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
