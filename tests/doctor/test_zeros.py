@@ -104,6 +104,50 @@ def test_zeros_of_a_low_temperature_are_its_own():
     assert "has log-probs of exactly 0" in unfilled.headline or "fit a temperature" in unfilled.headline
 
 
+def drawn(seed, kept, *, sharpness=3.0, sequences=16, length=64, vocabulary=40, dtype=np.float32):
+    """Tokens drawn from what `kept` leaves of softmaxes, and their log-probs by a trainer and by the engine."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, sharpness, (sequences, length, vocabulary)).astype(dtype).astype(np.float32)
+    scores = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True).astype(dtype).astype(np.float32)
+    left = np.where(kept(np.exp(scores)), scores, -np.inf)
+    left = (left - np.logaddexp.reduce(left, axis=-1, keepdims=True)).astype(dtype).astype(np.float32)
+    tokens = (left + rng.gumbel(size=left.shape)).argmax(axis=-1)[..., None]
+    return tuple(np.minimum(np.take_along_axis(each, tokens, -1)[..., 0], 0) for each in (scores, left))
+
+
+def top_p(most):
+    """The most probable tokens, up to the one that makes `most` of the probability."""
+    return lambda p: (np.where(p[..., None, :] > p[..., :, None], p[..., None, :], 0).sum(-1)) < most
+
+
+@pytest.mark.parametrize("most", [0.5, 0.7, 0.9, 0.95])
+@grid("sharpness", [3.0, 6.0, 10.0], quick=1)
+def test_truncated_sampling_is_told_and_its_zeros_are_not_accused(most, sharpness):
+    """Where one token is left to draw from, the engine's log-prob is exactly 0; the other tokens tell of the cut."""
+    trainer, engine = drawn(0, top_p(most), sharpness=sharpness)
+    assert (engine == 0).mean() > 0.02
+    found = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
+    assert told(found)[0] == []
+    assert "fewer tokens" in found.headline
+
+
+@grid("dtype", [np.float32, np.float16], quick=2)
+@grid("sharpness", [3.0, 10.0, 40.0], quick=2)
+def test_whole_softmaxes_of_any_sharpness_have_no_cause_named(dtype, sharpness):
+    trainer, engine = drawn(1, lambda p: p >= 0, sharpness=sharpness, dtype=dtype)
+    found = fr.compare(trainer, engine, np.ones_like(engine)).diagnosis
+    assert told(found) == ([], [])
+
+
+def test_unfilled_log_probs_of_a_sure_policy_are_no_truncated_sampling():
+    """Its tokens all have more than one half, so that nothing denies the zeros: nothing is made of them either."""
+    rng = np.random.default_rng(5)
+    trainer = -rng.uniform(0, 0.4, (8, 64))
+    engine = trainer * (1 + rng.normal(0, 0.01, trainer.shape))
+    engine[::2] = 0
+    assert told(fr.compare(trainer, engine, np.ones_like(engine)).diagnosis) == ([], [])
+
+
 def test_left_out_tokens_are_told_beside_zeros():
     """The mean of trainer over engine is that of the tokens which both sides scored."""
     trainer, engine = both(4)

@@ -69,6 +69,12 @@ def test_impossible_log_probs_are_refused(train, infer, message):
         token_mismatch(train, infer)
 
 
+def test_the_first_impossible_log_prob_is_told_by_its_place_among_those_that_count():
+    given = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
+    with pytest.raises(InputError, match="2 of 4 have none, of those that count first the one at 2; leave"):
+        token_mismatch(np.full((2, 3), -1.0), given, mask=[[0, 1, 1], [0, 1, 1]])
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_routing_mismatch_matches_a_loop(seed):
     a = random_trace(seed, num_experts=4, num_layers=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance import ConformanceReport
+from foreroute.doctor.zeros import Zeros, denied_zeros
 from foreroute.errors import printable
 from foreroute.mismatch import (
     Defect,
@@ -33,9 +33,6 @@ FEWEST, SHORTEST = 16, 8
 """Tokens that it takes to believe another reading, and mean length of sequences whose order is looked for."""
 APART = 0.05
 """Mean |log r|, in nats, up to which tokens are not those of other sequences."""
-DENIED, SHARE_DENIED = 4, 0.05
-"""Log-probs of exactly 0 that the other side denies, by a probability below one half: how many it takes in a stretch of
-zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and the other side has nearly 0 there too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,29 +103,6 @@ class Evidence:
     random_weights: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Zeros:
-    """Log-probs of exactly 0, probability 1, that the other side denies.
-
-    Attributes:
-        side: whose they are, as the subject of a sentence.
-        other: the other side.
-        sequences: that have them; None where sequences are not known.
-        count: how many zeros there are.
-        denied: to how many of the zeros the other side gives less than one half.
-        mean: what the other side has in the place of the zeros, on average.
-        zero_R: bool, which tokens they are.
-    """
-
-    side: str
-    other: str
-    sequences: list[int] | None
-    count: int
-    denied: int
-    mean: float
-    zero_R: NDArray[np.bool_]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measures:
     """Everything that was measured; None where the evidence is missing.
@@ -142,7 +116,7 @@ class Measures:
         zeros: log-probs of exactly 0 of one side that the other denies.
         ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
-            Tokens of `zeros` are left out.
+            Tokens of `zeros`, and those to which the engine gives 1, are left out.
         rise: by how much replay raises a token's part of k3: the mean over tokens and the standard error of that.
         shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
             moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
@@ -283,32 +257,15 @@ def _zeros(
     own = {name: each.logprobs_R for name, each in passes.items() if each is not None and each.logprobs_R is not None}
     if reference is None or not own:
         return ()
-    nearest = list(own.values())[-1] if rescored is None else rescored[0].logprobs_R
-    lengths_S = evidence.response_lengths_S
-    found = [_denied("the engine", "the trainer", reference, nearest, lengths_S)]
-    found += [_denied(name, "the engine", logprobs_R, reference, lengths_S) for name, logprobs_R in own.items()]
+    nearest, lengths_S = (
+        list(own.values())[-1] if rescored is None else rescored[0].logprobs_R,
+        evidence.response_lengths_S,
+    )
+    if lengths_S is not None and lengths_S.sum() != len(reference):
+        lengths_S = None
+    found = [denied_zeros("the engine", "the trainer", reference, nearest, lengths_S)]
+    found += [denied_zeros(name, "the engine", logprobs_R, reference, lengths_S) for name, logprobs_R in own.items()]
     return tuple(each for each in found if each is not None)
-
-
-def _denied(
-    side: str, other: str, own_R: NDArray[Any], other_R: NDArray[Any], lengths_S: NDArray[np.integer] | None
-) -> Zeros | None:
-    """The stretches of zeros of one side in which the other denies too many for a rounding to be the cause."""
-    zero_R, lengths = np.asarray(own_R) == 0, [len(own_R)] if lengths_S is None else lengths_S
-    sequence_R = np.repeat(np.arange(len(lengths)), lengths)
-    begins_R = np.diff(zero_R, prepend=False) | (np.diff(sequence_R, prepend=0) > 0)
-    stretch_R = np.cumsum(begins_R)
-    denied_R = zero_R & (np.asarray(other_R) < -math.log(2))
-    zeros, denied = (np.bincount(stretch_R, each) for each in (zero_R, denied_R))
-    whole = np.zeros(len(zeros), np.bool_)  # sequences of zeros, which may be short
-    whole[stretch_R] = zeros[stretch_R] == np.asarray(lengths)[sequence_R]
-    chosen = (denied >= SHARE_DENIED * zeros) & ((denied >= DENIED) | whole & (denied > 0))
-    if denied[chosen].sum() < DENIED:
-        return None
-    zero_R &= chosen[stretch_R]
-    sequences = None if lengths_S is None else np.unique(sequence_R[zero_R]).tolist()
-    mean = float(np.asarray(other_R)[zero_R].mean())
-    return Zeros(side, other, sequences, int(zero_R.sum()), int(denied[chosen].sum()), mean, zero_R)
 
 
 def _ratio(
@@ -316,7 +273,8 @@ def _ratio(
 ) -> tuple[float, float] | None:
     if trainer is None or trainer.logprobs_R is None or reference is None:
         return None
-    kept_R = ~np.any([np.zeros(len(reference), np.bool_), *(each.zero_R for each in zeros)], axis=0)
+    # of a probability of 1 nobody can tell whether it was filled in, or one token was left to draw from
+    kept_R = ~np.any([np.asarray(reference) == 0, *(each.zero_R for each in zeros)], axis=0)
     log_r = (np.asarray(trainer.logprobs_R, np.float64) - reference)[kept_R]
     return _mean(np.exp(log_r)) if len(log_r) > 1 else None
 

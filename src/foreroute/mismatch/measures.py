@@ -55,7 +55,8 @@ def token_mismatch(
         if impossible.any():
             raise InputError(
                 f"log-probs of {side} hold {logprobs[impossible][0]}; expected finite numbers up to 0, the natural "
-                "logarithms of the probabilities of sampled tokens"
+                f"logarithms of the probabilities of sampled tokens. {int(impossible.sum())} of {len(logprobs)} have none, "
+                f"of those that count first the one at {int(impossible.argmax())}; leave them out by mask="
             )
     log_r = train - infer
     return TokenMismatch(
