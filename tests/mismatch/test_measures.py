@@ -7,7 +7,14 @@ import pytest
 
 import foreroute as fr
 from foreroute.errors import InputError, SpecMismatchError
-from foreroute.mismatch import LiveAgreement, RoutingMismatch, margin_histogram, routing_mismatch, token_mismatch
+from foreroute.mismatch import (
+    LiveAgreement,
+    RoutingMismatch,
+    TokenMismatch,
+    margin_histogram,
+    routing_mismatch,
+    token_mismatch,
+)
 from foreroute.mismatch.measures import LOG10_EDGES
 from tests.traces import random_trace, spec_of
 
@@ -71,7 +78,7 @@ def test_impossible_log_probs_are_refused(train, infer, message):
 
 def test_the_first_impossible_log_prob_is_told_by_its_place_among_those_that_count():
     given = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
-    with pytest.raises(InputError, match="2 of 4 have none, of those that count first the one at 2; leave"):
+    with pytest.raises(InputError, match="2 of 4 have none, the first at 2 of those that count; leave"):
         token_mismatch(np.full((2, 3), -1.0), given, mask=[[0, 1, 1], [0, 1, 1]])
 
 
@@ -132,6 +139,14 @@ def test_mismatches_of_other_models_do_not_add_up(layers, picks):
         with pytest.raises(SpecMismatchError, match=r"2 layers with picks \[2, 2\].*; add those of one model"):
             pair[0] + pair[1]
     assert (one + one).rows == 8
+
+
+def test_shares_of_other_thresholds_do_not_add_up():
+    one, other = TokenMismatch(3, 0.1, (1, 0), 0.4), TokenMismatch(3, 0.1, (1,), 0.4)
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(InputError, match=r"one mismatch counts \d thresholds.*foreroute, 1\.5, 2\.0"):
+            pair[0] + pair[1]
+    assert (one + one).above == (2, 0)
 
 
 def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():

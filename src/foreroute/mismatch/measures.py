@@ -55,8 +55,8 @@ def token_mismatch(
         if impossible.any():
             raise InputError(
                 f"log-probs of {side} hold {logprobs[impossible][0]}; expected finite numbers up to 0, the natural "
-                f"logarithms of the probabilities of sampled tokens. {int(impossible.sum())} of {len(logprobs)} have none, "
-                f"of those that count first the one at {int(impossible.argmax())}; leave them out by mask="
+                f"logarithms of the probabilities of sampled tokens. {int(impossible.sum())} of {len(logprobs)} have "
+                f"none, the first at {int(impossible.argmax())} of those that count; leave them out by mask="
             )
     log_r = train - infer
     return TokenMismatch(
@@ -234,7 +234,16 @@ class TokenMismatch:
         return self.above[THRESHOLDS.index(tau)] / self.count if self.count else math.nan
 
     def __add__(self, other: TokenMismatch) -> TokenMismatch:
-        """The mismatch over the tokens of both."""
+        """The mismatch over the tokens of both.
+
+        Raises:
+            InputError: when they have shares of other thresholds, as of ranks with another foreroute.
+        """
+        if len(self.above) != len(other.above):
+            raise InputError(
+                f"one mismatch counts {len(self.above)} thresholds, the other {len(other.above)}; expected those of one "
+                f"foreroute, {', '.join(map(str, THRESHOLDS))}"
+            )
         return TokenMismatch(
             self.count + other.count,
             self.k3_sum + other.k3_sum,
