@@ -107,6 +107,8 @@ def test_padding_without_its_mask_is_named_wherever_it_is(ids):
     with pytest.raises(BatchMismatchError, match="Expected the batch that the trace was recorded for") as told:
         locate_rows(trace, other)
     assert "No attention_mask" not in str(told.value), "other tokens are no padding"
+    twice = any(row[0] == row[1] != first for row, first in zip(other.tolist(), (0, 3), strict=True))
+    assert ("is padding, pass attention_mask" in str(told.value)) == twice
 
 
 def test_another_order_is_named():

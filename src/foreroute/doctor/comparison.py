@@ -78,7 +78,7 @@ def compare(
         trainer_routes: integers [B, W, L, K], the experts that the trainer takes by itself, -1 in all of a position
             that was not recorded, W the width of prompts and responses; or a trace, if both are.
         engine_routes: those that the engine took, in the same form.
-        attention_mask: [B, W], 1 for a token; every position is one by default.
+        attention_mask: [B, W], of routes in arrays, 1 for a token; every position is one by default.
         spec: the model of the routes, for its number of experts and the names of its layers: without it they are
             "routed layer 0" and so on. Traces have their own.
 

@@ -59,8 +59,10 @@ def locate_rows(
     rows, objection = _compared(trace, token_ids, length_S)
     if objection:
         sequences = np.split(token_ids, np.cumsum(length_S)[:-1])
-        padded = ids_BT.size and kept_BT.all() and len(ids_BT) == len(trace) and _fits_amid_padding(trace, ids_BT)
-        raise BatchMismatchError(f"{objection}. {UNMASKED if padded else _advice(trace, sequences)}")
+        advice = _advice(trace, sequences)
+        if kept_BT.all() and ids_BT.size and len(ids_BT) == len(trace):
+            advice = UNMASKED if _fits_amid_padding(trace, ids_BT) else advice + _repeated(trace, ids_BT)
+        raise BatchMismatchError(f"{objection}. {advice}")
     located[kept_BT.reshape(-1)] = rows
     return located
 
@@ -163,6 +165,16 @@ def _fits_amid_padding(trace: RoutingTrace, ids_BT: NDArray[Any]) -> bool:
     """Whether each row of the batch has its sequence of the trace amid padding, and one of them behind some."""
     padding = [_padding_before(ids_T, trace.tokens(s)) for s, ids_T in enumerate(ids_BT)]
     return None not in padding and any(padding)
+
+
+def _repeated(trace: RoutingTrace, ids_BT: NDArray[Any]) -> str:
+    """Say that a row begins with one token several times, and its sequence of the trace with another."""
+    for s, row_T in enumerate(ids_BT[:, :2]):
+        if len(row_T) > 1 and row_T[0] == row_T[1] and trace.lengths[s] and row_T[0] != trace.tokens(s)[0]:
+            return (
+                f". If token {row_T[0]}, with which sequence {s} of the batch begins, is padding, pass attention_mask"
+            )
+    return ""
 
 
 def _padding_before(ids_T: NDArray[Any], tokens: NDArray[np.int32]) -> int | None:

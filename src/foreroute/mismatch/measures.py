@@ -241,8 +241,8 @@ class TokenMismatch:
         """
         if len(self.above) != len(other.above):
             raise InputError(
-                f"one mismatch counts {len(self.above)} thresholds, the other {len(other.above)}; expected those of one "
-                f"foreroute, {', '.join(map(str, THRESHOLDS))}"
+                f"one mismatch counts {len(self.above)} thresholds, the other {len(other.above)}; expected those of "
+                f"one foreroute, {', '.join(map(str, THRESHOLDS))}"
             )
         return TokenMismatch(
             self.count + other.count,
