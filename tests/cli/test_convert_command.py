@@ -82,6 +82,19 @@ def test_an_answer_needs_a_model(folder):
     assert not (folder / "out").exists()
 
 
+def test_what_is_missing_is_told_in_options_of_the_verb(folder):
+    """Not in arguments of `decode`, which has them too."""
+    (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
+    refused(folder, "rows.npy: the output does not carry the tokens of sequence 0; pass --tokens, prompt", "rows.npy")
+    (folder / "tokens.json").write_text(json.dumps([[*R.tokens, 1, 2]]))
+    given = ("rows.npy", "out", "--tokens", folder / "tokens.json")
+    refused(folder, "Rows are missing: pass --start if the request skipped a known prefix", *given)
+    body = json.loads(wires.vllm_http(R))
+    body["choices"][0]["sampling_mask"] = [[1]] * 5
+    (folder / "masks.json").write_text(json.dumps(body))
+    refused(folder, "is not known; pass --model with the folder of the model", "masks.json")
+
+
 def test_text_that_looks_like_a_header_is_not_taken_for_a_trace(folder):
     body = json.loads(wires.vllm_http(R))
     (folder / "answer.json").write_text('{"out": {' + "}, " + json.dumps(body)[1:])

@@ -141,6 +141,9 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
     found = fr.compare(trainer[mask], engine[mask])
     assert found.metrics == fr.compare(trainer, engine, mask).metrics
     assert all(math.isnan(error) for error in found.errors.values())
+    masked = fr.compare(trainer.reshape(-1), engine.reshape(-1), mask.reshape(-1))
+    assert (masked.metrics, masked.errors.keys()) == (found.metrics, found.errors.keys())
+    assert all(math.isnan(error) for error in masked.errors.values()), "a token is no sequence"
 
 
 @grid(
@@ -162,6 +165,29 @@ def test_a_defect_of_routes_is_named_from_arrays_alone(plant, words):
         assert found.headline.startswith(f"Fix this first: The engine's trace {words}"), found.headline
     fine = fr.compare(trainer, engine, mask, **routes(7)[0]).diagnosis
     assert fine.worst < Severity.PROBLEM, fine.headline
+
+
+def test_layers_of_arrays_are_named_by_the_model_or_by_their_place():
+    """Dense layers may stand before the first row of the layer axis: only the model tells."""
+    trainer, engine, mask = logprobs(4)
+    own = np.tile(np.arange(2), (1, 12, 3, 1))
+    theirs = own.copy()
+    theirs[0, 5, 1] = [0, 2]
+    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(1), fr.RoutedLayer(2), fr.RoutedLayer(4)))
+    traces = [fr.RoutingTrace.from_padded(spec, np.ones((1, 12), int), ids) for ids in (own, theirs)]
+    for pair, given, name in (
+        ((own, theirs), {}, "routed layer 1"),
+        ((own, theirs), {"spec": spec}, "decoder 2"),
+        (traces, {}, "decoder 2"),
+        (traces, {"spec": spec}, "decoder 2"),
+    ):
+        found = fr.compare(trainer, engine, mask, trainer_routes=pair[0], engine_routes=pair[1], **given)
+        told = [each.sentence for each in found.diagnosis.findings if "the first layer that differs" in each.sentence]
+        assert told[0].endswith(f"is {name}. All sequences agree before position 5."), told
+    twice = theirs.copy()
+    twice[0, 3, 2] = 0
+    with pytest.raises(TraceContentError, match="position 3, routed layer 2 has expert ids"):
+        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=twice)
 
 
 def moved(logprobs, tokens):
@@ -268,6 +294,8 @@ def test_traces_have_the_figures_of_their_arrays_and_may_come_in_another_order()
     assert "in another order" in found.diagnosis.headline
     with pytest.raises(InputError, match="a trace is beside an array"):
         fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=other)
+    with pytest.raises(InputError, match="know their tokens, so leave attention_mask= or mask= out"):
+        fr.compare(trainer, engine, mask, trainer_routes=own, engine_routes=theirs, attention_mask=attended)
 
 
 def test_it_is_shown_with_headline_figures_and_errors():
@@ -298,6 +326,23 @@ def test_what_cannot_be_compared_is_refused(changed, message):
     assert fr.compare(**good).metrics["routed_rows"] > 0
     with pytest.raises(InputError, match=message):
         fr.compare(**{**good, **changed})
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0), (0,)])
+@pytest.mark.parametrize("more", [{}, {"replayed_logprobs": None}])
+def test_no_tokens_are_nothing_to_compare_whichever_way_there_are_none(shape, more):
+    """As on a rank whose micro-batch has no sequence; routes beside them are compared if any row has them."""
+    none = np.zeros(shape)
+    more = dict.fromkeys(more, none)
+    with pytest.raises(InputError, match="there is nothing to compare"):
+        fr.compare(none, none, none, **more)
+    given, _ = routes(6)
+    found = fr.compare(none, none, none, **more, **given)
+    assert found.metrics["routed_rows"] > 0
+    assert "response_tokens" not in found.metrics
+    empty = {name: each[:0] for name, each in given.items()}
+    with pytest.raises(InputError, match="there is nothing to compare"):
+        fr.compare(none, none, none, **more, **empty)
 
 
 def test_padding_of_zeros_is_no_route_without_a_mask():

@@ -9,10 +9,11 @@ from foreroute.files.places import names_in, open_at, within, write_at
 
 
 def test_a_place_is_a_path_or_a_url(tmp_path):
-    assert as_place(f"file://{tmp_path}/a") == as_place(tmp_path / "a") == as_place(f"{tmp_path}/a") == tmp_path / "a"
-    assert as_place("s3://bucket/a") == "s3://bucket/a"
+    for place in (f"file://{tmp_path}/a", tmp_path / "a", f"{tmp_path}/a"):
+        assert as_place(place, TraceFileError) == tmp_path / "a"
+    assert as_place("s3://bucket/a", TraceFileError) == "s3://bucket/a"
     assert within("s3://bucket/a/", "b") == "s3://bucket/a/b"
-    assert within(as_place(f"file://{tmp_path}"), "b") == within(tmp_path, "b") == tmp_path / "b"
+    assert within(as_place(f"file://{tmp_path}", TraceFileError), "b") == within(tmp_path, "b") == tmp_path / "b"
     assert names_in(tmp_path / "none", TraceFileError) == names_in("memory://none", TraceFileError) == []
 
 

@@ -87,6 +87,30 @@ def test_a_mask_that_was_forgotten_is_named():
         locate_rows(trace, [[0, 1, 2], [99, 3, 5]])
 
 
+PADDED = {
+    "left": [[9, 9, 9, 0, 1, 2], [9, 9, 9, 9, 3, 4]],
+    "left, the last token left out": [[9, 9, 0, 1], [9, 9, 9, 3]],
+    "prompts left, responses right": [[9, 9, 0, 1, 2, 8], [9, 9, 9, 3, 4, 8]],
+    "one row of them": [[0, 1, 2, 8, 8], [9, 9, 9, 3, 4]],
+    "by a token that the sequence begins with": [[0, 0, 0, 1, 2], [3, 3, 3, 3, 4]],
+}
+
+
+@pytest.mark.parametrize("ids", PADDED.values(), ids=list(PADDED))
+def test_padding_without_its_mask_is_named_wherever_it_is(ids):
+    trace = canary([3, 2])
+    with pytest.raises(
+        BatchMismatchError, match=r"in the trace.*No attention_mask was given.*pass the mask, 0 for the pad"
+    ):
+        locate_rows(trace, ids)
+    other = np.where(np.array(ids) == 3, 7, ids)
+    with pytest.raises(BatchMismatchError, match="Expected the batch that the trace was recorded for") as told:
+        locate_rows(trace, other)
+    assert "No attention_mask" not in str(told.value), "other tokens are no padding"
+    twice = any(row[0] == row[1] != first for row, first in zip(other.tolist(), (0, 3), strict=True))
+    assert ("is padding, pass attention_mask" in str(told.value)) == twice
+
+
 def test_another_order_is_named():
     trace = canary([3, 3, 2])
     with pytest.raises(BatchMismatchError, match=r"holds the sequences \[1, 0, 2\] of the trace, in that order"):

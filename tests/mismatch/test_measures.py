@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import InputError
-from foreroute.mismatch import margin_histogram, routing_mismatch, token_mismatch
+from foreroute.errors import InputError, SpecMismatchError
+from foreroute.mismatch import (
+    LiveAgreement,
+    RoutingMismatch,
+    TokenMismatch,
+    margin_histogram,
+    routing_mismatch,
+    token_mismatch,
+)
 from foreroute.mismatch.measures import LOG10_EDGES
 from tests.traces import random_trace, spec_of
 
@@ -69,6 +76,12 @@ def test_impossible_log_probs_are_refused(train, infer, message):
         token_mismatch(train, infer)
 
 
+def test_the_first_impossible_log_prob_is_told_by_its_place_among_those_that_count():
+    given = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
+    with pytest.raises(InputError, match="2 of 4 have none, the first at 2 of those that count; leave"):
+        token_mismatch(np.full((2, 3), -1.0), given, mask=[[0, 1, 1], [0, 1, 1]])
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_routing_mismatch_matches_a_loop(seed):
     a = random_trace(seed, num_experts=4, num_layers=3)
@@ -112,6 +125,36 @@ def test_pick_order_is_no_difference():
     result = routing_mismatch(a, b)
     assert result.differing_share == 0.5
     assert result.overlap_L.tolist() == [0.75]
+
+
+@pytest.mark.parametrize(
+    ("layers", "picks"), [(3, [2, 2, 2]), (1, [2]), (2, [3, 3]), (2, [2, 3]), (2, [2, 1])], ids=str
+)
+def test_mismatches_of_other_models_do_not_add_up(layers, picks):
+    """As of ranks that were started with other models: one layer would have been added to each of two."""
+    one = RoutingMismatch(4, np.array([2, 2]), *(np.zeros(n, np.int64) for n in (2, 2, 3, 2)))
+    other = RoutingMismatch(4, np.array(picks), *(np.zeros(n, np.int64) for n in (layers, layers, layers + 1, layers)))
+    live = [LiveAgreement(each, np.zeros((2, 36), np.int64), np.zeros(2)) for each in (one, other)]
+    for pair in ((one, other), (other, one), live):
+        with pytest.raises(SpecMismatchError, match=r"2 layers with picks \[2, 2\].*; add those of one model"):
+            pair[0] + pair[1]
+    assert (one + one).rows == 8
+
+
+def test_shares_of_other_thresholds_do_not_add_up():
+    one, other = TokenMismatch(3, 0.1, (1, 0), 0.4), TokenMismatch(3, 0.1, (1,), 0.4)
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(InputError, match=r"one mismatch counts \d thresholds.*foreroute, 1\.5, 2\.0"):
+            pair[0] + pair[1]
+    assert (one + one).above == (2, 0)
+
+
+def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():
+    margins = np.array([[0.1, np.nan], [np.inf, -0.5], [np.nan, np.nan]])
+    with pytest.raises(InputError, match="3 of 6 margins are NaN, which no bin counts"):
+        margin_histogram(margins)
+    counts = margin_histogram(margins, mask=[0, 1, 0])
+    assert (counts[0, -1], counts[1, 0], counts.sum()) == (1, 1, 2), "the largest, and below 0 the smallest"
 
 
 def test_margins_fall_into_their_bins():

@@ -57,6 +57,9 @@ def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp
 
 def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
     plan, _ = small_case(1)
+    for gain in (float("-inf"), float("nan"), 2.0):
+        with pytest.raises(PlanError, match="expected finite shares"):
+            save_plan(replace(plan, gains={"recompute": gain, "update": 0.0}), tmp_path / "p")
     with pytest.raises(PlanError, match="there are 2 slots"):
         save_plan(replace(plan, hosts=plan.hosts._replace(slot_R=plan.hosts.slot_R + np.int16(2))), tmp_path / "p")
     assert not list(tmp_path.iterdir())
@@ -67,14 +70,14 @@ def test_other_files_are_refused(tmp_path):
     plan_path, trace_path = save_plan(plan, tmp_path / "plan"), tmp_path / "trace"
     spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
     fr.save(synthetic_trace(spec, [5], seed=0), trace_path)
-    with pytest.raises(PlanError, match="is no plan file: its metadata lack"):
+    with pytest.raises(PlanError, match=r"is no plan file: its metadata lack.*; this one has .*foreroute\.trace"):
         load_plan(trace_path)
     with pytest.raises(TraceFileError, match="is no trace file"):
         fr.load(plan_path)
     with pytest.raises(PlanError, match="does not exist"):
         load_plan(tmp_path / "none")
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(PlanError, match="not a whole safetensors file"):
+    with pytest.raises(PlanError, match=r"not a safetensors file: it is text\. foreroute plan and"):
         load_plan(tmp_path / "text")
 
 
@@ -120,7 +123,19 @@ FORGERIES = {
     "gains of one stage": (_metadata("gains", '{"update": 0.1}'), "expected those of recompute and update, or none"),
     "gains of no number": (
         _metadata("gains", '{"recompute": NaN, "update": 0.1}'),
-        "gains are .*; expected shares of at most 1",
+        "gains are .*; expected finite shares of at most 1",
+    ),
+    "a gain without end": (
+        _metadata("gains", '{"recompute": -Infinity, "update": 0.1}'),
+        "gains are .*; expected finite shares of at most 1",
+    ),
+    "a gain too large to be one": (
+        _metadata("gains", '{"recompute": -1e999, "update": 0.1}'),
+        "gains are .*; expected finite shares of at most 1",
+    ),
+    "a bandwidth without end": (
+        _edit_topology(links={**vars(LINKS), "host_bytes_per_s": float("inf")}),
+        "host_bytes_per_s is inf; expected 1 to 1e",
     ),
     "no topology": (_metadata("topology", "[]"), "the topology is"),
     "counts without a digest": (_metadata("counts_digest", "0" * 31), "expected 32 hexadecimal digits"),

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from foreroute.doctor import Diagnosis, Evidence, diagnose
 from foreroute.doctor.evidence import Measures, TrainerPass
+from foreroute.mismatch.measures import as_traces
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import measure_table
 from foreroute.report.figure import layer_label, number_layers
@@ -47,6 +48,37 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
     assert "Look at the run foreroute report r" in text
 
 
+def test_the_table_has_what_was_measured_and_nothing_else(tmp_path):
+    """Routes alone, with and without a pass on them; log-probs alone; the trainer beside itself alone."""
+    engine, own = (random_trace(3, route_seed=seed).with_weight_version(1) for seed in (3, 9))
+    logprobs = -np.arange(1.0, 9.0)
+    native, replayed = TrainerPass(own, logprobs), TrainerPass(None, logprobs)
+    shares = measure_table(diagnose(Evidence(engine=engine, native=native)).measures).rows[0].cells[3:]
+    assert all(re.fullmatch(r"\d+(\.\d+)?.%", share) and share != "0" for share in shares), shares
+    unscored = Evidence(engine=engine, native=native, replayed=replayed, repeated=native, repacked=native)
+    scored = replace(unscored, engine_logprobs_R=logprobs - 0.1)
+    for evidence, expected in (
+        (unscored, {"Engine and trainer, without replay": ("\N{EN DASH}", "\N{EN DASH}", *shares)}),
+        (
+            replace(unscored, replayed=None),
+            {"Engine and trainer, without replay": ("\N{EN DASH}", "\N{EN DASH}", *shares)},
+        ),
+        (scored, {"Engine and trainer, with replay": (..., ..., "0, forced", "0, forced")}),
+        (
+            replace(scored, engine=None),
+            {"Engine and trainer, without replay": (..., ..., "\N{EN DASH}", "\N{EN DASH}")},
+        ),
+        (replace(unscored, random_weights=True), {}),
+    ):
+        rows = {row.cells[0]: row.cells[1:] for row in measure_table(diagnose(evidence).measures).rows}
+        for name, cells in expected.items():
+            assert [cell for cell, want in zip(rows[name], cells, strict=True) if want not in (cell, ...)] == []
+        forced = [name for name, cells in rows.items() if "0, forced" in cells]
+        assert forced == [
+            name for name in ("Engine and trainer, with replay",) if evidence.engine_logprobs_R is not None
+        ]
+
+
 def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
     spec = RoutingSpec(8, 2, (RoutedLayer(1), RoutedLayer(2), RoutedLayer(4)))
     engine, own = (replace(random_trace(3, route_seed=seed), spec=spec) for seed in (9, 10))
@@ -59,6 +91,7 @@ def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
     number_layers(axis.xaxis, spec.layers)
     assert [axis.xaxis.get_major_formatter()(place, None) for place in range(4)] == ["1", "2", "4", ""]
     assert (layer_label(spec.layers), layer_label(())) == ("decoder layer", "routed layer, counted from 0")
+    assert layer_label(as_traces(*[np.array([[[[0, 1], [0, 2]]]])] * 2)[0].spec.layers) == "routed layer"
     mixed = (RoutedLayer(0), RoutedLayer(0, LayerKind.MTP))
     number_layers(axis.xaxis, mixed)
     assert [axis.xaxis.get_major_formatter()(place, None) for place in range(2)] == ["decoder 0", "mtp 0"]

@@ -57,6 +57,20 @@ def test_the_file_of_the_simulators_page_is_read():
     ("change", "error", "message"),
     [
         ({"cluster": {"gpus": 60, "expert_parallel": 16}}, ConfigError, "60 GPUs do not fill groups of 16"),
+        *(
+            ({"cluster": {"gpus": n, "expert_parallel": n}, **more}, ConfigError, f"expert_parallel = {n} ranks; use a")
+            for n, more in (
+                (3, {}),
+                (40, {}),
+                (256, {}),
+                (64, {"model": {"preset": "qwen3-30b-a3b", "num_experts": 160}}),
+            )
+        ),
+        (
+            {"cluster": {"gpus": 96, "expert_parallel": 16}, "sweep": {"expert_parallel": [32, 48]}},
+            ConfigError,
+            "expert_parallel = 48: 128 experts do not divide over expert_parallel = 48 ranks; use a number of",
+        ),
         ({"cluster": {"gpus": 64}}, ConfigError, "cluster.expert_parallel: required and not given"),
         ({"workload": {"preset": "G7"}}, ConfigError, "no workload is called 'G7'"),
         (

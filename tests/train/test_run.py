@@ -275,7 +275,11 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ChainTask, "rewards", lambda task, problems, responses: np.full(len(responses), np.nan))
     with pytest.raises(DivergedError, match="reward_mean, reward_std of step 0 are not finite"):
         train(small_config(), tmp_path / "run")
-    assert RunFolder(tmp_path / "run").records() == []
+    run = RunFolder(tmp_path / "run")
+    assert run.records() == []
+    for within in ([0.5, float("nan")], [[1.0], [float("inf")]], {"a": [{"value": float("nan")}]}):
+        with pytest.raises(DivergedError, match=r"live_agreement(\.a)? of step 1 is not finite"):
+            run.append({"step": 1, "live_agreement": within})
 
 
 def test_unknown_model_sizes_are_explained(tmp_path):

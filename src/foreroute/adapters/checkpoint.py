@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foreroute.errors import ConfigError
-from foreroute.files.regular import parse_json, read_file
+from foreroute.files.regular import as_path, parse_json, read_file
 from foreroute.files.writing import writing_named
 from foreroute.trace import IndexerSpec, RoutingSpec
 from foreroute.trace.spec import whole_number
@@ -96,6 +96,7 @@ class ServedModel:
             ConfigError: when the configuration or the weights cannot be read, or transformers does not know the model.
             ModuleNotFoundError: when transformers is needed and not installed.
         """
+        folder = as_path(folder, ConfigError)
         path, writer = folder / CONFIG, FolderWriter(folder)
         if spec is None:
             from foreroute.adapters.hf.without_weights import structure_of

@@ -72,7 +72,7 @@ def decode(
         SpecMismatchError: when layers of the model differ in experts or picks.
     """
     _require_decoder_layers(model)
-    model.require_alike("a capture of an engine")
+    model.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")
     start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
     form, sequences = read_output(output)
     if valid is not None and form is not Form.ARRAY:

@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.capture.arrays import MAX_INT32
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
-from foreroute.files.container import TensorFile
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_array, as_numbers, place_of
@@ -234,7 +233,7 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
 def is_generation(path: str | os.PathLike[str]) -> bool:
     """Whether a file has log-probs beside a trace, by its header."""
     try:
-        with TensorFile(path, TraceFileError, most_header_bytes=FORMAT.most_header_bytes) as file:
+        with FORMAT.open(path) as file:
             return "logprobs" in file.tensors
     except TraceFileError:
         return False

@@ -44,7 +44,8 @@ def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers:
     if len(returned) != len(trace):
         raise CaptureError(f"got choices of {len(returned)} sequences for {len(trace)}; expected one array for each")
     lengths = trace.lengths.tolist()
-    chosen = [_of_layers(each, s, n, indexers) for s, (each, n) in enumerate(zip(returned, lengths, strict=True))]
+    chosen = [np.zeros((0, len(indexers.layers), indexers.top_k), np.int32)]  # for a trace of no sequences
+    chosen += [_of_layers(each, s, n, indexers) for s, (each, n) in enumerate(zip(returned, lengths, strict=True))]
 
     def by_layer() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
         for layer in range(len(indexers.layers)):

@@ -39,7 +39,7 @@ from foreroute.capture.agents import (
 )
 from foreroute.capture.arrays import as_integers, parse_text, read_base64
 from foreroute.errors import CaptureError, shown
-from foreroute.files.regular import MOST_BYTES, read_file
+from foreroute.files.regular import MOST_BYTES, as_path, read_file
 from foreroute.trace import RoutingSpec, RoutingTrace, extended
 from foreroute.trace.checks import as_int32
 from foreroute.trace.spec import is_whole
@@ -82,7 +82,7 @@ def read_nemo_gym(
     Raises:
         CaptureError: when a file is missing, damaged or of another schema, or holds what cannot be true.
     """
-    path = FilePath(entries)
+    path = as_path(entries, CaptureError)
     if not path.name.endswith(SUFFIX):
         raise CaptureError(f"{path} is named otherwise than <rollout>{SUFFIX}; pass that file of NeMo Gym's capture")
     content = read_file(path, CaptureError)

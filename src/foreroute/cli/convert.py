@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,22 @@ from foreroute.capture import decode
 from foreroute.capture.arrays import parse_text
 from foreroute.capture.generation import is_generation
 from foreroute.cli.terminal import Console, working
-from foreroute.errors import CaptureError, TraceFileError, printable
+from foreroute.errors import CaptureError, TraceError, TraceFileError, printable
 from foreroute.files.regular import open_regular, read_file
 from foreroute.files.writing import writing_named
 from foreroute.trace import Encoding, load, save
 
 HEADER = 9
 """Bytes that tell a trace file: a length, of which the upper half is zero as in no text, and an opening brace."""
+
+OPTIONS = {
+    "start=": "--start",
+    "token_ids=": "--tokens",
+    "vocabulary_size=": "--model with the folder of the model",
+    "indexers=hf.attach(model).indexers": "--model with the folder of the model",
+    "a function of these names, such as weight_version=int": "no --weight-version",
+}
+"""By what `decode` advises to pass."""
 
 
 def convert_file(
@@ -54,12 +65,25 @@ def convert_file(
         else:
             facts = _facts_of(model)
             data, ids = read_file(source, TraceFileError), None if tokens is None else _tokens(tokens)
-            trace = decode(data, token_ids=ids, start=start, weight_version=weight_version, **facts)
+            with _as_options(source):
+                trace = decode(data, token_ids=ids, start=start, weight_version=weight_version, **facts)
             what = f"output of the form {trace.provenance['wire']}"
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
     with working(f"writing {target}", console):
         save(trace, target, encoding=to)
     console.print(printable(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes"), markup=False)
+
+
+@contextmanager
+def _as_options(source: Path) -> Iterator[None]:
+    """Name the file in what is refused, and the options of the verb in place of arguments of `decode`."""
+    try:
+        yield
+    except TraceError as error:
+        told = str(error)
+        for argument, option in OPTIONS.items():
+            told = told.replace(f"pass {argument}", f"pass {option}")
+        raise CaptureError(f"{source}: {told}") from error
 
 
 def _is_trace(path: Path) -> bool:

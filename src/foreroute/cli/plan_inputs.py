@@ -83,7 +83,7 @@ def read_step(
         _check_model(costs, counts_MLGE.shape[3], None, topology)
     else:
         read = read_traces(traces)
-        read[0].spec.require_alike("a plan")
+        read[0].spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
         _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
         budget = token_budget or TOKEN_BUDGET
         packing, sequences = packed(read, budget, ranks.num_ranks, costs), sum(map(len, read))

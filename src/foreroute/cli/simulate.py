@@ -83,7 +83,7 @@ def run_simulation(
         "fit": None if fitted is None else fitted[0].as_dict(),
     }
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
-    texts = {name: json.dumps(values, indent=1) for name, values in contents.items()}
+    texts = {name: json.dumps(values, indent=1, allow_nan=False) for name, values in contents.items()}
     with working("writing the figures", console), writing_named(folder, RunFolderError):
         for name, text in (texts | {"cluster.toml": cluster_toml(config.described())}).items():
             write_atomically(folder / name, text, overwrite=False)

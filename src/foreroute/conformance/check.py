@@ -136,7 +136,7 @@ class CheckContext:
     def spec(self) -> RoutingSpec:
         """The spec of the family's own model, as attached."""
         spec = self.pair()[1].spec
-        spec.require_alike("the kit")
+        spec.require_alike("the kit", "build a model with layers of one size")
         return spec
 
     def trace_of(self, routes: Sequence[NDArray[Any]], batch: Batch, spec: RoutingSpec | None = None) -> RoutingTrace:

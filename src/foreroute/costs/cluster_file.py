@@ -116,7 +116,7 @@ def _with_keys(lines: list[str], table: str, values: Mapping[str, float]) -> lis
         lines, begin, end = [*lines, f"[{table}]"], len(lines), len(lines) + 1
     else:
         end = next(n for n in headers if n > begin)
-    pairs = [f"{key} = {json.dumps(value)}  # measured" for key, value in values.items()]
+    pairs = [f"{key} = {json.dumps(value, allow_nan=False)}  # measured" for key, value in values.items()]
     others = [line for line in lines[begin + 1 : end] if line.partition("=")[0].strip() not in values]
     return [*lines[: begin + 1], *pairs, *others, *lines[end:]]
 
@@ -134,7 +134,8 @@ def cluster_toml(cluster: Cluster) -> str:
     lines = []
     for name, made in {**described, "costs": costs}.items():
         # numbers and words in JSON are those of TOML; nested tables stand beside
-        pairs = [f"{key} = {json.dumps(v)}" for key, v in vars(made).items() if isinstance(v, int | float | str)]
+        values = {key: value for key, value in vars(made).items() if isinstance(value, int | float | str)}
+        pairs = [f"{key} = {json.dumps(value, allow_nan=False)}" for key, value in values.items()]
         lines += [f"[{name}]", *pairs, ""]
     return "\n".join(lines)
 

@@ -73,13 +73,14 @@ def compare(
         trainer_logprobs: of the sampled tokens, by the trainer on its own routes: numbers [B, T], or [R] of tokens
             whose sequences are not known.
         engine_logprobs: by the engine, of the same shape.
-        mask: [B, T], 1 for a sampled response token. The others are not looked at.
+        mask: [B, T] or [R], 1 for a sampled response token. The others are not looked at.
         replayed_logprobs: by the trainer on the engine's routes, where it replays them.
         trainer_routes: integers [B, W, L, K], the experts that the trainer takes by itself, -1 in all of a position
             that was not recorded, W the width of prompts and responses; or a trace, if both are.
         engine_routes: those that the engine took, in the same form.
-        attention_mask: [B, W], 1 for a token; every position is one by default.
-        spec: the model of the routes, for its number of experts and the names of its layers.
+        attention_mask: [B, W], of routes in arrays, 1 for a token; every position is one by default.
+        spec: the model of the routes, for its number of experts and the names of its layers: without it they are
+            "routed layer 0" and so on. Traces have their own.
 
     Raises:
         InputError: when shapes or numbers cannot be, or routes are given of one side alone.
@@ -98,7 +99,7 @@ def compare(
         Evidence(
             engine=routed,
             engine_logprobs_R=packed(engine, kept, name="log-probs of the engine"),
-            response_lengths_S=None if kept is None else as_mask(kept, name="mask").reshape(len(kept), -1).sum(axis=1),
+            response_lengths_S=None if kept is None or kept.ndim < 2 else _lengths(kept),
             native=TrainerPass(executed, own_R),
             replayed=None if replayed_R is None else TrainerPass(None, replayed_R),
         )
@@ -155,9 +156,15 @@ class _Figures(NamedTuple):
             self.errors[prefix + name] = standard_error(*parts.T)
 
 
+def _lengths(mask: NDArray[Any]) -> NDArray[np.int64]:
+    """int64 [B], how many tokens of each sequence count."""
+    kept = as_mask(mask, name="mask")
+    return np.asarray(kept.sum(axis=tuple(range(1, kept.ndim))), np.int64)
+
+
 def _by_sequence(trainer: NDArray[Any], engine: NDArray[Any], mask: NDArray[Any] | None) -> list[TokenMismatch]:
-    """Compare each sequence by itself; tokens without a mask are one sequence."""
-    if mask is None:
-        return [token_mismatch(trainer, engine)]
+    """Compare each sequence by itself; tokens whose sequences are not known are one."""
+    if mask is None or mask.ndim < 2:
+        return [token_mismatch(trainer, engine, mask=mask)]
     rows = zip(trainer, engine, mask, strict=True)
     return [token_mismatch(own, other, mask=kept) for own, other, kept in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from foreroute.doctor.evidence import EXPLAINS, Evidence, Finding, Measures, Severity, many
+from foreroute.doctor.zeros import Zeros
 from foreroute.trace import INDEXER, SAMPLING
 
 RECORD_CHOICES = (
@@ -18,6 +19,10 @@ AS_SAMPLED = (
     "Give the doctor and the trainer the temperature that the engine sampled with, and have the engine return the "
     "log-probs of what it drew from: processed_logprobs of vLLM, output_token_sampling_logprobs of SGLang."
 )
+FILL_IN = (
+    "Log-probs that nobody filled in are 0: make sure that each token has the one that was computed for it. An engine "
+    "gives 0 itself for what it took greedily, at a temperature near 0 or with top_k of 1: leave such tokens out."
+)
 RECORD_MASKS = "Record sampling masks, and score tokens on them, or sample without top_p, top_k and min_p."
 KEPT_MASS = 0.99
 """Mean ratio below which tokens were left out. Chosen by hand: precision leaves the mean at 1, and 4 standard errors
@@ -26,6 +31,8 @@ are allowed for beside it."""
 
 def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     """Whether trainer and engine take probabilities of the same tokens, at the same temperature."""
+    for zeros in measures.zeros:
+        yield Finding(Severity.PROBLEM, "probabilities", _zeros_words(zeros), FILL_IN)
     if evidence.mask_error:
         sentence = f"The sampling masks are not those of their tokens: {evidence.mask_error}."
         yield Finding(Severity.PROBLEM, "masks", sentence, OF_THEIR_TOKENS)
@@ -68,6 +75,19 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             "the trainer attend to other units than the engine's.",
             RECORD_CHOICES,
         )
+
+
+def _zeros_words(zeros: Zeros) -> str:
+    """What was seen of log-probs of exactly 0."""
+    where = ""
+    if zeros.sequences is not None:
+        numbers = f"{str(zeros.sequences[:16]).strip('[]')}{', ...' if len(zeros.sequences) > 16 else ''}"
+        where = f" of {many(len(zeros.sequences), 'sequence')} ({numbers})"
+    whose = zeros.side[:1].upper() + zeros.side[1:]
+    return (
+        f"{whose} has log-probs of exactly 0, probability 1, for {many(zeros.count, 'response token')}{where}, where "
+        f"{zeros.other} has {zeros.mean:.3g} on average."
+    )
 
 
 def lacks_choices(evidence: Evidence) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance import ConformanceReport
+from foreroute.doctor.zeros import Zeros, denied_zeros
 from foreroute.errors import printable
 from foreroute.mismatch import (
     Defect,
@@ -114,13 +115,15 @@ class Measures:
         repeated, repacked: trainer against itself.
         routes: engine's routes against the trainer's own.
         repacked_routes: the trainer's own routes against those when it is packed differently.
+        zeros: log-probs of exactly 0 of one side that the other denies.
         ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
             routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
+            Tokens of `zeros`, and those to which the engine gives 1, are left out.
         rise: by how much replay raises a token's part of k3: the mean over tokens and the standard error of that.
         shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
             moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
         order: where they fit those of other sequences: the trainer's sequence in the place of each, and the mean
-            |log r| with that undone and as they are, in nats.
+            |log r| with that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
         rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
         explanation: what sets engine's and trainer's routes apart.
         choices: of indexers, engine against trainer on its own.
@@ -135,6 +138,7 @@ class Measures:
     repacked: TokenMismatch | None = None
     routes: RoutingMismatch | None = None
     repacked_routes: RoutingMismatch | None = None
+    zeros: tuple[Zeros, ...] = ()
     ratio: tuple[float, float] | None = None
     rise: tuple[float, float] | None = None
     shift: tuple[int, float, float] | None = None
@@ -222,16 +226,21 @@ def measure(evidence: Evidence) -> Measures:
             engine = engine.select(np.argsort(explanation.parameters["order"]))
             explanation = explain(own, engine, names=NAMES)
     logprobs_R = None if reordered else evidence.engine_logprobs_R
+    without, with_replay = _tokens(native, logprobs_R), _tokens(evidence.replayed, logprobs_R)
+    rescored = _nearest(evidence.rescored, logprobs_R)
+    zeros = _zeros(evidence, logprobs_R, rescored)
     return replace(
         of_itself,
-        without=_tokens(native, logprobs_R),
-        with_replay=_tokens(evidence.replayed, logprobs_R),
+        without=without,
+        with_replay=with_replay,
         routes=_routes(engine, own) if explanation is not None else None,
-        ratio=_ratio(evidence.replayed or native, logprobs_R),
+        zeros=zeros,
+        ratio=_ratio(evidence.replayed or native, logprobs_R, zeros),
         rise=_rise(native, evidence.replayed, logprobs_R),
-        shift=_shift(evidence.replayed or native, logprobs_R),
-        order=_order(evidence.replayed or native, logprobs_R, evidence.response_lengths_S),
-        rescored=_nearest(evidence.rescored, logprobs_R),
+        # sequences of zeros fit nowhere, and set the others apart
+        shift=None if zeros else _shift(evidence.replayed or native, logprobs_R),
+        order=None if zeros else _order(evidence.replayed or native, logprobs_R, evidence.response_lengths_S),
+        rescored=rescored,
         explanation=explanation,
         choices=_choices(own, engine),
         reordered=reordered,
@@ -239,10 +248,37 @@ def measure(evidence: Evidence) -> Measures:
     )
 
 
-def _ratio(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[float, float] | None:
-    if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < 2:
+def _zeros(
+    evidence: Evidence, reference: NDArray[Any] | None, rescored: tuple[Rescored, TokenMismatch] | None
+) -> tuple[Zeros, ...]:
+    """Those of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer.
+
+    A temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so.
+    """
+    passes = {"the trainer": evidence.native, "the trainer, under replay,": evidence.replayed}
+    own = {name: each.logprobs_R for name, each in passes.items() if each is not None and each.logprobs_R is not None}
+    if reference is None or not own:
+        return ()
+    nearest, lengths_S = (
+        list(own.values())[-1] if rescored is None else rescored[0].logprobs_R,
+        evidence.response_lengths_S,
+    )
+    if lengths_S is not None and lengths_S.sum() != len(reference):
+        lengths_S = None
+    found = [denied_zeros("the engine", "the trainer", reference, nearest, lengths_S)]
+    found += [denied_zeros(name, "the engine", logprobs_R, reference, lengths_S) for name, logprobs_R in own.items()]
+    return tuple(each for each in found if each is not None)
+
+
+def _ratio(
+    trainer: TrainerPass | None, reference: NDArray[Any] | None, zeros: tuple[Zeros, ...]
+) -> tuple[float, float] | None:
+    if trainer is None or trainer.logprobs_R is None or reference is None:
         return None
-    return _mean(np.exp(np.asarray(trainer.logprobs_R, np.float64) - reference))
+    # of a probability of 1 nobody can tell whether it was filled in, or one token was left to draw from
+    kept_R = ~np.any([np.asarray(reference) == 0, *(each.zero_R for each in zeros)], axis=0)
+    log_r = (np.asarray(trainer.logprobs_R, np.float64) - reference)[kept_R]
+    return _mean(np.exp(log_r)) if len(log_r) > 1 else None
 
 
 def _rise(
@@ -280,7 +316,7 @@ def _order(
 
     Rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own.
     """
-    if trainer is None or trainer.logprobs_R is None or reference is None or lengths_S is None:
+    if trainer is None or trainer.logprobs_R is None or reference is None or lengths_S is None or not len(reference):
         return None
     starts, own_R = as_offsets(lengths_S.astype(np.int64)), np.asarray(trainer.logprobs_R, np.float64)
     own_S, before = np.split(own_R, starts[1:-1]), float(np.abs(reference - own_R).mean())

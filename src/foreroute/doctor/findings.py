@@ -126,9 +126,8 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
     ) + tuple(_trainer(measures))
     if {finding.advice for finding in findings} <= {NO_ROUTES}:  # lest nothing at all be called fine
         raise InputError(
-            "there is nothing to compare: no row is routed in both traces, and log-probs of sampled tokens are not "
-            "given of both sides. Look at the traces with foreroute inspect, or give generations in place of"
-            " traces"
+            "there is nothing to compare: no row is routed on both sides, and no sampled token has log-probs of both. "
+            "Look at traces with foreroute inspect, give generations in place of traces, or a mask with a 1"
         )
     return Diagnosis(headline=_headline(findings), findings=findings, measures=measures, facts=dict(facts or {}))
 
@@ -288,7 +287,9 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         )
         return
     both = f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats{_tail(without, replayed)}, {over}"
-    if max(without.k3, replayed.k3) <= measures.floor:
+    if measures.zeros:
+        yield Finding(Severity.NOTE, "replay", f"Log-probs of exactly 0 hide whether R3 helps: {both}.")
+    elif max(without.k3, replayed.k3) <= measures.floor:
         yield Finding(
             Severity.FINE, "replay", f"Fine: the engine is as close to the trainer as the trainer is to itself; {both}."
         )
@@ -306,7 +307,8 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
             WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
-    if replayed.k3 > LARGE and gain > 1 / HELPS and measures.shift is None and measures.order is None:
+    named = measures.shift is not None or measures.order is not None or bool(measures.zeros)
+    if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
         agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
         causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE
         yield Finding(

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.adapters.checkpoint import ServedModel, Weights
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
-from foreroute.engines.sequences import PartialGeneration, Request, Response
+from foreroute.engines.sequences import PartialGeneration, Request, Response, lengths_of
 from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError, shown
 from foreroute.trace import NO_VERSION, concatenate
@@ -110,11 +110,7 @@ class OutsideEngine(ABC):
                 rows that are not fewer than the prompt's tokens: vLLM 0.28 ends where it is asked for none of them.
             EngineError: when it is not known which weights the engine has.
         """
-        lengths = [len(prompt) for prompt in prompts]
-        if not lengths or not all(lengths):
-            raise ConfigError(
-                f"there are {len(lengths)} prompts, of {lengths[:8]} tokens; expected one or more, of one token or more"
-            )
+        lengths = lengths_of(prompts)
         known = np.asarray(known_rows)
         fits = known.dtype.kind in "iu" and known.shape in ((), (len(lengths),))
         if not fits or (known < 0).any() or (known >= lengths).any():

@@ -22,6 +22,7 @@ from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.local_models import loading
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
+from foreroute.engines.sequences import lengths_of
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION, SAMPLING
@@ -102,12 +103,13 @@ class EmbeddedEngine:
             Sequences grouped by prompt, in the order of the prompts.
 
         Raises:
-            ConfigError: when choices of indexers are asked for, and the model has no indexer that can be recorded.
+            ConfigError: without a prompt, for one without a token, and when choices of indexers are asked for and the
+                model has no indexer that can be recorded.
             DivergedError: when the model's logits are not finite.
         """
         device = self._model.get_input_embeddings().weight.device
         own = _on_device(generator, device)
-        lengths = np.array([len(prompt) for prompt in prompts])
+        lengths = np.array(lengths_of(prompts))
         parts, order = [], []
         for length in np.unique(lengths):
             same = np.flatnonzero(lengths == length)

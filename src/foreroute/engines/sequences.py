@@ -11,13 +11,27 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, Sampling, decode
-from foreroute.errors import EngineError
+from foreroute.errors import ConfigError, EngineError
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import NO_VERSION, RoutingTrace
 
 NO_LOGPROB = -9999.0
 """What vLLM writes for a log-prob that it has none of, or that is no number."""
 REASONS = ("stop", "length", "abort")
+
+
+def lengths_of(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
+    """The tokens of each prompt.
+
+    Raises:
+        ConfigError: without a prompt, and for one without a token, whose row gives the first sampled one.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    if not lengths or not all(lengths):
+        raise ConfigError(
+            f"there are {len(lengths)} prompts, of {lengths[:8]} tokens; expected one or more, of one token or more"
+        )
+    return lengths
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from foreroute.adapters.checkpoint import CheckpointWriter, Weights
 from foreroute.errors import ConfigError
+from foreroute.files.regular import as_path
 from foreroute.files.writing import writing_named
 
 OWN = "foreroute-weights"
@@ -32,7 +33,7 @@ class WeightsFolder:
     """
 
     def __init__(self, path: Path, writer: CheckpointWriter) -> None:
-        self._path, self._writer = path.absolute() / OWN, writer
+        self._path, self._writer = as_path(path, ConfigError).absolute() / OWN, writer
         with writing_named(self._path, ConfigError):
             self._path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import InputError, few
+from foreroute.files.kinds import HEAD_BYTES, it_is
 from foreroute.files.places import open_at, write_at
-from foreroute.files.regular import open_regular, parse_json, reason
+from foreroute.files.regular import as_path, open_regular, parse_json, reason
 from foreroute.files.writing import write_atomically, writing_named
 
 DTYPES = {
@@ -43,11 +44,15 @@ KEY = "foreroute."
 Others are anybody's, and no part of the checksum."""
 
 
-def as_place(place: str | os.PathLike[str]) -> Path | str:
-    """A path, or the URL that this is: it has "://" in it, and is not one of `file://`, which is a path."""
+def as_place(place: str | os.PathLike[str], kind: type[InputError]) -> Path | str:
+    """A path, or the URL that this is: it has "://" in it, and is not one of `file://`, which is a path.
+
+    Raises:
+        kind: when it is neither.
+    """
     if isinstance(place, str) and "://" in place and not place.startswith("file://"):
         return place
-    return Path(place.removeprefix("file://") if isinstance(place, str) else place)
+    return as_path(place.removeprefix("file://") if isinstance(place, str) else place, kind)
 
 
 @dataclass(frozen=True)
@@ -104,15 +109,28 @@ class FileFormat:
             kind: when it cannot be read, is of another format or version, lacks something, holds something else or
                 something of another type or shape, or does not have the checksum that it states.
         """
-        with TensorFile(source, self.kind, name=name, most_header_bytes=self.most_header_bytes) as file:
+        with self.open(source, name=name) as file:
             return self.read_opened(file)
+
+    def open(self, source: str | os.PathLike[str] | BinaryIO, *, name: str = "the opened file") -> TensorFile:
+        """Open a file whose header is to be looked at, or which is read in part. Arguments are those of `TensorFile`.
+
+        Raises:
+            kind: when it cannot be opened, or is not a whole safetensors file.
+        """
+        return TensorFile(source, self.kind, name=name, made_by=self.made_by, most_header_bytes=self.most_header_bytes)
 
     def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """As `read`, of an opened file, without the tensors that stand apart."""
         # by the header alone: what is no such file is refused before any tensor is read
         version = file.metadata.get(KEY + self.name)
         if version is None:
-            raise self.kind(f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}")
+            # the version of another format is the number by its name
+            has = few(key for key, value in file.metadata.items() if key.startswith(KEY) and value.isdecimal())
+            raise self.kind(
+                f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}"
+                f"{has and f'; this one has {has}'}"
+            )
         if version != str(self.version):
             raise self.kind(
                 f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "
@@ -142,7 +160,7 @@ class FileFormat:
     def is_in(self, path: str | os.PathLike[str]) -> bool:
         """Whether a file says that it is of this format, of any version."""
         try:
-            with TensorFile(path, self.kind, most_header_bytes=self.most_header_bytes) as file:
+            with self.open(path) as file:
                 return KEY + self.name in file.metadata
         except self.kind:
             return False
@@ -169,7 +187,7 @@ class FileFormat:
             kind: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
                 the tensors are not those of the format.
         """
-        target, complete = as_place(path), self._complete(metadata, tensors)
+        target, complete = as_place(path, self.kind), self._complete(metadata, tensors)
         if isinstance(target, str):
             write_at(target, lambda file: _write_tensors(file, complete, tensors), self.kind, overwrite=overwrite)
             return target
@@ -230,7 +248,7 @@ class StoredTensor:
 
 
 def _opened(place: str | os.PathLike[str], kind: type[InputError]) -> BinaryIO:
-    where = as_place(place)
+    where = as_place(place, kind)
     return open_at(where, kind) if isinstance(where, str) else open_regular(where, kind)
 
 
@@ -242,6 +260,7 @@ class TensorFile:
             memory.
         kind: the error to raise.
         name: of an opened file, for messages.
+        made_by: what writes such files, in words, for whoever hands in another file.
         most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
 
     Attributes:
@@ -259,20 +278,26 @@ class TensorFile:
         kind: type[InputError],
         *,
         name: str = "the opened file",
+        made_by: str = "",
         most_header_bytes: int = MOST_HEADER_BYTES,
     ) -> None:
-        self._is_ours = isinstance(source, str | os.PathLike)
-        self._kind, self.name = kind, str(source) if isinstance(source, str | os.PathLike) else name
-        self._file: Any = _opened(source, kind) if isinstance(source, str | os.PathLike) else source
+        given: Any = source
+        self._is_ours = not hasattr(given, "seek")  # what is no opened file must be a path, or is refused
+        self._kind, self.name = kind, str(source) if self._is_ours else name
+        self._file: Any = _opened(given, kind) if self._is_ours else given
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)
             length = int.from_bytes(self._bytes(0, 8).data, "little") if self._size >= 8 else self._size
             if length > self._size - 8:
+                self._refuse_another_kind(made_by)
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")
             if length > most_header_bytes:
                 raise kind(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
-            header = parse_json(self._bytes(8, length).tobytes(), kind, name=f"{self.name}: the safetensors header")
+            text = self._bytes(8, length).tobytes()
+            if not text.startswith(b"{"):  # zeros of another kind may be a length
+                self._refuse_another_kind(made_by)
+            header = parse_json(text, kind, name=f"{self.name}: the safetensors header")
             self.metadata, self.tensors = self._described(header, 8 + length)
         except BaseException:
             self.close()
@@ -314,6 +339,11 @@ class TensorFile:
             yield
         except Exception as error:
             raise self._kind(f"{self.name} cannot be read ({reason(error)})") from error
+
+    def _refuse_another_kind(self, made_by: str) -> None:
+        """Raise where the file is one of another kind that can be told."""
+        if what := it_is(self._bytes(0, min(self._size, HEAD_BYTES)).data):
+            raise self._kind(f"{self.name} is not a safetensors file{what}{made_by and f'. {made_by}'}")
 
     def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Exactly `size` bytes from `start`, which the file had when it was opened."""

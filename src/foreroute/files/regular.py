@@ -10,9 +10,11 @@ import json
 import os
 import stat
 from io import BufferedReader, FileIO
+from pathlib import Path
 from typing import Any
 
-from foreroute.errors import ForerouteError, InputError
+from foreroute.errors import ForerouteError, InputError, shown
+from foreroute.files.kinds import HEAD_BYTES, JSON, TEXT, it_is
 
 MOST_BYTES = 4 << 30
 """Bytes that are read in one piece at most, unless the caller says otherwise; larger inputs are mistakes."""
@@ -27,12 +29,24 @@ NO_FILE = {
 }
 
 
+def as_path(path: object, kind: type[InputError]) -> Path:
+    """A path that is one.
+
+    Raises:
+        kind: for None, bytes, numbers and whatever else is neither text nor a `pathlib.Path`.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise kind(f"a path is {shown(path)}; expected text or a pathlib.Path, the name of a file or a folder")
+    return Path(path)
+
+
 def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> BufferedReader[FileIO]:
     """Open a file that is known to be one.
 
     Raises:
-        kind: when it is missing, cannot be opened, or is a folder, FIFO, device or socket.
+        kind: when it is no path, is missing, cannot be opened, or is a folder, FIFO, device or socket.
     """
+    path = as_path(path, kind)
     try:
         # O_NONBLOCK: to open a FIFO would otherwise wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -43,7 +57,8 @@ def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> Buffer
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise kind(f"{path} is {NO_FILE.get(stat.S_IFMT(mode), 'no regular file')}; expected a file")
+        what, within = NO_FILE.get(stat.S_IFMT(mode), "no regular file"), ", such as one in it" * stat.S_ISDIR(mode)
+        raise kind(f"{path} is {what}; expected a file{within}")
     return BufferedReader(FileIO(descriptor), BUFFER_BYTES)
 
 
@@ -56,7 +71,9 @@ def read_file(path: str | os.PathLike[str], kind: type[InputError], *, most_byte
     with open_regular(path, kind) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise kind(f"{path} has {size} bytes; expected {most_bytes} at most")
+            raise kind(
+                f"{path} has {size} bytes; expected {most_bytes} at most{it_is(file.read(HEAD_BYTES), beside=(TEXT,))}"
+            )
         try:
             content = file.read(size)
         except OSError as error:
@@ -92,7 +109,8 @@ def parse_json(text: str | bytes | bytearray, kind: type[ForerouteError], *, nam
     except ForerouteError:
         raise
     except ValueError as error:
-        raise kind(f"{name} is not JSON ({error})") from error
+        content = text.encode(errors="replace") if isinstance(text, str) else text
+        raise kind(f"{name} is not JSON ({error}){it_is(content, beside=(JSON, TEXT))}") from error
     except RecursionError as error:
         raise kind(f"{name} is not JSON that can be read: it is nested too deep") from error
 
@@ -101,7 +119,8 @@ def _decoded(content: bytes | bytearray, kind: type[ForerouteError], name: str) 
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise kind(f"{name} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
+        why = f"{error.reason} at byte {error.start}"
+        raise kind(f"{name} is not text in UTF-8 ({why}){it_is(content, beside=(JSON, TEXT))}") from error
 
 
 def reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from foreroute.errors import ForerouteError, InputError
+from foreroute.files.regular import as_path
 
 OPEN_FILES = "/proc/self/fd"
 """Where Linux lists the open files of this process, so that one without a name can be given one."""
@@ -108,9 +109,10 @@ def writing_named(path: str | os.PathLike[str], kind: type[InputError]) -> Itera
     """What the system refuses while `path` is written becomes one error of `kind` that names it.
 
     Raises:
-        kind: when `path` cannot be a name; for `FileExistsError` of `write_atomically`, and for any other `OSError`: a
-            full disk, no permission, a parent that is a file, a name that is too long.
+        kind: when `path` is none, or cannot be a name; for `FileExistsError` of `write_atomically`, and for any other
+            `OSError`: a full disk, no permission, a parent that is a file, a name that is too long.
     """
+    path = as_path(path, kind)
     try:
         if b"\0" in os.fsencode(path):
             raise kind(f"{path} cannot be written: a path has no NUL character. Choose another path")

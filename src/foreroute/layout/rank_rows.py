@@ -172,7 +172,8 @@ def block_homes(num_experts: int, ep_ranks: int) -> NDArray[np.int64]:
     """
     if ep_ranks < 1 or num_experts % ep_ranks:
         raise LayoutError(
-            f"{num_experts} experts do not divide over {ep_ranks} expert-parallel ranks; pass home_E for another split"
+            f"{num_experts} experts do not divide over {ep_ranks} ranks; use a number of expert-parallel ranks that "
+            "divides the number of experts"
         )
     return np.arange(num_experts) // (num_experts // ep_ranks)
 

@@ -117,8 +117,10 @@ def alarms(history: Sequence[Signals]) -> list[Alarm]:
     """The alarms that are on after the last step of a run.
 
     Args:
-        history: all its steps so far, in order.
+        history: all its steps so far, in order. Before the first, none is on.
     """
+    if not history:
+        return []
     _, shares = _measured(history, "disagreement")
     # no shares make no mean, and then no alarm
     grown = DISAGREEMENT_GROWTH * float(np.mean(shares[:WINDOW] or [0.0]))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import InputError
+from foreroute.errors import InputError, SpecMismatchError, shown
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_array, as_mask
 from foreroute.trace.operations import overlap
@@ -55,7 +55,8 @@ def token_mismatch(
         if impossible.any():
             raise InputError(
                 f"log-probs of {side} hold {logprobs[impossible][0]}; expected finite numbers up to 0, the natural "
-                "logarithms of the probabilities of sampled tokens"
+                f"logarithms of the probabilities of sampled tokens. {int(impossible.sum())} of {len(logprobs)} have "
+                f"none, the first at {int(impossible.argmax())} of those that count; leave them out by mask="
             )
     log_r = train - infer
     return TokenMismatch(
@@ -105,9 +106,17 @@ def margin_histogram(margins_NL: ArrayLike, *, mask: ArrayLike | None = None) ->
         mask: bools, or 0 and 1: which tokens count.
 
     Returns:
-        int64 [L, B], rows in each of the B bins between `LOG10_EDGES`.
+        int64 [L, B], rows in each of the B bins between `LOG10_EDGES`. Every row is in one bin of a layer.
+
+    Raises:
+        InputError: when they are no numbers of tokens and layers, or one of a token that counts is NaN.
     """
     margins = packed(margins_NL, mask, name="margins", axes=1)
+    if unknown := int(np.isnan(margins).sum()):
+        raise InputError(
+            f"{unknown} of {margins.size} margins are NaN, which no bin counts; leave their tokens out by mask=, or "
+            "look for scores of the router that are not finite"
+        )
     smallest, largest = 10 ** LOG10_EDGES[0], 10 ** LOG10_EDGES[-1]
     logs = np.log10(np.clip(margins, smallest, largest * (1 - 1e-9)))
     counts = [np.histogram(logs[:, layer], bins=LOG10_EDGES)[0] for layer in range(logs.shape[1])]
@@ -129,7 +138,7 @@ def packed(values: ArrayLike, mask: ArrayLike | None, *, name: str, axes: int = 
     array = as_array(values, name=name)
     tokens = array.shape[: max(array.ndim - axes, 0)]
     kept = np.ones(tokens, np.bool_) if mask is None else as_mask(mask, name="mask")
-    if array.dtype.kind not in "fiu" or kept.shape != tokens or (mask is None and len(tokens) != 1):
+    if array.dtype.kind not in "fiu" or kept.shape != tokens or not tokens or (mask is None and len(tokens) != 1):
         given = "without a mask" if mask is None else f"with a mask of {kept.shape}"
         raise InputError(
             f"{name} are {array.dtype} of shape {array.shape}, {given}; expected numbers of one token after the other, "
@@ -150,7 +159,8 @@ def as_traces(
         a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
         b: routes in the same form.
         mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
-        spec: the model. By default the highest id is that of the last expert, and layers are numbered from 0.
+        spec: the model. By default the highest id is that of the last expert, and layers are "routed layer 0" and so
+            on: nothing tells which of the model they are.
 
     Raises:
         TraceContentError: when routes cannot be true.
@@ -159,7 +169,10 @@ def as_traces(
     if isinstance(a, RoutingTrace) and isinstance(b, RoutingTrace) and mask is None:
         return a, b
     if isinstance(a, RoutingTrace) or isinstance(b, RoutingTrace):
-        raise InputError("a trace is beside an array or a mask; expected two traces, or two arrays (trace.to_padded())")
+        raise InputError(
+            "a trace is beside an array or a mask; expected two traces, which know their tokens, so leave "
+            "attention_mask= or mask= out; or two arrays (trace.to_padded())"
+        )
     sides = [as_array(routes, name="the routes") for routes in (a, b)]
     shape = sides[0].shape
     kept = np.ones(shape[:2], np.bool_) if mask is None else as_mask(mask, name="mask")
@@ -170,10 +183,17 @@ def as_traces(
         )
     if spec is None:
         highest = max([0, *(int(ids[kept].max(initial=0)) for ids in sides if ids.dtype.kind in "iu")])
-        spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(RoutedLayer, range(shape[2]))))
+        spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(_NthLayer, range(shape[2]))))
     no_tokens = np.zeros(shape[:2], np.int32)
     of_a, of_b = (RoutingTrace.from_padded(spec, no_tokens, ids, kept) for ids in sides)
     return of_a, of_b
+
+
+class _NthLayer(RoutedLayer):
+    """A layer of arrays without a model: dense layers may stand before it, so that its number in the model is open."""
+
+    def __str__(self) -> str:
+        return f"routed layer {self.index}"
 
 
 @dataclass(frozen=True)
@@ -214,7 +234,16 @@ class TokenMismatch:
         return self.above[THRESHOLDS.index(tau)] / self.count if self.count else math.nan
 
     def __add__(self, other: TokenMismatch) -> TokenMismatch:
-        """The mismatch over the tokens of both."""
+        """The mismatch over the tokens of both.
+
+        Raises:
+            InputError: when they have shares of other thresholds, as of ranks with another foreroute.
+        """
+        if len(self.above) != len(other.above):
+            raise InputError(
+                f"one mismatch counts {len(self.above)} thresholds, the other {len(other.above)}; expected those of "
+                f"one foreroute, {', '.join(map(str, THRESHOLDS))}"
+            )
         return TokenMismatch(
             self.count + other.count,
             self.k3_sum + other.k3_sum,
@@ -266,7 +295,16 @@ class RoutingMismatch:
         return np.asarray(self.shared_L / (self.rows * self.picks_L if self.rows else math.nan), np.float64)
 
     def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
-        """The mismatch over the rows of both."""
+        """The mismatch over the rows of both.
+
+        Raises:
+            SpecMismatchError: when they are of models with other layers or picks.
+        """
+        if not np.array_equal(self.picks_L, other.picks_L):
+            one, two = (
+                f"{len(each.picks_L)} layers with picks {shown(each.picks_L.tolist())}" for each in (self, other)
+            )
+            raise SpecMismatchError(f"one mismatch is of {one}, the other of {two}; add those of one model")
         added = {name: value + vars(other)[name] for name, value in vars(self).items() if name != "picks_L"}
         return replace(self, **added)
 
@@ -281,7 +319,7 @@ class LiveAgreement:
     Attributes:
         routing: rows, differing sets, overlap, first differing layer.
         margins_LB: int64 [L, B], rows by the gap between the K-th and the (K+1)-th selection score, as of
-            `margin_histogram`.
+            `margin_histogram`; NaN is in no bin.
         replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
             which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
             router selects by logits.

@@ -5,6 +5,8 @@ It proves that a plan can be executed as it stands and that its figures are true
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -106,8 +108,8 @@ def _check_figures(plan: StepPlan) -> None:
     gains: object = plan.gains
     if not isinstance(gains, dict) or (gains and set(gains) != set(STAGE_NAMES)):
         raise PlanError(f"gains are {shown(gains)}; expected those of {' and '.join(STAGE_NAMES)}, or none")
-    if not all(isinstance(gain, float) and gain <= 1 for gain in gains.values()):  # so that NaN is wrong
-        raise PlanError(f"gains are {shown(gains)}; expected shares of at most 1")
+    if not all(isinstance(gain, float) and -math.inf < gain <= 1 for gain in gains.values()):  # so that NaN is wrong
+        raise PlanError(f"gains are {shown(gains)}; expected finite shares of at most 1")
     wrong_ML = ~((plan.bound_ML >= 0) & (plan.bound_ML <= plan.max_load_ML))  # so that NaN is wrong
     if wrong_ML.any():
         m, layer = np.argwhere(wrong_ML)[0].tolist()

@@ -87,9 +87,9 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
     most = plan.hosts.tokens_RG.max(initial=0)
     narrowest = next(kind for kind in (np.uint8, np.uint16, np.int32) if most <= np.iinfo(kind).max)
     metadata = {
-        "topology": json.dumps(asdict(plan.topology)),
+        "topology": json.dumps(asdict(plan.topology), allow_nan=False),
         "slots": plan.slots,
-        "gains": json.dumps(dict(plan.gains)),
+        "gains": json.dumps(dict(plan.gains), allow_nan=False),
         "counts_digest": plan.counts_digest,
         "tokens_digest": plan.tokens_digest,
     }

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foreroute.errors import InputError, RunFolderError, TraceFileError
-from foreroute.files.regular import parse_json, read_file
+from foreroute.errors import InputError, RunFolderError, TraceFileError, shown
+from foreroute.files.regular import as_path, parse_json, read_file
 from foreroute.records.json_form import from_json, value_of
 from foreroute.records.step_record import SIDES, Side, StepRecord
 from foreroute.trace import RoutedLayer, load
@@ -54,9 +54,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         InputError: when no folder is given.
         RunFolderError: when a folder or file is missing or damaged.
     """
-    if not folders:
-        raise InputError("no run folder was given; name at least one")
-    runs = [read_run(Path(folder)) for folder in folders]
+    if not folders or isinstance(folders, str | os.PathLike):  # of a name, the letters would be folders
+        raise InputError(f"no run folder was given, but {shown(folders)}; expected a list of one or more")
+    runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
     runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
     labels = Counter(run.label for run in runs)
@@ -72,20 +72,22 @@ def read_run(folder: Path) -> Run:
     Raises:
         RunFolderError: when the folder or a file is missing, a line is damaged, or there is no complete step.
     """
+    folder = as_path(folder, RunFolderError)
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
-    path = folder / "config.json"
-    if not os.path.lexists(path):
-        raise RunFolderError(
-            f"{path} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
-        )
+    path, metrics = folder / "config.json", folder / "metrics.jsonl"
+    for each in (path, metrics):
+        if not os.path.lexists(each):
+            raise RunFolderError(
+                f"{each} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
+            )
     try:
         config = value_of(dict, parse_json(read_file(path, RunFolderError), RunFolderError, name="it"), "it")
         name, seed = _fact(str, config, "name"), _fact(int, config, "seed")
         precision, routing = _fact(str, config, "rollout", "precision"), _fact(str, config, "rl", "routing")
     except RunFolderError as error:
         raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
-    steps, notes = _read_metrics(folder / "metrics.jsonl")
+    steps, notes = _read_metrics(metrics)
     layers, unread = _read_layers(folder / "rollouts")
     return Run(
         folder=folder,

@@ -42,7 +42,8 @@ class Telemetry:
             counted_LRK = counted_LRK.long().masked_fill(behind_LRK, self._spec.num_experts)
         per_row_R = differs_LR.sum(0)
         mass_LRK = selection_mass(picked, scores.by_probability)
-        bins_LR = self._bins(scores.margin())
+        margin_LR = scores.margin()
+        bins_LR = self._bins(margin_LR)
         histogram = torch.zeros(num_layers, len(LOG10_EDGES) - 1, dtype=torch.int64, device=device)
         parts = {
             "rows": routed_R.sum(),
@@ -50,7 +51,7 @@ class Telemetry:
             "shared_L": (shared_LR * routed_R).sum(1),
             "by_differing_layers": _histogram(per_row_R, routed_R, num_layers + 1),
             "first_differing_L": _histogram(differs_LR.int().argmax(0), per_row_R > 0, num_layers),
-            "margins_LB": histogram.scatter_add(1, bins_LR, routed_R.long().expand_as(bins_LR)),
+            "margins_LB": histogram.scatter_add(1, bins_LR, (routed_R & ~margin_LR.isnan()).long()),
             "replaced_mass_L": (mass_LRK * (~kept_LRK & routed_R[:, None])).sum((1, 2), dtype=torch.float64),
             "counts_LE": count_experts(counted_LRK, rows.real_R, self._spec.num_experts + bool(self._spec.sizes)),
         }
@@ -70,7 +71,8 @@ class Telemetry:
     def _bins(self, margin_LR: Tensor) -> Tensor:
         if self._edges is None:
             self._edges = to_device(LOG10_EDGES, margin_LR.device)
-        bins_LR = torch.bucketize(margin_LR.double().log10(), self._edges, right=True) - 1
+        logs_LR = margin_LR.double().clamp_min(10 ** LOG10_EDGES[0]).log10()  # of less than 0 there is none
+        bins_LR = torch.bucketize(logs_LR, self._edges, right=True) - 1
         return bins_LR.clamp(0, len(LOG10_EDGES) - 2)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foreroute.errors import InputError, how_to_install, printable
-from foreroute.files.regular import open_regular
+from foreroute.files.regular import as_path, open_regular
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 
 MARK = '<meta name="generator" content="foreroute">'
@@ -184,7 +184,7 @@ def check_page(target: Path) -> None:
         InputError: when `target` is a folder or no regular file, cannot be written, or is a file that is neither empty
             nor a page that foreroute wrote.
     """
-    target = Path(target)
+    target = as_path(target, InputError)
     with writing_named(target, InputError):
         if target.is_dir():
             raise InputError(f"{target} is a folder; name the file to write, for example {target / 'report.html'}")
@@ -210,7 +210,7 @@ def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
         InputError: as `check_page` does, when the system refuses to write, and when the `report` extra is not
             installed.
     """
-    target = Path(target)
+    target = as_path(target, InputError)
     check_page(target)
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined

@@ -79,6 +79,12 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
     """
     config = checked(SimulateConfig, values, source=source)
     cluster, points = config.described(source), config.sweep.points()
+    experts, ranks = cluster.costs.model.num_experts, cluster.topology.num_ranks
+    if experts % ranks:
+        raise ConfigError(
+            f"{source}: {experts} experts do not divide over expert_parallel = {ranks} ranks; use a number of "
+            "expert-parallel ranks that divides the number of experts"
+        )
     if config.workload.are_drawn:
         require_drawable(config, cluster.topology, cluster.costs.model, source=source)
     if len(points) > MOST_POINTS:

@@ -355,7 +355,7 @@ def read_trace(
 
     A file of another number of sequences than `num_sequences` is refused.
     """
-    with TensorFile(source, TraceFileError, most_header_bytes=FORMAT.most_header_bytes) as file:
+    with FORMAT.open(source) as file:
         metadata, tables = FORMAT.read_opened(file)
         try:
             header = _header_from(metadata, tables, file.tensors[FRAMES].shape[0])

@@ -64,7 +64,7 @@ def save_part(
     of = whole_number(parts, name="parts", most=MOST_PARTS)
     number = whole_number(part, name="part", least=0, most=of - 1)
     begins = f"part-{number:05d}-of-{of:05d}-"
-    step = as_place(folder)
+    step = as_place(folder, TraceFileError)
     if there := [name for name in names_in(step, TraceFileError) if name.startswith(begins)]:
         raise TraceFileError(f"{folder} has part {number} already, {few(there)}; write a step again in another folder")
     place = within(step, f"{begins}{len(trace)}.safetensors")
@@ -93,7 +93,7 @@ def load_parts(
         TraceContentError: when a sequence or a stream is not there, or no layer is asked for.
         SpecMismatchError: when a layer is not there, or parts are of different models.
     """
-    step = as_place(folder)
+    step = as_place(folder, TraceFileError)
     names, counts = _parts_of(step, wait_s)
     starts = as_offsets(np.array(counts, np.int64))
     chosen = (

@@ -181,12 +181,11 @@ class RoutingSpec:
         ends = f"{self.layers[0]} to {self.layers[-1]}" if len(self.layers) > 1 else f"{self.layers[0]}"
         return f"RoutingSpec({self.model or 'model not stated'}, {self.num_layers} layers ({ends}), {self.routing})"
 
-    def require_alike(self, what: str) -> None:
-        """Raise `SpecMismatchError` unless all layers have the same E and K, which `what` stands on."""
+    def require_alike(self, what: str, advice: str = "take those of one size by trace.select_layers") -> None:
+        """Raise `SpecMismatchError`, with what to do, unless all layers have the E and K that `what` stands on."""
         if self.sizes:
             raise SpecMismatchError(
-                f"{what} cannot take layers of different sizes, and this model has {self.routing} experts; take those "
-                "of one size by trace.select_layers"
+                f"{what} cannot take layers of different sizes, and this model has {self.routing} experts; {advice}"
             )
 
     def select(self, layers: Iterable[RoutedLayer]) -> RoutingSpec:

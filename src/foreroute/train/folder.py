@@ -28,7 +28,7 @@ from torch import Tensor
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
 from foreroute.files.container import MOST_HEADER_BYTES, FileFormat
-from foreroute.files.regular import parse_json, read_file, read_text
+from foreroute.files.regular import as_path, parse_json, read_file, read_text
 from foreroute.files.writing import write_atomically
 from foreroute.train.config import TrainConfig, parse_config
 
@@ -57,7 +57,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = as_path(path, RunFolderError)
 
     def require_new(self, advice: str = "Use --resume to go on, or another folder") -> None:
         """Make sure that nothing is there.
@@ -74,7 +74,7 @@ class RunFolder:
         path = self.path / "config.json"
         with _writing(path):
             self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(config.model_dump(), indent=2))
+            write_atomically(path, json.dumps(config.model_dump(), indent=2, allow_nan=False))
 
     def require_begun(self, config: TrainConfig) -> None:
         """Make sure that a run of this configuration is there; `MAY_CHANGE` may differ.
@@ -147,7 +147,7 @@ class RunFolder:
             DivergedError: when a metric is not finite.
         """
         flat = by_key(record)
-        if wrong := [key for key, value in flat.items() if isinstance(value, float) and not math.isfinite(value)]:
+        if wrong := [key for key, value in flat.items() if not _is_finite(value)]:
             raise DivergedError(
                 f"{', '.join(wrong)} of step {record['step']} {'is' if len(wrong) == 1 else 'are'} not finite; lower "
                 "rl.learning_rate"
@@ -253,6 +253,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not state["model"]:
         raise RunFolderError(f"checkpoint {path} holds no weights of a model")
     return state
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value of a record has no number that JSON lacks, in lists and records within it neither."""
+    if isinstance(value, Mapping | list):
+        return all(map(_is_finite, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ import copy
 import os
 import re
 from collections.abc import Callable, Container, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -126,7 +125,7 @@ def distribute_pretrained(
     """
     ranks, along = _ranks_of(group)
     consensus = RankConsensus(*along, timeout_s=timeout_s)
-    checkpoint = found_alike(consensus, ConfigError, LOOKING, lambda: ShardedCheckpoint.opened(Path(folder)))
+    checkpoint = found_alike(consensus, ConfigError, LOOKING, lambda: ShardedCheckpoint.opened(folder))
     found = found_alike(consensus, AttachError, LOOKING, lambda: find_experts(checkpoint.empty, ranks.size()))
     homes_LE = found_alike(consensus, TopologyError, LOOKING, lambda: _checked_homes(found, ranks.size(), None))
     here = np.flatnonzero(homes_LE[0] == ranks.rank())

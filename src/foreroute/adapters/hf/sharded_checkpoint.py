@@ -39,6 +39,7 @@ from foreroute.adapters.hf.local_models import (
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.shards import keep_experts
 from foreroute.errors import ConfigError
+from foreroute.files.regular import as_path
 
 ONE_EXPERT = re.compile(r"experts\.(\d+)\.")
 """In the name of a tensor of one expert."""
@@ -62,12 +63,13 @@ class ShardedCheckpoint:
     empty: Any
 
     @classmethod
-    def opened(cls, folder: Path) -> ShardedCheckpoint:
+    def opened(cls, place: str | os.PathLike[str]) -> ShardedCheckpoint:
         """Look at its configuration and its files' names.
 
         Raises:
             ConfigError: when there are no weights, or transformers cannot make the model.
         """
+        folder = as_path(place, ConfigError)
         require_weights(folder)
         config = read_config(folder / "config.json")
         try:
@@ -118,7 +120,7 @@ def save_pretrained(placed: ExpertParallelModel, folder: str | os.PathLike[str])
         ConfigError: on every rank alike, when rank 0 cannot write it.
         TransferError: when a rank does not answer.
     """
-    writer = _Writer(Path(folder))
+    writer = _Writer(as_path(folder, ConfigError))
 
     def on_first_rank(work: Callable[[], None]) -> None:
         problem: Exception | None = None

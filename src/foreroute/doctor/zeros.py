@@ -1,0 +1,59 @@
+"""Log-probs of exactly 0: those that nobody filled in, told by the other side from those of sure tokens. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DENIED, SHARE_DENIED = 4, 0.05
+"""Log-probs of exactly 0 that the other side denies, by a probability below one half: how many it takes in a stretch of
+zeros, and which part of it. Float32 rounds many of a peaked policy to 0, and the other side has nearly 0 there too.
+Where top-p leaves one token to draw from, the other side gives it that much: one half and more, as top-p is set."""
+
+
+@dataclass(frozen=True, eq=False)
+class Zeros:
+    """Log-probs of exactly 0, probability 1, that the other side denies.
+
+    Attributes:
+        side: whose they are, as the subject of a sentence.
+        other: the other side.
+        sequences: that have them; None where sequences are not known.
+        count: how many zeros there are.
+        denied: to how many of the zeros the other side gives less than one half.
+        mean: what the other side has in the place of the zeros, on average.
+        zero_R: bool, which tokens they are.
+    """
+
+    side: str
+    other: str
+    sequences: list[int] | None
+    count: int
+    denied: int
+    mean: float
+    zero_R: NDArray[np.bool_]
+
+
+def denied_zeros(
+    side: str, other: str, own_R: NDArray[Any], other_R: NDArray[Any], lengths_S: NDArray[np.integer] | None
+) -> Zeros | None:
+    """The stretches of zeros of one side in which the other denies too many for a rounding to be the cause."""
+    zero_R, lengths = np.asarray(own_R) == 0, [len(own_R)] if lengths_S is None else lengths_S
+    sequence_R = np.repeat(np.arange(len(lengths)), lengths)
+    begins_R = np.diff(zero_R, prepend=False) | (np.diff(sequence_R, prepend=0) > 0)
+    stretch_R = np.cumsum(begins_R)
+    denied_R = zero_R & (np.asarray(other_R) < -math.log(2))
+    zeros, denied = (np.bincount(stretch_R, each) for each in (zero_R, denied_R))
+    whole = np.zeros(len(zeros), np.bool_)  # sequences of zeros, which may be short
+    whole[stretch_R] = zeros[stretch_R] == np.asarray(lengths)[sequence_R]
+    chosen = (denied >= SHARE_DENIED * zeros) & ((denied >= DENIED) | whole & (denied > 0))
+    if denied[chosen].sum() < DENIED:
+        return None
+    zero_R &= chosen[stretch_R]
+    sequences = None if lengths_S is None else np.unique(sequence_R[zero_R]).tolist()
+    mean = float(np.asarray(other_R)[zero_R].mean())
+    return Zeros(side, other, sequences, int(zero_R.sum()), int(denied[chosen].sum()), mean, zero_R)

@@ -1,0 +1,219 @@
+"""Files of another kind, and what is no path, at every door that reads or writes: named, with what to do."""
+
+import gzip
+import io
+import json
+import lzma
+import pickle
+import tarfile
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+
+import foreroute as fr
+from foreroute.adapters import hf
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Generation, decode, load_generation, read_nemo_gym, read_skycap, save_generation
+from foreroute.cli.convert import convert_file
+from foreroute.costs.cluster_file import load_cluster
+from foreroute.doctor import Evidence, diagnose
+from foreroute.engines.weights_folder import WeightsFolder
+from foreroute.errors import ForerouteError, InputError
+from foreroute.files.kinds import it_is, kind_of
+from foreroute.files.regular import parse_json, read_text
+from foreroute.plan import load_counts, load_plan, save_counts
+from foreroute.records import read_runs
+from foreroute.report import write_diagnosis
+from foreroute.simulate import load_config as load_simulation
+from foreroute.train import RunFolder
+from foreroute.train import load_config as load_training
+from tests.tiers import grid
+
+SPEC = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
+TRACE = fr.RoutingTrace.unrouted(SPEC, [[1, 2, 3]])
+
+
+def in_memory(write):
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+def tarred(file):
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a"), io.BytesIO())
+
+
+def zipped(file):
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+
+
+ARRAYS = {"routed_experts": torch.zeros(2, 3, 1, 2, dtype=torch.int64)}
+LINES = [{"input": "a", "score": 1.0}, {"input": "b", "score": 0.5}]
+OF_KIND = {
+    "torch, zipped": (in_memory(lambda file: torch.save(ARRAYS, file)), "torch.save (.pt)"),
+    "torch, as of old": (
+        in_memory(lambda file: torch.save(ARRAYS, file, _use_new_zipfile_serialization=False)),
+        "torch.save (.pt)",
+    ),
+    "pickle": (pickle.dumps(ARRAYS["routed_experts"].numpy()), "a pickle"),
+    "npy": (in_memory(lambda file: np.save(file, np.zeros((2, 3)))), "(.npy)"),
+    "npz": (in_memory(lambda file: np.savez(file, a=np.zeros(3))), "(.npz)"),
+    "gzip": (gzip.compress(b"{}" * 9, mtime=0), "gzip"),
+    "gzip with a time": (gzip.compress(b"{}" * 9), "gzip"),
+    "gzip of much": (gzip.compress(np.random.default_rng(0).bytes(700_000), mtime=0), "gzip"),
+    "zstd": (zstandard.compress(b"{}" * 9), "zstd"),
+    "xz": (lzma.compress(b"{}"), "xz"),
+    "zip": (in_memory(zipped), "zip archive"),
+    "tar": (in_memory(tarred), "tar archive"),
+    "parquet": (b"PAR1" + bytes(40), "Parquet"),
+    "LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n", "Git LFS"),
+    "JSON": (b' {"model_type": "qwen3_moe", "num_experts": 8}', "JSON"),
+    "JSON on lines": (json.dumps({"a": [1, 2], "b": {"c": 0}}, indent=1).encode(), "JSON"),
+    "JSON Lines": ("\n".join(map(json.dumps, LINES)).encode(), "JSON Lines"),
+    "TOML": (b"# a cluster\n[topology]\nnum_ranks = 8\n", "TOML"),
+    "HTML": (b"<!DOCTYPE html>\n<html><body>404</body></html>", "HTML"),
+    "text": ("Zuerst, später".encode(), "text"),
+    "UTF-16": ("num_ranks = 8".encode("utf-16"), "UTF-16"),
+    "nothing": (b"", "empty"),
+}
+BINARY_DOORS = {"trace": fr.load, "generation": load_generation, "counts": load_counts, "plan": load_plan}
+TOML_DOORS = {"topology": load_cluster, "simulation": load_simulation, "training": load_training}
+
+
+@grid("name", OF_KIND, quick=9)
+def test_binary_doors_name_the_kind_and_what_writes_theirs(name, tmp_path):
+    content, words = OF_KIND[name]
+    path = tmp_path / "handed in"
+    path.write_bytes(content)
+    for door, read in BINARY_DOORS.items():
+        with pytest.raises(InputError) as told:
+            read(path)
+        message = str(told.value)
+        assert words in message, (door, message)
+        assert "is not a safetensors file" in message
+        assert "copy it again" not in message
+        assert "foreroute" in message, "what writes such files"
+    with pytest.raises(InputError, match="the opened file is not a safetensors file") as told:
+        fr.load(io.BytesIO(content))
+    assert words in str(told.value)
+
+
+@grid("name", [name for name in OF_KIND if name not in ("text", "TOML", "nothing", "LFS", "tar")], quick=6)
+def test_doors_of_configurations_name_the_kind(name, tmp_path):
+    content, words = OF_KIND[name]
+    (tmp_path / "c.toml").write_bytes(content)
+    for read in TOML_DOORS.values():
+        with pytest.raises(InputError) as told:
+            read(tmp_path / "c.toml")
+        assert words in str(told.value)
+    if not name.startswith("JSON"):
+        with pytest.raises(InputError) as told:
+            parse_json(content, InputError, name="config.json")
+        assert words in str(told.value)
+
+
+def test_json_lines_are_told_from_json_that_was_cut():
+    lines, whole = OF_KIND["JSON Lines"][0], OF_KIND["JSON on lines"][0]
+    for text in (lines, lines.decode(), lines + b"\n"):
+        with pytest.raises(InputError, match=r"JSON Lines .*, one value in each line\. Read it line by line"):
+            parse_json(text, InputError, name="it")
+    with pytest.raises(InputError) as told:
+        parse_json(whole[:-4], InputError, name="it")
+    assert ": it is" not in str(told.value)
+    (kept,) = {kind_of(text).name for text in (whole, whole[:-4], b"[\n[1],\n[2]]", b"[[1, 2],\n [3]]")}
+    assert kept == "JSON"
+
+
+def test_what_convert_is_handed_is_named_with_its_kind(tmp_path):
+    fr.save(TRACE, tmp_path / "m")
+    for name in ("torch, zipped", "JSON Lines", "npz", "gzip", "HTML"):
+        content, words = OF_KIND[name]
+        (tmp_path / "in").write_bytes(content)
+        options = {"model": tmp_path / "m", "tokens": None, "start": 0, "weight_version": 0}
+        with pytest.raises(InputError) as told:
+            convert_file(tmp_path / "in", tmp_path / "out", "sets", **options)
+        assert f"{tmp_path}/in" in str(told.value), "the file"
+        assert words in str(told.value)
+        with pytest.raises(InputError) as told:
+            decode(content, model=SPEC)
+        assert words in str(told.value)
+
+
+def test_a_folder_of_something_else_is_named_by_what_it_lacks(tmp_path):
+    """A model's folder has a config.json too; of a path for a list, the letters would be folders."""
+    (tmp_path / "config.json").write_bytes(OF_KIND["JSON"][0])
+    with pytest.raises(InputError, match=r"metrics\.jsonl does not exist; a run folder holds config\.json and"):
+        read_runs([tmp_path])
+    for name in (str(tmp_path), tmp_path, []):
+        with pytest.raises(InputError, match="expected a list of one or more"):
+            read_runs(name)
+    for read in (*BINARY_DOORS.values(), *TOML_DOORS.values()):
+        with pytest.raises(InputError, match="is a folder; expected a file, such as one in it"):
+            read(tmp_path)
+
+
+def test_what_is_too_large_is_named_too(tmp_path):
+    (tmp_path / "c.toml").write_bytes(OF_KIND["gzip of much"][0])
+    with pytest.raises(InputError, match="expected 65536 at most: it is compressed by gzip"):
+        load_simulation(tmp_path / "c.toml")
+    (tmp_path / "t").write_bytes(b"some words")
+    with pytest.raises(InputError, match=r"expected 3 at most$"):
+        read_text(tmp_path / "t", InputError, most_bytes=3)
+
+
+def test_damaged_files_of_ours_are_not_called_others(tmp_path):
+    """Cut or changed anywhere, a trace is damaged, and of no other kind; whole, it is read."""
+    whole = fr.save(TRACE, tmp_path / "t").read_bytes()
+    assert it_is(whole) == ""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        content = bytearray(whole[: rng.integers(9, len(whole))] if rng.random() < 0.5 else whole)
+        content[rng.integers(9, len(content) + 1) - 1] ^= 1 << rng.integers(8)
+        assert it_is(content) == ""
+
+
+class OfBytes:
+    def __fspath__(self):
+        return b"name"
+
+
+PATHS = {
+    "load": fr.load,
+    "save": lambda at: fr.save(TRACE, at),
+    "load_parts": fr.trace.load_parts,
+    "save_part": lambda at: fr.trace.save_part(TRACE, at, 0, 1),
+    "load_generation": load_generation,
+    "save_generation": lambda at: save_generation(
+        Generation(TRACE.truncated([2]), np.ones(1, np.int64), np.zeros(1, np.float32)), at
+    ),
+    "read_nemo_gym": lambda at: read_nemo_gym(at, model=SPEC, weight_version=0),
+    "read_skycap": lambda at: read_skycap(at, model=SPEC, weight_version=0),
+    "load_counts": load_counts,
+    "save_counts": lambda at: save_counts(np.ones((1, 1, 2, 4), np.int32), at),
+    "load_plan": load_plan,
+    **TOML_DOORS,
+    "read_runs": lambda at: read_runs([at]),
+    "write_diagnosis": lambda at: write_diagnosis(diagnose(Evidence(attach_error="no")), at),
+    "RunFolder": RunFolder,
+    "ServedModel.at": ServedModel.at,
+    "save_pretrained": lambda at: hf.save_pretrained(None, at),
+    "WeightsFolder": lambda at: WeightsFolder(at, None),
+}
+
+
+@pytest.mark.parametrize(
+    "path", [None, b"name", 3, ["a"], np.zeros(2), OfBytes()], ids=lambda path: type(path).__name__
+)
+def test_what_is_no_path_is_refused_in_words_at_every_door(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, door in PATHS.items():
+        with pytest.raises(ForerouteError) as told:
+            door(path)
+        assert str(told.value).startswith("a path is "), (name, told.value)
+        assert "expected text or a pathlib.Path" in str(told.value)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,227 @@
+"""Nothing, at every public door that takes arrays or traces: an answer of 0 that adds up, or an error in words."""
+
+import re
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import foreroute as fr
+from foreroute import layout, mismatch, planner
+from foreroute import plan as plans
+from foreroute import trace as traces
+from foreroute.adapters import hf
+from foreroute.capture import Generation, Sampling, decode, load_generation, save_generation, with_indexer_choices
+from foreroute.costs import CostModel, hardware_preset, model_preset
+from foreroute.doctor import Evidence, diagnose
+from foreroute.doctor.evidence import TrainerPass
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import ForerouteError
+from foreroute.mismatch import routing_mismatch, token_mismatch
+from foreroute.replay import masked_logprobs_of_logits
+from foreroute.report import write_diagnosis
+from foreroute.testing.routes import synthetic_trace
+from foreroute.trace import SAMPLING, DecisionStream
+from foreroute.trainers.verl import routed_experts
+from foreroute.trainers.verl import trace_of as verl_trace
+from tests.traces import uneven_trace
+
+ROOMS = ("", "trace.", "layout.", "plan.", "planner.", "mismatch.", "doctor.", "report.")
+SPEC = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(3))))
+FULL = synthetic_trace(SPEC, [4, 3], seed=0)
+LINKS = plans.Links(1e11, 1e10, 1e10, 1e-5, 1e-5)
+TOPOLOGY = plans.Topology(2, 2, 1, LINKS)
+COSTS = CostModel(hardware=hardware_preset("h100"), model=model_preset("deepseek-v3"))
+NUMBERS = count()
+
+EMPTY = {
+    "no sequences": FULL.select([]),
+    "of layers that differ": uneven_trace(0).select([]),
+    "sequences of no token": FULL.truncated([0, 0]),
+    "one of them": FULL.truncated([0, 3]),
+    "no row routed": fr.RoutingTrace.unrouted(SPEC, [[1, 2], [3]]),
+}
+EMPTY |= {
+    f"{name}, with masks": t.with_stream(SAMPLING, DecisionStream.absent(9, t.num_rows)) for name, t in EMPTY.items()
+}
+
+
+def fresh(folder):
+    return folder / f"{next(NUMBERS)}.safetensors"
+
+
+def planned(counts, folder):
+    """Plan, check, write, read."""
+    found, _ = planner.plan_and_why(counts, TOPOLOGY)
+    plans.verify(found, counts)
+    plans.load_plan(plans.save_plan(found, fresh(folder)))
+    assert plans.load_counts(plans.save_counts(counts, fresh(folder))).tolist() == counts.tolist()
+    return planner.plan(counts, TOPOLOGY)
+
+
+def written_in_parts(trace, folder):
+    folder = fresh(folder)
+    for part in range(2):
+        traces.save_part(trace.select([]) if part else trace, folder, part, 2, encoding="ordered")
+    assert traces.load_parts(folder).equals(trace)
+
+
+def padded_and_back(t, _):
+    back = fr.RoutingTrace.from_padded(t.spec, *t.to_padded())
+    assert back.equals(t.without_streams(*t.streams).with_weight_version(-1))
+
+
+def generated(t, folder):
+    none = Generation(t.select([]), np.zeros(0, np.int64), np.zeros(0, np.float32))
+    back = load_generation(save_generation(none, fresh(folder)))
+    assert len(Generation.concatenate([back, back.select([])])) == 0
+
+
+def located(t, _):
+    for shape in ((0, 0), (1, 0), (len(t), 4)):
+        layout.locate_rows(t, np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+
+
+def laid_out(t, _):
+    for each in (
+        layout.pack(t.lengths),
+        layout.pack(t.lengths, align=4).split_context(2, 1),
+        layout.pack(t.lengths).align_total(2).split_sequence(2, 0),
+        layout.pad(t.lengths, side="left", order="bshd"),
+        layout.pad(t.lengths, side="right", order="sbhd", to=4),
+    ):
+        layout.take(t, each.rows())
+
+
+def compared(t, _):
+    for shape in ((0,), (0, 3), (3, 0)):
+        with pytest.raises(ForerouteError, match="there is nothing to compare"):
+            fr.compare(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    fr.compare(np.zeros(0), np.zeros(0), trainer_routes=t, engine_routes=t)
+
+
+def examined(t, folder):
+    evidence = Evidence(engine=t, native=TrainerPass(t, np.zeros(2)), engine_logprobs_R=np.zeros(2))
+    write_diagnosis(diagnose(evidence), folder / f"{next(NUMBERS)}.html")
+
+
+def added_up(t, _):
+    whole, none = routing_mismatch(FULL, FULL), routing_mismatch(FULL.select([]), FULL.select([]))
+    assert vars(whole + none).keys() == vars(whole).keys()
+    assert all(np.array_equal(value, vars(whole + none)[name]) for name, value in vars(whole).items())
+    some = token_mismatch(np.full(3, -1.0), np.full(3, -2.0))
+    for shape in ((0,), (0, 3), (3, 0)):
+        assert some + token_mismatch(np.zeros(shape), np.zeros(shape), mask=np.zeros(shape)) == some
+    assert fr.concatenate([t, t.select([])]).equals(t)
+    assert mismatch.margin_histogram(np.zeros((0, 3))).sum() == 0
+    assert mismatch.alarms([]) == []
+
+
+@cache
+def tiny():
+    """A model, and what is attached to it."""
+    model = hf.build_model(
+        "qwen3_moe", seed=0, vocab_size=9, hidden_size=32, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2
+    )
+    return model, hf.attach(model)
+
+
+def forward_of(open_session):
+    """Run the model over padding alone in a session."""
+    model, routed = tiny()
+    padding = torch.zeros((1, 4), dtype=torch.long)
+    with open_session(routed) as session:
+        model(input_ids=padding, attention_mask=padding)
+    return session
+
+
+def replayed(t, _):
+    none = fr.RoutingTrace.unrouted(tiny()[1].spec, [])
+    found = forward_of(lambda routed: routed.replay(none, telemetry=True)).agreement()
+    assert (found + found).routing.rows == 0
+    recorded = forward_of(lambda routed: routed.record(margins=True))
+    assert (recorded.trace().num_rows, recorded.margins_NL().shape) == (0, (0, 3))
+
+
+def sampled(t, _):
+    for prompts in ([], [np.zeros(0, np.int32)]):
+        with pytest.raises(ForerouteError, match="expected one or more, of one token or more"):
+            EmbeddedEngine(tiny()[0]).generate(prompts, Sampling(3, -1), torch.Generator())
+
+
+def of_verl(t, _):
+    ids = torch.zeros((0, 4), dtype=torch.long)
+    batch = {"input_ids": ids, "attention_mask": ids, "routed_experts": torch.zeros((0, 4, 3, 2), dtype=torch.int16)}
+    assert len(routed_experts(verl_trace(batch, model=SPEC), batch)) == 0
+
+
+DOORS = {
+    "replay and record": replayed,
+    "engine": sampled,
+    "verl": of_verl,
+    "masked log-probs": lambda t, _: masked_logprobs_of_logits(
+        torch.zeros(0, 9), torch.zeros(0, dtype=torch.long), DecisionStream.absent(9, 0)
+    ),
+    "choices of indexers": lambda t, _: with_indexer_choices(
+        t.select([]), [], traces.IndexerSpec(2, (fr.RoutedLayer(0),))
+    ),
+    "compare": compared,
+    "concatenate": lambda t, _: fr.concatenate([]),
+    "load save": lambda t, folder: fr.load(fr.save(t, fresh(folder)), sequences=[]),
+    "load of layers": lambda t, folder: fr.load(fr.save(t, fresh(folder)), layers=t.spec.layers[:1]),
+    "trace.load_parts trace.save_part": written_in_parts,
+    "trace.digest": lambda t, _: traces.digest(t),
+    "trace.extended": lambda t, _: traces.extended(t, t),
+    "select": lambda t, _: t.select([]).select_layers(t.spec.layers[:1]).select([]),
+    "take_rows": lambda t, _: t.take_rows(np.zeros(0, np.int64), np.zeros(0, np.int64)),
+    "rows": lambda t, _: (t.without_pick_order(), t.with_weight_version(1).versions, t.continued_by(t)),
+    "padded": padded_and_back,
+    "padded to nothing": lambda t, _: t.to_padded(np.zeros((len(t), 0))),
+    "from_padded": lambda t, _: fr.RoutingTrace.from_padded(SPEC, [], []),
+    "from_sequences": lambda t, _: fr.RoutingTrace.from_sequences(SPEC, [[]], [[]]),
+    "decode": lambda t, _: decode([], model=SPEC),
+    "generation": generated,
+    "streams": lambda t, _: [each.join([each]).take(np.zeros(0, np.int64)).arrays() for each in t.streams.values()],
+    "layout.locate_rows": located,
+    "layout.pack layout.pad layout.take": laid_out,
+    "layout.collect": lambda t, _: layout.collect([]),
+    "layout.starts_from_positions": lambda t, _: layout.starts_from_positions(
+        np.zeros((1, 0), int), np.zeros((1, 0), bool)
+    ),
+    "layout.starts_from_cumulative_lengths": lambda t, _: layout.starts_from_cumulative_lengths(
+        [], np.zeros((0, 0), bool)
+    ),
+    "layout.pack_sequences plan.packed_counts plan.load_counts plan.save_counts plan.load_plan plan.save_plan "
+    "plan.verify planner.plan planner.plan_and_why": lambda t, folder: planned(
+        plans.packed_counts(t, layout.pack_sequences(t.lengths, 2, 100)), folder
+    ),
+    "planner of no layers": lambda t, folder: planned(np.zeros((1, 0, 2, 4), np.int32), folder),
+    "mismatch.explain": lambda t, _: mismatch.explain(t, t),
+    "mismatch.routing_mismatch mismatch.token_mismatch mismatch.margin_histogram mismatch.alarms": added_up,
+    "mismatch of arrays": lambda t, _: routing_mismatch(np.zeros((0, 4, 3, 2), int), np.zeros((0, 4, 3, 2), int)),
+    "mismatch of lists": lambda t, _: routing_mismatch([], []),
+    "doctor.compare doctor.diagnose report.write_diagnosis": examined,
+    "costs": lambda t, _: COSTS.expert_seconds(np.zeros(0, int)),
+}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_is_answered_or_refused_in_words(door, tmp_path):
+    for trace in EMPTY.values():
+        try:
+            DOORS[door](trace, tmp_path)
+        except ForerouteError as error:
+            assert len(str(error)) > 20  # noqa: PT017  either will do
+
+
+def test_no_public_function_of_these_rooms_is_left_out():
+    listed = (Path(__file__).parents[1] / "public_api.txt").read_text(encoding="utf-8")
+    functions = {f"{room}{name}" for room, name in re.findall(r"^def foreroute\.(?:(\w+\.))?(\w+)\(", listed, re.M)}
+    mine = {name for name in functions if name.rpartition(".")[0] + "." * ("." in name) in ROOMS}
+    tried = {word for door in DOORS for word in door.split()}
+    assert len(mine) > 25
+    assert mine - tried - {"trace.concatenate", "trace.load", "trace.save"} == set()
