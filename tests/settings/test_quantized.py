@@ -1,0 +1,60 @@
+"""Models whose attention is quantized, with adapters, are replayed as they are without foreroute."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from tests.settings.comparing import needs, policy, require_replayed, with_lora
+
+
+def bits_and_bytes(**how):
+    return BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **how)
+
+
+def int8():
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig(version=2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    policy().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            lambda: bits_and_bytes(load_in_8bit=True),
+            marks=[needs("bitsandbytes"), pytest.mark.shows("Hugging Face", "bitsandbytes 8 bit with LoRA")],
+            id="8-bit",
+        ),
+        pytest.param(
+            lambda: bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+            marks=[needs("bitsandbytes"), pytest.mark.shows("Hugging Face", "bitsandbytes 4 bit with LoRA (QLoRA)")],
+            id="4-bit-nested",
+        ),
+        pytest.param(
+            lambda: bits_and_bytes(load_in_4bit=True),
+            marks=needs("bitsandbytes"),
+            id="4-bit",
+        ),
+        pytest.param(
+            int8,
+            marks=[needs("torchao"), pytest.mark.shows("Hugging Face", "torchao int8 with LoRA")],
+            id="int8",
+        ),
+    ],
+)
+def test_quantized_models_with_adapters(config, folder):
+    def make():
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config(), dtype=torch.bfloat16)
+        kind = type(model.model.layers[0].self_attn.q_proj.weight).__name__
+        assert kind in ("Int8Params", "Params4bit", "Int8Tensor"), kind
+        return with_lora(model)
+
+    require_replayed(make)
