@@ -7,15 +7,21 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.settings.comparing import needs, policy, require_replayed, with_lora
 
 
-def bits_and_bytes(**how):
-    return BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **how)
-
-
 def int8():
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
     return TorchAoConfig(Int8WeightOnlyConfig(version=2))
+
+
+FORMS = {
+    "8-bit": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "4-bit": lambda: BitsAndBytesConfig(load_in_4bit=True),
+    "4-bit, nested": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "int8": int8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,33 +32,22 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "config",
+    "form",
     [
         pytest.param(
-            lambda: bits_and_bytes(load_in_8bit=True),
-            marks=[needs("bitsandbytes"), pytest.mark.shows("Hugging Face", "bitsandbytes 8 bit with LoRA")],
-            id="8-bit",
+            "8-bit", marks=[needs("bitsandbytes"), pytest.mark.shows("Hugging Face", "bitsandbytes 8 bit with LoRA")]
         ),
         pytest.param(
-            lambda: bits_and_bytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+            "4-bit",
             marks=[needs("bitsandbytes"), pytest.mark.shows("Hugging Face", "bitsandbytes 4 bit with LoRA (QLoRA)")],
-            id="4-bit-nested",
         ),
-        pytest.param(
-            lambda: bits_and_bytes(load_in_4bit=True),
-            marks=needs("bitsandbytes"),
-            id="4-bit",
-        ),
-        pytest.param(
-            int8,
-            marks=[needs("torchao"), pytest.mark.shows("Hugging Face", "torchao int8 with LoRA")],
-            id="int8",
-        ),
+        pytest.param("4-bit, nested", marks=needs("bitsandbytes")),
+        pytest.param("int8", marks=[needs("torchao"), pytest.mark.shows("Hugging Face", "torchao int8 with LoRA")]),
     ],
 )
-def test_quantized_models_with_adapters(config, folder):
+def test_quantized_models_with_adapters(form, folder):
     def make():
-        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config(), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FORMS[form](), dtype=torch.bfloat16)
         kind = type(model.model.layers[0].self_attn.q_proj.weight).__name__
         assert kind in ("Int8Params", "Params4bit", "Int8Tensor"), kind
         return with_lora(model)
