@@ -52,4 +52,5 @@ def test_adapters_of_quantized_policies_are_trained_as_by_trl_alone(form, saved,
         assert not torch.equal(ours[name], before[name]), name
         torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-6)
     assert logged(trainer, "mismatch/disagreement") == [0]
-    assert logged(trainer, "mismatch/k3")[0] < 1e-9
+    # bitsandbytes has another kernel where no gradient is asked for
+    assert logged(trainer, "mismatch/k3")[0] < 1e-7

@@ -99,8 +99,14 @@ class _Held(NamedTuple):
         return now is not self.parameter and not (now is not None and now.is_meta)
 
     def is_repacked(self) -> bool:
-        """Whether its values lie otherwise than before, and what it carries says so."""
-        return self.module._parameters.get(self.name) is self.parameter and any(
+        """Whether its bytes have another shape or dtype than before, and what it carries says so.
+
+        What it carries is not enough: DeepSpeed's parameters carry the optimizer, which a step moves.
+        """
+        now, was = self.parameter.data, self.data
+        if self.module._parameters.get(self.name) is not self.parameter or now.nbytes != was.nbytes:
+            return False
+        return (now.shape, now.dtype) != (was.shape, was.dtype) and any(
             {name: id(value) for name, value in vars(carried).items()}
             != {name: id(value) for name, value in attributes.items()}
             for carried, attributes in self.state
@@ -111,10 +117,11 @@ class _Held(NamedTuple):
         now = self.module._parameters.get(self.name)
         if now is None or any(each.is_meta or not each.numel() for each in (now, self.parameter, self.data)):
             return
+        is_repacked = self.is_repacked()
         self.module._parameters[self.name] = self.parameter
         if _storages(self.parameter.data) != _storages(self.data):
             self.parameter.data = self.data
-        for carried, attributes in self.state:
+        for carried, attributes in self.state if is_repacked else ():
             vars(carried).clear()
             vars(carried).update(attributes)
 
