@@ -1,6 +1,7 @@
 """DeepSpeed in a worker process of a test."""
 
 import os
+from importlib import import_module
 
 
 def import_deepspeed(rank):
@@ -8,10 +9,9 @@ def import_deepspeed(rank):
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     os.environ |= {name: str(value) for name, value in environment.items()} | {"DS_ACCELERATOR": "cpu"}
     import deepspeed
-    import deepspeed.comm.torch as communication
 
-    # gloo takes its place; building it takes a compiler, and most of a minute
-    communication.build_shm_op = lambda: None
+    # gloo takes its place; building it takes a compiler, and most of a minute. `deepspeed.comm.torch` is torch itself
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     return deepspeed
 
 

@@ -155,10 +155,6 @@ def _refusals(trainer: Any, replay: Replay) -> Refusals:
     )
     return [
         (
-            trainer.is_deepspeed_enabled,
-            "DeepSpeed takes the model apart between forwards, and replay was never tested under it; use DDP or FSDP2",
-        ),
-        (
             fsdp is not None and getattr(fsdp, "fsdp_version", 1) == 1,
             "FSDP1 was never tested with replay; set fsdp_version: 2 in the configuration of accelerate",
         ),

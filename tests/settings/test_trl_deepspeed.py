@@ -1,0 +1,134 @@
+"""DeepSpeed by accelerate, two processes: routes reach the experts of both, and weights are those of one process."""
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.testing.ranks import Workers
+from tests.settings.comparing import needs
+from tests.settings.deepspeed_runs import config, import_deepspeed
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, make
+
+pytestmark = [needs("deepspeed"), pytest.mark.slow]
+
+ALL_AT_ONCE = {
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "max_grad_norm": 0.0,
+    **NO_AUXILIARY,
+}
+"""Both steps are of the whole rollout, without a loss of single micro-batches: it does not matter how sequences are
+dealt out."""
+
+
+class Drawn:
+    """A `rollout_func` whose tokens and routes hang on the prompt alone. `routes` is by tokens, as a `Book` has it."""
+
+    def __init__(self):
+        self.routes = {}
+
+    def __call__(self, prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions, routes = [], []
+        for number, prompt in enumerate(prompt_ids):
+            rng = np.random.default_rng([*prompt, prompt_ids[:number].count(prompt)])
+            completions.append(rng.integers(2, 200, rng.integers(2, 10)).tolist())
+            shape = (len(prompt) + len(completions[-1]) - 1, 3, 8)
+            routes.append(np.argsort(rng.random(shape), axis=-1)[..., :2])
+            self.routes[tuple(prompt + completions[-1])] = routes[-1]
+        logprobs = [[-3.0] * len(completion) for completion in completions]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completions,
+            "logprobs": logprobs,
+            "routed_experts": routes,
+        }
+
+
+def train(folder, *, replay="R3", draws=True, **settings):
+    """What a run logs, whether its updates followed the routes, and its weights."""
+    from examples.trl.tiny import policy
+    from tests.trainers.trl.routes_book import follows, watched
+    from tests.trainers.trl.tools_runs import told_apart
+
+    model, drawn = policy(), Drawn()
+    trainer = make(
+        folder,
+        model=model,
+        rollout_func=drawn if draws else None,
+        reward_funcs=told_apart,
+        replay=replay,
+        **ALL_AT_ONCE | settings,
+    )
+    with watched(model) as batches:
+        trainer.train()
+    updates = [batch for batch in batches if batch.grad]
+    return model, {
+        "logs": trainer.state.log_history,
+        "followed": [follows(batch, drawn) for batch in updates if draws],
+    }
+
+
+def alone(rank, folder):
+    model, found = train(f"{folder}/alone", per_device_train_batch_size=4)
+    return found | {"weights": flat(model)}
+
+
+def flat(model):
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+RUNS = {
+    "zero-2": (2, {}),
+    "zero-3": (3, {}),
+    "none": (3, {"replay": "none"}),
+    "generate": (3, {"draws": False}),
+}
+
+
+def under_deepspeed(rank, folder):
+    """Each run, and of how many of its parameters this process held nothing at the end."""
+    deepspeed = import_deepspeed(rank)
+    from accelerate.state import DistributedType, PartialState
+
+    # accelerate finds no backend for DeepSpeed where there are CPUs alone
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    results = {}
+    for name, (stage, settings) in RUNS.items():
+        model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given(stage), **settings)
+        found["partitioned"] = sum(each.numel() == 0 for each in model.parameters())
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            found["weights"] = flat(model)
+        results[name] = found
+    return results
+
+
+def given(stage):
+    """The configuration, with what accelerate fills in of a trainer's own."""
+    own = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    return config(stage) | own
+
+
+@pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3 under `accelerate`, two processes")
+def test_partitioned_models_replay_as_whole_ones(tmp_path):
+    with closing(Workers(1, timeout_s=300)) as workers:
+        (single,) = workers.run(alone, str(tmp_path))
+    with closing(Workers(2, timeout_s=500)) as workers:
+        results = workers.run(under_deepspeed, str(tmp_path))
+    assert all(single["followed"])
+    for rank in results:
+        assert rank["zero-3"]["partitioned"] > 0 == rank["zero-2"]["partitioned"]
+        for name in ("zero-2", "zero-3"):
+            assert len(rank[name]["followed"]) == 4
+            assert all(rank[name]["followed"])
+            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
+            torch.testing.assert_close(rank[name]["weights"], single["weights"], rtol=0, atol=1e-6)
+        assert not any(rank["none"]["followed"])  # the control
+        assert (rank["none"]["weights"] - single["weights"]).abs().max() > 1e-3
+        assert rank["generate"]["logs"][0]["mismatch/disagreement"] == 0
+        assert rank["generate"]["logs"][0]["mismatch/k3"] < 1e-9
