@@ -52,24 +52,11 @@ def mxfp4(weights):
     return quantized, plain, {"quant_method": "mxfp4"}
 
 
+@pytest.mark.shows("Hugging Face", "FP8 and MXFP4 checkpoints, dequantized on a CPU")
 @pytest.mark.parametrize(
     ("family", "form", "packed"),
-    [
-        pytest.param(
-            "qwen3_moe",
-            fp8,
-            torch.float8_e4m3fn,
-            marks=pytest.mark.shows("Hugging Face", "FP8 checkpoints, dequantized on a CPU"),
-            id="fp8",
-        ),
-        pytest.param(
-            "gpt_oss",
-            mxfp4,
-            torch.uint8,
-            marks=pytest.mark.shows("Hugging Face", "MXFP4 checkpoints of gpt-oss, dequantized on a CPU"),
-            id="mxfp4",
-        ),
-    ],
+    [("qwen3_moe", fp8, torch.float8_e4m3fn), ("gpt_oss", mxfp4, torch.uint8)],
+    ids=["fp8", "mxfp4"],
 )
 def test_dequantized_checkpoints(family, form, packed, tmp_path):
     folders = [tmp_path / "quantized", tmp_path / "plain"]

@@ -31,18 +31,14 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.shows("Hugging Face", "LoRA on bitsandbytes' 4 bits (QLoRA) and 8, and torchao's int8")
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(
-            "8-bit", marks=[needs("bitsandbytes"), pytest.mark.shows("Hugging Face", "bitsandbytes 8 bit with LoRA")]
-        ),
-        pytest.param(
-            "4-bit",
-            marks=[needs("bitsandbytes"), pytest.mark.shows("Hugging Face", "bitsandbytes 4 bit with LoRA (QLoRA)")],
-        ),
+        pytest.param("8-bit", marks=needs("bitsandbytes")),
+        pytest.param("4-bit", marks=needs("bitsandbytes")),
         pytest.param("4-bit, nested", marks=needs("bitsandbytes")),
-        pytest.param("int8", marks=[needs("torchao"), pytest.mark.shows("Hugging Face", "torchao int8 with LoRA")]),
+        pytest.param("int8", marks=needs("torchao")),
     ],
 )
 def test_quantized_models_with_adapters(form, folder):

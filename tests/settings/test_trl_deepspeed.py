@@ -114,7 +114,7 @@ def given(stage):
     return config(stage) | own
 
 
-@pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3 under `accelerate`, two processes")
+@pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3, two processes")
 def test_partitioned_models_replay_as_whole_ones(tmp_path):
     with closing(Workers(1, timeout_s=300)) as workers:
         (single,) = workers.run(alone, str(tmp_path))

@@ -34,14 +34,13 @@ def trained(saved, folder, config, kind, **settings):
 
 
 @pytest.mark.slow
+@pytest.mark.shows("TRL", "LoRA on bitsandbytes' 4 bits (QLoRA) and 8, and torchao's int8")
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param("8-bit", marks=[needs("bitsandbytes"), pytest.mark.shows("TRL", "bitsandbytes 8 bit with LoRA")]),
-        pytest.param(
-            "4-bit", marks=[needs("bitsandbytes"), pytest.mark.shows("TRL", "bitsandbytes 4 bit with LoRA (QLoRA)")]
-        ),
-        pytest.param("int8", marks=[needs("torchao"), pytest.mark.shows("TRL", "torchao int8 with LoRA")]),
+        pytest.param("8-bit", marks=needs("bitsandbytes")),
+        pytest.param("4-bit", marks=needs("bitsandbytes")),
+        pytest.param("int8", marks=needs("torchao")),
     ],
 )
 def test_adapters_of_quantized_policies_are_trained_as_by_trl_alone(form, saved, tmp_path):
