@@ -159,8 +159,11 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes of the instance: counters, caches, flags."""
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
+    """Plain attributes of the instance: counters, caches, flags; and its forward, which a change of mode replaces.
+
+    transformers takes other kernels for inference in `eval()`, some of them without a backward.
+    """
+    return {name: each for name, each in module.__dict__.items() if isinstance(each, PLAIN) or name == "forward"}
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[Tensor | None, Tensor | None]]:
