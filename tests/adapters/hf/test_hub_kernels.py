@@ -31,6 +31,13 @@ def block_in_a_kernel(block, rows):
     return rows, None
 
 
+def routed_in_the_block(block, rows):
+    """As Unsloth's FastQwen3MoeModel has it (read at 0050c73): the selection is seen, and is not the router's."""
+    rows_NH = rows.reshape(-1, rows.shape[-1])
+    weights, ids = (rows_NH @ block.gate.weight.T).softmax(-1).topk(2)
+    return block.experts(rows_NH, ids, weights / weights.sum(-1, keepdim=True)).view_as(rows)
+
+
 def with_kernels(family="qwen3_moe", **kernels):
     """A model in train mode; by the end of a class's name, what its instances run while it is not in train mode."""
     model = tiny(family)
@@ -72,6 +79,7 @@ def test_what_attaching_puts_back_would_be_missed():
     [
         ("qwen3_moe", {"TopKRouter": routed_in_a_kernel}, "made no top-k selection"),
         ("gpt_oss", {"GptOssMLP": block_in_a_kernel}, "did not run, but its layer did: a fused kernel"),
+        ("qwen3_moe", {"SparseMoeBlock": routed_in_the_block}, "did not run, but its layer did"),
     ],
 )
 def test_kernels_that_route_are_refused(family, kernels, message):
