@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.trl.tiny import policy
 from foreroute.testing.ranks import Workers
 from tests.settings.comparing import needs
 from tests.settings.deepspeed_runs import config, import_deepspeed
@@ -50,27 +51,38 @@ class Drawn:
         }
 
 
-def train(folder, *, replay="R3", draws=True, **settings):
-    """What a run logs, whether its updates followed the routes, and its weights."""
-    from examples.trl.tiny import policy
+def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
+    """The policy at the end, what the run logs, and whether its updates followed the routes.
+
+    Args:
+        folder: for the run.
+        saved: the policy, where transformers loads it for the trainer, in parts at ZeRO stage 3.
+        rollouts: "drawn", by TRL's own "generate", or of an "engine" of ours.
+    """
+    from foreroute.engines.embedded import EmbeddedEngine
+    from foreroute.trainers.trl import rollout_with
     from tests.trainers.trl.routes_book import follows, watched
     from tests.trainers.trl.tools_runs import told_apart
 
     model, drawn = policy(), Drawn()
+    if saved is not None:
+        model, settings = saved, {"model_init_kwargs": {"dtype": torch.float32}} | settings
+    sources = {"drawn": lambda: drawn, "engine": lambda: rollout_with(EmbeddedEngine(model, "float32"))}
     trainer = make(
         folder,
         model=model,
-        rollout_func=drawn if draws else None,
+        rollout_func=sources[rollouts]() if rollouts in sources else None,
         reward_funcs=told_apart,
         replay=replay,
         **ALL_AT_ONCE | settings,
     )
+    model = trainer.model
     with watched(model) as batches:
         trainer.train()
     updates = [batch for batch in batches if batch.grad]
     return model, {
         "logs": trainer.state.log_history,
-        "followed": [follows(batch, drawn) for batch in updates if draws],
+        "followed": [follows(batch, drawn) for batch in updates if drawn.routes],
     }
 
 
@@ -83,11 +95,15 @@ def flat(model):
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 
+SAVED = "policy"
 RUNS = {
     "zero-2": (2, {}),
     "zero-3": (3, {}),
+    "loaded": (3, {"saved": SAVED}),
     "none": (3, {"replay": "none"}),
-    "generate": (3, {"draws": False}),
+    "generate": (3, {"rollouts": "generate"}),
+    # the second rollout is of weights that a step has changed
+    "engine": (3, {"rollouts": "engine", "num_iterations": 1}),
 }
 
 
@@ -100,6 +116,7 @@ def under_deepspeed(rank, folder):
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
     results = {}
     for name, (stage, settings) in RUNS.items():
+        settings = {each: f"{folder}/{value}" if value == SAVED else value for each, value in settings.items()}
         model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given(stage), **settings)
         found["partitioned"] = sum(each.numel() == 0 for each in model.parameters())
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -116,6 +133,7 @@ def given(stage):
 
 @pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3, two processes")
 def test_partitioned_models_replay_as_whole_ones(tmp_path):
+    policy().save_pretrained(tmp_path / SAVED)
     with closing(Workers(1, timeout_s=300)) as workers:
         (single,) = workers.run(alone, str(tmp_path))
     with closing(Workers(2, timeout_s=500)) as workers:
@@ -123,12 +141,15 @@ def test_partitioned_models_replay_as_whole_ones(tmp_path):
     assert all(single["followed"])
     for rank in results:
         assert rank["zero-3"]["partitioned"] > 0 == rank["zero-2"]["partitioned"]
-        for name in ("zero-2", "zero-3"):
+        for name in ("zero-2", "zero-3", "loaded"):
             assert len(rank[name]["followed"]) == 4
             assert all(rank[name]["followed"])
             assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
             torch.testing.assert_close(rank[name]["weights"], single["weights"], rtol=0, atol=1e-6)
         assert not any(rank["none"]["followed"])  # the control
         assert (rank["none"]["weights"] - single["weights"]).abs().max() > 1e-3
-        assert rank["generate"]["logs"][0]["mismatch/disagreement"] == 0
-        assert rank["generate"]["logs"][0]["mismatch/k3"] < 1e-9
+        for name in ("generate", "engine"):
+            rollouts = [entry for entry in rank[name]["logs"] if "mismatch/k3" in entry]
+            assert len(rollouts) == (1 if name == "generate" else 2)
+            assert all(entry["mismatch/disagreement"] == 0 for entry in rollouts)
+            assert all(entry["mismatch/k3"] < 1e-9 for entry in rollouts)
