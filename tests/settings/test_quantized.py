@@ -4,7 +4,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.settings.comparing import needs, policy, require_replayed, with_lora
+from foreroute.adapters import hf
+from tests.settings.comparing import (
+    forced,
+    loss_of_batch,
+    needs,
+    policy,
+    require_replayed,
+    require_same_gradients,
+    with_lora,
+)
 
 
 def int8():
@@ -49,3 +58,22 @@ def test_quantized_models_with_adapters(form, folder):
         return with_lora(model)
 
     require_replayed(make)
+
+
+@needs("bitsandbytes")
+def test_a_rollout_in_eval_mode_leaves_what_trains_adapters(folder):
+    """Where the processor has AVX512-BF16, bitsandbytes packs 4-bit weights there for a kernel without a backward."""
+
+    def make():
+        quantized = FORMS["4-bit, nested"]()
+        return with_lora(AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized)).train()
+
+    model, twin = make(), make()
+    routed = hf.attach(model)
+    with torch.no_grad(), routed.record() as recording:
+        loss_of_batch(model.eval())
+    with routed.replay(recording.trace()):
+        loss_of_batch(model.train()).backward()
+    forced(twin, recording.trace().expert_ids_NLK)
+    loss_of_batch(twin).backward()
+    require_same_gradients(model, twin)
