@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.shows("Hugging Face", "LoRA on bitsandbytes' 4 bits (QLoRA) and 8, and torchao's int8")
+@pytest.mark.shows("Hugging Face", "QLoRA, LoRA on 8 bits, and on torchao's int8")
 @pytest.mark.parametrize(
     "form",
     [

@@ -67,7 +67,7 @@ def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
     model, drawn = policy(), Drawn()
     if saved is not None:
         model, settings = saved, {"model_init_kwargs": {"dtype": torch.float32}} | settings
-    sources = {"drawn": lambda: drawn, "engine": lambda: rollout_with(EmbeddedEngine(model, "float32"))}
+    sources = {"drawn": lambda: drawn, "engine": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
     trainer = make(
         folder,
         model=model,

@@ -34,7 +34,7 @@ def trained(saved, folder, config, kind, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.shows("TRL", "LoRA on bitsandbytes' 4 bits (QLoRA) and 8, and torchao's int8")
+@pytest.mark.shows("TRL", "QLoRA, LoRA on 8 bits, and on torchao's int8")
 @pytest.mark.parametrize(
     "form",
     [

@@ -20,6 +20,7 @@ RUNS = {
     "experts": ("R3", False),
     "native": ("none", True),
     "generate": ("R3", True),
+    "engine": ("R3", True),
 }
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -58,6 +59,8 @@ def train(rank, folder):
     from transformers import Qwen3MoeForCausalLM
     from transformers.distributed import DistributedConfig
 
+    from foreroute.engines.embedded import EmbeddedEngine
+    from foreroute.trainers.trl import rollout_with
     from tests.trainers.trl.routes_book import follows, watched
     from tests.trainers.trl.tools_runs import told_apart
     from tests.trainers.trl.trl_runs import make
@@ -85,7 +88,8 @@ def train(rank, folder):
                 f"{folder}/policy", dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=2, ep_size=2)
             )
         settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart}
-        roll_out = None if name == "generate" else drawn
+        sources = {"generate": None, "engine": rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
+        roll_out = sources.get(name, drawn)
         trainer = make(f"{folder}/{name}", model=model, rollout_func=roll_out, replay=replay, **settings)
         with watched(model) as batches:
             trainer.train()
@@ -94,13 +98,13 @@ def train(rank, folder):
         results[name] = {
             "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
             "logs": trainer.state.log_history,
-            "followed": [follows(batch, drawn) for batch in updates if roll_out],
+            "followed": [follows(batch, drawn) for batch in updates if drawn.routes],
             "weights": torch.cat([each.detach().flatten() for each in weights]),
         }
     return results
 
 
-@pytest.mark.shows("TRL", "FSDP2 under `accelerate`, and transformers' expert parallelism over it, two processes")
+@pytest.mark.shows("TRL", "FSDP2 of `accelerate`, EP of transformers, two processes")
 def test_sharded_models_replay_as_whole_ones(tmp_path):
     policy().save_pretrained(tmp_path / "policy")
     with closing(Workers(2, timeout_s=500)) as workers:
@@ -115,6 +119,7 @@ def test_sharded_models_replay_as_whole_ones(tmp_path):
         assert all(rank["ddp"]["followed"])
         assert not any(rank["native"]["followed"])  # the control
         assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
-        assert rank["generate"]["logs"][0]["mismatch/disagreement"] == 0
-        assert rank["generate"]["logs"][0]["mismatch/k3"] < 1e-9
+        for name in ("generate", "engine"):
+            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
+            assert rank[name]["logs"][0]["mismatch/k3"] < 1e-9
         assert (rank["native"]["weights"] - rank["ddp"]["weights"]).abs().max() > 1e-3

@@ -1,35 +1,38 @@
-"""DeepSpeed's ZeRO stage 3 deals the values of parameters out to processes: having them whole for a while."""
+"""Parameters whose values are dealt out to processes, by DeepSpeed's ZeRO stage 3 or FSDP2: having them whole."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
-def whole(trainer: Any, policy: nn.Module) -> AbstractContextManager[Any]:
-    """While the context is open, all parameters are whole in every process.
+@contextmanager
+def whole_weights(trainer: Any, policy: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """While the context is open, the `state_dict()` of the policy is whole in every process, all of which open it.
 
     Args:
         trainer: TRL's.
         policy: its model, unwrapped.
     """
-    if not trainer.is_deepspeed_enabled:
-        return nullcontext()
-    import deepspeed
+    with ExitStack() as stack:
+        if trainer.is_deepspeed_enabled:
+            import deepspeed
 
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(policy.parameters()))
-    return gathered
+            stack.enter_context(deepspeed.zero.GatheredParameters(list(policy.parameters())))
+        weights = policy.state_dict()
+        yield {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
 
 
 @contextmanager
 def whole_where_run(trainer: Any, policy: nn.Module) -> Iterator[None]:
     """While the context is open, each module has its own parameters whole while it runs.
 
-    transformers deals them out where it loads a model for a trainer, and training puts hooks on it that gather them.
-    This is for forwards in between. Arguments as in `whole`.
+    At ZeRO stage 3 transformers deals them out where it loads a model for a trainer, and training puts hooks on it that
+    gather them. This is for forwards in between. Arguments as in `whole_weights`.
     """
     if not trainer.is_deepspeed_enabled:
         yield
