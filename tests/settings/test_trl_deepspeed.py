@@ -5,6 +5,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 
 from examples.trl.tiny import policy
 from foreroute.testing.ranks import Workers
@@ -68,6 +69,7 @@ def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
     if saved is not None:
         model, settings = saved, {"model_init_kwargs": {"dtype": torch.float32}} | settings
     sources = {"drawn": lambda: drawn, "engine": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
+    torch.manual_seed(0)  # of adapters
     trainer = make(
         folder,
         model=model,
@@ -87,8 +89,12 @@ def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
 
 
 def alone(rank, folder):
-    model, found = train(f"{folder}/alone", per_device_train_batch_size=4)
-    return found | {"weights": flat(model)}
+    """Without adapters, and with them."""
+    results = []
+    for settings in ({}, {"peft_config": ADAPTERS}):
+        model, found = train(f"{folder}/alone", per_device_train_batch_size=4, **settings)
+        results.append(found | {"weights": flat(model)})
+    return results
 
 
 def flat(model):
@@ -96,10 +102,14 @@ def flat(model):
 
 
 SAVED = "policy"
+ADAPTERS = LoraConfig(
+    r=4, target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+)
 RUNS = {
     "zero-2": (2, {}),
     "zero-3": (3, {}),
     "loaded": (3, {"saved": SAVED}),
+    "adapters": (3, {"saved": SAVED, "peft_config": ADAPTERS}),
     "none": (3, {"replay": "none"}),
     "generate": (3, {"rollouts": "generate"}),
     # the second rollout is of weights that a step has changed
@@ -116,7 +126,7 @@ def under_deepspeed(rank, folder):
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
     results = {}
     for name, (stage, settings) in RUNS.items():
-        settings = {each: f"{folder}/{value}" if value == SAVED else value for each, value in settings.items()}
+        settings = {each: f"{folder}/{value}" if each == "saved" else value for each, value in settings.items()}
         model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given(stage), **settings)
         found["partitioned"] = sum(each.numel() == 0 for each in model.parameters())
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -131,21 +141,22 @@ def given(stage):
     return config(stage) | own
 
 
-@pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3, two processes")
+@pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3, with LoRA too, two processes")
 def test_partitioned_models_replay_as_whole_ones(tmp_path):
     policy().save_pretrained(tmp_path / SAVED)
     with closing(Workers(1, timeout_s=300)) as workers:
-        (single,) = workers.run(alone, str(tmp_path))
+        ((single, adapted),) = workers.run(alone, str(tmp_path))
     with closing(Workers(2, timeout_s=500)) as workers:
         results = workers.run(under_deepspeed, str(tmp_path))
-    assert all(single["followed"])
+    assert all(single["followed"] + adapted["followed"])
     for rank in results:
         assert rank["zero-3"]["partitioned"] > 0 == rank["zero-2"]["partitioned"]
-        for name in ("zero-2", "zero-3", "loaded"):
+        for name in ("zero-2", "zero-3", "loaded", "adapters"):
             assert len(rank[name]["followed"]) == 4
             assert all(rank[name]["followed"])
             assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
-            torch.testing.assert_close(rank[name]["weights"], single["weights"], rtol=0, atol=1e-6)
+            expected = adapted if name == "adapters" else single
+            torch.testing.assert_close(rank[name]["weights"], expected["weights"], rtol=0, atol=1e-6)
         assert not any(rank["none"]["followed"])  # the control
         assert (rank["none"]["weights"] - single["weights"]).abs().max() > 1e-3
         for name in ("generate", "engine"):
