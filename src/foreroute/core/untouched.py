@@ -44,7 +44,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 del module._buffers[name]
             for name, (buffer, values) in buffers.items():
                 module._buffers[name] = buffer
-                if buffer is not None and not buffer.is_meta and not torch.equal(buffer, values):
+                if buffer is None or values is None or buffer.is_meta:
+                    continue
+                if not torch.equal(buffer, values):
                     buffer.copy_(values)
 
 
@@ -152,7 +154,7 @@ def _storages(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 def _reshard(model: nn.Module) -> None:
     """Have FSDP2 take back the weights that it keeps gathered for a backward."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
