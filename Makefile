@@ -44,8 +44,8 @@ test-whole: $(READY)
 	$(PYTEST) -m "not exhaustive" --junitxml=.pytest_cache/whole.xml
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
-# make/night.mk, make/megatron.mk and make/verl.mk
-NIGHT := exhaustive robustness processors oldest engines megatron verl
+# make/night.mk, make/settings.mk, make/megatron.mk and make/verl.mk
+NIGHT := exhaustive robustness processors oldest engines settings megatron verl
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
@@ -115,9 +115,10 @@ $(KERNELS):
 
 include make/vllm.mk
 include make/night.mk
+include make/settings.mk
 include make/megatron.mk
 include make/verl.mk
 include make/wheel.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-settings dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

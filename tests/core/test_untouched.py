@@ -177,6 +177,17 @@ def test_weights_that_a_user_loads_in_a_session_stay():
     assert packed.data_ptr() == other.data_ptr()
 
 
+def test_what_a_parameter_carries_stays_where_its_values_were_not_packed():
+    """As the optimizer that DeepSpeed's parameters carry, which a step in a session moves."""
+    model = with_front(PackingLinear(32)).train()
+    routed = attach(model)
+    carried = model.model.embed_tokens.front.weight.scales
+    with torch.no_grad(), routed.record():
+        model(input_ids=TOKENS, use_cache=False)
+        carried.scale = torch.full((1,), 3.0)
+    assert carried.scale == 3
+
+
 def test_a_parameter_that_a_forward_replaces_is_named_and_the_model_left():
     model = with_front(ReplacesItsWeight())
     before = seen_by_an_optimizer(model)

@@ -219,6 +219,11 @@ def _forward_once(model: nn.Module) -> None:
     except AttachError:
         raise
     except Exception as error:
+        if any(parameter.numel() == 0 for parameter in model.parameters()):
+            raise AttachError(
+                f"{type(model).__name__} has parameters without elements, as models have that were made partitioned, "
+                "for DeepSpeed's ZeRO stage 3, and nothing gathers them yet; call deepspeed.initialize first"
+            ) from error
         raise AttachError(
             f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}); attach to the "
             "part of it that does, such as the decoder of a speech model or one stack of an encoder-decoder"

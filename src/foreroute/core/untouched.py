@@ -44,7 +44,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 del module._buffers[name]
             for name, (buffer, values) in buffers.items():
                 module._buffers[name] = buffer
-                if buffer is not None and not buffer.is_meta and not torch.equal(buffer, values):
+                if buffer is None or values is None or buffer.is_meta:
+                    continue
+                if not torch.equal(buffer, values):
                     buffer.copy_(values)
 
 
@@ -99,8 +101,14 @@ class _Held(NamedTuple):
         return now is not self.parameter and not (now is not None and now.is_meta)
 
     def is_repacked(self) -> bool:
-        """Whether its values lie otherwise than before, and what it carries says so."""
-        return self.module._parameters.get(self.name) is self.parameter and any(
+        """Whether its bytes have another shape or dtype than before, and what it carries says so.
+
+        What it carries is not enough: DeepSpeed's parameters carry the optimizer, which a step moves.
+        """
+        now, was = self.parameter.data, self.data
+        if self.module._parameters.get(self.name) is not self.parameter or now.nbytes != was.nbytes:
+            return False
+        return (now.shape, now.dtype) != (was.shape, was.dtype) and any(
             {name: id(value) for name, value in vars(carried).items()}
             != {name: id(value) for name, value in attributes.items()}
             for carried, attributes in self.state
@@ -111,10 +119,11 @@ class _Held(NamedTuple):
         now = self.module._parameters.get(self.name)
         if now is None or any(each.is_meta or not each.numel() for each in (now, self.parameter, self.data)):
             return
+        is_repacked = self.is_repacked()
         self.module._parameters[self.name] = self.parameter
         if _storages(self.parameter.data) != _storages(self.data):
             self.parameter.data = self.data
-        for carried, attributes in self.state:
+        for carried, attributes in self.state if is_repacked else ():
             vars(carried).clear()
             vars(carried).update(attributes)
 
@@ -145,15 +154,18 @@ def _storages(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 def _reshard(model: nn.Module) -> None:
     """Have FSDP2 take back the weights that it keeps gathered for a backward."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if fsdp is not None else ():
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes of the instance: counters, caches, flags."""
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
+    """Plain attributes of the instance: counters, caches, flags; and its forward, which a change of mode replaces.
+
+    transformers takes other kernels for inference in `eval()`, some of them without a backward.
+    """
+    return {name: each for name, each in module.__dict__.items() if isinstance(each, PLAIN) or name == "forward"}
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[Tensor | None, Tensor | None]]:

@@ -1,4 +1,6 @@
-"""FSDP2 by accelerate, two processes: the routes reach the experts of both, and the weights are those of DDP."""
+"""FSDP2 by accelerate, and transformers' expert parallelism over its own, two processes: routes reach the experts of
+both, and the weights are those of DDP.
+"""
 
 import os
 from contextlib import closing
@@ -7,11 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from examples.trl.tiny import policy
 from foreroute.testing.ranks import Workers
 
 pytestmark = pytest.mark.slow
 
-RUNS = {"fsdp": ("R3", True), "ddp": ("R3", False), "native": ("none", True), "generate": ("R3", True)}
+RUNS = {
+    "fsdp": ("R3", True),
+    "ddp": ("R3", False),
+    "experts": ("R3", False),
+    "native": ("none", True),
+    "generate": ("R3", True),
+    "engine": ("R3", True),
+}
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -46,8 +56,11 @@ def train(rank, folder):
     os.environ |= {name: str(value) for name, value in environment.items()}
 
     from accelerate.state import AcceleratorState, DistributedType
+    from transformers import Qwen3MoeForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    from examples.trl.tiny import policy
+    from foreroute.engines.embedded import EmbeddedEngine
+    from foreroute.trainers.trl import rollout_with
     from tests.trainers.trl.routes_book import follows, watched
     from tests.trainers.trl.tools_runs import told_apart
     from tests.trainers.trl.trl_runs import make
@@ -70,8 +83,13 @@ def train(rank, folder):
                 os.environ[setting] = value
         AcceleratorState._reset_state(reset_partial_state=True)
         model, drawn = policy(), Drawn(rank)
+        if name == "experts":
+            model = Qwen3MoeForCausalLM.from_pretrained(
+                f"{folder}/policy", dtype=torch.float32, distributed_config=DistributedConfig(fsdp_size=2, ep_size=2)
+            )
         settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart}
-        roll_out = None if name == "generate" else drawn
+        sources = {"generate": None, "engine": rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
+        roll_out = sources.get(name, drawn)
         trainer = make(f"{folder}/{name}", model=model, rollout_func=roll_out, replay=replay, **settings)
         with watched(model) as batches:
             trainer.train()
@@ -80,25 +98,28 @@ def train(rank, folder):
         results[name] = {
             "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
             "logs": trainer.state.log_history,
-            "followed": [follows(batch, drawn) for batch in updates if roll_out],
+            "followed": [follows(batch, drawn) for batch in updates if drawn.routes],
             "weights": torch.cat([each.detach().flatten() for each in weights]),
         }
     return results
 
 
-@pytest.mark.shows("TRL", "FSDP2 under `accelerate`, two processes")
+@pytest.mark.shows("TRL", "FSDP2 of `accelerate`, EP of transformers, two processes")
 def test_sharded_models_replay_as_whole_ones(tmp_path):
+    policy().save_pretrained(tmp_path / "policy")
     with closing(Workers(2, timeout_s=500)) as workers:
         results = workers.run(train, str(tmp_path))
     for rank in results:
-        assert rank["fsdp"]["sharded"] > 0 == rank["ddp"]["sharded"]
-        assert len(rank["fsdp"]["followed"]) == 4
-        assert all(rank["fsdp"]["followed"])
+        assert min(rank["fsdp"]["sharded"], rank["experts"]["sharded"]) > 0 == rank["ddp"]["sharded"]
+        for name in ("fsdp", "experts"):
+            assert len(rank[name]["followed"]) == 4
+            assert all(rank[name]["followed"])
+            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
+            torch.testing.assert_close(rank[name]["weights"], rank["ddp"]["weights"], rtol=0, atol=1e-6)
         assert all(rank["ddp"]["followed"])
         assert not any(rank["native"]["followed"])  # the control
-        assert rank["fsdp"]["logs"][0]["mismatch/disagreement"] == 0
         assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
-        assert rank["generate"]["logs"][0]["mismatch/disagreement"] == 0
-        assert rank["generate"]["logs"][0]["mismatch/k3"] < 1e-9
-        torch.testing.assert_close(rank["fsdp"]["weights"], rank["ddp"]["weights"], rtol=0, atol=1e-6)
+        for name in ("generate", "engine"):
+            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
+            assert rank[name]["logs"][0]["mismatch/k3"] < 1e-9
         assert (rank["native"]["weights"] - rank["ddp"]["weights"]).abs().max() > 1e-3

@@ -33,6 +33,7 @@ from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.masked_head import masks_at, scored_on_sampling_masks
+from foreroute.trainers.trl.partitioned import whole_where_run
 from foreroute.trainers.trl.rollout import (
     Rollout,
     Turn,
@@ -108,7 +109,8 @@ class TrainerPassController:
             require_supported()
             self._policy = self._unwrapped(trainer.model)
             self._is_reference = _is_reference(self._policy)
-            self.routed = hf.attach(self._policy)
+            with whole_where_run(trainer, self._policy):
+                self.routed = hf.attach(self._policy)
             self._served = ServedModel.of(self.routed)
             self._source = self._make_source()
         if isinstance(trainer.rollout_func, EngineSource):

@@ -155,12 +155,9 @@ def _refusals(trainer: Any, replay: Replay) -> Refusals:
     )
     return [
         (
-            trainer.is_deepspeed_enabled,
-            "DeepSpeed takes the model apart between forwards, and replay was never tested under it; use DDP or FSDP2",
-        ),
-        (
             fsdp is not None and getattr(fsdp, "fsdp_version", 1) == 1,
-            "FSDP1 was never tested with replay; set fsdp_version: 2 in the configuration of accelerate",
+            "accelerate runs FSDP1 on GPUs alone, where replay under TRL was never tested; set fsdp_version: 2 in the "
+            "configuration of accelerate, or take DeepSpeed",
         ),
         (
             replay != "none" and args.torch_compile_backend == "eager" and args.gradient_checkpointing,

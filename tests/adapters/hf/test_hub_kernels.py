@@ -1,0 +1,96 @@
+"""`use_kernels=True`: other forwards on instances, anew at each change of mode, as the library kernels puts them there.
+
+Stand-ins, as real ones come from a hub and run on a GPU. transformers calls `set_use_kernels` in `model.train()` and
+`model.eval()`, which takes kernels for inference, some without a backward, where no training is on.
+"""
+
+from types import MethodType
+
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.errors import AttachError, ReplayError
+from foreroute.testing.models import tiny
+from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
+
+BATCH = batch_of(9, 6)
+
+
+def norm_without_backward(norm, rows):
+    return type(norm).forward(norm, rows.detach()).detach()
+
+
+def routed_in_a_kernel(router, rows):
+    logits = rows.reshape(-1, router.hidden_dim) @ router.weight.T
+    weights, ids = logits.softmax(-1).sort(-1)
+    return logits, weights[:, -2:], ids[:, -2:]
+
+
+def block_in_a_kernel(block, rows):
+    return rows, None
+
+
+def routed_in_the_block(block, rows):
+    """As Unsloth's FastQwen3MoeModel has it (read at 0050c73): the selection is seen, and is not the router's."""
+    rows_NH = rows.reshape(-1, rows.shape[-1])
+    weights, ids = (rows_NH @ block.gate.weight.T).softmax(-1).topk(2)
+    return block.experts(rows_NH, ids, weights / weights.sum(-1, keepdim=True)).view_as(rows)
+
+
+def with_kernels(family="qwen3_moe", **kernels):
+    """A model in train mode; by the end of a class's name, what its instances run while it is not in train mode."""
+    model = tiny(family)
+
+    def set_use_kernels(use_kernels):
+        for module in model.modules():
+            for name, kernel in kernels.items():
+                if type(module).__name__.endswith(name):
+                    run = type(module).forward if model.training else kernel
+                    module.forward = MethodType(run, module)
+
+    model.set_use_kernels, model._use_kernels = set_use_kernels, True
+    return model.eval().train()
+
+
+@pytest.mark.shows("Hugging Face", "`use_kernels`, of norms (stand-ins)")
+def test_attaching_leaves_the_kernels_of_training():
+    plain, model = tiny("qwen3_moe").train(), with_kernels(RMSNorm=norm_without_backward)
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    for each, one in ((plain, hf.attach(plain)), (model, routed)):
+        with one.replay(trace):
+            loss_of(each, BATCH).backward()
+    expected = gradients(plain)
+    assert gradients(model).keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients(model).items())
+
+
+def test_what_attaching_puts_back_would_be_missed():
+    """The control: the same model after a mere `eval()` has kernels without backward."""
+    model = with_kernels(RMSNorm=norm_without_backward).eval()
+    loss_of(model, BATCH).backward()
+    assert "model.layers.0.self_attn.q_proj.weight" not in gradients(model)
+
+
+@pytest.mark.shows("Hugging Face", "`use_kernels`, of routers", refused="replay cannot reach into a kernel")
+@pytest.mark.parametrize(
+    ("family", "kernels", "message"),
+    [
+        ("qwen3_moe", {"TopKRouter": routed_in_a_kernel}, "made no top-k selection"),
+        ("gpt_oss", {"GptOssMLP": block_in_a_kernel}, "did not run, but its layer did: a fused kernel"),
+        ("qwen3_moe", {"SparseMoeBlock": routed_in_the_block}, "did not run, but its layer did"),
+    ],
+)
+def test_kernels_that_route_are_refused(family, kernels, message):
+    with pytest.raises(AttachError, match=message):
+        hf.attach(with_kernels(family, **kernels))
+
+
+def test_kernels_that_route_are_refused_when_they_come_later():
+    model = tiny("gpt_oss")
+    routed = hf.attach(model)
+    block = model.model.layers[1].mlp
+    block.forward = MethodType(block_in_a_kernel, block)
+    with pytest.raises(ReplayError, match="selected 0 times"), routed.record():
+        loss_of(model, BATCH)

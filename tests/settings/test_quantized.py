@@ -1,0 +1,79 @@
+"""Models whose attention is quantized, with adapters, are replayed as they are without foreroute."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from foreroute.adapters import hf
+from tests.settings.comparing import (
+    forced,
+    loss_of_batch,
+    needs,
+    policy,
+    require_replayed,
+    require_same_gradients,
+    with_lora,
+)
+
+
+def int8():
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig(version=2))
+
+
+FORMS = {
+    "8-bit": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "4-bit": lambda: BitsAndBytesConfig(load_in_4bit=True),
+    "4-bit, nested": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "int8": int8,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("policy")
+    policy().save_pretrained(path)
+    return path
+
+
+@pytest.mark.shows("Hugging Face", "QLoRA, LoRA on 8 bits, and on torchao's int8")
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("8-bit", marks=needs("bitsandbytes")),
+        pytest.param("4-bit", marks=needs("bitsandbytes")),
+        pytest.param("4-bit, nested", marks=needs("bitsandbytes")),
+        pytest.param("int8", marks=needs("torchao")),
+    ],
+)
+def test_quantized_models_with_adapters(form, folder):
+    def make():
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FORMS[form](), dtype=torch.bfloat16)
+        kind = type(model.model.layers[0].self_attn.q_proj.weight).__name__
+        assert kind in ("Int8Params", "Params4bit", "Int8Tensor"), kind
+        return with_lora(model)
+
+    require_replayed(make)
+
+
+@needs("bitsandbytes")
+def test_a_rollout_in_eval_mode_leaves_what_trains_adapters(folder):
+    """Where the processor has AVX512-BF16, bitsandbytes packs 4-bit weights there for a kernel without a backward."""
+
+    def make():
+        quantized = FORMS["4-bit, nested"]()
+        return with_lora(AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized)).train()
+
+    model, twin = make(), make()
+    routed = hf.attach(model)
+    with torch.no_grad(), routed.record() as recording:
+        loss_of_batch(model.eval())
+    with routed.replay(recording.trace()):
+        loss_of_batch(model.train()).backward()
+    forced(twin, recording.trace().expert_ids_NLK)
+    loss_of_batch(twin).backward()
+    require_same_gradients(model, twin)

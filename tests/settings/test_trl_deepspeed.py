@@ -1,0 +1,166 @@
+"""DeepSpeed by accelerate, two processes: routes reach the experts of both, and weights are those of one process."""
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+from examples.trl.tiny import policy
+from foreroute.testing.ranks import Workers
+from tests.settings.comparing import needs
+from tests.settings.deepspeed_runs import config, import_deepspeed
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, make
+
+pytestmark = [needs("deepspeed"), pytest.mark.slow]
+
+ALL_AT_ONCE = {
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "max_grad_norm": 0.0,
+    **NO_AUXILIARY,
+}
+"""Both steps are of the whole rollout, without a loss of single micro-batches: it does not matter how sequences are
+dealt out."""
+
+
+class Drawn:
+    """A `rollout_func` whose tokens and routes hang on the prompt alone. `routes` is by tokens, as a `Book` has it."""
+
+    def __init__(self):
+        self.routes = {}
+
+    def __call__(self, prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions, routes = [], []
+        for number, prompt in enumerate(prompt_ids):
+            rng = np.random.default_rng([*prompt, prompt_ids[:number].count(prompt)])
+            completions.append(rng.integers(2, 200, rng.integers(2, 10)).tolist())
+            shape = (len(prompt) + len(completions[-1]) - 1, 3, 8)
+            routes.append(np.argsort(rng.random(shape), axis=-1)[..., :2])
+            self.routes[tuple(prompt + completions[-1])] = routes[-1]
+        logprobs = [[-3.0] * len(completion) for completion in completions]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completions,
+            "logprobs": logprobs,
+            "routed_experts": routes,
+        }
+
+
+def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):
+    """The policy at the end, what the run logs, and whether its updates followed the routes.
+
+    Args:
+        folder: for the run.
+        saved: the policy, where transformers loads it for the trainer, in parts at ZeRO stage 3.
+        rollouts: "drawn", by TRL's own "generate", or of an "engine" of ours.
+    """
+    from foreroute.engines.embedded import EmbeddedEngine
+    from foreroute.trainers.trl import rollout_with
+    from tests.trainers.trl.routes_book import follows, watched
+    from tests.trainers.trl.tools_runs import told_apart
+
+    model, drawn = policy(), Drawn()
+    if saved is not None:
+        model, settings = saved, {"model_init_kwargs": {"dtype": torch.float32}} | settings
+    sources = {"drawn": lambda: drawn, "engine": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
+    torch.manual_seed(0)  # of adapters
+    trainer = make(
+        folder,
+        model=model,
+        rollout_func=sources[rollouts]() if rollouts in sources else None,
+        reward_funcs=told_apart,
+        replay=replay,
+        **ALL_AT_ONCE | settings,
+    )
+    model = trainer.model
+    with watched(model) as batches:
+        trainer.train()
+    updates = [batch for batch in batches if batch.grad]
+    return model, {
+        "logs": trainer.state.log_history,
+        "followed": [follows(batch, drawn) for batch in updates if drawn.routes],
+    }
+
+
+def alone(rank, folder):
+    """Without adapters, and with them."""
+    results = []
+    for settings in ({}, {"peft_config": ADAPTERS}):
+        model, found = train(f"{folder}/alone", per_device_train_batch_size=4, **settings)
+        results.append(found | {"weights": flat(model)})
+    return results
+
+
+def flat(model):
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+SAVED = "policy"
+ADAPTERS = LoraConfig(
+    r=4, target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+)
+RUNS = {
+    "zero-2": (2, {}),
+    "zero-3": (3, {}),
+    "loaded": (3, {"saved": SAVED}),
+    "adapters": (3, {"saved": SAVED, "peft_config": ADAPTERS}),
+    "none": (3, {"replay": "none"}),
+    "generate": (3, {"rollouts": "generate"}),
+    # the second rollout is of weights that a step has changed
+    "engine": (3, {"rollouts": "engine", "num_iterations": 1}),
+}
+
+
+def under_deepspeed(rank, folder):
+    """Each run, and of how many of its parameters this process held nothing at the end."""
+    deepspeed = import_deepspeed(rank)
+    from accelerate.state import DistributedType, PartialState
+
+    # accelerate finds no backend for DeepSpeed where there are CPUs alone
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    results = {}
+    for name, (stage, settings) in RUNS.items():
+        settings = {each: f"{folder}/{value}" if each == "saved" else value for each, value in settings.items()}
+        model, found = train(f"{folder}/{name}", use_cpu=False, deepspeed=given(stage), **settings)
+        found["partitioned"] = sum(each.numel() == 0 for each in model.parameters())
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            found["weights"] = flat(model)
+        results[name] = found
+    return results
+
+
+def given(stage):
+    """The configuration, with what accelerate fills in of a trainer's own."""
+    own = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    return config(stage) | own
+
+
+@pytest.mark.shows("TRL", "DeepSpeed ZeRO-2 and ZeRO-3, with LoRA too, two processes")
+def test_partitioned_models_replay_as_whole_ones(tmp_path):
+    policy().save_pretrained(tmp_path / SAVED)
+    with closing(Workers(1, timeout_s=300)) as workers:
+        ((single, adapted),) = workers.run(alone, str(tmp_path))
+    with closing(Workers(2, timeout_s=500)) as workers:
+        results = workers.run(under_deepspeed, str(tmp_path))
+    assert all(single["followed"] + adapted["followed"])
+    for rank in results:
+        assert rank["zero-3"]["partitioned"] > 0 == rank["zero-2"]["partitioned"]
+        for name in ("zero-2", "zero-3", "loaded", "adapters"):
+            assert len(rank[name]["followed"]) == 4
+            assert all(rank[name]["followed"])
+            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
+            expected = adapted if name == "adapters" else single
+            torch.testing.assert_close(rank[name]["weights"], expected["weights"], rtol=0, atol=1e-6)
+        assert not any(rank["none"]["followed"])  # the control
+        assert (rank["none"]["weights"] - single["weights"]).abs().max() > 1e-3
+        for name in ("generate", "engine"):
+            rollouts = [entry for entry in rank[name]["logs"] if "mismatch/k3" in entry]
+            assert len(rollouts) == (1 if name == "generate" else 2)
+            assert all(entry["mismatch/disagreement"] == 0 for entry in rollouts)
+            assert all(entry["mismatch/k3"] < 1e-9 for entry in rollouts)
