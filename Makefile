@@ -45,7 +45,7 @@ test-whole: $(READY)
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
 # make/night.mk, make/settings.mk, make/megatron.mk and make/verl.mk
-NIGHT := exhaustive robustness processors oldest engines settings megatron verl
+NIGHT := exhaustive robustness processors oldest newest engines settings megatron verl
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
@@ -121,4 +121,4 @@ include make/verl.mk
 include make/wheel.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-settings dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
 # Parts of `make night` that belong to no framework. Included by the Makefile, which names BIN, PYTEST and READY,
 # behind make/vllm.mk.
 
-.PHONY: night-exhaustive night-robustness night-processors night-oldest night-engines
+.PHONY: night-exhaustive night-robustness night-processors night-oldest night-newest night-engines
 
 # what is half a minute each, of which test-whole shows a part
 night-exhaustive: $(READY)
@@ -38,6 +38,20 @@ night-oldest:
 	$(OLDEST_PYTEST) $(LIGHT_ROOMS:%=tests/%)
 	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py hf) peft accelerate
 	$(OLDEST_PYTEST) -k "not megatron" $(HF_ROOMS:%=tests/%)
+
+# what pip resolves today without constraints, in an environment of its own; of torch what has a build for CPUs. Another
+# one, of several gigabytes: make night PART=newest NEWEST_TORCH=torch
+NEWEST := .venv-newest
+NEWEST_TORCH ?= torch==2.13.0
+night-newest: $(KERNELS)
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --upgrade pip
+	$(NEWEST)/bin/pip install --quiet $(NEWEST_TORCH)
+	$(NEWEST)/bin/pip install --quiet --editable '.[all]' --group dev
+	$(NEWEST)/bin/pip list --format freeze | grep -E "^(accelerate|megatron-core|numba|numpy|peft|pydantic|safetensors|torch|transformers|trl)=="
+	$(NEWEST)/bin/$(notdir $(PYTEST)) -m "not slow and not exhaustive"
+	$(NEWEST)/bin/foreroute demo
 
 # the oldest release of vLLM, the default and the newest, as servers of this machine against Hugging Face, and the page of
 # the table: half an hour at most

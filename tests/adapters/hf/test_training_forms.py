@@ -4,9 +4,14 @@ The oracle is the same thing without replay: under the routes that it takes by i
 gradients. Under other routes, the experts are seen to get exactly those.
 """
 
+import collections
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import modeling_layers
 
 from foreroute.adapters import hf
@@ -14,7 +19,15 @@ from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.family_checks import require_bit_equal
-from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, experts_log, gradients, loss_of, random_routes
+from tests.adapters.hf.model_runs import (
+    batch_of,
+    checkpointed_by_library,
+    enable_checkpointing,
+    experts_log,
+    gradients,
+    loss_of,
+    random_routes,
+)
 from tests.replay.session_subject import same
 from tests.tiers import grid
 
@@ -83,6 +96,48 @@ def test_experts_get_exactly_the_replayed_ids_also_in_recomputation(form, use_re
         grads.append(gradients(each))
     for name, gradient in grads[0].items():
         torch.testing.assert_close(grads[1][name], gradient, rtol=0, atol=1e-7, msg=name)
+
+
+def second_products():
+    """As torchtitan keeps them: the results of every second product, and all of what moves rows."""
+    seen = collections.Counter()
+
+    def policy(context, op, *args, **kwargs):
+        seen[context.is_recompute, op] += op is torch.ops.aten.mm.default
+        kept = op is torch.ops.aten._grouped_mm.default or seen[context.is_recompute, op] % 2
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+SELECTIVE = {
+    "top-k": lambda: create_selective_checkpoint_contexts([torch.ops.aten.topk.default]),
+    "second products": second_products,
+    "all": lambda: create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE),
+    "nothing": lambda: create_selective_checkpoint_contexts([]),
+}
+
+
+@pytest.mark.shows("Hugging Face", "selective activation checkpoints (`context_fn`)")
+@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=4)
+def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
+    """Rows without a route among those with one. The oracle is the same without checkpoints."""
+    seen = []
+    for context_fn in (None, SELECTIVE[kept]):
+        model = tiny(family).train()
+        if context_fn is not None:
+            checkpointed_by_library(model, {"use_reentrant": False, "context_fn": context_fn})
+        routed = hf.attach(model)
+        trace = random_routes(routed.spec, BATCH)
+        trace = replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) % 3 > 0))
+        with routed.record() as recording, routed.replay(trace, missing="native", telemetry=True) as session:
+            losses = [loss_of(model, BATCH), loss_of(model, BATCH)]
+        for loss in losses:
+            loss.backward()
+        seen.append((gradients(model), recording.trace(), session.agreement().routing.shared_L.tolist()))
+    assert same(seen[0][0], seen[1][0])
+    assert seen[0][1].equals(seen[1][1])
+    assert seen[0][2] == seen[1][2]
 
 
 def test_only_sparse_layers_have_rows():
