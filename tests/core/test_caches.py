@@ -4,6 +4,7 @@ The oracle of what is recorded is one forward without a cache over the sequences
 """
 
 import copy
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of
 
 PROMPTS = batch_of(4, 4)["input_ids"]
+REPEATED = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
 SWAPPED = torch.tensor([1, 0])
 
 
@@ -41,12 +43,35 @@ def refilled(cache):
         layer.values = torch.cat([layer.values, layer.values[..., -1:, :]], -2)
 
 
+def narrowed(part):
+    """Another part of what every tensor shows, in the same memory."""
+
+    def change(cache):
+        for layer in cache.layers:
+            layer.keys, layer.values = (each[part] for each in (layer.keys, layer.values))
+
+    return change
+
+
+def cut_and_written(cache):
+    cache.crop(-1)
+    cache.layers[0].keys.mul_(2)
+
+
+def cut_in_one_layer(cache):
+    cache.layers[1].crop(-1)
+
+
 CHANGES = {
     "selected": (lambda cache: cache.batch_select_indices(SWAPPED), 2),
     "reordered": (lambda cache: cache.reorder_cache(SWAPPED), 2),
     "repeated": (lambda cache: cache.batch_repeat_interleave(2), 4),
     "fewer": (lambda cache: cache.batch_select_indices(SWAPPED[:1]), 1),
-    "cropped": (lambda cache: cache.crop(-1), 2),
+    "fewer, by a view": (narrowed(part=slice(0, 1)), 1),
+    "the last alone, by a view": (narrowed(part=slice(1, 2)), 1),
+    "cut at the beginning": (narrowed(part=(..., slice(1, None), slice(None))), 2),
+    "cut and written to": (cut_and_written, 2),
+    "cut in one layer": (cut_in_one_layer, 2),
     "refilled": (refilled, 2),
     "in place": (in_place, 2),
     "one layer": (one_layer, 2),
@@ -57,8 +82,8 @@ def prefilled(model, cache=None):
     return model(input_ids=PROMPTS, past_key_values=cache, use_cache=True).past_key_values
 
 
-def decode(model, cache, rows=2, num=1):
-    return model(input_ids=torch.full((rows, num), 5), past_key_values=cache, use_cache=True)
+def decode(model, cache, rows=2, num=1, token=5):
+    return model(input_ids=torch.full((rows, num), token), past_key_values=cache, use_cache=True)
 
 
 MADE = {
@@ -144,6 +169,64 @@ def test_a_cache_that_nobody_changes_is_followed(routed, make, mode):
             decode(model, cache)
     seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
     assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_positions_that_were_cut_off_at_the_end_are_left_out(routed, make, mode):
+    """Parts of a forward, whole ones and parts of several; others took their place."""
+    model = routed.model
+    with mode():
+        cache = MADE[make](model)
+        with routed.record() as recording:
+            cache = prefilled(model, cache)
+            decode(model, cache, num=3, token=6)
+            cache.crop(-2)
+            decode(model, cache, num=2, token=7)
+            decode(model, cache, token=8)
+            cache.crop(-2)
+            decode(model, cache, num=2)
+            decode(model, cache, num=1, token=9)
+            cache.crop(-1)
+            decode(model, cache)
+        written = torch.tensor([[6, 7, 5, 5, 5]] * 2)
+        with routed.record() as whole:
+            model(input_ids=torch.cat([PROMPTS, written], 1), use_cache=False)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen, expected)
+
+
+DRAFTED = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
+    "an assistant": lambda: {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2, seed=1).eval()},
+    "an assistant that is always right": lambda: {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2).eval()},
+}
+
+
+@pytest.mark.shows("Hugging Face", "assisted decoding and prompt lookup, rejected drafts left out")
+@pytest.mark.parametrize("how", DRAFTED)
+def test_drafts_that_are_rejected_are_left_out(routed, how):
+    model, rows = routed.model, []
+    counted = model.model.register_forward_pre_hook(
+        lambda _, args, given: rows.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with routed.record() as recording:
+        sampled = model.generate(REPEATED, max_new_tokens=12, do_sample=False, pad_token_id=0, **DRAFTED[how]())
+    counted.remove()
+    with routed.record() as whole, torch.no_grad():
+        model(input_ids=sampled[:, :-1], use_cache=False)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen, expected)
+    assert (sum(rows) > expected.shape[1]) == ("right" not in how), "the control: drafts were rejected, and computed"
+
+
+def test_a_session_in_which_no_forward_ran_is_refused():
+    routed = attach(tiny("qwen3_moe", num_hidden_layers=2).eval())
+    said = "nothing was recorded: no forward of the attached model ran in the record() session, in the thread"
+    with pytest.raises(ReplayError, match=re.escape(said)), routed.record():
+        pass
+    with pytest.raises(ValueError, match="its own"), routed.record():
+        raise ValueError("its own")
 
 
 def test_no_cache_lives_longer_for_being_recorded(routed):

@@ -305,8 +305,8 @@ def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> R
         )
         if 0 < len(tokens) < len(recorded) and recorded.lengths[len(tokens)] == recorded.lengths[0] + 1:
             advice = (
-                "each forward of generate() ran the whole sequence again, without a key-value cache. Activation "
-                "checkpointing takes it away in training mode: call model.eval() before"
+                "each forward of generate() ran the whole sequence again, without a key-value cache. Leave use_cache "
+                "on, and call model.eval() before: activation checkpointing takes the cache away in training mode"
             )
         raise BatchMismatchError(
             f"{len(recorded)} sequences were recorded, and the rollout has {len(tokens)}; {advice}"

@@ -196,6 +196,25 @@ def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     assert graphs() == before
 
 
+@pytest.mark.shows("Hugging Face", "`torch.compile` of several models (a policy and a reference), `dynamic=True`")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "dynamic", "count"),
+    [
+        ("eager", None, 2),
+        ("eager", True, 1),
+        pytest.param("eager", True, 3, marks=pytest.mark.exhaustive),
+        pytest.param("grouped_mm", True, 3, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_other_models_compiled_in_the_process_are_replayed_too(experts, dynamic, count):
+    """A graph names its model by what Dynamo must not make symbolic."""
+    *routed, eager = attached(count + 1, experts=experts)
+    for seed, each in enumerate(routed):
+        compiled = torch.compile(each.model, backend="aot_eager", dynamic=dynamic)
+        assert_same(step(each, compiled, seed), step(eager, eager.model, seed))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("telemetry", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):

@@ -57,12 +57,23 @@ def sampled(routed, *, tokens=8, samples=1, end=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("samples", "end"),
-    [(1, None), (1, [2, 5, 0]), (1, [0, 0, 0]), (1, [7, 3, 7]), (2, [1, 4, 8, 0, 2, 2])],
-    ids=["none ends", "ragged", "at once", "one", "two samples of each prompt"],
+    ("samples", "end", "attention"),
+    [
+        (1, None, None),
+        (1, [2, 5, 0], None),
+        (1, [0, 0, 0], None),
+        (1, [7, 3, 7], None),
+        (2, [1, 4, 8, 0, 2, 2], None),
+        pytest.param(2, [1, 4, 8, 0, 2, 2], "sdpa", marks=pytest.mark.shows("Hugging Face", "static key-value cache")),
+        (1, [2, 5, 0], "eager"),
+    ],
+    ids=["none ends", "ragged", "at once", "one", "two samples of each prompt", "static cache", "static, eager"],
 )
-def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end):
-    recording, output, mask = sampled(routed, samples=samples, end=end)
+def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end, attention):
+    """Of a static cache too, for which `generate` makes patterns of masks, of truths or of numbers."""
+    options = {"cache_implementation": "static"} if attention else {}
+    routed.model.set_attn_implementation(attention or "sdpa")
+    recording, output, mask = sampled(routed, samples=samples, end=end, **options)
     rollout = recording.rollout(output, mask)
     with routed.record() as whole, torch.no_grad():
         routed.model(input_ids=output, attention_mask=mask)
@@ -150,7 +161,7 @@ def test_a_rollout_of_nothing_is_refused(routed):
 def test_a_rollout_without_a_cache_is_refused(routed):
     recording, output, mask = sampled(routed, use_cache=False)
     with pytest.raises(
-        BatchMismatchError, match=r"without a key-value cache. Activation checkpointing .*model.eval\(\)"
+        BatchMismatchError, match=r"without a key-value cache. Leave use_cache on, and call model.eval\(\) before"
     ):
         recording.rollout(output, mask)
 

@@ -6,6 +6,7 @@ must, and says what is wrong where they do not belong together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, digests_of, given_images, refuse_other_pixels
-from foreroute.core.caches import CACHES, find_cache
+from foreroute.core.caches import CACHES, NO_CACHE, find_cache
 from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
@@ -53,13 +55,21 @@ class HostBatch(NamedTuple):
         """Bool [B, T], False where padded."""
         return np.ones(self.ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
 
+    def until(self, width: int) -> HostBatch:
+        """The same, with no more than so many positions of each row kept."""
+        num_positions = self.ids_BT.shape[1]
+        if width == num_positions:
+            return self
+        return self._replace(mask_BT=self.kept_BT & (np.arange(num_positions) < width))
+
 
 class ForwardTokens:
     """The arguments of one forward that tell which token is where, on the device until `host` is asked for.
 
     Args:
         input_ids: integers [B, T].
-        mask: the attention mask, of zeros and ones [B, T' >= T], or None.
+        mask: the attention mask, of zeros and ones [B, T' >= T], or None; or the causal pattern [B, 1, T, T' >= T] that
+            `generate` makes of it for a static cache: bool, or 0 where a token attends to another.
         position_ids: integers [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of
             text on four; or None.
         cumulative: offsets of packed sequences (`cu_seq_lens_q`), or None.
@@ -72,6 +82,10 @@ class ForwardTokens:
         num_slots: B · T.
         device: where the tokens are.
         pixel_names: of the arguments that hold pixels.
+        is_causal: bool [], whether a mask that was a pattern is that of sequences and padding; None if it was none.
+        begins: whether the first token of each row must be at position 0, as no cache holds those before it.
+        cache_was_seen: whether a recording compared the cache with what the forward before left of it, which a compiled
+            model does not show.
     """
 
     def __init__(
@@ -87,6 +101,9 @@ class ForwardTokens:
         self.input_ids, self.mask, self.position_ids, self.cumulative = input_ids, mask, position_ids, cumulative
         self.past, self.images, self.pixels = past, images, pixels or {}
         self.pixel_names = tuple(self.pixels)
+        self.is_causal: Tensor | None = None
+        self.begins = False
+        self.cache_was_seen = True
         self.shape = (input_ids.shape[0], input_ids.shape[1])
         self.num_slots = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
@@ -103,6 +120,8 @@ class ForwardTokens:
         """
         given = dict(zip(names, args, strict=False)) | kwargs
         input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
+        if isinstance(mask, dict):  # by kind of layer
+            mask = mask.get("full_attention", mask)
         if not isinstance(input_ids, Tensor):
             raise BatchMismatchError(
                 "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
@@ -127,7 +146,12 @@ class ForwardTokens:
         past = 0 if cache is None else cache.get_seq_length()
         pixels = None if ARGUMENTS.isdisjoint(given) else given_images(given)
         batch = cls(input_ids, mask, positions, cumulative, past, images, pixels)
-        return batch if torch.compiler.is_compiling() else batch.read()
+        if torch.compiler.is_compiling():
+            return batch
+        batch.read()
+        # a part of longer sequences, as under context parallelism, is run without a cache
+        batch.begins = not batch.past and given.get("use_cache") is not False
+        return batch
 
     def read(self) -> ForwardTokens:
         """The same. What only the values say is refused when they are asked for.
@@ -137,12 +161,22 @@ class ForwardTokens:
         """
         self.past = int(self.past)
         if self.mask is not None:
-            _require_shape(self.mask, self.shape)
+            if self.mask.ndim == 4:
+                self.mask, self.is_causal = _read_pattern(self.mask, self.shape, self.past)
+            _require_shape(self.mask, self.shape, self.past)
         return self
 
     @cached_property
     def host(self) -> HostBatch:
-        """What was given, copied to the host, which waits for it."""
+        """What was given, copied to the host, which waits for it.
+
+        Raises:
+            BatchMismatchError: for masks, offsets and positions that are not those of a batch of whole sequences.
+        """
+        if self.is_causal is not None and not self.is_causal:
+            raise BatchMismatchError(
+                f"attention_mask is another pattern than the causal one of a batch; {WANTED_PATTERN}"
+            )
         rows, width = self.shape
         tokens = _to_host(self.input_ids).astype(np.int64)  # a copy: what was given may be overwritten
         mask = starts = None
@@ -157,7 +191,10 @@ class ForwardTokens:
             if self.cumulative is not None:
                 starts = starts_from_cumulative_lengths(_to_host(self.cumulative), kept)
             elif self.position_ids is not None:
-                starts = starts_from_positions(_to_host(self.text_positions), kept)
+                positions = _to_host(self.text_positions)
+                starts = starts_from_positions(positions, kept)
+                if self.begins:
+                    _require_beginning(positions, kept)
             if starts is not None and not (starts.sum(axis=1) > 1).any():
                 starts = None
         digests = None if self.digests_BT is None else _to_host(self.digests_BT)
@@ -209,6 +246,8 @@ class ForwardTokens:
             mask = mask[:, mask.shape[1] - width :]
             kept_BT = mask == 1
             wrong.append((mask != kept_BT).any())
+        if self.is_causal is not None:
+            wrong.append(~self.is_causal)
         starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
         number_BT = torch.arange(rows, device=self.device)[:, None].expand(rows, width)
         if self.cumulative is not None:
@@ -217,6 +256,8 @@ class ForwardTokens:
             begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
             starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
         elif self.position_ids is not None:
+            if self.begins:
+                wrong.append((starts_BT & (self.text_positions != 0)).any())
             starts_BT = starts_BT | (kept_BT & (self.text_positions == 0))
         if self.cumulative is not None or self.position_ids is not None:
             are_packed = (starts_BT.sum(1) > 1).any()
@@ -238,6 +279,25 @@ class ForwardTokens:
             self.position_ids = None if self.position_ids is None else self.position_ids.clone()
             self.cumulative = None if self.cumulative is None else self.cumulative.clone()
         return self
+
+
+def kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
+    """How many positions of each forward of a recording are still there behind the last that continues it.
+
+    The others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place.
+    """
+    widths = [batch.shape[1] for batch in batches]
+    grown: list[int] = []  # forwards of the sequences that grow now, of which something is left
+    for number, batch in enumerate(batches):
+        if not batch.past:
+            grown = []
+        while grown and batch.cache_was_seen and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
+            last = grown[-1]
+            widths[last] = max(0, batch.past - batches[last].past)
+            if not widths[last]:
+                grown.pop()
+        grown.append(number)
+    return widths
 
 
 class TraceRows:
@@ -416,16 +476,47 @@ def _require_whole(layout: object, trace: RoutingTrace) -> None:
         )
 
 
-def _require_shape(mask: Tensor, shape: tuple[int, int]) -> None:
-    if mask.ndim == 4:
-        raise BatchMismatchError(
-            f"attention_mask is {tuple(mask.shape)}, an attention pattern, which does not say what is padding; "
-            f"{WANTED_MASK}. `generate` makes such a mask where the key-value cache is static, that is, has room for "
-            'the longest sequence from the start: generate with cache_implementation="dynamic", which is the default '
-            "of most models"
-        )
+WANTED_PATTERN = f"{WANTED_MASK}, or the causal pattern [batch, 1, tokens, keys] that `generate` makes of it"
+
+
+def _read_pattern(pattern: Tensor, shape: tuple[int, int], past: int) -> tuple[Tensor, Tensor]:
+    """The mask [B, past + T] that a causal pattern was made of; and bool [], whether it is the pattern of that mask.
+
+    The last token of a row attends to all before it that are no padding. Whether others do just so is asked on the
+    device; to what padding attends does not matter.
+    """
+    (rows, width), end = shape, past + shape[1]
+    is_boolean = pattern.dtype == torch.bool
+    if (
+        pattern.shape[:3] not in ((rows, 1, width), (1, 1, width))
+        or pattern.shape[3] < end
+        or not (is_boolean or pattern.is_floating_point())
+    ):
+        raise BatchMismatchError(f"attention_mask is {_described(pattern)}; {WANTED_PATTERN}")
+    attends_BTK = (pattern if is_boolean else pattern == 0)[:, 0]
+    mask = attends_BTK[:, -1, :end]
+    keys, queries = (torch.arange(num, device=pattern.device) for num in (pattern.shape[3], width))
+    kept = functional.pad(mask, (0, pattern.shape[3] - end))[:, None]
+    is_other_BTK = attends_BTK != (kept & (keys <= past + queries[:, None]))
+    return mask.expand(rows, end), ~(is_other_BTK & mask[:, past:, None]).any()
+
+
+def _require_shape(mask: Tensor, shape: tuple[int, int], past: int) -> None:
     if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
         raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
+    if not past and mask.shape[1] > shape[1]:
+        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)} for {shape[1]} tokens a sequence, {NO_CACHE}")
+
+
+def _require_beginning(positions: NDArray[Any], kept_BT: NDArray[np.bool_]) -> None:
+    """Raise `BatchMismatchError` unless the first token of each row that is no padding is at position 0."""
+    first_B = np.broadcast_to(positions, kept_BT.shape)[np.arange(len(kept_BT)), kept_BT.argmax(axis=1)]
+    late = np.flatnonzero(kept_BT.any(axis=1) & (first_B != 0))
+    if len(late):
+        raise BatchMismatchError(
+            f"position_ids begin at {first_B[late[0]]} in row {late[0]} of the batch, {NO_CACHE}; or the batch is a "
+            "part of longer sequences, as under context parallelism: then say use_cache=False"
+        )
 
 
 def _require_offsets(cumulative: Any) -> None:

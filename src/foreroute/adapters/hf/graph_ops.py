@@ -5,7 +5,8 @@ into a graph it would break it. So a compiled forward calls `foreroute::begin_pa
 tensors, and `foreroute::end_pass`, which takes its notes. The graph depends on the shape of the batch and on nothing in
 the trace. Both operators write to a ledger, which keeps them in order and from being optimised away.
 
-An operator takes tensors and numbers, so that it names its model by a number.
+An operator takes tensors, numbers and words, so that it names its model by a word: Dynamo would make a number symbolic
+when a second model has another.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ class Host(Protocol):
         """Shape and dtype of the ids that `begin_from_graph` returns."""
 
 
-_hosts: WeakValueDictionary[int, Host] = WeakValueDictionary()
+_hosts: WeakValueDictionary[str, Host] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(host: Host) -> int:
-    """The number by which the operators find a host, for as long as it lives."""
-    number = next(_numbers)
-    _hosts[number] = host
-    return number
+def register(host: Host) -> str:
+    """The name by which the operators find a host, for as long as it lives."""
+    name = str(next(_numbers))
+    _hosts[name] = host
+    return name
 
 
 @torch.library.custom_op("foreroute::begin_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
 def begin_pass(
-    host: int,
+    host: str,
     ledger: Tensor,
     input_ids: Tensor,
     mask: Tensor | None,
@@ -68,7 +69,7 @@ def begin_pass(
 
 @begin_pass.register_fake
 def _(
-    host: int,
+    host: str,
     ledger: Tensor,
     input_ids: Tensor,
     mask: Tensor | None,
@@ -82,12 +83,12 @@ def _(
 
 
 @torch.library.custom_op("foreroute::end_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
-def end_pass(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
+def end_pass(host: str, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
     """Hand over what routers noted; see `Host.end_from_graph`."""
     ledger.add_(1)
     _hosts[host].end_from_graph(calls_L, notes)
 
 
 @end_pass.register_fake
-def _(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
+def _(host: str, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
     return None

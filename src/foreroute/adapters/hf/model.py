@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows
+from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows, kept_widths
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
@@ -177,7 +177,10 @@ class RoutedTransformer(RoutedModel):
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
-        return [_rows_of_pass(recorded, self._of_trunk.found_indexers) for recorded in passes[0]]
+        recorded = passes[0]
+        widths = kept_widths([each.args for each in recorded])
+        indexers = self._of_trunk.found_indexers
+        return [_rows_of_pass(each, width, indexers) for each, width in zip(recorded, widths, strict=True) if width]
 
     def _counting(self) -> AbstractContextManager[None]:
         """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
@@ -210,7 +213,7 @@ class TransformerHooks(TrunkHooks):
         super().__init__(0, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.images = ImageTokens.of_trunk(trunk, self.names)
-        self._number = graph_ops.register(self)
+        self._name_in_graphs = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
@@ -220,7 +223,7 @@ class TransformerHooks(TrunkHooks):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = graph_ops.register(self)
+        self._name_in_graphs = graph_ops.register(self)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
         """And what encodes images before a forward. See `TrunkHooks`."""
@@ -287,7 +290,7 @@ class TransformerHooks(TrunkHooks):
         self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         ids_LRK = graph_ops.begin_pass(
-            self._number,
+            self._name_in_graphs,
             self._ledger,
             batch.input_ids,
             batch.mask,
@@ -302,7 +305,7 @@ class TransformerHooks(TrunkHooks):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
         scores = [] if current.scores is None else current.scores.tensors()
-        graph_ops.end_pass(self._number, self._ledger, current.calls_L, [current.own_LRK, *scores])
+        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, [current.own_LRK, *scores])
         return result
 
     def begin_from_graph(
@@ -317,7 +320,7 @@ class TransformerHooks(TrunkHooks):
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past).read()
-        batch.digests_BT = digests
+        batch.digests_BT, batch.cache_was_seen = digests, False
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise _in_graph("gate weights are", "the model")
@@ -359,11 +362,12 @@ def _in_graph(what: str, path: str) -> ReplayError:
     )
 
 
-def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> ForwardRows:
+def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
+    """The rows of its first positions, so many of each sequence."""
     from foreroute.replay import ForwardRows
 
     batch: ForwardTokens = recorded.args
-    host = batch.host
+    host = batch.host.until(width)
     kept_BT, starts_BT = host.kept_BT, host.starts_BT
     kept_R = kept_BT.reshape(-1)
 
@@ -387,7 +391,7 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
         packed(recorded.margin_LR),
         packed(recorded.weights_LRK),
         batch.past,
-        batch.shape[1] if starts_BT is None else None,
+        width if starts_BT is None else None,
         streams,
     )
 
