@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import foreroute as fr
 from foreroute import core
@@ -64,6 +65,22 @@ def test_a_forward_that_continues_a_cache_is_not_replayed():
             routed.replay(trace),
         ):
             model(input_ids=batch["input_ids"], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.shows(
+    "Hugging Face",
+    "continuous batching (`generate_batch`)",
+    refused="it runs in a thread of its own, on parts of sequences",
+)
+def test_continuous_batching_is_refused_before_it_begins():
+    model, routed, trace = with_routes(BATCH)
+    for session in (routed.record(), routed.replay(trace)):
+        with pytest.raises(ReplayError, match="runs the model in a thread of its own.*call generate"), session:
+            model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    assert "init_continuous_batching" not in vars(model)
+    with pytest.raises(core.ReplayError, match="in the thread that opened it"), core.attach(model).record():
+        config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2, continuous_batching_config=config)
 
 
 GOES_ON = {

@@ -12,7 +12,7 @@ the routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows, kept_widths
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
-from foreroute.core.passes import Pass, Rows
+from foreroute.core.passes import Listener, Pass, Rows
 from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, TraceContentError
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from foreroute.replay import ForwardRows, RecordedPass
 
 
+BATCHES = "init_continuous_batching"
+"""The method of a model by which each way of continuous batching begins."""
+
+
 class RoutedTransformer(RoutedModel):
     """Recording and replaying sessions for one Hugging Face model. Made by `attach`.
 
@@ -54,6 +58,7 @@ class RoutedTransformer(RoutedModel):
         super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
         self._of_trunk = hooks
+        self._generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
 
     @property
     def indexers(self) -> IndexerSpec | None:
@@ -181,6 +186,15 @@ class RoutedTransformer(RoutedModel):
         widths = kept_widths([each.args for each in recorded])
         indexers = self._of_trunk.found_indexers
         return [_rows_of_pass(each, width, indexers) for each, width in zip(recorded, widths, strict=True) if width]
+
+    @contextmanager
+    def _listening(self, listener: Listener) -> Iterator[None]:
+        """And refuse what runs the model in threads of its own. See `RoutedModel`."""
+        with ExitStack() as stack:
+            for module in self._generating:
+                stack.enter_context(overridden(module, BATCHES, _refuse_batches))
+            stack.enter_context(super()._listening(listener))
+            yield
 
     def _counting(self) -> AbstractContextManager[None]:
         """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
@@ -348,6 +362,13 @@ class TransformerHooks(TrunkHooks):
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
         return [self.spec.num_layers, num_slots if self.watch.routes else 0, self.spec.top_k], self.id_dtype
+
+
+def _refuse_batches(*_: object, **__: object) -> Any:
+    raise ReplayError(
+        "continuous batching (generate_batch) runs the model in a thread of its own, on parts of sequences in an order "
+        "of its own, which can neither be recorded nor replayed; call generate() in the session"
+    )
 
 
 def heeds_indexers(current: Pass) -> bool:
