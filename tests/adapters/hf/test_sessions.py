@@ -75,11 +75,11 @@ def test_a_forward_that_continues_a_cache_is_not_replayed():
 def test_continuous_batching_is_refused_before_it_begins():
     model, routed, trace = with_routes(BATCH)
     for session in (routed.record(), routed.replay(trace)):
-        with pytest.raises(ReplayError, match="runs the model in a thread of its own.*call generate"), session:
+        with pytest.raises(ReplayError, match=r"runs the model in a thread of its own.*call generate"), session:
             model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     assert "init_continuous_batching" not in vars(model)
+    config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     with pytest.raises(core.ReplayError, match="in the thread that opened it"), core.attach(model).record():
-        config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
         model.generate_batch([[1, 2, 3]], max_new_tokens=2, continuous_batching_config=config)
 
 
