@@ -61,9 +61,11 @@ def begin_pass(
     cumulative: Tensor | None,
     digests: Tensor | None,
     past: int,
+    counted: Tensor | None,
 ) -> Tensor:
-    """Locate the rows of a batch; see `Host.begin_from_graph`."""
+    """Locate the rows of a batch; see `Host.begin_from_graph`. A static cache has counted its positions in a tensor."""
     ledger.add_(1)
+    past = past if counted is None else int(counted)
     return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, digests, past)
 
 
@@ -77,6 +79,7 @@ def _(
     cumulative: Tensor | None,
     digests: Tensor | None,
     past: int,
+    counted: Tensor | None,
 ) -> Tensor:
     shape, dtype = _hosts[host].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])
     return input_ids.new_empty(shape, dtype=dtype)

@@ -303,6 +303,8 @@ class TransformerHooks(TrunkHooks):
     def _run_trunk_in_graph(
         self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        past: Any = batch.past  # of a static cache a tensor, whose value as an int would be a part of the graph
+        counted = past if isinstance(past, Tensor) else None
         ids_LRK = graph_ops.begin_pass(
             self._name_in_graphs,
             self._ledger,
@@ -311,7 +313,8 @@ class TransformerHooks(TrunkHooks):
             batch.position_ids,
             batch.cumulative,
             None if self.images is None else self.images.digests(batch.input_ids, batch.pixels),
-            batch.past,
+            past if counted is None else 0,
+            counted,
         )
         rows = Rows(ids_LRK) if self.watch.routes else None
         current = self.open_pass(rows, batch.num_slots, batch.device)
