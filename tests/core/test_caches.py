@@ -248,6 +248,7 @@ CALLS = {
 }
 
 
+@pytest.mark.shows("Hugging Face", "`num_beams` above 1", refused="beams change their places after they were routed")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_beams_are_refused_however_they_are_asked_for(routed, call, monkeypatch):
     model = routed.model

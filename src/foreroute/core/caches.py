@@ -101,7 +101,7 @@ class _View:
         return (self._shape, self._begin) == (tensor.shape, tensor.storage_offset())
 
     def has_shape_without(self, tensor: Tensor, num_cut: int) -> bool:
-        """Whether it shows all but so many positions at the end, and some at the beginning of a sliding window.
+        """Whether it shows all but `num_cut` positions at the end, and some at the beginning of a sliding window.
 
         Positions are along one axis, which is not the first.
         """

@@ -138,7 +138,7 @@ class Routed:
         recording = TensorRecording(len(self.stacks), weights=weights)
         with self._listening(recording):
             yield recording
-        if recording.is_empty:
+        if not any(recording._passes):
             raise ReplayError(NOTHING_RECORDED)
 
     def report(self) -> list[LayerReport]:
@@ -409,11 +409,6 @@ class TensorRecording(Listener):
     def __init__(self, num_stacks: int, *, weights: bool) -> None:
         self.watch = Watch(weights=weights, caches=True)
         self._passes: list[list[tuple[Any, Tensor, Tensor | None]]] = [[] for _ in range(num_stacks)]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no forward ran."""
-        return not any(self._passes)
 
     def end(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Keep what ran."""

@@ -158,6 +158,11 @@ def test_a_rollout_of_nothing_is_refused(routed):
     assert recording.rollout([[1], [2]]).lengths.tolist() == [1, 1]  # nothing had to be computed
 
 
+@pytest.mark.shows(
+    "Hugging Face",
+    "`use_cache=False` in `generate`",
+    refused="each forward runs whole sequences anew, and none is the last",
+)
 def test_a_rollout_without_a_cache_is_refused(routed):
     recording, output, mask = sampled(routed, use_cache=False)
     with pytest.raises(

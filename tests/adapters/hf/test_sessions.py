@@ -91,6 +91,9 @@ GOES_ON = {
 NOT_RECOGNISED = "so that the forward seems to continue a key-value cache, which was not recognised"
 
 
+@pytest.mark.shows(
+    "Hugging Face", "a key-value cache of a class of one's own", refused="it does not say how many positions it holds"
+)
 @pytest.mark.parametrize("given", GOES_ON.values(), ids=GOES_ON)
 def test_a_forward_that_seems_to_continue_an_unknown_cache_is_refused(given):
     """It would be recorded as the beginning of other sequences."""

@@ -56,7 +56,7 @@ class HostBatch(NamedTuple):
         return np.ones(self.ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
 
     def until(self, width: int) -> HostBatch:
-        """The same, with no more than so many positions of each row kept."""
+        """The same, with no positions of a row kept but the first, `width` of them."""
         num_positions = self.ids_BT.shape[1]
         if width == num_positions:
             return self

@@ -12,7 +12,7 @@ the routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows, kept_widths
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
-from foreroute.core.passes import Listener, Pass, Rows
+from foreroute.core.passes import Pass, Rows
 from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, TraceContentError
@@ -58,7 +58,7 @@ class RoutedTransformer(RoutedModel):
         super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
         self._of_trunk = hooks
-        self._generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
+        hooks.generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
 
     @property
     def indexers(self) -> IndexerSpec | None:
@@ -187,15 +187,6 @@ class RoutedTransformer(RoutedModel):
         indexers = self._of_trunk.found_indexers
         return [_rows_of_pass(each, width, indexers) for each, width in zip(recorded, widths, strict=True) if width]
 
-    @contextmanager
-    def _listening(self, listener: Listener) -> Iterator[None]:
-        """And refuse what runs the model in threads of its own. See `RoutedModel`."""
-        with ExitStack() as stack:
-            for module in self._generating:
-                stack.enter_context(overridden(module, BATCHES, _refuse_batches))
-            stack.enter_context(super()._listening(listener))
-            yield
-
     def _counting(self) -> AbstractContextManager[None]:
         """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
         return overridden(self.model, "forward", self._of_trunk.run_model)
@@ -214,6 +205,7 @@ class TransformerHooks(TrunkHooks):
         executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
         execution: of the plan that is executed now, or None.
         images: how images stand among tokens; None where that is not known.
+        generating: the modules around the trunk that can run it in a thread of their own.
     """
 
     def __init__(
@@ -234,14 +226,16 @@ class TransformerHooks(TrunkHooks):
         self._counts_executed = False
         self.executed: Tensor | None = None
         self.execution: PlanExecution | None = None
+        self.generating: list[nn.Module] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._name_in_graphs = graph_ops.register(self)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """And what encodes images before a forward. See `TrunkHooks`."""
+        """And what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
         contexts = super().session_contexts()
+        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self.generating]
         if self.images is not None:
             names = ("get_image_features", "get_video_features")
             contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
@@ -387,7 +381,7 @@ def _in_graph(what: str, path: str) -> ReplayError:
 
 
 def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
-    """The rows of its first positions, so many of each sequence."""
+    """The rows of its first positions, of which `width` are left."""
     from foreroute.replay import ForwardRows
 
     batch: ForwardTokens = recorded.args
