@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from foreroute import core
 from foreroute.adapters import hf
@@ -149,7 +148,7 @@ def test_weights_that_are_kept_elsewhere_are_there_again_afterwards(place, tmp_p
     pytest.importorskip("accelerate")
     plain = tiny("qwen3_moe")
     plain.save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(
+    model = type(plain).from_pretrained(
         tmp_path / "model", device_map=PLACES[place], offload_folder=tmp_path / "weights"
     )
 
