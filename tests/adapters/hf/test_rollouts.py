@@ -88,6 +88,19 @@ def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end, atte
     assert rollout.provenance["engine"] == "transformers"
 
 
+@pytest.mark.shows(
+    "Hugging Face",
+    "static key-value cache where every layer has a sliding window",
+    refused="its masks do not say what is padding",
+)
+def test_masks_of_sliding_windows_alone_are_refused():
+    routed = hf.attach(tiny("mixtral", sliding_window=6).eval())
+    with pytest.raises(BatchMismatchError, match="A sliding window hides what is padding: generate with cache_impl"):
+        sampled(routed, cache_implementation="static")
+    recording, output, mask = sampled(routed)
+    assert recording.rollout(output, mask).lengths.tolist() == mask.sum(1).tolist()
+
+
 def test_sequences_may_be_given_without_padding(routed):
     recording, output, mask = sampled(routed, end=[2, 5, 0])
     ragged = [row[kept.bool()] for row, kept in zip(output, mask, strict=True)]

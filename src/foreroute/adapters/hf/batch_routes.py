@@ -120,8 +120,8 @@ class ForwardTokens:
         """
         given = dict(zip(names, args, strict=False)) | kwargs
         input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
-        if isinstance(mask, dict):  # by kind of layer
-            mask = mask.get("full_attention", mask)
+        if isinstance(mask, dict) and mask:  # by kind of layer; the values say whether one tells what is padding
+            mask = mask.get("full_attention", next(iter(mask.values())))
         if not isinstance(input_ids, Tensor):
             raise BatchMismatchError(
                 "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
@@ -476,7 +476,11 @@ def _require_whole(layout: object, trace: RoutingTrace) -> None:
         )
 
 
-WANTED_PATTERN = f"{WANTED_MASK}, or the causal pattern [batch, 1, tokens, keys] that `generate` makes of it"
+WANTED_PATTERN = (
+    f"{WANTED_MASK}, or the causal pattern [batch, 1, tokens, keys] that `generate` makes of it for a static cache. A "
+    'sliding window hides what is padding: generate with cache_implementation="dynamic"'
+)
+"""What a mask may be that says to what each token attends, for messages."""
 
 
 def _read_pattern(pattern: Tensor, shape: tuple[int, int], past: int) -> tuple[Tensor, Tensor]:
