@@ -5,13 +5,16 @@ The oracle of what is recorded is one forward without a cache over the sequences
 
 import copy
 import re
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from foreroute.adapters import hf
 from foreroute.core import ReplayError, attach
+from foreroute.core.caches import FollowedCache
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of
 
@@ -196,6 +199,66 @@ def test_positions_that_were_cut_off_at_the_end_are_left_out(routed, make, mode)
     assert torch.equal(seen, expected)
 
 
+def grown(cache, num, generator):
+    """What a forward of `num` tokens does to it."""
+    for layer in range(2):
+        cache.update(*torch.randn(2, 2, 1, num, 3, generator=generator), layer)
+
+
+def shown(cache):
+    return [each for layer in cache.layers for each in (layer.keys, layer.values)]
+
+
+def each_tensor(change):
+    def changed(cache):
+        for layer in cache.layers:
+            layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+    return changed
+
+
+TOUCHES = [
+    lambda cache: cache.crop(-1),
+    lambda cache: cache.crop(-2),
+    each_tensor(lambda tensor: tensor[..., :-1, :]),
+    each_tensor(lambda tensor: tensor[..., 1:, :]),
+    each_tensor(lambda tensor: tensor.flip(0)),
+    each_tensor(lambda tensor: tensor[:1].repeat(2, 1, 1, 1)),
+    each_tensor(lambda tensor: tensor.clone()),
+    each_tensor(lambda tensor: tensor[:]),
+    each_tensor(lambda tensor: torch.cat([tensor, tensor[..., -1:, :]], -2)),
+    lambda cache: cache.layers[1].values[..., :1, :].add_(1),
+    lambda cache: cache.layers[0].crop(-1),
+    lambda cache: None,
+]
+"""What may be done to a cache between two forwards, in any order."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cache_that_is_followed_holds_the_positions_that_it_held(seed):
+    """By value, whatever is done to it; and one that only lost its end is followed."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    outcomes = Counter()
+    for _ in range(200):
+        cache, followed = DynamicCache(), FollowedCache()
+        followed.run(cache, lambda cache=cache: grown(cache, 6, generator))
+        held = [each.clone() for each in shown(cache)]
+        touches = rng.choice(len(TOUCHES), 2)
+        for touch in touches:
+            TOUCHES[touch](cache)
+        past, now = cache.get_seq_length(), [each.clone() for each in shown(cache)]
+        is_held = all(torch.equal(each, before[..., :past, :]) for each, before in zip(now, held, strict=True))
+        try:
+            followed.run(cache, lambda: None)
+        except ReplayError:
+            assert not set(touches) <= {0, 1, 2, 7, 11}, "it only lost its end"
+            outcomes["refused"] += 1
+        else:
+            assert is_held
+            outcomes["shorter" if past < 6 else "whole"] += 1
+    assert len(outcomes) == 3
+
+
 DRAFTED = {
     "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
     "an assistant": lambda: {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2, seed=1).eval()},
@@ -218,6 +281,20 @@ def test_drafts_that_are_rejected_are_left_out(routed, how):
     seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
     assert torch.equal(seen, expected)
     assert (sum(rows) > expected.shape[1]) == ("right" not in how), "the control: drafts were rejected, and computed"
+
+
+def test_drafts_are_left_out_over_sliding_windows_too():
+    """Their layers keep what a window shows, cut at both ends."""
+    model = tiny("gpt_oss", sliding_window=6, num_hidden_layers=2).eval()
+    routed = attach(model)
+    with routed.record() as recording:
+        sampled = model.generate(
+            REPEATED, max_new_tokens=12, do_sample=False, pad_token_id=0, prompt_lookup_num_tokens=3
+        )
+    with routed.record() as whole, torch.no_grad():
+        model(input_ids=sampled[:, :-1], use_cache=False)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen[:, : expected.shape[1]], expected)
 
 
 def test_a_session_in_which_no_forward_ran_is_refused():

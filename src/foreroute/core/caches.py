@@ -11,6 +11,7 @@ memory, seen in part and not written to, so that every position before is that o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ NO_CACHE = (
 )
 """Ends the message about a forward that begins in the middle of its sequences."""
 COUNTS = (torch.int32, torch.int64)
-"""Types of the tensor in which a static cache counts its positions."""
 
 
 class FollowedCache:
@@ -76,13 +76,16 @@ class _Left:
         pairs = list(zip(self._views, tensors, strict=True))
         if all(view.is_of(tensor) and view.has_shape(tensor) for view, tensor in pairs):
             return True
-        past = int(cache.get_seq_length())
-        num_cut = int(self._length) - past
-        return num_cut >= 0 and all(
-            (view.is_of(tensor) and (view.has_shape(tensor) or view.has_shape_without(tensor, num_cut)))
-            or (tensor.dtype in COUNTS and not tensor.ndim and int(tensor) == past)
-            for view, tensor in pairs
-        )
+        past, length = int(cache.get_seq_length()), int(self._length)
+        is_static = any(_is_count(tensor) and not view.is_of(tensor) for view, tensor in pairs)
+
+        def is_left(view: _View, tensor: Tensor) -> bool:
+            if not view.is_of(tensor):
+                return _is_count(tensor) and int(tensor) == past
+            may_be_whole = past == length or is_static or not view.holds(length)
+            return view.has_shape_without(tensor, length - past) or (may_be_whole and view.has_shape(tensor))
+
+        return past <= length and all(starmap(is_left, pairs))
 
 
 class _View:
@@ -100,20 +103,31 @@ class _View:
         """Whether it shows the same part."""
         return (self._shape, self._begin) == (tensor.shape, tensor.storage_offset())
 
+    def holds(self, num: int) -> bool:
+        """Whether it has as many positions, where keys and values have theirs."""
+        return self._shape[-2:-1] == (num,)
+
     def has_shape_without(self, tensor: Tensor, num_cut: int) -> bool:
         """Whether it shows all but `num_cut` positions at the end, and some at the beginning of a sliding window.
 
         Positions are along one axis, which is not the first.
         """
-        [axis, *others] = [axis for axis, num in enumerate(tensor.shape) if num != self._shape[axis]] or [0]
+        changed = [axis for axis, num in enumerate(tensor.shape) if num != self._shape[axis]]
+        if len(changed) != 1 or not changed[0]:
+            return False
+        [axis] = changed
         begin = self._shape[axis] - num_cut - tensor.shape[axis]
-        skipped = tensor.storage_offset() - self._begin
-        return axis > 0 and not others and begin >= 0 and skipped == begin * tensor.stride(axis)
+        return begin >= 0 and tensor.storage_offset() - self._begin == begin * tensor.stride(axis)
 
 
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     # the address of a storage is not used again while a weak reference to it lives
     return StorageWeakRef(tensor.untyped_storage()), tensor.stride(), tensor.dtype, times_written(tensor)
+
+
+def _is_count(tensor: Tensor) -> bool:
+    """Whether it is that in which a static cache counts its positions."""
+    return tensor.dtype in COUNTS and not tensor.ndim
 
 
 def find_cache(values: Iterable[Any]) -> Any:
