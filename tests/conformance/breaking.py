@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from foreroute.conformance import Case
+from foreroute.conformance import Case, Unsupported
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.core.handed_on import HandedOn
 from foreroute.replay import masked_logprobs_of_logits
@@ -25,6 +25,7 @@ class Adapter:
     picks_in_order = True
     scores_on_sets = True
     checks = None  # all
+    compiles = False  # a second or two each time
 
     def __init__(self):
         self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])
@@ -32,6 +33,8 @@ class Adapter:
         self.vocabulary, self.groups, self.gradient_tolerance = self.good.vocabulary, self.good.groups, 0.0
 
     def build(self, case):
+        if case.compiled and not self.compiles:
+            raise Unsupported("compiles nothing")
         return Model(self, Scoring(self, self.good.build(case).model), case)
 
     def attach(self, model):

@@ -28,6 +28,18 @@ class NativeAfterTheSession(Adapter):
         step.under(None) if model.session_trace is None and step.trace is not None else step.right()
 
 
+class NativeInSelectiveCheckpoints(Adapter):
+    def backward(self, model, step):
+        step.under(None) if model.case.selective else step.right()
+
+
+class NativeInCompiledLayers(Adapter):
+    compiles = True
+
+    def backward(self, model, step):
+        step.under(None) if model.case.compiled else step.right()
+
+
 class ForwardsQueueRows(Adapter):
     """Every forward queues its rows for a recomputation, also those that have none."""
 
@@ -230,6 +242,8 @@ class TakesEmptySessions(Adapter):
 
 BROKEN = {
     RecomputesWithTheLatest: "recompute-order",
+    NativeInSelectiveCheckpoints: "selective-checkpoint",
+    NativeInCompiledLayers: "compiled-layers",
     NativeAfterTheSession: "backward-outside-session",
     ForwardsQueueRows: "forward-only-residue",
     ReplaysInEveryModel: "reference-untouched",

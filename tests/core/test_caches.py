@@ -4,23 +4,29 @@ The oracle of what is recorded is one forward without a cache over the sequences
 """
 
 import copy
+import inspect
 import re
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, Qwen3MoeModel, StaticCache
 
 from foreroute.adapters import hf
-from foreroute.core import ReplayError, attach
+from foreroute.adapters.hf import forward_tokens
+from foreroute.core import AttachError, ReplayError, attach, attaching
+from foreroute.core import routed as core_routed
 from foreroute.core.caches import FollowedCache
+from foreroute.core.find import run_probe
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of
 
 PROMPTS = batch_of(4, 4)["input_ids"]
 REPEATED = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
 SWAPPED = torch.tensor([1, 0])
+CACHE = "cache" if "cache" in inspect.signature(Qwen3MoeModel.forward).parameters else "past_key_values"
+"""What transformers calls it: from 5.24 on, and before."""
 
 
 @pytest.fixture(scope="module", params=[attach, hf.attach], ids=["tensors", "trace"])
@@ -348,3 +354,91 @@ def test_ways_of_sampling_that_keep_their_rows_are_recorded(routed, options):
         routed.model(input_ids=sampled[:, :-1], use_cache=False)
     seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
     assert torch.equal(seen, expected)
+
+
+class Handle:
+    """A cache that says how many positions it holds by another name than caches of transformers do."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def length(self):
+        return self.cache.get_seq_length()
+
+    def reorder_cache(self, rows):
+        self.cache.reorder_cache(rows)
+
+
+class LengthAlone(Handle):
+    """Says its length, and keeps its tensors where nobody looks."""
+
+    def __init__(self, cache):
+        super().__init__(lambda: cache)
+
+    def get_seq_length(self):
+        return self.cache().get_seq_length()
+
+    def reorder_cache(self, rows):
+        self.cache().reorder_cache(rows)
+
+
+def with_caches_as(kind):
+    """A model whose trunk takes and returns caches in another form, as a release may that nobody here has seen."""
+    model = tiny("qwen3_moe", num_hidden_layers=2).eval()
+    trunk = model.model
+    forward = trunk.forward
+
+    def handing(*args, **kwargs):
+        cache = kwargs.get(CACHE)
+        inner = cache.cache if isinstance(cache, Handle) else cache
+        output = forward(*args, **{**kwargs, CACHE: inner() if callable(inner) else inner})
+        if output.get(CACHE) is not None:
+            output[CACHE] = cache if isinstance(cache, kind) else kind(output[CACHE])
+        return output
+
+    trunk.forward = handing
+    return model
+
+
+@pytest.mark.parametrize("door", [attach, hf.attach])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Handle, r"returns \w+, a Handle, where a key-value cache is expected"), (LengthAlone, "as those of beams are")],
+)
+def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached(door, kind, said):
+    with pytest.raises(AttachError, match=said):
+        door(with_caches_as(kind))
+
+
+@pytest.mark.parametrize("door", [attach, hf.attach])
+def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(door, monkeypatch):
+    """As when a release hands it from the model to its trunk in another way than by an argument."""
+    for module in (core_routed, forward_tokens):
+        monkeypatch.setattr(module, "find_cache", lambda values: None)
+    monkeypatch.setattr(forward_tokens, "CACHES", ())
+    with pytest.raises(AttachError, match="was recorded as a sequence of its own"):
+        door(tiny("qwen3_moe", num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("change", ["Handle", "LengthAlone", "not found"])
+def test_without_the_proof_such_models_are_attached_and_recorded_wrongly(change, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(attaching, "_record_with_cache", record_without_cache)
+    if change == "not found":
+        monkeypatch.setattr(core_routed, "find_cache", lambda values: None)
+        model = tiny("qwen3_moe", num_hidden_layers=2).eval()
+    else:
+        model = with_caches_as({"Handle": Handle, "LengthAlone": LengthAlone}[change])
+    routed = attach(model)
+    with torch.no_grad(), routed.record() as recording:
+        output = model(input_ids=PROMPTS, use_cache=True)
+        if change == "LengthAlone":
+            output[CACHE].reorder_cache(SWAPPED)
+        model(input_ids=PROMPTS[:, :1], use_cache=True, **{CACHE: output[CACHE]})
+    assert len(recording.ids()) == (1 if change == "LengthAlone" else 2)
+
+
+def record_without_cache(routed):
+    with routed.record() as recording:
+        output = run_probe(routed.model)
+    return output[0], [recording.ids()[0]], False

@@ -1,10 +1,12 @@
 """Checkpoints bound by the call stack, without a model: who is told of what, and what is refused."""
 
+import functools
 from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from foreroute.core import recompute
 from foreroute.core.errors import ReplayError
@@ -116,3 +118,61 @@ def test_a_release_of_torch_that_keeps_it_elsewhere_is_refused(name, monkeypatch
     monkeypatch.setattr(recompute, "_saving_now", lambda: None)
     with pytest.raises(ReplayError, match=rf"torch {torch.__version__.split('+')[0]}.* in a place that is not known"):
         recompute.prove.__wrapped__()
+
+
+def test_a_release_of_torch_that_hides_a_checkpoint_around_another_is_refused(monkeypatch):
+    """As 2.14 did to whoever looked where 2.13 had it: the innermost one is found by its hook on saved tensors."""
+    monkeypatch.setattr(recompute, "NON_REENTRANT", None)
+    assert [recompute._reopened([kind]) for kind in (True, False)] == [1, 1], "alone, nothing is seen"
+    with pytest.raises(ReplayError, match=r"of one in another \[2, 2, 2, 1\]"):
+        recompute.prove.__wrapped__()
+
+
+def test_a_release_of_torch_that_numbers_operators_otherwise_is_refused(monkeypatch):
+    monkeypatch.setattr(recompute, "SELECTIVE", ())
+    assert recompute._reopened([False, False]) == 2, "by other checkpoints nothing is seen"
+    with pytest.raises(ReplayError, match="number operators in a way that is not known"):
+        recompute.prove.__wrapped__()
+
+
+def selective(*saved):
+    return functools.partial(create_selective_checkpoint_contexts, list(saved))
+
+
+@pytest.mark.parametrize("saved", [(), (torch.ops.aten.topk.default,), (torch.ops.aten.sin.default,)])
+@pytest.mark.parametrize("left_out", [0, 1, 3])
+def test_what_runs_unnumbered_in_the_forward_alone_moves_no_other_call(saved, left_out):
+    """The oracle is the same function without a checkpoint."""
+    runs = []
+
+    def function(x):
+        for _ in range(left_out if not runs else 0):
+            recompute.run_unnumbered(lambda: (-x.detach()).topk(2))
+        runs.append(None)
+        y = x.sin()
+        return (y * y.gather(0, y.topk(2).indices).sum()).sum()
+
+    found = []
+    for context_fn in (None, selective(*saved)):
+        runs.clear()
+        x = torch.tensor([0.1, 0.5, 0.3, 0.2], requires_grad=True)
+        options = {} if context_fn is None else {"context_fn": context_fn}
+        (function(x) if context_fn is None else checkpoint(function, x, use_reentrant=False, **options)).backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+    assert len(runs) == 2
+
+
+def test_other_modes_go_on_seeing_what_runs_unnumbered():
+    seen = []
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seeing(), selective()()[0]:
+        recompute.run_unnumbered(torch.ones(1).cos)
+        torch.ones(1).sin()
+    assert seen.count(torch.ops.aten.cos.default) == seen.count(torch.ops.aten.sin.default) == 1
+    assert not torch._C._len_torch_dispatch_stack()

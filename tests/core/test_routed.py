@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.core import ReplayError, attach
+from foreroute.core import routed as routed_file
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
@@ -300,3 +302,58 @@ def test_examples_run(script, said):
     folder = Path(__file__).parents[2] / "examples" / "core"
     ended = subprocess.run([sys.executable, folder / script], capture_output=True, text=True, check=False)
     assert re.search(said, ended.stdout), ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("dtype", routed_file.INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_ids_of_every_integer_type_are_replayed(dtype):
+    model, routed, own, native = with_own_routes()
+    other = (own.long() + 1) % 8
+    seen = []
+    for ids in (other, other.to(dtype)):
+        with torch.no_grad():
+            seen.append(replay_once(model, routed, ids))
+    assert torch.equal(*seen)
+    assert not torch.equal(seen[0], native)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_minus_one_in_an_unsigned_type_is_an_id_out_of_range(dtype):
+    model, routed, own, _ = with_own_routes()
+    ids = own.long()
+    ids[0, 0, 0] = -1
+    with torch.no_grad(), pytest.raises(ReplayError, match="1 rows with an id out of range"):
+        replay_once(model, routed, ids.to(dtype))
+
+
+def replay_once(model, routed, ids):
+    with routed.replay(ids, BATCH["attention_mask"]):
+        return model(**BATCH, use_cache=False).logits
+
+
+class UnflatteningRouter(Qwen3MoeTopKRouter):
+    """Limits its selection to two groups of experts, which it finds as torchtitan's routers do."""
+
+    def forward(self, hidden):
+        logits = torch.nn.functional.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+        scores = logits.sigmoid()
+        best = scores.unflatten(-1, (4, -1)).amax(-1).topk(2, dim=-1).indices
+        closed = torch.ones(len(scores), 4, dtype=torch.bool).scatter(1, best, False)
+        limited = scores.unflatten(-1, (4, -1)).masked_fill(closed[..., None], 0.0).flatten(1)
+        ids = limited.topk(self.top_k, dim=-1).indices
+        return logits, scores.gather(-1, ids), ids
+
+
+def test_a_compiled_router_may_unflatten():
+    model, plain = (tiny("qwen3_moe", num_hidden_layers=2, experts="grouped_mm") for _ in range(2))
+    seen = []
+    for each in (plain, model):
+        for layer in each.model.layers:
+            layer.mlp.gate.__class__ = UnflatteningRouter
+        routed = attach(each)
+        own, _ = own_routes(each, routed)
+        for layer in each.model.layers if each is model else ():
+            layer.compile(backend="eager", fullgraph=True)
+        with routed.replay((own.long() + 1) % 8, BATCH["attention_mask"]):
+            loss_of(each, BATCH).backward()
+        seen.append(gradients(each))
+    assert same(*seen)

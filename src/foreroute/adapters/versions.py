@@ -34,7 +34,7 @@ class Peer:
 
 PEERS = {
     "torch": Peer("torch", "2.10", "2.13.0"),
-    "transformers": Peer("transformers", "5.3", "5.23.0"),
+    "transformers": Peer("transformers", "5.3", "5.24.0"),
     "megatron-core": Peer("megatron.core", "0.16.1", "0.19.2"),
     "trl": Peer("trl", "1.6.0", "1.16.0"),
     "verl": Peer("verl", "0.9.1", "0.9.1"),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
 from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
@@ -21,6 +22,10 @@ from foreroute.trace import IndexerSpec
 Given = dict[str, tuple[NDArray[Any], NDArray[Any]]]
 """Expert ids [rows, K] and gate weights [rows, K], by the path of the experts module that was given them."""
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+KEEPING = partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default, torch.ops.aten.mm.default])
+"""What a selective checkpoint runs under: results of top-k and of products are kept."""
 
 
 class HuggingFaceUnderTest(AdapterUnderTest):
@@ -51,7 +56,11 @@ class HuggingFaceUnderTest(AdapterUnderTest):
             model.train()
             # the older name warns where there is a newer one
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})
+            enable({"use_reentrant": False} | ({"context_fn": KEEPING} if case.selective else {}))
+        if case.compiled:
+            for module in model.modules():
+                if type(module).__name__.endswith("DecoderLayer"):
+                    module.compile(backend="eager")
         return HuggingFaceModel(model)
 
     def _new(self, case: Case) -> Any:

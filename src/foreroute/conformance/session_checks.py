@@ -7,6 +7,7 @@ else. What is recorded is what was executed: once per row, in order, in the widt
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,25 @@ def _residue(context: CheckContext) -> None:
     with handle.replay(_routes(context, handle, two)):
         model.forward(two).backward()
     _require_same(context, _one_by_one(context, two), model.gradients(), "a forward-only pass before the update")
+
+
+def _selective(context: CheckContext) -> None:
+    """Such a checkpoint answers the n-th call of an operator in the recomputation by the n-th of the forward."""
+    _in_case(context, replace(RECOMPUTE, selective=True), "selective checkpoints")
+
+
+def _compiled(context: CheckContext) -> None:
+    """The compiler traces a router with the session around it."""
+    _in_case(context, Case(compiled=True), "compiled layers")
+
+
+def _in_case(context: CheckContext, case: Case, what: str) -> None:
+    model, handle = context.pair(case)
+    batches = _batches(context)
+    for batch in batches:
+        with handle.replay(_routes(context, handle, batch)):
+            model.forward(batch).backward()
+    _require_same(context, _one_by_one(context, *batches), model.gradients(), what)
 
 
 def _one_by_one(context: CheckContext, *batches: Batch) -> Gradients:
@@ -242,6 +262,20 @@ CHECKS = (
         "A forward-only pass leaves nothing that a later backward consumes",
         "Runs a pass without gradients, as for old log-probs, then an update on another batch.",
         _residue,
+        needs=PLACEMENT,
+    ),
+    Check(
+        "selective-checkpoint",
+        "Checkpoints that keep some results recompute under the routes of their forward",
+        "Keeps the results of top-k and of products, and compares with no recomputation.",
+        _selective,
+        needs=(*PLACEMENT, "dense-scores"),
+    ),
+    Check(
+        "compiled-layers",
+        "Compiled layers take other routes in every session",
+        "Compiles each layer, and compares with layers that are not.",
+        _compiled,
         needs=PLACEMENT,
     ),
     Check(

@@ -8,19 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import recompute
+from .caches import find_cache
 from .errors import AttachError, ReplayError
-from .find import find_routers, hidden, probe
+from .find import PROBE_TOKENS, find_routers, hidden, probe, probe_tokens, run_probe
 from .handed_on import hands_on, tensors_of
 from .hooks import SelectingRouter, is_hooked, overridden
 from .routed import Routed, TrunkHooks
-
-PLAIN = (bool, int, float, str, Tensor, type(None))
+from .untouched import untouched
 
 
 def attach(model: nn.Module) -> Routed:
@@ -44,7 +45,8 @@ def attach(model: nn.Module) -> Routed:
         for router in seen.routers:
             by_stack.setdefault(stack_of(router), []).append(router)
         stacks = [
-            TrunkHooks(number, seen.trunk_of(routers), routers) for number, routers in enumerate(by_stack.values())
+            TrunkHooks(number, model, seen.trunk_of(routers), routers)
+            for number, routers in enumerate(by_stack.values())
         ]
         self_check(Routed(model, stacks))
     return Routed(model, stacks)
@@ -86,22 +88,79 @@ def self_check(routed: Routed) -> None:
 
 
 def _check_own_routes(routed: Routed) -> list[Tensor]:
-    with routed.record() as recording:
-        native = hidden(routed.model)
-    own = [recording.ids(number)[0] for number in range(len(routed.stacks))]
+    native, own, use_cache = _record_with_cache(routed)
     for stack, rows in zip(routed.stacks, routed.rows(own), strict=True):
         if bool(rows.faults.any()):
             raise AttachError(f"the routers of {type(stack.trunk).__name__} do not make K different picks of E experts")
+    run = partial(run_probe, routed.model, use_cache=use_cache)
     with routed.replay(own), routed.record() as recording:
-        replayed = hidden(routed.model)
+        replayed = run()[0]
     same_routes = all(torch.equal(recording.ids(number)[0], ids) for number, ids in enumerate(own))
     # an output that differs from itself (noise, atomics on a GPU) cannot be compared bit by bit; routes still can
-    if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, hidden(routed.model))):
+    if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, run()[0])):
         raise AttachError(
             f"self-check failed: replaying the model's own routes changed its output by up to "
             f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
         )
     return own
+
+
+def _record_with_cache(routed: Routed) -> tuple[Tensor, list[Tensor], bool]:
+    """Record a forward, and one that continues its key-value cache, as rollouts do.
+
+    Returns:
+        the output of the first; of each stack, its routes [1, T, L, K]; and whether the model uses a cache.
+
+    Raises:
+        AttachError: when the two are not recorded as one sequence, or a reordered cache as that of beams is not seen.
+    """
+    model, tokens, use_cache = routed.model, probe_tokens(routed.model), True
+    with routed.record() as recording:
+        try:
+            output = run_probe(model, use_cache=True)
+        except (AttachError, ReplayError):
+            raise
+        except Exception:  # a model that cannot run with a cache, of which more is not to be proven
+            output, use_cache = run_probe(model), False
+        kept = dict(output) if isinstance(output, dict) and use_cache else {}
+        caches = {name: value for name, value in kept.items() if find_cache([value]) is not None}
+        unknown = [name for name, value in kept.items() if not isinstance(value, Tensor | tuple | list | NoneType)]
+        if not caches and unknown:
+            raise AttachError(
+                f"self-check failed: {type(model).__name__} returns {unknown[0]}, a {type(kept[unknown[0]]).__name__}, "
+                "where a key-value cache is expected, which says by get_seq_length() how many positions it holds; "
+                "rollouts along it would not be recorded as one sequence"
+            )
+        # the decoder of a model with an encoder is given the encoder's output too
+        continues = bool(caches) and "encoder_last_hidden_state" not in kept
+        if continues:
+            given = {"input_ids": tokens[:, :1], "use_cache": True, **caches}
+            model(**given)
+        recorded = [recording.ids(number) for number in range(len(routed.stacks))]
+        if any(len(each) > 1 for each in recorded):
+            raise AttachError(
+                f"self-check failed: a forward of {type(model).__name__} that continues the {next(iter(caches))} of "
+                "the one before was recorded as a sequence of its own; rollouts would not be recorded as sequences"
+            )
+        if continues and not _refuses_beams(model, given, *caches.values()):
+            raise AttachError(
+                f"self-check failed: a forward of {type(model).__name__} on a key-value cache whose rows were "
+                "reordered, as those of beams are, was recorded; routes of beams would not be those of their tokens"
+            )
+    return output[0], [each[0][:, :PROBE_TOKENS] for each in recorded], use_cache
+
+
+def _refuses_beams(model: nn.Module, given: dict[str, Any], cache: Any) -> bool:
+    """Whether a forward in a recording is refused when the rows of its cache were reordered since the one before."""
+    try:
+        cache.reorder_cache(torch.zeros(1, dtype=torch.int64, device=given["input_ids"].device))
+    except Exception:  # a cache that cannot be reordered has no beams
+        return True
+    try:
+        model(**given)
+    except ReplayError:
+        return True
+    return False
 
 
 def _others(stack: TrunkHooks, own_BTLK: Tensor) -> Tensor:
@@ -177,36 +236,3 @@ def _ids_given_to_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]
             if type(module).__name__.endswith("Experts"):
                 stack.callback(module.register_forward_pre_hook(partial(note, path), with_kwargs=True).remove)
         yield given
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, nothing compiled; random state, flags, buffers and attributes of all modules kept."""
-    before = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
-    model.eval()
-    try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(range(torch.cuda.device_count())),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            yield
-    finally:
-        for module, attributes, buffers in before:
-            for name in _attributes(module).keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-            for name, (buffer, values) in buffers.items():
-                if module._buffers.get(name) is not buffer or not torch.equal(buffer, values):
-                    module._buffers[name] = buffer
-                    buffer.copy_(values)
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes of the instance: counters, caches, flags."""
-    return {name: value for name, value in module.__dict__.items() if isinstance(value, PLAIN)}
-
-
-def _buffers(module: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Buffers of the module itself, with copies of their values."""
-    return {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}

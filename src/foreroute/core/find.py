@@ -182,14 +182,19 @@ def _note_entry(entered: set[str], path: str, *_: Any) -> None:
 
 def hidden(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
     """The first output of a forward on the probe's tokens, with the same random numbers every time."""
+    result: Tensor = run_probe(model, num_tokens)[0]
+    return result
+
+
+def run_probe(model: nn.Module, num_tokens: int = PROBE_TOKENS, *, use_cache: bool = False) -> Any:
+    """What a forward on the probe's tokens returns, with the same random numbers every time."""
     torch.manual_seed(0)
     takes = inspect.signature(model.forward).parameters
-    cacheless = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    may_cache = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given: dict[str, Any] = {"input_ids": probe_tokens(model, num_tokens)}
-    given |= {"use_cache": False} if cacheless else {}
+    given |= {"use_cache": use_cache} if may_cache else {}
     given |= {"decoder_input_ids": given["input_ids"]} if "decoder_input_ids" in takes else {}
-    result: Tensor = model(**given)[0]
-    return result
+    return model(**given)
 
 
 def probe_tokens(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:

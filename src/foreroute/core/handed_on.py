@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .errors import ReplayError
 from .marks import Marks
 from .passes import LateChecks
+from .recompute import run_unnumbered
 from .selection import LayerPass
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class HandedOn:
         self._compare(router, now, output, f"a forward hook ({names or 'one on all modules'})")
 
     def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
+        run_unnumbered(self._compare_there, router, now, output, who)
+
+    def _compare_there(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
         own_RK, forced_RK = now.own_RK, now.ids_RK
         ids_RK = own_RK if forced_RK is None else torch.where(forced_RK < 0, own_RK, forced_RK)
         wrong = ~hands_on(output, router, ids_RK.long(), may_drop=True)

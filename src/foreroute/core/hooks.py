@@ -190,6 +190,8 @@ class ModelHooks(ABC):
     Attributes:
         watch: what any listener wants.
         id_dtype: of ids on the device, signed.
+        awaits_backward: whether a forward of the session replayed routes with gradients, so that a backward follows.
+        left_behind: what is wrong with the model at the end of a session.
     """
 
     def __init__(
@@ -207,6 +209,8 @@ class ModelHooks(ABC):
         self.every: list[SelectionHook] = [*routers, *others]
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
         self.watch = Watch()
+        self.awaits_backward = False
+        self.left_behind: list[str] = []
         self.passes = PassStack(self.every)
         self.sessions = OneThread("has a record() or replay() session open on it")
         self.listeners: list[Listener] = []
@@ -238,7 +242,8 @@ class ModelHooks(ABC):
         """Keep the hooks in place, and `listener` informed, while the context is open.
 
         Raises:
-            ReplayError: when another thread has a session open, or this model was attached once more and that has.
+            ReplayError: when another thread has a session open, or this model was attached once more and that has; at
+                the end, when a forward replaced a parameter.
         """
         with self.sessions.held("opens a session on a model"), self.hooked([self, *self.every]):
             self.listeners.append(listener)
@@ -254,6 +259,8 @@ class ModelHooks(ABC):
                     handed_on.remove()
         if handed_on is not None and not self.listeners:
             handed_on.checks.close()
+        if self.left_behind:
+            raise ReplayError(self.left_behind[0])
 
     def _heed_listeners(self) -> None:
         wanted = zip(Watch(), *map(attrgetter("watch"), self.listeners), strict=True)
@@ -349,6 +356,7 @@ class ModelHooks(ABC):
                 'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
                 "every pass"
             )
+        self.awaits_backward |= self.watch.routes and torch.is_grad_enabled()
         rows = None
         for listener in self.listeners:  # all are asked: each notes which batch its `end` will be about
             given = listener.begin(self.chunk, args)

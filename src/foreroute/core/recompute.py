@@ -17,12 +17,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils import checkpoint
+from torch.utils import _python_dispatch, checkpoint
 
 from .errors import ReplayError
 
@@ -34,6 +34,14 @@ NON_REENTRANT: CodeType = getattr(
 """Of the function that holds the generator of the other kind; torch from 2.14 on has it beside `checkpoint`."""
 
 
+SELECTIVE = tuple(
+    getattr(checkpoint, name)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if hasattr(checkpoint, name)
+)
+"""Under which a selective checkpoint runs its function, and runs it again."""
+
+Returned = TypeVar("Returned")
 Reopen = Callable[[Any, list[Any]], AbstractContextManager[Any]]
 """Opens a pass for its recomputation, given what ran in the part that is repeated."""
 
@@ -67,6 +75,27 @@ class _Again:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.reopen(self.current, list(self.ran)):
             return self.function(*args, **kwargs)
+
+
+def run_unnumbered(function: Callable[..., Returned], *args: Any) -> Returned:
+    """Call a function outside of the selective checkpoints that are in force.
+
+    Such a checkpoint numbers every call of every operator in the forward, and answers the n-th call in its
+    recomputation by what it kept of the n-th. So what the two run differently must not be counted.
+    """
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return function(*args)
+    modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, SELECTIVE)]
+    try:
+        for mode in others:
+            _python_dispatch._push_mode(mode)
+        return function(*args)
+    finally:
+        for _ in others:
+            _python_dispatch._pop_mode()
+        for mode in modes:
+            _python_dispatch._push_mode(mode)
 
 
 def _bind_one(holder: Any, name: str, current: object, ran: Iterable[Any], reopen: Reopen) -> None:
@@ -122,28 +151,64 @@ def _saving_now() -> Any:
 
 @cache
 def prove() -> None:
-    """Try both kinds of checkpoint, once.
+    """Try both kinds of checkpoint, alone and in one another, and a selective one, once.
 
     Raises:
-        ReplayError: when this release of torch keeps the functions of its checkpoints elsewhere.
+        ReplayError: when this release of torch keeps the functions of its checkpoints elsewhere, or numbers operators
+            in another way.
     """
-    reopened: list[Any] = []
+    kinds = (True, False)
+    with torch.enable_grad():
+        alone = [_reopened([kind]) for kind in kinds]
+        nested = [_reopened([outer, inner]) for outer in kinds for inner in kinds]
+        is_unnumbered = _may_leave_out_a_top_k()
+    if alone != [1, 1] or nested != [2] * 4:
+        raise ReplayError(
+            f"torch {torch.__version__} keeps what its checkpoints run again in a place that is not known, so that a "
+            f"recomputation would not find its routes; found of reentrant and other ones {alone}, of one in another "
+            f"{nested}. Use a release of torch from 2.10 on that foreroute was tested with"
+        )
+    if not is_unnumbered:
+        raise ReplayError(
+            f"selective checkpoints of torch {torch.__version__} number operators in a way that is not known, so that "
+            "a recomputation would be given the choices of another router. Use a release of torch from 2.10 on that "
+            "foreroute was tested with"
+        )
+
+
+def _reopened(kinds: list[bool]) -> int:
+    """How often a pass is opened again in the backward of checkpoints in one another, outermost first."""
+    passes: list[object] = []
 
     @contextmanager
     def reopen(current: object, ran: list[Any]) -> Iterator[None]:
-        reopened.append((current, *ran))
+        passes.append(current)
         yield
 
-    def function(x: torch.Tensor, kind: bool) -> torch.Tensor:
-        bind(kind, ["ran"], reopen)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        bind(kinds, ["ran"], reopen)
         return x.sin()
 
-    for kind in (True, False):
-        with torch.enable_grad():
-            x = torch.ones(1, requires_grad=True)
-            checkpoint.checkpoint(function, x, kind, use_reentrant=kind).backward()
-    if reopened != [(True, "ran"), (False, "ran")]:
-        raise ReplayError(
-            f"torch {torch.__version__} keeps what its checkpoints run again in a place that is not known, so that a "
-            f"recomputation would not find its routes; found of reentrant and other ones: {reopened}"
-        )
+    for kind in reversed(kinds):
+        function = partial(checkpoint.checkpoint, function, use_reentrant=kind)
+    function(torch.ones(1, requires_grad=True)).backward()
+    return passes.count(kinds)
+
+
+def _may_leave_out_a_top_k() -> bool:
+    """Whether a recomputation without a selection that the forward made is given what is its own."""
+    context_fn = partial(checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
+    runs: list[None] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if not runs:
+            run_unnumbered((-x.detach()).topk, 1)
+        runs.append(None)
+        return x.gather(0, x.topk(1).indices)
+
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    try:
+        checkpoint.checkpoint(function, x, use_reentrant=False, context_fn=context_fn).backward()
+    except RuntimeError:
+        return False
+    return x.grad is not None and x.grad.tolist() == [0.0, 0.0, 1.0]

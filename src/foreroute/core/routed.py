@@ -27,11 +27,14 @@ from .caches import NO_CACHE, FollowedCache, find_cache
 from .errors import ReplayError
 from .hooks import ModelHooks, SelectingRouter, SelectionHook, overridden
 from .passes import LateChecks, Listener, Pass, Rows, Watch, is_in
+from .untouched import parameters_kept
 
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
 
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+"""Types that torch has few operators for, and those that hold their ids."""
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
 FAULTS = (
     "rows with an id out of range",
     "rows with an expert twice",
@@ -207,6 +210,7 @@ class TrunkHooks(ModelHooks):
 
     Args:
         chunk: which stack of the model this is.
+        model: that was attached.
         trunk: the module whose forward is one pass.
         routers: as the probe saw them, in the order in which they run.
         others: other modules that select.
@@ -219,10 +223,16 @@ class TrunkHooks(ModelHooks):
     routers: Sequence[SelectingRouter]
 
     def __init__(
-        self, chunk: int, trunk: nn.Module, routers: Sequence[SelectingRouter], others: Sequence[SelectionHook] = ()
+        self,
+        chunk: int,
+        model: nn.Module,
+        trunk: nn.Module,
+        routers: Sequence[SelectingRouter],
+        others: Sequence[SelectionHook] = (),
     ) -> None:
         modules = {trunk, *(hook.selecting[0] for hook in [*routers, *others])}
         super().__init__(chunk, trunk, routers, list(modules), others)
+        self.model = model
         self.top_k = max(router.top_k for router in routers)
         self.limits_2L = torch.tensor([[r.num_experts for r in routers], [r.top_k for r in routers]])
         self.names = list(inspect.signature(trunk.forward).parameters)
@@ -245,8 +255,12 @@ class TrunkHooks(ModelHooks):
         Raises:
             ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
         """
-        self._cache = None
-        contexts: list[AbstractContextManager[Any]] = [overridden(self.trunk, "forward", self.run_trunk)]
+        self._cache, self.awaits_backward = None, False
+        self.left_behind.clear()
+        contexts: list[AbstractContextManager[Any]] = [
+            parameters_kept(self.model, lambda: self.awaits_backward, self.left_behind.append),
+            overridden(self.trunk, "forward", self.run_trunk),
+        ]
         # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation
         # would not enter the mode again. It need not: the graph keeps routes. Importing Dynamo would cost seconds.
         dynamo = sys.modules.get("torch._dynamo")
@@ -327,7 +341,7 @@ class TensorRows(NamedTuple):
             if given is not None and given.shape != shape:
                 raise ReplayError(f"{name} is {list(given.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
         device = stack.device or ids.device
-        ids_LBTK = _moved(ids, device).permute(2, 0, 1, 3)
+        ids_LBTK = _signed(_moved(ids, device)).permute(2, 0, 1, 3)
         real_BT = (
             torch.ones(ids.shape[:2], dtype=torch.bool, device=device) if mask is None else _moved(mask, device) != 0
         )
@@ -452,6 +466,12 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _signed(ids: Tensor) -> Tensor:
+    """The same ids in a type that torch computes with; those too large for int64 stay too large for any model."""
+    wide = ids.to(UNSIGNED.get(ids.dtype, ids.dtype))
+    return wide.where(wide >= 0, 2**62) if ids.dtype == torch.uint64 else wide
 
 
 def _tell(faults: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .errors import ReplayError
+from .recompute import run_unnumbered
 
 if TYPE_CHECKING:
     from .passes import Rows
@@ -127,15 +128,8 @@ class LayerPass:
             by_probability: whether the scores are probabilities, and no logits.
         """
         into = self.scores_into
-        if into is None or (self.again and not torch.compiler.is_compiling()):
-            return
-        scores_RE = scores_RE.detach()
-        picked_RK = scores_RE.gather(-1, own_RK)
-        picks_all = own_RK.shape[-1] == scores_RE.shape[-1]
-        into.picked.copy_(picked_RK)
-        into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, own_RK, -torch.inf).amax(-1))
-        if by_probability:
-            into.by_probability.fill_(True)
+        if into is not None and (torch.compiler.is_compiling() or not self.again):
+            run_unnumbered(_keep_scores, into, scores_RE.detach(), own_RK, by_probability)
 
     def gate_weights(self, own: Tensor) -> Tensor:
         """The gate weights of the executed experts, live or forced, kept if anybody wants to know.
@@ -150,7 +144,7 @@ class LayerPass:
             given = self.weights_RK.to(own.device, own.dtype).view(own.shape)
             own = torch.where(given.isnan(), own, given)
         if self.weights_into is not None and not self.again:
-            self.weights_into.copy_(own.detach().reshape(self.weights_into.shape))
+            run_unnumbered(self.weights_into.copy_, own.detach().reshape(self.weights_into.shape))
         return own
 
     def _seeing_a_part(self, own: Tensor) -> ReplayError:
@@ -183,6 +177,15 @@ class Selection:
         return _flat(self.scores)
 
 
+def _keep_scores(into: Scores, scores_RE: Tensor, own_RK: Tensor, by_probability: bool) -> None:
+    picked_RK = scores_RE.gather(-1, own_RK)
+    picks_all = own_RK.shape[-1] == scores_RE.shape[-1]
+    into.picked.copy_(picked_RK)
+    into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, own_RK, -torch.inf).amax(-1))
+    if by_probability:
+        into.by_probability.fill_(True)
+
+
 class SelectionMode(TorchFunctionMode):
     """Watches one call of a router that selects by top-k. Other routers have a subclass in `selection_rules`.
 
@@ -205,7 +208,9 @@ class SelectionMode(TorchFunctionMode):
         super().__init__()
         self.final = final
         self.now = now
-        self.asks = now is None or not now.again or torch.compiler.is_compiling()
+        in_graph = torch.compiler.is_compiling()
+        self.asks = now is None or not now.again or in_graph
+        self._is_numbered = not in_graph and torch._C._len_torch_dispatch_stack() > 0
         self.seen: list[Selection] = []
         self._squashed = False
         # pairs (masked, what it was before); the tensors are held, so that identity stays meaningful
@@ -217,6 +222,8 @@ class SelectionMode(TorchFunctionMode):
         if func in TOP_K:
             return self._top_k(func, args, kwargs)
         self._squashed = self._squashed or func in SQUASHING
+        if func is Tensor.unflatten and torch.compiler.is_compiling():
+            func = torch.unflatten  # Dynamo cannot trace the method, which is written in Python, below a function mode
         result = func(*args, **kwargs)
         if func in FILLING:
             self._masked.append((result, self.before_masking(args[0])))
@@ -239,13 +246,19 @@ class SelectionMode(TorchFunctionMode):
             ids_RK = _flat(result.indices)
             self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed))
             if now is not None:
-                now.keep(ids_RK)
+                run_unnumbered(now.keep, ids_RK) if self._is_numbered else now.keep(ids_RK)
             return result
-        ids_RK, own_RK = now.choose(_flat(func(scores.detach(), *args[1:], **kwargs).indices) if self.asks else None)
+        given = now, func, scores.detach(), args[1:], kwargs
+        ids_RK, own_RK = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
         self.seen.append(Selection(scores, ids_RK, own_RK, self._squashed))
         ids = ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         live = self.before_masking(scores) if self._masked else scores
         return torch.return_types.topk((live.gather(-1, ids), ids))
+
+    def _choose(
+        self, now: LayerPass, func: Callable[..., Any], scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        return now.choose(_flat(func(scores, *args, **kwargs).indices) if self.asks else None)
 
 
 def _flat(tensor: Tensor) -> Tensor:

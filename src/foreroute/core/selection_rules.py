@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .selection import FILLING, Selection, SelectionMode, SelectionRule
+from .recompute import run_unnumbered
+from .selection import FILLING, LayerPass, Selection, SelectionMode, SelectionRule
 
 ARG_MAX = frozenset({torch.argmax, Tensor.argmax})
 CLOSING_OUT = frozenset({torch.scatter, Tensor.scatter})
@@ -48,10 +49,13 @@ class ArgMaxMode(SelectionMode):
             ids_R1 = ids.reshape(-1, 1)
             self.seen.append(Selection(scores, ids_R1, ids_R1, by_probability=True))
             return ids
-        ids_R1, own_R1 = self.now.choose(scores.detach().argmax(dim=-1).view(-1, 1) if self.asks else None)
+        ids_R1, own_R1 = run_unnumbered(self._choose_best, self.now, scores.detach())
         self.seen.append(Selection(scores, ids_R1, own_R1, by_probability=True))
         self._ids = ids_R1.view(scores.shape[:-1])
         return self._ids
+
+    def _choose_best(self, now: LayerPass, scores: Tensor) -> tuple[Tensor, Tensor]:
+        return now.choose(scores.argmax(dim=-1).view(-1, 1) if self.asks else None)
 
 
 class HashLookupMode(SelectionMode):
@@ -67,7 +71,7 @@ class HashLookupMode(SelectionMode):
         if func in GATHER:
             self.seen.append(Selection(args[0], args[2], args[2]))
             if self.now is not None:
-                self.now.keep(args[2])
+                run_unnumbered(self.now.keep, args[2])
         return result
 
 
@@ -118,14 +122,14 @@ class SparseMixerMode(SelectionMode):
         if self.now is not None:
             if self.now.ids_RK is not None:  # a row that is forced says nothing of what would have been picked
                 own_RK = torch.where(self.now.ids_RK < 0, ids_RK, self._scores.detach().topk(2, dim=-1).indices)
-            self.now.keep(own_RK)
+            run_unnumbered(self.now.keep, own_RK)
         self.seen.append(Selection(self._scores, ids_RK, own_RK))
 
     def _forced(self, own_R1: Tensor) -> Tensor:
         if self.now is None:
             return own_R1
         pick = len(self._picks) - self._in_band
-        return self.now.of_pick(pick).choose(own_R1 if self.asks else None)[0]
+        return run_unnumbered(self.now.of_pick(pick).choose, own_R1 if self.asks else None)[0]
 
 
 def grouped_by_expert(output: Any) -> Tensor:

@@ -9,6 +9,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 
 from foreroute.adapters import hf
+from foreroute.conformance.huggingface import KEEPING
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.families import lacks
 from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library
@@ -39,12 +40,17 @@ def composable(on, use_reentrant):
         torch.distributed._composable.checkpoint(layer)
 
 
+def selective(on):
+    checkpointed_by_library(on.model, {"use_reentrant": False, "context_fn": KEEPING})
+
+
 FORMS = {"reentrant": True, "non-reentrant": False}
 RECOMPUTATIONS = {
     "none": lambda on: None,
     **{name: partial(by_library, use_reentrant=kind) for name, kind in FORMS.items()},
     **{f"layers by hand, {name}": partial(layers_by_hand, use_reentrant=kind) for name, kind in FORMS.items()},
     **{f"pairs by hand, {name}": partial(pairs_by_hand, use_reentrant=kind) for name, kind in FORMS.items()},
+    "selective": selective,
     "composable": partial(composable, use_reentrant=False),
 }
 
@@ -141,7 +147,7 @@ class HuggingFaceSubject(Subject):
             r"input_ids are float32 of shape \(3, 9\)": {"input_ids": ids.float()},
             r"input_ids are bool of shape \(3, 9\)": {"input_ids": ids.bool()},
             r"input_ids are int64 of shape \(9,\)": {"input_ids": ids[0]},
-            "past_key_values is a str": {"past_key_values": "cache"},
+            r"(cache|past_key_values) is a str": {"past_key_values": "cache"},
             "cu_seq_lens_q is a list": {"cu_seq_lens_q": [0, 27]},
             "cu_seq_lens_q are float32": {"cu_seq_lens_q": torch.tensor([0.0, 27.0])},
             r"cu_seq_lens_q are bool of shape \(2,\)": {"cu_seq_lens_q": torch.tensor([False, True])},

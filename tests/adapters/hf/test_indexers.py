@@ -169,7 +169,9 @@ def test_checkpointing_changes_no_gradient(family):
     other = foreign_choices(trace, routed.indexers)
     plain, own = (trained(model, routed, batch, each, "inside") for each in (other, trace))
     assert any(not torch.equal(plain[name], own[name]) for name in plain)
-    for use_reentrant in (True, False):
+    # a rotary embedding that trains has one graph for all layers, which the first reentrant checkpoint frees
+    shares_graph = any("rotary" in name for name, _ in model.named_parameters())
+    for use_reentrant in (False,) if shares_graph else (True, False):
         enable_checkpointing(model, use_reentrant)
         for backward in ("inside", "outside"):
             ours = trained(model, routed, batch, other, backward)

@@ -1,7 +1,7 @@
 """Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
 
 import re
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
+from foreroute.core import untouched
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
@@ -88,8 +92,14 @@ def every_case(rank):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return on_two_ranks(every_case)
+def workers():
+    with closing(Workers(2, timeout_s=300)) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def ranks(workers):
+    return workers.run(every_case)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +124,65 @@ def test_losses_and_gradients_are_those_of_a_single_process(ranks, single, case)
             require_rounded(rank[1][name], gradient, 3 * TERMS)
     assert torch.equal(one[2] + other[2], shared_L)
     assert torch.equal(one[3] + other[3], counts_LE)
+
+
+def sharded_by_hand(folder):
+    return shard(policy())
+
+
+def sharded_by_transformers(folder):
+    config = DistributedConfig(fsdp_size=2)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, experts_implementation="grouped_mm")
+
+
+SHARDINGS = {"fully_shard": sharded_by_hand, "DistributedConfig": sharded_by_transformers}
+
+
+def weights_after_training(rank, sharding, folder, attaching, mended=True):
+    """Names of parameters that never moved, and all of them, after three steps of an optimizer made after attaching."""
+    model = SHARDINGS[sharding](folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if not mended:
+            patch.setattr(untouched, "_reshard", lambda model: None)
+            patch.setattr(untouched._Held, "is_replaced", lambda held: False)
+            patch.setattr(untouched._Held, "put_back", lambda held: None)
+        routed = hf.attach(model) if attaching else None
+        optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), full_weights(model)
+        mine = {name: value[rank::2] for name, value in BATCH.items()}
+        for _ in range(3):
+            recording = None
+            if routed is not None:
+                with torch.no_grad(), routed.record() as recording:
+                    model(**mine)
+                for group in optimizer.param_groups:  # as one made now would have them
+                    group["params"] = list(model.parameters())
+            with nullcontext() if recording is None else routed.replay(recording.trace()):
+                loss = loss_of(model, mine)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    after = full_weights(model)
+    return [name for name in before if torch.equal(before[name], after[name])], after
+
+
+def full_weights(model):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    found = model.named_parameters()
+    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone() for name, each in found}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(workers, sharding, tmp_path):
+    policy().save_pretrained(tmp_path)
+    runs = [
+        workers.run(weights_after_training, sharding, tmp_path, *case) for case in ((False,), (True,), (True, False))
+    ]
+    (without, plain), (attached, ours), (lost, _) = (ranks[0] for ranks in runs)
+    assert attached == without
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    assert len(lost) > len(without)  # the control: a forward without backward, and nothing put back
 
 
 def adapted():

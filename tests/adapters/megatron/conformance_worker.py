@@ -28,6 +28,8 @@ def bare_report():
 
 def builder(settings, recompute):
     def build(case):
+        if case.selective or case.compiled:
+            raise Unsupported("Megatron-Core recomputes by checkpoints of its own, and compiles no layer")
         chosen = dict(settings)
         if case.top_k is not None:
             chosen["moe_router_topk"] = case.top_k

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
-from foreroute.core.attaching import require_attachable, self_check, stack_of, untouched
+from foreroute.core.attaching import require_attachable, self_check, stack_of
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, find_routers, hidden, probe
 from foreroute.core.hooks import SelectingRouter
 from foreroute.core.routed import Routed
+from foreroute.core.untouched import untouched
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 
@@ -52,7 +53,7 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
         seen = probe(model, candidates)
         spec, trunk = spec_of(model, seen.routers, kind), seen.trunk_of(seen.routers)
         indexers = find_indexers(model, trunk)
-        hooks = TransformerHooks(trunk, seen.routers, spec, indexers)
+        hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
         self_check(Routed(model, [hooks]))
         routed = RoutedTransformer(model, spec, hooks)
         if indexers is not None:

@@ -197,6 +197,7 @@ class TransformerHooks(TrunkHooks):
     """The hooks of one model.
 
     Args:
+        model: that was attached.
         trunk: the module whose forward is one pass.
         routers: in layer order.
         spec: of the model.
@@ -211,13 +212,14 @@ class TransformerHooks(TrunkHooks):
 
     def __init__(
         self,
+        model: nn.Module,
         trunk: nn.Module,
         routers: Sequence[SelectingRouter],
         spec: RoutingSpec,
         indexers: FoundIndexers | None,
     ) -> None:
         self.found_indexers = indexers
-        super().__init__(0, trunk, routers, [] if indexers is None else indexers.hooks)
+        super().__init__(0, model, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.images = ImageTokens.of_trunk(trunk, self.names)
         self._name_in_graphs = graph_ops.register(self)

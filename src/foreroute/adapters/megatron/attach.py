@@ -14,9 +14,9 @@ from foreroute.adapters.megatron.model import RoutedMegatron
 from foreroute.adapters.megatron.recording import gathered
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.core import recompute
-from foreroute.core.attaching import untouched
 from foreroute.core.hooks import is_hooked
 from foreroute.core.passes import Rows
+from foreroute.core.untouched import untouched
 from foreroute.errors import AttachError, ForerouteError, ReplayError
 from foreroute.trace import RoutedLayer, RoutingSpec
 

@@ -1,0 +1,201 @@
+"""What forwards leave behind in a model, and what of it an optimizer or a loader finds after attaching and sessions."""
+
+import pytest
+import torch
+from torch import nn
+
+from foreroute.core import attach, untouched
+from foreroute.core.errors import AttachError, ReplayError
+from foreroute.testing.models import tiny
+
+TOKENS = torch.arange(1, 9)[None]
+
+
+class Scales:
+    """What a packed parameter carries beside its values."""
+
+    def __init__(self):
+        self.scale, self.is_packed_for_inference = torch.ones(1), False
+
+
+class Packed(nn.Parameter):
+    """Bytes with scales beside them, as quantizers make them."""
+
+
+class PackingLinear(nn.Linear):
+    """Packs its weight anew in its first forward without training, for a kernel that keeps no graph."""
+
+    def __init__(self, size):
+        super().__init__(size, size, bias=False)
+        bytes_ = (self.weight.detach() * 100).to(torch.int8)
+        self.weight = Packed(bytes_, requires_grad=False)
+        self.weight.scales = Scales()
+        self.lora = nn.Parameter(torch.full((size, size), 0.01))
+
+    def forward(self, rows):
+        scales = self.weight.scales
+        if not self.training and not rows.requires_grad and not scales.is_packed_for_inference:
+            self.weight.data = self.weight.data.t().contiguous().reshape(-1, 2)
+            scales.scale, scales.is_packed_for_inference = torch.full((1,), 2.0), True
+        if scales.is_packed_for_inference:
+            return rows.detach()
+        return rows + rows @ self.lora
+
+
+def with_front(front):
+    """A model with this module between its embedding and its first layer."""
+    model = tiny("qwen3_moe")
+    embedding = model.model.embed_tokens
+    embedding.front = front
+    embedding.register_forward_hook(lambda module, _, rows: module.front(rows))
+    return model
+
+
+class LazyBuffer(nn.Module):
+    def forward(self, rows):
+        if "seen" not in self._buffers:
+            self.register_buffer("seen", torch.zeros(()))
+        self.seen += 1
+        return rows
+
+
+class AmaxHistory(nn.Module):
+    """As float8 layers keep it; in a new tensor each time, and a count that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("amax", torch.zeros(4))
+        self.num_calls = 0
+
+    def forward(self, rows):
+        self.amax = torch.cat([self.amax[1:], rows.detach().abs().max()[None]])
+        self.num_calls += 1
+        return rows
+
+
+class CastsItself(nn.Module):
+    """Casts a bias, and keeps the dtype, in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias, self.compute_dtype = nn.Parameter(torch.zeros(32)), None
+
+    def forward(self, rows):
+        if self.compute_dtype is None:
+            self.compute_dtype = torch.bfloat16
+            self.bias.data = self.bias.data.to(self.compute_dtype)
+        return rows + self.bias.to(rows.dtype)
+
+
+class ReplacesItsWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, rows):
+        self.weight = nn.Parameter(self.weight.detach().clone())
+        return rows * self.weight
+
+
+class Random(nn.Module):
+    def forward(self, rows):
+        return rows + torch.rand(()) * 0
+
+
+FRONTS = {
+    "packs weights": lambda: PackingLinear(32),
+    "makes a buffer": LazyBuffer,
+    "replaces a buffer": AmaxHistory,
+    "casts a parameter": CastsItself,
+    "draws numbers": Random,
+    "drops out": lambda: nn.Dropout(0.5),
+}
+
+
+def seen_by_an_optimizer(model):
+    """Name, identity, shape, dtype and storage of every parameter and buffer; plain attributes; random numbers."""
+    tensors = {
+        name: (id(each), each.shape, each.dtype, each.untyped_storage().data_ptr(), each.tolist())
+        for name, each in [*model.named_parameters(), *model.named_buffers()]
+    }
+    plain = {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | torch.dtype | type(None))
+    }
+    return tensors, plain, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("front", FRONTS)
+def test_attaching_leaves_nothing_behind(front, training):
+    model = with_front(FRONTS[front]()).train(training)
+    before = seen_by_an_optimizer(model)
+    attach(model)
+    assert seen_by_an_optimizer(model) == before
+
+
+@pytest.mark.parametrize("front", [name for name in FRONTS if name != "drops out"])
+def test_what_is_not_put_back_is_seen(front):
+    """The control: the same comparison after a forward alone."""
+    model = with_front(FRONTS[front]()).eval()
+    before = seen_by_an_optimizer(model)
+    with torch.no_grad():
+        model(input_ids=TOKENS, use_cache=False)
+    assert seen_by_an_optimizer(model) != before
+
+
+def trained_by(model):
+    model.train()
+    model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    return model.get_parameter("model.embed_tokens.front.lora").grad is not None
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_packed_weights_train_adapters_after_sessions_in_eval_mode(mended, monkeypatch):
+    if not mended:
+        monkeypatch.setattr(untouched._Held, "put_back", lambda held: None)
+    model = with_front(PackingLinear(32))
+    routed = attach(model)
+    model.eval()
+    with torch.no_grad(), routed.record() as recording:
+        model(input_ids=TOKENS, use_cache=False)
+    with torch.no_grad(), routed.replay(recording.ids()[0]):
+        model(input_ids=TOKENS, use_cache=False)
+    assert trained_by(model) == mended
+
+
+def test_weights_that_a_user_loads_in_a_session_stay():
+    model = with_front(PackingLinear(32)).train()
+    routed = attach(model)
+    packed = model.model.embed_tokens.front.weight
+    other = torch.zeros_like(packed.data)
+    with torch.no_grad(), routed.record():
+        model(input_ids=TOKENS, use_cache=False)
+        packed.data = other
+    assert packed.data_ptr() == other.data_ptr()
+
+
+def test_a_parameter_that_a_forward_replaces_is_named_and_the_model_left():
+    model = with_front(ReplacesItsWeight())
+    before = seen_by_an_optimizer(model)
+    with pytest.raises(AttachError, match="another parameter in the place of weight of a ReplacesItsWeight"):
+        attach(model)
+    assert seen_by_an_optimizer(model) == before
+
+
+def record_once(model, routed, error=None):
+    with torch.no_grad(), routed.record():
+        model(input_ids=TOKENS, use_cache=False)
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("error", [None, KeyError()])
+def test_a_parameter_that_a_session_replaces_is_named_unless_another_error_ends_it(error):
+    model = with_front(nn.Identity())
+    routed = attach(model)
+    model.model.embed_tokens.front = ReplacesItsWeight()
+    with pytest.raises(ReplayError if error is None else KeyError):
+        record_once(model, routed, error)
