@@ -227,7 +227,7 @@ REFUSED = {
     "another pattern": (
         "right, as a pattern",
         put("attention_mask", (2, 0, 6, 3), False),
-        "attention_mask is another pattern than the causal one of a batch",
+        r"attention_mask is of shape \(3, 1, 9, 9\), another pattern than the causal one of a batch",
     ),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
     "no start": ("packed", put("position_ids", (0, 7), 1), "the batch has 2 sequences and the trace has 3"),

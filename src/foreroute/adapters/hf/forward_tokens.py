@@ -91,6 +91,7 @@ class ForwardTokens:
         self.past, self.images, self.pixels = past, images, pixels or {}
         self.pixel_names = tuple(self.pixels)
         self.is_causal: Tensor | None = None
+        self._pattern_shape: tuple[int, ...] = ()
         self.begins = False
         self.cache_was_seen = True
         self.shape = (input_ids.shape[0], input_ids.shape[1])
@@ -151,6 +152,7 @@ class ForwardTokens:
         self.past = int(self.past)
         if self.mask is not None:
             if self.mask.ndim == 4:
+                self._pattern_shape = tuple(self.mask.shape)
                 self.mask, self.is_causal = _read_pattern(self.mask, self.shape, self.past)
             _require_shape(self.mask, self.shape, self.past)
         return self
@@ -164,7 +166,8 @@ class ForwardTokens:
         """
         if self.is_causal is not None and not self.is_causal:
             raise BatchMismatchError(
-                f"attention_mask is another pattern than the causal one of a batch; {WANTED_PATTERN}"
+                f"attention_mask is of shape {self._pattern_shape}, another pattern than the causal one of a batch; "
+                f"{WANTED_PATTERN}"
             )
         rows, width = self.shape
         tokens = _to_host(self.input_ids).astype(np.int64)  # a copy: what was given may be overwritten
